@@ -1,0 +1,54 @@
+# The commands people type. python3, python3-venv and make are all that must be there before.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt setup.sh
+
+.PHONY: help lab demo test quick bench tables lint clean
+
+help:
+	@echo "make lab    open JupyterLab on the first notebook"
+	@echo "make demo   the same without a browser: train, switch, compare; writes demo.html"
+	@echo "make test   run every test"
+	@echo "make bench  measure; writes docs/benchmarks.md"
+	@echo "make lint   ruff and mypy"
+
+lab: $(VENV)/.installed
+	@$(BIN)/workbench lab
+
+demo: $(VENV)/.installed
+	@$(BIN)/workbench demo
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python tests/chromium.py
+	@$(BIN)/python tests/run_all.py
+
+quick: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest -q
+
+bench: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.bench
+
+tables: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.tables README.md
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check . && $(BIN)/mypy
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || \
+	    { rm -rf $(VENV); echo "Python's venv is missing; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
+	@./setup.sh $(BIN)/python
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/bin/python $(SOURCES)
+	@./setup.sh $(BIN)/python $*
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
