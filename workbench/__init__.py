@@ -1,0 +1,56 @@
+"""The workbench: distributed training that is watched and steered while it runs.
+
+The public names are found when they are first asked for, so that `import workbench` and opening a recorded
+run need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.compressors import Cast, Codec, Compressor, Dense, ErrorFeedback, TopK
+    from workbench.experiment import Experiment
+    from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow
+    from workbench.knobs import Change, Knob, KnobError, knob
+    from workbench.lab import Lab
+    from workbench.ops import Bucket, Memory, Rank
+    from workbench.recipes import recipe
+    from workbench.run import Run, RunError
+    from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP
+    from workbench.tasks import ByteGPT, Digits, Task
+    from workbench.timeline import Mark, Sample, Span, Timeline
+
+_HOMES = {
+    "compressors": ("Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "TopK"),
+    "experiment": ("Experiment",),
+    "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow"),
+    "knobs": ("Change", "Knob", "KnobError", "knob"),
+    "lab": ("Lab",),
+    "ops": ("Bucket", "Memory", "Rank"),
+    "recipes": ("recipe",),
+    "run": ("Run", "RunError"),
+    "strategies": ("DDP", "LocalSGD", "Strategy", "TorchDDP"),
+    "tasks": ("ByteGPT", "Digits", "Task"),
+    "timeline": ("Mark", "Sample", "Span", "Timeline"),
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "DDP", "Bucket", "ByteGPT", "Cast", "Change", "Codec", "Compressor", "Dense", "Digits", "ErrorFeedback",
+    "Experiment", "Fabric", "Fault", "Freeze", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "Mark", "Memory",
+    "Noisy", "Rank", "Run", "RunError", "Sample", "Slow", "Span", "Strategy", "Task", "Timeline", "TopK",
+    "TorchDDP", "knob", "recipe",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"workbench.{home}"), name)
+    raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,28 @@
+"""Questions about a timeline, each a pure function from rows to a number or a table. Nothing here draws."""
+
+from workbench.analysis.collectives import Arrivals as Arrivals
+from workbench.analysis.collectives import arrivals as arrivals
+from workbench.analysis.effect import Card as Card
+from workbench.analysis.effect import Effect as Effect
+from workbench.analysis.effect import Estimate as Estimate
+from workbench.analysis.effect import before_after as before_after
+from workbench.analysis.overview import line as line
+from workbench.analysis.overview import summary as summary
+from workbench.analysis.steps import Breakdown as Breakdown
+from workbench.analysis.steps import Overlap as Overlap
+from workbench.analysis.steps import StepTimes as StepTimes
+from workbench.analysis.steps import breakdown as breakdown
+from workbench.analysis.steps import bytes_per_step as bytes_per_step
+from workbench.analysis.steps import overlap as overlap
+from workbench.analysis.steps import per_rank as per_rank
+from workbench.analysis.steps import step_times as step_times
+from workbench.analysis.straggler import Verdict as Verdict
+from workbench.analysis.straggler import straggler as straggler
+from workbench.analysis.window import change_steps as change_steps
+from workbench.analysis.window import last_steps as last_steps
+
+__all__ = [
+    "Arrivals", "Breakdown", "Card", "Effect", "Estimate", "Overlap", "StepTimes", "Verdict", "arrivals",
+    "before_after", "breakdown", "bytes_per_step", "change_steps", "last_steps", "line", "overlap", "per_rank",
+    "step_times", "straggler", "summary",
+]

@@ -1,0 +1,105 @@
+"""Collectives lined up across ranks: who arrived when, who waited for whom.
+
+The k-th communication span of a step with the same name is the same collective on every rank. Until the last
+rank has arrived the others wait; from then on data move.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.window import Window
+from workbench.timeline import Rows, Timeline
+
+
+class Arrivals(NamedTuple):
+    """One row per collective, one column per rank; NaN where a rank's span is not here (yet)."""
+
+    ranks: np.ndarray  # (p,)
+    step: np.ndarray  # (c,)
+    name: np.ndarray  # (c,) text
+    asked: np.ndarray  # (c, p) when each rank was ready for it
+    t0: np.ndarray  # (c, p) when each rank arrived
+    t1: np.ndarray  # (c, p) when it was done there
+    nbytes: np.ndarray  # (c, p) bytes sent
+    port: np.ndarray  # (c, p) seconds that the rank's own port was busy with it; NaN off a Link
+
+    @property
+    def last(self) -> np.ndarray:
+        """(c,) when the last rank arrived."""
+        out: np.ndarray = np.fmax.reduce(self.t0, axis=1) if len(self.t0) else np.empty(0)
+        return out
+
+    @property
+    def full(self) -> np.ndarray:
+        """(c,) mask: all ranks' spans are here."""
+        out: np.ndarray = ~np.isnan(self.t0).any(axis=1)
+        return out
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """(c, p) seconds each rank waited for the last to arrive."""
+        out: np.ndarray = np.minimum(self.last[:, None], self.t1) - self.t0
+        return out.clip(min=0)
+
+    @property
+    def transferring(self) -> np.ndarray:
+        """(c, p) seconds from the last arrival to the end."""
+        out: np.ndarray = self.t1 - np.maximum(self.last[:, None], self.t0)
+        return out.clip(min=0)
+
+    @property
+    def late(self) -> np.ndarray:
+        """(c, p) seconds by which each rank arrived after the median of the others (negative: before)."""
+        return against_others(self.t0)
+
+
+def arrivals(tl: Timeline, first: int, stop: int) -> Arrivals:
+    """Every collective of steps [first, stop), lined up across ranks, in order of last arrival."""
+    return lined_up(Window(tl, first, stop))
+
+
+def lined_up(w: Window) -> Arrivals:
+    """As `arrivals`, for a window that is already cut out. Evaluations and hand-overs are left out."""
+    rows, ports = w.lane("comm"), w.lane("port")
+    rows, ports = rows[~w.outside(rows)], ports[~w.outside(ports)]
+    key, first, inverse = np.unique(_key(rows), return_index=True, return_inverse=True)
+    c, p = len(key), len(w.ranks)
+    where = inverse, w.column(rows.rank)
+    asked, t0, t1, port = (np.full((c, p), np.nan) for _ in range(4))
+    nbytes = np.zeros((c, p), np.int64)
+    asked[where], t0[where], t1[where], nbytes[where] = rows.asked, rows.t0, rows.t1, rows.nbytes
+    if len(ports):
+        portkey = _key(ports)
+        at = np.minimum(np.searchsorted(key, portkey), max(c - 1, 0))
+        known = (key[at] == portkey) if c else np.zeros(len(ports), bool)
+        port[at[known], w.column(ports.rank)[known]] = (ports.t1 - ports.t0)[known]
+    found = Arrivals(w.ranks, rows.step[first], rows.name[first], asked, t0, t1, nbytes, port)
+    order = np.argsort(found.last, kind="stable")
+    return Arrivals(w.ranks, *(column[order] for column in found[1:]))
+
+
+def against_others(values: np.ndarray) -> np.ndarray:
+    """Each column minus the median of the other columns, row by row."""
+    p = values.shape[1]
+    if p < 2:
+        return np.zeros_like(values)
+    return np.stack([values[:, r] - np.median(np.delete(values, r, axis=1), axis=1) for r in range(p)], axis=1)
+
+
+def _key(rows: Rows) -> np.ndarray:
+    """One number per span, the same for the same collective on all ranks: step, name, occurrence."""
+    name = rows.coded("name").codes.astype(np.int64)
+    step, n = rows.step.astype(np.int64), len(rows)
+    if not n:
+        return np.empty(0, np.int64)
+    order = np.lexsort((rows.t0, name, step, rows.rank))
+    group = np.stack([rows.rank[order], step[order], name[order]])
+    fresh = np.ones(n, bool)
+    fresh[1:] = (group[:, 1:] != group[:, :-1]).any(axis=0)
+    begin = np.maximum.accumulate(np.where(fresh, np.arange(n), 0))
+    occurrence = np.empty(n, np.int64)
+    occurrence[order] = np.arange(n) - begin
+    return (step << 40) | (name << 16) | occurrence

@@ -1,0 +1,72 @@
+"""A run in a few plain values and in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.analysis.steps import bytes_per_step, step_times
+from workbench.analysis.window import last_steps, ranks_of
+
+if TYPE_CHECKING:
+    from workbench.run import Run
+
+RECENT = 50  # steps
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps."""
+    tl = run.timeline
+    first, stop = last_steps(tl, RECENT)
+    times = step_times(tl, RECENT).seconds.max(axis=1, initial=0.0) if stop > first else np.empty(0)
+    sent = bytes_per_step(tl, first, stop)
+    return {
+        "name": run.name,
+        "state": run.state,
+        "strategy": _name(run.settings.get("strategy")),
+        "compressor": _name(run.settings.get("compressor")),
+        "ranks": int(run.settings.get("ranks") or len(ranks_of(tl.spans.rows()))),
+        "steps": stop,
+        "seconds": round(float(tl.spans.rows().t1.max(initial=0.0)), 3),
+        "step_s": round(float(np.median(times)), 6) if len(times) else None,
+        "bytes_per_step": float(sent.mean()) if sent.size else None,
+        "loss": _mean_of_last(run, "loss", stop),
+        "held_out": _newest(run, "held_out"),
+        "changes": len(run.changes),
+        "missing": run.missing + int(_newest(run, "dropped") or 0),
+        "warnings": list(run.warnings),
+    }
+
+
+def line(run: Run) -> str:
+    """The run in one line."""
+    s = summary(run)
+    parts = [f"{s['strategy']}, {s['ranks']} ranks, {s['steps']} steps in {s['seconds']:.1f} s ({s['state']})"]
+    parts += [f"{1 / s['step_s']:.1f} steps/s"] if s["step_s"] else []
+    parts += [f"held-out {s['held_out']:.3f}"] if s["held_out"] is not None else []
+    parts += [f"{s['changes']} change{'s' * (s['changes'] != 1)}"] if s["changes"] else []
+    parts += [f"{s['missing']} rows missing"] if s["missing"] else []
+    return f"Run {run.name}: {', '.join(parts)}"
+
+
+def _name(plain: Any) -> str:
+    """The name of a family member written as plain JSON; a wrapper shows what it wraps."""
+    if not isinstance(plain, dict) or len(plain) != 1:
+        return str(plain or "?")
+    ((name, rest),) = plain.items()
+    inner = rest.get("of") if isinstance(rest, dict) else None
+    return f"{name}({_name(inner)})" if inner else str(name)
+
+
+def _newest(run: Run, name: str) -> float | None:
+    rows = run.timeline.samples.rows()
+    hit = np.flatnonzero(rows.equal("name", name)) if len(rows) else np.empty(0, np.int64)
+    return float(rows.value[hit[-1]]) if len(hit) else None
+
+
+def _mean_of_last(run: Run, name: str, stop: int) -> float | None:
+    """The mean over ranks at the last step that ended everywhere."""
+    rows = run.timeline.samples.rows()
+    hit = rows.equal("name", name) & (rows.step == stop - 1) if len(rows) else np.empty(0, bool)
+    return float(rows.value[hit].mean()) if hit.any() else None

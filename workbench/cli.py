@@ -1,0 +1,135 @@
+"""The command line: `workbench lab | demo | run | show`. A mistake is answered with one sentence.
+
+Heavy packages are imported inside the commands that need them, so that `workbench show` needs no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from workbench.cluster.errors import RankError
+from workbench.cluster.place import ClusterError
+from workbench.knobs import KnobError
+from workbench.run import Run, RunError
+
+app = typer.Typer(
+    help="Watch and steer distributed training while it runs.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+
+def plainly(command: Callable[..., None]) -> Callable[..., None]:
+    """What a person can put right is said in a sentence, with exit code 2; what a rank died of, with 1."""
+
+    @functools.wraps(command)
+    def said(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (KnobError, RunError, ClusterError, RankError) as error:
+            typer.echo(f"workbench: {error}", err=True)
+            raise typer.Exit(1 if isinstance(error, RankError) else 2) from None
+
+    return said
+
+
+@app.command()
+@plainly
+def lab(
+    port: Annotated[int, typer.Option(help="Jupyter's port; if in use, the next free one", min=1, max=65535)] = 8888,
+    browser: Annotated[bool, typer.Option(help="open a browser")] = True,
+) -> None:
+    """Open JupyterLab on the first notebook."""
+    from workbench import jupyter
+
+    jupyter.open_lab(port, browser)
+
+
+@app.command()
+@plainly
+def demo(
+    out: Annotated[Path, typer.Option(help="the page that is written")] = Path("demo.html"),
+    ranks: Annotated[int, typer.Option(help="how many ranks train")] = 4,
+    seconds: Annotated[float, typer.Option(help="how long they train, about", min=5)] = 60.0,
+) -> None:
+    """Train on a slow wire, switch strategy and compressor live, and say what each change did."""
+    from workbench.demo import tour
+
+    tour(out, ranks, seconds)
+
+
+@app.command()
+@plainly
+def run(
+    recipe: Annotated[str, typer.Argument(help="a recipe, such as first_run, digits or slow_link")],
+    out: Annotated[Path, typer.Option(help="the run directory that is written")],
+    turns: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
+    steps: Annotated[int | None, typer.Option(help="stop after so many steps (200 if the recipe does not say)")] = None,
+    ranks: Annotated[int | None, typer.Option(help="how many ranks train")] = None,
+) -> None:
+    """Run a recipe without a browser and record it."""
+    from workbench.recipes import recipe as find
+
+    experiment = find(recipe)
+    for path, value in [*map(setting, turns or ()), ("steps", steps), ("ranks", ranks)]:
+        experiment = experiment.turn(path, value) if value is not None else experiment
+    experiment = experiment if experiment.steps else experiment.turn("steps", 200)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out}: is there already; name a directory that is new")
+    from workbench.lab import Lab
+
+    with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
+    try:
+        done = with_lab.run(experiment, out=out)
+        done.wait()
+        print_summary(done)
+    finally:
+        with_lab.close()
+    if done.state == "failed":
+        raise typer.Exit(1)
+
+
+@app.command()
+@plainly
+def show(
+    rundir: Annotated[Path, typer.Argument(help="a run directory")],
+    out: Annotated[Path | None, typer.Option(help="also write the charts into this page")] = None,
+) -> None:
+    """Print what a recorded run came to; with --out, write its charts as one HTML page."""
+    found = Run.open(rundir)
+    print_summary(found)
+    if out:
+        from workbench.report import write_page
+
+        typer.echo(f"wrote {write_page(found, out)}")
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """`path=value` as (path, value); the value is read as JSON if it is JSON, and as a word if not.
+
+    >>> setting("strategy.every=8"), setting("strategy=LocalSGD")
+    (('strategy.every', 8), ('strategy', 'LocalSGD'))
+    """
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise KnobError(f"--set {text}: must be path=value, such as strategy.every=8")
+    try:
+        return path, json.loads(value)
+    except json.JSONDecodeError:
+        return path, value
+
+
+def print_summary(run: Run) -> None:
+    """One line per value of a run's summary."""
+    typer.echo(repr(run))
+    for name, value in run.summary().items():
+        typer.echo(f"  {name:<28} {value:.4g}" if isinstance(value, float) else f"  {name:<28} {value}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,69 @@
+"""The first lines of every process that a lab starts: controller or engine, each watching for its owner.
+
+Run as a script. An engine loads torch before it reports, so that "up" means ready; and both end by
+themselves when the lab's owner is gone and the guard has not come for them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench.cluster.place import Place
+
+PATIENCE = 6.0  # seconds the guard has before a process ends itself
+COURTESY = 5  # engines step back for the notebook and the page, which draw what they do on the same cores
+
+
+def main(kind: str, file: str) -> None:
+    """Becomes the controller or an engine; the remaining arguments are ipyparallel's own."""
+    find_workbench()
+    import psutil  # noqa: F401 (here and not in the thread: two threads must not import at the same time)
+
+    from workbench.cluster.place import Place
+
+    threading.Thread(target=watch, args=(Place(Path(file).parent),), name="owner watch", daemon=True).start()
+    if kind == "engine":
+        import torch  # noqa: F401
+        from ipyparallel.engine.app import main as become
+
+        os.nice(COURTESY)
+    else:
+        from ipyparallel.controller.app import main as become
+    become()
+
+
+def find_workbench() -> None:
+    """Makes `workbench` the one that this file belongs to, wherever it was started from."""
+    here = str(Path(__file__).resolve().parents[2])
+    sys.path.pop(0)
+    if here not in sys.path:
+        sys.path.insert(0, here)
+
+
+def watch(place: Place) -> None:
+    """Ends this process and its children once nobody owns the lab any more (detached is nobody's loss)."""
+    import psutil
+
+    from workbench.cluster.place import alive
+
+    alone = 0.0
+    while alone < PATIENCE:
+        time.sleep(1.0)
+        state = place.read()
+        orphan = not state or (state["owner"] is not None and not alive(state["owner"]))
+        alone = alone + 1.0 if orphan else 0.0
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    kind, file = sys.argv[1:3]
+    sys.argv[1:3] = []
+    main(kind, file)

@@ -1,0 +1,117 @@
+"""Prints, warnings and log messages of a rank's training threads, taken aside; everything else goes its usual way.
+
+A thread belongs to the training if its name begins with the prefix (the engine calls them "rank 3 training").
+So `%%px` keeps its own output while a model prints. Knows nothing of where the lines go.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+PER_SECOND = 40  # lines taken each second; what is beyond is counted, not kept
+
+Sink = Callable[[str, str], None]
+
+
+class Capture:
+    """Diverts what threads called `prefix...` say to `sink(stream, text)`, a line at a time."""
+
+    def __init__(self, prefix: str, sink: Sink) -> None:
+        self.prefix = prefix
+        self.sink = sink
+        self._second, self._taken, self._left = 0, 0, 0
+        self._lock = threading.Lock()
+
+    def mine(self) -> bool:
+        """Whether the calling thread is one whose words are taken."""
+        name = threading.current_thread().name
+        return name.startswith(self.prefix) and not name.endswith("recorder")
+
+    def say(self, stream: str, text: str) -> None:
+        """Hands one line on, unless there were too many in this second."""
+        with self._lock:
+            if (now := int(time.monotonic())) != self._second:
+                left, self._second, self._taken, self._left = self._left, now, 0, 0
+                if left:
+                    self._hand_on(stream, f"... {left} more lines in that second")
+            if self._taken >= PER_SECOND:
+                self._left += 1
+                return
+            self._taken += 1
+        self._hand_on(stream, text)
+
+    def _hand_on(self, stream: str, text: str) -> None:
+        try:
+            self.sink(stream, text[:4000])
+        except Exception:  # noqa: S110 (a print must never stop the training)
+            pass
+
+    def __enter__(self) -> Capture:
+        sys.stdout, sys.stderr = _Split(self, "stdout", sys.stdout), _Split(self, "stderr", sys.stderr)
+        self._show, warnings.showwarning = warnings.showwarning, self._warn  # type: ignore[assignment]
+        self._handler = _Log(self)
+        logging.getLogger().addHandler(self._handler)
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        logging.getLogger().removeHandler(self._handler)
+        warnings.showwarning = self._show
+        for name in ("stdout", "stderr"):
+            if isinstance(ours := getattr(sys, name), _Split):
+                setattr(sys, name, ours.usual)
+
+    def _warn(self, message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+        if self.mine():
+            self.say("warning", f"{category.__name__}: {message} ({filename}:{lineno})")
+        else:
+            self._show(message, category, filename, lineno, *rest)
+
+
+class _Split:
+    """A text stream that gives the training's lines to the capture and the rest to the usual stream."""
+
+    def __init__(self, capture: Capture, name: str, usual: Any) -> None:
+        self.capture, self.name, self.usual = capture, name, usual
+        self._begun: dict[int, str] = {}
+
+    def write(self, text: str) -> int:
+        if not self.capture.mine():
+            return self.usual.write(text)
+        me = threading.get_ident()
+        *lines, rest = (self._begun.get(me, "") + text).split("\n")
+        self._begun[me] = rest
+        for line in lines:
+            self.capture.say(self.name, line)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        if not self.capture.mine():
+            self.usual.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.usual, name)
+
+
+class _Log(logging.Handler):
+    """Takes the training's log records; for others it does what would be done without it."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self.capture = capture
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.capture.mine():
+            self.capture.say("log", self.format(record))
+        elif (last := logging.lastResort) and logging.getLogger().handlers == [self] and record.levelno >= last.level:
+            last.handle(record)

@@ -1,0 +1,300 @@
+"""One lab's engines over ipyparallel: started here, found by their connection file, or found again after a detach.
+
+Comes up in the background and says how far it is. Knows which process is which rank, and nothing of training.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from workbench.cluster import worker
+from workbench.cluster.engines import Engine, check_versions, devices, probe, spans_hosts
+from workbench.cluster.keys import Keys
+from workbench.cluster.line import Line
+from workbench.cluster.place import ClusterError, Place, alive, host, this_process
+from workbench.cluster.processes import Processes, code_in_words, end, log_tail, loopback, start_guard, wait_for
+from workbench.cluster.relay import Relay
+from workbench.cluster.wire import Batch
+
+START_TIMEOUT = 120.0  # seconds for all engines to come up
+FIND_TIMEOUT = 10.0  # seconds for the engines of an existing cluster
+
+
+class Cluster:
+    """`ranks` engines. `connection` is the client file of an existing cluster, None to start one here."""
+
+    def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None) -> None:
+        self.name, self.ranks, self.device, self.connection = name, ranks, device, connection
+        self.progress = "starting controller"
+        self.engines: list[Engine] = []
+        self.devices, self.kind = ["cpu"] * ranks, "gloo"
+        self.client: Any = None
+        self.error: BaseException | None = None
+        self.take: Callable[[Batch], None] = lambda batch: None
+        self.seconds = 0.0  # that it took to come up
+        self.guest = False  # whether another kernel owns it
+        self.stuck = False  # whether a rank would not leave its last run
+        self.owned: Processes | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._line: Line | None = None
+        self._relay: Relay | None = None
+        self._ready = threading.Event()
+        self._closed = False
+
+    def start(self) -> Cluster:
+        """Begins to come up; returns at once. `wait` waits for it."""
+        self.place = Place.new(self.name)
+        self.keys = Keys.new()
+        self._guard = start_guard(self.place)
+        threading.Thread(target=self._come_up, name="cluster start", daemon=True).start()
+        return self
+
+    def _come_up(self) -> None:
+        began = time.monotonic()
+        try:
+            if self.connection is None:
+                self._start_here()
+            else:
+                self._find(self.connection)
+            self._meet()
+            self.progress = "ready"
+        except BaseException as error:
+            if not self._closed:
+                self.error, self.progress = error, f"failed: {error}"
+            self._drop()
+        self.seconds = time.monotonic() - began
+        self._ready.set()
+
+    @property
+    def ready(self) -> bool:
+        return self._ready.is_set() and self.error is None
+
+    @property
+    def line(self) -> Line:
+        if self._line is None:
+            raise ClusterError("the engines are not up")
+        return self._line
+
+    def wait(self, timeout: float | None = None) -> Cluster:
+        """Waits until the engines are up; raises ClusterError with the reason if they will not be."""
+        if not self._ready.wait(timeout):
+            raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
+        if self.error:
+            raise self.error
+        if self._closed:
+            raise ClusterError(f"lab {self.name!r} is closed")
+        return self
+
+    # -- coming up
+
+    def _start_here(self) -> None:
+        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
+        self.owned = Processes(self.place)
+        self.owned.start(self.ranks, env)
+        file = self.place.path / "security" / "ipcontroller-client.json"
+        self._until(self.owned.introduce)
+        self.progress = "loading torch"
+        self.client = self._connect(file)
+        self._until(self._counted)
+        self.owned.note_children()
+
+    def _counted(self) -> bool:
+        if up := len(self.client.ids):
+            self.progress = f"{up} of {self.ranks} engines up"
+        return up >= self.ranks
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        assert self.owned
+        deadline = time.monotonic() + START_TIMEOUT
+        while not condition():
+            self.owned.check()
+            if self._closed:
+                raise ClusterError("the lab was closed while it came up")
+            if time.monotonic() > deadline:
+                raise ClusterError(self._late())
+            time.sleep(0.05)
+
+    def _late(self) -> str:
+        late = ["controller"]
+        if self.client is not None:
+            late = [f"engine {r}" for r in range(self.ranks) if r not in self.client.ids]
+        return f"not up within {START_TIMEOUT:g} s: {', '.join(late)}.{log_tail(self.place, late[0])}"
+
+    def _connect(self, connection: Path | str) -> Any:
+        import ipyparallel
+
+        by_file = {"connection_info": str(connection)}
+        how = {"profile": str(connection)[8:]} if str(connection).startswith("profile:") else by_file
+        return ipyparallel.Client(**how, timeout=FIND_TIMEOUT)
+
+    def _find(self, connection: Path | str) -> None:
+        self.progress = "looking for the engines"
+        by_profile = str(connection).startswith("profile:")
+        if not by_profile and not Path(connection).is_file():
+            raise ClusterError(f"cluster={str(connection)!r}: there is no such connection file")
+        try:
+            self.client = self._connect(connection)
+        except (TimeoutError, OSError) as error:
+            raise ClusterError(f"{connection}: no controller answers there ({error})") from None
+        if not wait_for(lambda: len(self.client.ids) >= self.ranks, FIND_TIMEOUT):
+            there = len(self.client.ids)
+            raise ClusterError(
+                f"ranks={self.ranks}: the cluster has {there} engine{'s' * (there != 1)}; "
+                f"start {self.ranks - there} more (ipengine), or ask for ranks={there or 1}"
+            )
+
+    def _meet(self) -> None:
+        """Gives each rank its engine, checks versions and devices, opens the sockets."""
+        found = probe(self.client, list(self.client.ids)[: self.ranks], self._controller())
+        check_versions(found)
+        self.devices, self.kind = devices(found, self.device)
+        setup = {
+            "lab": self.place.path.name, "keys": list(self.keys), "owner": this_process(), "host": host(),
+            "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans_hosts(found),
+        }  # fmt: skip
+        for engine in found:
+            reach = engine.reach if setup["spans_hosts"] else "127.0.0.1"
+            at = self.call(engine.id, worker.open_bench, {**setup, "reach": reach})
+            self.engines.append(replace(engine, rows=at["rows"], line=at["line"]))
+        self._open_sockets()
+        file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
+        self.place.write(
+            engines=[e.plain() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
+            ranks=self.ranks, devices=self.devices, kind=self.kind, here=self.connection is None,
+        )  # fmt: skip
+        self._activate()
+
+    def _controller(self) -> str:
+        """An address of the controller, to learn by which of its own an engine can be reached."""
+        url = self.client._config["registration"]
+        return str(url).split("//")[-1].rsplit(":", 1)[0]
+
+    def _open_sockets(self) -> None:
+        self._line = Line({e.rank: e.line for e in self.engines}, self.keys)
+        self._relay = Relay([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
+
+    def _activate(self) -> None:
+        """Makes `%%px` speak to this lab's ranks, where there are such magics."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is not None:
+            self.view.activate()
+
+    def table(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Each rank in one row: where it is, and what it last said of itself."""
+        keys = ("state", "step", "busy")
+        last = [{k: said.get(e.rank, {}).get(k) for k in keys} for e in self.engines]
+        where = [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid} for e in self.engines]
+        return [{**w, "device": d, **s} for w, d, s in zip(where, self.devices, last, strict=False)]
+
+    @property
+    def view(self) -> Any:
+        """The ipyparallel view of all ranks that live, in their order."""
+        view = self.client.direct_view([e.id for e in self.engines if e.id in self.client.ids])
+        view.block = True
+        return view
+
+    def call(self, engine: int, function: Callable[..., Any], *rest: Any, timeout: float = 60.0) -> Any:
+        """Calls a function of `worker` on one engine (by ipyparallel's id) and waits for its answer."""
+        return self.client[engine].apply_async(function, *rest).get(timeout)
+
+    def death(self, rank: int) -> str | None:
+        """How the engine of `rank` ended, in words; None while it lives."""
+        engine = self.engines[rank]
+        how = self._death(engine)
+        if how and engine.id in self.client.ids:  # there is no nanny to tell the controller; nobody shall wait for it
+            self.client._send(self.client._query_socket, "unregistration_request", content={"id": engine.id})
+        return how
+
+    def _death(self, engine: Engine) -> str | None:
+        if self.owned and (child := self.owned.started.get(f"engine {engine.id}")):
+            code = child.poll()
+            return None if code is None else f"(pid {engine.pid}) ended with {code_in_words(code)}"
+        if engine.host == host():
+            return None if alive([engine.pid, engine.created]) else f"(pid {engine.pid}) is gone"
+        return None if engine.id in self.client.ids else f"(pid {engine.pid} on {engine.host}) is gone"
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is up, or on its way."""
+        return not self._closed and self.error is None
+
+    @property
+    def healthy(self) -> bool:
+        return self.ready and self.usable and not self.stuck and not any(self.death(e.rank) for e in self.engines)
+
+    # -- the end
+
+    def detach(self) -> None:
+        """Leaves engines and controller alone from now on, also when this kernel ends."""
+        self.place.write(owner=None)
+        self._tell_owner(None)
+        self._disconnect()
+
+    def _tell_owner(self, owner: list[float] | None) -> None:
+        self.line.ask_all("own", owner=owner, home=host())
+
+    def close(self) -> None:
+        """Ends what this lab started; of an existing cluster only what the lab did there."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.guest:
+            return self._disconnect()
+        if self.ready and self.owned is None and not self.place.state.get("here"):
+            for engine in self.engines:
+                if not self.death(engine.rank):
+                    self.call(engine.id, worker.close_bench, timeout=10)
+        self._drop()
+
+    def _drop(self) -> None:
+        end(self.place)
+        self._reap()
+        self.place.remove()
+        self._disconnect()
+
+    def _reap(self) -> None:
+        for child in self.owned.started.values() if self.owned else ():
+            child.wait(5)
+
+    def _disconnect(self) -> None:
+        self._closed = True
+        for part in (self._relay, self._line):
+            if part:
+                part.close()
+        if self.client is not None:
+            self.client.close(linger=0)
+        if self._guard and self._guard.stdin:
+            self._guard.stdin.close()
+            self._guard.wait(5)
+
+    @classmethod
+    def again(cls, place: Place) -> Cluster:
+        """The cluster of a lab that was detached (or, as a guest, of one that another kernel owns)."""
+        state = place.read()
+        self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
+        self.place, self.keys = place, Keys(*state["keys"])
+        self.guest = alive(state["owner"])
+        self.engines = [Engine(**e) for e in state["engines"]]
+        self.devices, self.kind = state["devices"], state["kind"]
+        self.client = self._connect(state["connection"])
+        self._open_sockets()
+        if not self.guest:
+            place.write(owner=this_process())
+            self._guard = start_guard(place)
+            self._tell_owner(this_process())
+        self._activate()
+        self.progress = "ready"
+        self._ready.set()
+        return self

@@ -1,0 +1,69 @@
+"""What went wrong on the ranks, brought home as one error that names rank, step and operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_CONSEQUENCES = (
+    "onnection closed", "onnection reset", "onnection refused", "roken pipe", "ead error", "rite error",
+    "pair closure", "ocket closed", "ocket Timeout", "did not finish", "left a collective", "imed out",
+)  # fmt: skip
+
+
+class RankError(RuntimeError):
+    """A rank failed. `rank`, `step`, `op`, `type`, `text` and `traceback` are of the cause.
+
+    ranks: all that failed in the same way; freed: those that only lost their peer because of it; all: every error.
+    """
+
+    def __init__(self, errors: Sequence[dict[str, Any]]) -> None:
+        self.all = list(errors)
+        first, same, freed = fold(errors)
+        self.rank, self.step, self.op = int(first["rank"]), int(first["step"]), str(first["op"])
+        self.type, self.text, self.traceback = first["type"], first["text"], first.get("traceback", "")
+        self.ranks, self.freed = same, freed
+        super().__init__(self._sentence())
+
+    def _sentence(self) -> str:
+        where = f"{_named(self.ranks)}, step {self.step}" + (f", {self.op}" if self.op else "")
+        text = f"{where}: {self.type}: {self.text}"
+        if self.freed:
+            text += f" ({_named(self.freed)} {'was' if len(self.freed) == 1 else 'were'} freed because of it)"
+        if line := _where_it_was_raised(self.traceback):
+            text += f"\n    {line}"
+        return text
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": f"RankError: {self}"}
+
+
+def fold(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], list[int]]:
+    """(the cause, the ranks that failed in the same way, the ranks that failed because of it)."""
+    causes = [e for e in errors if not consequence(e)] or list(errors)
+    first = min(causes, key=lambda e: (e["type"] != "EngineDied", e.get("t", 0.0), e["rank"]))
+    same = sorted({int(e["rank"]) for e in causes if (e["type"], e["text"]) == (first["type"], first["text"])})
+    freed = sorted({int(e["rank"]) for e in errors if consequence(e)} - set(same))
+    return first, same, freed
+
+
+def consequence(error: dict[str, Any]) -> bool:
+    """Whether an error only says that a peer is gone."""
+    return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _CONSEQUENCES)
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """Ranks in words: `rank 2`, `ranks 0-3`, `ranks 0, 2`."""
+    every = sorted(ranks)
+    if len(every) == 1:
+        return f"rank {every[0]}"
+    if every == list(range(every[0], every[-1] + 1)) and len(every) > 2:
+        return f"ranks {every[0]}-{every[-1]}"
+    return "ranks " + ", ".join(map(str, every))
+
+
+def _where_it_was_raised(traceback: str) -> str:
+    """The last line of a traceback that is in the user's own code (or simply the last)."""
+    lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
+    own = [x for x in lines if not any(part in x for part in ("/workbench/", "/torch/", "/threading.py"))]
+    return (own or lines or [""])[-1]

@@ -1,0 +1,99 @@
+"""Guards one lab: when the notebook kernel is gone, so are the processes that the lab started.
+
+Run as a script by the kernel, with the standard library only so that it stays tiny. It waits for the end of
+its standard input (the kernel holds the other end) and looks every second whether its parent is still the
+kernel. Then it reads the lab's state file: if the lab was detached it leaves everything alone, else it ends
+the processes named there and their children, by pid, each verified by its create time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import typing
+
+TOLERANCE = 5.0  # seconds by which two readings of a create time may differ when the clock is set in between
+GRACE = 1.0  # seconds between asking and killing
+
+
+def main(file: str, packages: str, kernel: int) -> None:
+    """Waits for the kernel's end, then clears up what `file` says it owned."""
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    while os.getppid() == kernel:
+        readable, _, _ = select.select([sys.stdin], [], [], 1.0)
+        if readable and not os.read(0, 4096):
+            break
+    if owned(file, kernel):
+        sys.path.append(packages)
+        end(file)
+
+
+def owned(file: str, kernel: int) -> bool:
+    """Whether the kernel that died still owns the lab (it was neither detached nor taken over nor closed)."""
+    state = read(file)
+    return bool(state.get("owner")) and state["owner"][0] == kernel
+
+
+def read(file: str) -> dict:
+    """The lab's state; empty if the lab is gone."""
+    try:
+        with open(file) as f:
+            return json.load(f)
+    except (OSError, ValueError):
+        return {}
+
+
+def end(file: str) -> None:
+    """Ends every process in the state file with its children, then removes the lab's directory."""
+    import psutil
+
+    known: dict[tuple, psutil.Process] = {}
+    deadline = time.monotonic() + GRACE
+    while True:
+        gather(read(file).get("processes", []), known)
+        living = [p for p in known.values() if running(p)]
+        if not living:
+            break
+        for process in living:
+            try:
+                process.send_signal(signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
+            except psutil.Error:
+                pass
+        if time.monotonic() > deadline + GRACE + 2:
+            break
+        psutil.wait_procs(living, timeout=0.5)
+    shutil.rmtree(os.path.dirname(file), ignore_errors=True)
+
+
+def gather(processes: list, known: dict) -> None:
+    """Adds the processes that are still the ones noted, and all their children, to `known`."""
+    import psutil
+
+    for pid, created, *_ in processes:
+        try:
+            process = psutil.Process(int(pid))
+            if abs(process.create_time() - created) < TOLERANCE:
+                for one in [process, *process.children(recursive=True)]:
+                    known[(one.pid, one.create_time())] = one
+        except psutil.Error:
+            pass
+
+
+def running(process: typing.Any) -> bool:
+    """Whether a process is more than a zombie."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,159 @@
+"""Where a lab keeps its private files: one directory per lab, 0700, with the state that survives the kernel.
+
+`lab.json` in that directory is the one truth about who owns which processes: the guard, the engines' own
+watch and `Lab.attach` all read it. Nothing here starts, signals or talks to a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import stat
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import psutil
+
+TOLERANCE = 5.0  # seconds by which two readings of a create time may differ when the clock is set in between
+_known: dict[tuple[int, float], psutil.Process] = {}
+
+
+class ClusterError(RuntimeError):
+    """The engines cannot do what was asked: says which engine, why, and what would help."""
+
+
+def root() -> Path:
+    """The user's own runtime directory, 0700; one that somebody else made or could swap is not used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # platformdirs warns where XDG_RUNTIME_DIR is unset
+        path = Path(os.environ.get("WORKBENCH_RUNTIME_DIR") or platformdirs.user_runtime_dir("training-workbench"))
+    if not _made(path):
+        path = Path(platformdirs.user_data_dir("training-workbench")) / "runtime"
+        if not _made(path):
+            raise ClusterError(f"{path}: is not this user's own, and nothing private can be kept there")
+    return path
+
+
+def _made(path: Path) -> bool:
+    """Makes `path` if it is not there; whether it, and the directory it is in, are this user's own (or root's)."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    mine, around = path.lstat(), path.parent.stat()
+    user = os.getuid() if hasattr(os, "getuid") else mine.st_uid
+    swappable = around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX
+    if not stat.S_ISDIR(mine.st_mode) or mine.st_uid != user or around.st_uid not in (user, 0) or swappable:
+        return False
+    path.chmod(0o700)
+    return True
+
+
+def runs_dir() -> Path:
+    """Where runs go when nobody says where: this user's data directory, never silently the working directory."""
+    return Path(platformdirs.user_data_dir("training-workbench")) / "runs"
+
+
+def this_process() -> list[float]:
+    """The present process as [pid, create time]: what tells it from a later one with the same pid."""
+    return [os.getpid(), psutil.Process().create_time()]
+
+
+def alive(process: list[float] | None) -> bool:
+    """Whether the process [pid, create time] still runs (a zombie does not).
+
+    The time is compared once; after that psutil knows the process by a clock that nobody sets.
+    """
+    if process is None:
+        return False
+    key = int(process[0]), process[1]
+    try:
+        if key not in _known:
+            found = psutil.Process(key[0])
+            if abs(found.create_time() - key[1]) > TOLERANCE:
+                return False
+            _known[key] = found
+        return _known[key].is_running() and _known[key].status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+class Place:
+    """One lab's private directory and the state in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path / "lab.json"
+        self._state: dict[str, Any] = {}
+
+    @classmethod
+    def new(cls, name: str) -> Place:
+        """A fresh directory that no other lab, kernel or user shares."""
+        sweep()
+        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:24]
+        path = root() / f"{safe}-{secrets.token_hex(4)}"
+        for part in (path, path / "log", path / "security", path / "pid"):
+            part.mkdir(mode=0o700)
+        place = cls(path)
+        place.write(schema=1, name=name, owner=this_process(), processes=[], since=time.time())
+        return place
+
+    def read(self) -> dict[str, Any]:
+        """The state as it is on disk; empty if there is none."""
+        try:
+            return json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def write(self, **fields: Any) -> None:
+        """Changes some fields of the state: one atomic replace, readable by this user only."""
+        self._state = {**(self._state or self.read()), **fields}
+        fresh = self.file.with_suffix(f".{os.getpid()}")
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            json.dump(self._state, f)
+        os.replace(fresh, self.file)
+
+    def add_process(self, process: list[float], what: str) -> None:
+        """Notes a process that this lab started, so that it will be ended with the lab."""
+        self.write(processes=[*self.state["processes"], [*process, what]])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._state or self.read()
+
+    def remove(self) -> None:
+        """Deletes the directory with its keys and logs."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def places() -> list[Place]:
+    """Every lab's place of this user on this machine, the newest first."""
+    found = [Place(p.parent) for p in root().glob("*/lab.json")]
+    with_state = [p for p in found if p.read()]
+    return sorted(with_state, key=lambda p: -p.read().get("since", 0.0))
+
+
+def sweep() -> None:
+    """Removes the places of labs that are over."""
+    for place in places():
+        if over(place.read()):
+            place.remove()
+
+
+def over(state: dict[str, Any]) -> bool:
+    """Whether a lab's owner and all its processes are gone (one on other hosts is over with its owner)."""
+    engines = state.get("engines", [])
+    here = [p[:2] for p in state["processes"]] + [[e["pid"], e["created"]] for e in engines if e["host"] == host()]
+    elsewhere = any(e["host"] != host() for e in engines) and state["owner"] is None
+    return not elsewhere and not alive(state["owner"]) and not any(alive(p) for p in here)
+
+
+def host() -> str:
+    """The name of this machine."""
+    return socket.gethostname()

@@ -1,0 +1,164 @@
+"""The processes that a lab starts: one controller, one engine per rank, and the guard over them all.
+
+Each is written into the lab's state before anything else happens, and only those are ever signalled, by
+pid and create time. What the engines then say to each other is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from workbench.cluster.place import ClusterError, Place, alive
+
+_HERE = Path(__file__).parent
+
+
+def loopback() -> str:
+    """The name of this machine's loopback interface (lo, lo0)."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == "127.0.0.1" for a in addresses):
+            return name
+    return "lo"
+
+
+def start_guard(place: Place) -> subprocess.Popen[bytes]:
+    """A tiny process that ends the lab's processes once this one is gone; keep its stdin open."""
+    command = [sys.executable, "-S", "-E", "-s", str(_HERE / "guard.py"), str(place.file)]
+    command += [str(Path(psutil.__file__).parents[1]), str(os.getpid())]
+    return _popen(place, "guard", command, subprocess.PIPE, {})
+
+
+class Processes:
+    """Controller and engines on this machine, as children of this process."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, ranks: int, env: dict[str, str]) -> None:
+        """Starts everything at once: engines load torch while the controller comes up."""
+        common = [f"--profile-dir={self.place.path}", "--log-level=30"]
+        self._spawn("controller", [
+            *common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
+            "--HeartMonitor.period=500", "--HeartMonitor.max_heartmonitor_misses=60",
+        ], {})  # fmt: skip
+        for rank in range(ranks):
+            self._spawn(f"engine {rank}", [
+                *common, f"--file={self.introduction}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
+                "--IPEngine.wait_for_url_file=60", "--IPEngine.timeout=60", "--IPEngine.max_heartbeat_misses=1000",
+            ], env)  # fmt: skip
+
+    def _spawn(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
+        command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
+        child = _popen(self.place, what, command, subprocess.DEVNULL, env)
+        self.started[what] = child
+        self.place.add_process([child.pid, psutil.Process(child.pid).create_time()], what)
+
+    @property
+    def introduction(self) -> Path:
+        """The file that engines wait for, to learn where the controller is."""
+        return self.place.path / "engine.json"
+
+    def introduce(self) -> bool:
+        """Shows the engines where the controller is, once its files are whole (an engine would take half a file)."""
+        written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
+        try:
+            texts = [file.read_text() for file in written]
+            for text in texts:
+                json.loads(text)
+        except (OSError, ValueError):
+            return False
+        draft = self.introduction.with_suffix(".draft")
+        draft.write_text(texts[1])
+        draft.replace(self.introduction)
+        return True
+
+    def note_children(self) -> None:
+        """Notes the controller's own children, so that they are found even when the controller is gone."""
+        noted = {p[0] for p in self.place.state["processes"]}
+        for child in psutil.Process(self.started["controller"].pid).children(recursive=True):
+            if child.pid not in noted:
+                self.place.add_process([child.pid, child.create_time()], "controller's child")
+
+    def check(self) -> None:
+        """Raises ClusterError if one of them has ended, with the tail of its log."""
+        for what, child in self.started.items():
+            if (code := child.poll()) is not None:
+                how = code_in_words(code)
+                raise ClusterError(f"{what} ended with {how} before it was up.{log_tail(self.place, what)}")
+
+
+def end(place: Place, patience: float = 1.0) -> None:
+    """Ends every process that the lab started, with its children; asks first, kills after `patience`."""
+    found: dict[int, psutil.Process] = {}
+    for pid, created, _ in place.state.get("processes", []):
+        if alive([pid, created]):
+            try:
+                process = psutil.Process(int(pid))
+                found.update({p.pid: p for p in [process, *process.children(recursive=True)]})
+            except psutil.Error:
+                continue
+    _signal(found, signal.SIGTERM)
+    _, left = psutil.wait_procs(list(found.values()), timeout=patience)
+    _signal({p.pid: p for p in left}, signal.SIGKILL)
+    psutil.wait_procs(left, timeout=5.0)
+
+
+def _signal(processes: dict[int, psutil.Process], what: int) -> None:
+    for process in processes.values():
+        try:
+            process.send_signal(what)
+        except psutil.Error:
+            pass
+
+
+def log_tail(place: Place, what: str, lines: int = 12) -> str:
+    """The last lines of a process's log, as the end of an error message; empty if there are none."""
+    try:
+        text = (place.path / "log" / f"{what.replace(' ', '-')}.log").read_text(errors="replace")
+    except OSError:
+        return ""
+    tail = text.strip().splitlines()[-lines:]
+    return "\nIts log ends:\n    " + "\n    ".join(tail) if tail else " Its log is empty."
+
+
+def _popen(place: Place, what: str, command: list[str], stdin: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A child in a session of its own (an interrupt at the prompt is not for it), logging to its own file."""
+    with open(place.path / "log" / f"{what.replace(' ', '-')}.log", "ab") as log:
+        return subprocess.Popen(
+            command, stdin=stdin, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **env}
+        )
+
+
+def code_in_words(code: int) -> str:
+    """How a child ended: `signal SIGKILL`, `exit code 1`."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def memory(place: Place) -> dict[str, float]:
+    """MB of each process that the lab started: its proportional share, or resident where the system knows no other."""
+    out = {}
+    for pid, created, what in place.state.get("processes", []):
+        if alive([pid, created]):
+            info = psutil.Process(int(pid)).memory_full_info()
+            out[f"{what} ({int(pid)})"] = getattr(info, "pss", info.rss) / 1e6
+    return out
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, every: float = 0.05) -> bool:
+    """Waits until `condition()` is true; False if it was not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every)
+    return True

@@ -1,0 +1,61 @@
+"""The kernel's ear: one thread that takes in what all engines publish and hands over decoded batches.
+
+It wakes a few times a second and takes everything there is, so that it costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from workbench.cluster.keys import Keys
+from workbench.cluster.wire import Batch, decode
+
+PAUSE = 0.1  # seconds between two looks at a busy wire: ten a second are enough for the eye
+
+
+class Relay:
+    """Subscribes to every engine of a lab; calls `take(batch)` on its own thread for each batch."""
+
+    def __init__(self, addresses: Iterable[str], keys: Keys, take: Callable[[Batch], None]) -> None:
+        self.take = take
+        self.seconds = 0.0  # CPU time spent so far
+        self.errors: list[str] = []
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.rcvhwm = 20_000
+        keys.unlock(self._socket)
+        self._socket.subscribe(b"")
+        for address in addresses:
+            self._socket.connect(address)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="relay", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            if self._socket.poll(250):
+                self._drain()
+                self.seconds = time.thread_time()
+                self._closing.wait(PAUSE)
+        self._socket.close(0)
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self.take(decode(frames))
+            except Exception as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                del self.errors[:-20]
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(2.0)
+        self._context.destroy(0)

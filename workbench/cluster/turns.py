@@ -1,0 +1,139 @@
+"""Turns of knobs during a run: asked, checked at once, then applied by all ranks at one step or refused in words."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from workbench.experiment import Experiment
+from workbench.knobs import Change, KnobError, resolve, to_plain
+
+
+class Turn:
+    """One turn of one knob. `applied_at` is the first step it acts on, `refused` the reason why it never will."""
+
+    def __init__(self, number: str, path: str, value: Any, applied_at: int | None = None) -> None:
+        self.id, self.path, self.value = number, path, value
+        self.requested_at = time.time()
+        self.applied_at = applied_at
+        self.refused: str | None = None
+        self.seconds: float | None = None  # from the request to the answer
+        self._answered = threading.Event()
+        if applied_at is not None:
+            self._answered.set()
+
+    def wait(self, timeout: float | None = None) -> Turn:
+        """Waits for the answer; raises KnobError if it is a refusal, TimeoutError if none comes in time."""
+        if not self._answered.wait(timeout):
+            raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s")
+        if self.refused:
+            raise KnobError(self.refused)
+        return self
+
+    def answer(self, applied_at: int | None = None, refused: str | None = None) -> None:
+        if not self._answered.is_set():
+            self.applied_at, self.refused = applied_at, refused
+            self.seconds = time.time() - self.requested_at
+            self._answered.set()
+
+    def __repr__(self) -> str:
+        done = f"applied at step {self.applied_at}" if self.applied_at is not None else "requested"
+        return f"Turn {self.path} = {self.value}: {'refused: ' + self.refused if self.refused else done}"
+
+
+class Turns:
+    """The experiment as it is now, the turns that are under way, and those that were answered."""
+
+    def __init__(self, experiment: Experiment, listed: list[Turn]) -> None:
+        self.experiment = experiment  # what the ranks run now
+        self.listed = listed
+        self._pending: list[Turn] = []
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+
+    def ask(self, path: str, value: Any, send: Callable[[Turn, list[type]], None]) -> Turn:
+        """Checks the turn against what will be in force, then sends it. Raises KnobError, changing nothing."""
+        with self._lock:
+            wanted = self._wanted()
+            full, knob = resolve(wanted, path)
+            if not knob.live:
+                raise KnobError(f"{full}={value!r}: cannot change while a run is live; stop it, then turn it")
+            given = _at(wanted.turn(path, value), full)
+            turn = Turn(f"turn {next(self._numbers)} {time.time_ns():x}", full, to_plain(given))
+            send(turn, list(classes(given)))
+            self._pending.append(turn)
+            self.listed.append(turn)
+            return turn
+
+    def _wanted(self) -> Experiment:
+        wanted = self.experiment
+        for turn in self._pending:
+            try:
+                wanted = wanted.turn(turn.path, turn.value)
+            except KnobError:
+                continue
+        return wanted
+
+    def applied(self, step: int, detail: dict[str, Any]) -> None:
+        """A change took effect: ours, one that was planned, or one asked by another kernel."""
+        with self._lock:
+            turn = self._take(detail)
+            self.experiment = self.experiment.turn(detail["path"], detail["value"])
+            if turn is None:
+                self.listed.append(Turn(detail["id"], detail["path"], detail["value"], step))
+            else:
+                turn.answer(applied_at=step)
+
+    def refused(self, detail: dict[str, Any]) -> None:
+        with self._lock:
+            if turn := self._take(detail):
+                turn.answer(refused=detail["reason"])
+
+    def _take(self, detail: dict[str, Any]) -> Turn | None:
+        found = next((t for t in self._pending if t.id == detail["id"]), None)
+        if found:
+            self._pending.remove(found)
+        return found
+
+    def end(self, reason: str) -> None:
+        """Nothing will be applied any more."""
+        with self._lock:
+            for turn in self._pending:
+                turn.answer(refused=f"{turn.path}={turn.value}: {reason}")
+            self._pending.clear()
+
+
+def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, ...]:
+    """Changes to come, in the order of their steps, each checked against what will then be in force."""
+    out = []
+    for step, path, value in sorted(changes, key=lambda change: change[0]):
+        if step < 0:
+            raise KnobError(f"at_step={step}: must be an integer in [0, 1000000000] steps")
+        full, knob = resolve(experiment, path)
+        if not knob.live:
+            raise KnobError(f"{full}={value!r}: cannot change while a run is live")
+        experiment = experiment.turn(full, value)
+        out.append(Change(step, full, to_plain(_at(experiment, full))))
+    return tuple(out)
+
+
+def _at(thing: Any, path: str) -> Any:
+    for part in path.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def classes(value: Any) -> Iterator[type]:
+    """The settings classes in a value that are not workbench's own: engines must learn them before their names."""
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from classes(one)
+    elif is_dataclass(value) and not isinstance(value, type):
+        if not type(value).__module__.startswith("workbench."):
+            yield type(value)
+        for f in fields(value):
+            yield from classes(getattr(value, f.name))

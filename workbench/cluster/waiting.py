@@ -1,0 +1,54 @@
+"""Waiting for a run at a prompt: one line of progress, and what an interrupt means."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+if TYPE_CHECKING:
+    from workbench.cluster.live import Live
+    from workbench.run import Run
+
+
+def wait_for_run(live: Live, timeout: float | None = None) -> Run:
+    """Waits until the run is over and returns it; raises what ended it. Interrupting stops it at the next step
+    boundary, interrupting again aborts it. Raises TimeoutError if it is not over in time; it goes on then.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with _line(live) as line:
+        while not live.over.is_set():
+            try:
+                _show(live, line)
+                live.over.wait(0.2)
+                if deadline is not None and time.monotonic() > deadline and not live.over.is_set():
+                    raise TimeoutError(f"the run is not over after {timeout:g} s; it goes on (step {live.step})")
+            except KeyboardInterrupt:
+                if live.state == "stopping":
+                    live.abort()
+                    live.over.wait(3.0)
+                    raise
+                live.stop()
+                line.set_postfix_str("stopping at the next step; interrupt again to abort")
+        _show(live, line)
+    if live.error:
+        raise live.error
+    return live.run
+
+
+def _line(live: Live) -> Any:
+    total = live.turns.experiment.steps or None
+    in_notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None
+    seen = in_notebook or sys.stderr.isatty()
+    quiet = not seen or threading.current_thread() is not threading.main_thread()
+    return tqdm(total=total, unit="step", desc=live.run.name, leave=True, disable=quiet)
+
+
+def _show(live: Live, line: Any) -> None:
+    line.update(max(live.steps_done - line.n, 0))
+    if live.state != "stopping":
+        text = live.cluster.progress if live.state == "starting" else live.state
+        line.set_postfix_str(text if live.loss is None else f"{text}, loss {live.loss:.3f}")

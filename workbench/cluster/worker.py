@@ -1,0 +1,242 @@
+"""The engine's end: holds its rank's session, publishes its rows and answers the line.
+
+The functions below are called over ipyparallel, before a run. While one goes on everything passes through
+the engine's own two sockets, so that `%%px` may keep the engine's main thread busy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import zmq
+
+from workbench.cluster import spool
+from workbench.cluster.capture import Capture
+from workbench.cluster.keys import Keys
+from workbench.cluster.place import alive, host
+from workbench.cluster.wire import Batch, encode
+
+SILENCE = 60.0  # seconds without a word from a kernel on another host, after which a run is abandoned
+
+_bench: Bench | None = None
+
+
+def open_bench(setup: dict[str, Any]) -> dict[str, Any]:
+    """Opens this engine's sockets for one lab; returns their addresses. Refuses while it trains for another."""
+    global _bench
+    if _bench and _bench.busy and _bench.lab != setup["lab"]:
+        raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
+    if _bench:
+        _bench.close()
+    sys.path += [p for p in setup["paths"] if p not in sys.path and os.path.isdir(p)]
+    _bench = Bench(setup)
+    return {"rows": _bench.rows_at, "line": _bench.line_at}
+
+
+def host_store(session: str, where: str) -> tuple[str, int]:
+    """The meeting point of the lab's ranks, kept on this engine; returns its address."""
+    return _opened().host_store(session, where)
+
+
+def begin(job: dict[str, Any], blob: bytes) -> str:
+    """Builds this rank's session of what is pickled in `blob` and starts it; returns where it spools."""
+    return _opened().begin(job, blob)
+
+
+def _opened() -> Bench:
+    if _bench is None:
+        raise RuntimeError("this engine was not opened for a lab")
+    return _bench
+
+
+def close_bench() -> None:
+    """Ends what this engine does for a lab and closes its sockets; the engine itself stays."""
+    global _bench
+    if _bench:
+        _bench.close()
+    _bench = None
+
+
+def _load(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Bench:
+    """One engine's place in a lab: its two sockets, and the session of its rank while one runs."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.lab = setup["lab"]
+        self.owner, self.home = setup["owner"], setup["host"]
+        self.session: Any = None
+        self.job: dict[str, Any] = {}
+        self.blob = b""
+        self.store: Any = None
+        self.sent: dict[str, int] = {}
+        self.where = Path()
+        self.learned: list[Any] = []  # classes from the notebook's cells, kept alive so that they are found by name
+        self.heard = time.monotonic()
+        self._context = zmq.Context()
+        keys = Keys(*setup["keys"])
+        self._doorkeeper = keys.admit(self._context)
+        self._rows, self.rows_at = self._bind(zmq.PUB, keys, setup)
+        self._line, self.line_at = self._bind(zmq.ROUTER, keys, setup)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._capture = Capture("rank ", self._log).__enter__()
+        self._thread = threading.Thread(target=self._serve, name="line", daemon=True)
+        self._thread.start()
+
+    def _bind(self, kind: int, keys: Keys, setup: dict[str, Any]) -> tuple[Any, str]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = 5_000
+        keys.lock(socket)
+        port = socket.bind_to_random_port(f"tcp://{'*' if setup['spans_hosts'] else '127.0.0.1'}")
+        return socket, f"tcp://{setup['reach']}:{port}"
+
+    @property
+    def busy(self) -> bool:
+        return self.session is not None and not self.session.join(0)
+
+    # -- a run
+
+    def host_store(self, session: str, where: str) -> tuple[str, int]:
+        if self.store is None:
+            self.store = _load(session).host_store(where)
+        return str(self.store[1]), int(self.store[2])
+
+    def begin(self, job: dict[str, Any], blob: bytes) -> str:
+        if self.busy:
+            self.session.abort()
+            if not self.session.join(5.0):
+                raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
+        self.job, self.blob, self.sent = job, blob, {}
+        self.where = Path(job["run_dir"])
+        if not (self.where / "run.json").exists():  # another host: the kernel fetches the rows from here
+            self.where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
+        experiment, changes, self.learned = cloudpickle.loads(blob)
+        self.session = _load(job["session"])(
+            experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
+            run_dir=self.where, push=self.push, epoch=job["epoch"], changes=changes, device=job["device"],
+            kind=job["kind"], loopback=job["loopback"],
+        )  # fmt: skip
+        _show_in_cells("workbench_session", self.session)
+        self.session.start()
+        return str(self.where)
+
+    def push(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
+        """Publishes rows; where nobody listens they are dropped here and stay on disk."""
+        batch = Batch(self.job["generation"], kind, self.job["rank"], seq, columns)
+        self.sent[kind] = seq + len(batch)
+        with self._lock:
+            if not self._rows.closed:
+                self._rows.send_multipart(encode(batch))
+
+    def _log(self, stream: str, text: str) -> None:
+        if self.session is not None:
+            self.session.mark("log", {"stream": stream, "text": text})
+
+    # -- the line
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            if self._line.poll(200):
+                who, head, blob = self._line.recv_multipart()
+                self.heard = time.monotonic()
+                self._line.send_multipart([who, *self._reply(json.loads(head), blob)])
+            elif self.busy and self._abandoned():
+                self.session.abort()
+        self._line.close(0)
+
+    def _reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
+        answer: dict[str, Any] = {"number": ask.pop("number")}
+        out = b""
+        try:
+            value = getattr(self, f"on_{ask.pop('what')}")(blob=blob, **ask)
+            if isinstance(value, bytes):
+                out = value
+            else:
+                answer["value"] = value
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+        return [json.dumps(answer, default=str).encode(), out]
+
+    def on_status(self, blob: bytes) -> dict[str, Any]:
+        """Where this rank is: the session's own words, which run, whether it is over, and rows sent so far."""
+        status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
+        over = not self.busy
+        return {**status, "generation": self.job.get("generation", ""), "over": over, "sent": self.sent}
+
+    def on_request(self, blob: bytes, request: dict[str, Any]) -> None:
+        self.session.request(request)
+
+    def on_hurry(self, blob: bytes) -> None:
+        if self.busy:
+            self.session.hurry()
+
+    def on_abort(self, blob: bytes) -> None:
+        if self.busy:
+            self.session.abort()
+
+    def on_learn(self, blob: bytes) -> None:
+        """Takes in classes defined in the notebook, before a change names them."""
+        self.learned.append(cloudpickle.loads(blob))
+
+    def on_experiment(self, blob: bytes) -> bytes:
+        """The pickled experiment that this run began with, for a kernel that attaches."""
+        return self.blob
+
+    def on_own(self, blob: bytes, owner: list[float] | None, home: str) -> None:
+        """Who owns the lab from now on; None after `detach`."""
+        self.owner, self.home = owner, home
+
+    def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
+        """The rank's rows of `kind` from row `start` on, from its own disk."""
+        rank = self.job["rank"]
+        return spool.pack(spool.pieces(self.where, kind, rank, start), kind, rank)
+
+    def on_files(self, blob: bytes) -> list[list[Any]]:
+        """[name, bytes] of each file that this rank spooled."""
+        return spool.files(self.where, self.job["rank"])
+
+    def on_file(self, blob: bytes, name: str, start: int) -> bytes:
+        """A part of one such file."""
+        return spool.chunk(self.where, name, start)
+
+    def _abandoned(self) -> bool:
+        """Whether the lab's kernel is gone without having detached."""
+        if self.owner is None:
+            return False
+        if self.home == host():
+            return not alive(self.owner)
+        return time.monotonic() - self.heard > SILENCE
+
+    def close(self) -> None:
+        if self.busy:
+            self.session.abort()
+            self.session.join(5.0)
+        self._closing.set()
+        self._thread.join(2.0)
+        self._capture.__exit__()
+        with self._lock:
+            self._rows.close(0)
+        self._doorkeeper.stop()
+        self._context.destroy(0)
+
+
+def _show_in_cells(name: str, value: Any) -> None:
+    """Makes `value` known to `%%px` cells."""
+    from ipyparallel.engine.app import IPEngine
+
+    if IPEngine.initialized():
+        IPEngine.instance().kernel.shell.user_ns[name] = value

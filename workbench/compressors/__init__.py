@@ -1,0 +1,10 @@
+"""What crosses the wire instead of a bucket: one compressor per file."""
+
+from workbench.compressors._base import Codec as Codec
+from workbench.compressors._base import Compressor as Compressor
+from workbench.compressors.cast import Cast as Cast
+from workbench.compressors.dense import Dense as Dense
+from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
+from workbench.compressors.top_k import TopK as TopK
+
+__all__ = ["Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "TopK"]

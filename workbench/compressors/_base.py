@@ -1,0 +1,69 @@
+"""The whole contract of a compressor: what crosses the wire instead of a bucket."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from workbench.family import Family
+from workbench.ops import Bucket, Memory, Rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Payload = tuple["Tensor", ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressor(Family):
+    """What crosses the wire instead of a bucket.
+
+    `reduce` turns the bucket's data into (an approximation of) its sum over all ranks, in place, and
+    returns what this rank itself contributed to that sum, or None if that is exactly its data. A strategy
+    that wants the mean hands in shares (data / size), which costs nothing: it scales the loss.
+
+    linear:      the sum of compressed equals the compressed sum, so an all-reduce can add payloads
+    unbiased:    the expected result is the input
+    contraction: ||x - C(x)||^2 <= (1 - delta) ||x||^2 for some delta > 0; wants error feedback
+    immediate:   `reduce` is one collective without arithmetic, so no thread of its own is worth its while
+    """
+
+    home: ClassVar[str] = "workbench.compressors"
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+    contraction: ClassVar[bool] = False
+    immediate: ClassVar[bool] = False
+
+    @abstractmethod
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(Compressor):
+    """A compressor given by a pair of pure functions; the exchange follows from them."""
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Payload:
+        """(n,) -> the tensors that cross the wire; their shapes depend only on n."""
+
+    @abstractmethod
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        """The tensors of `encode` -> (n,) in the dtype of `like`."""
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        payload = self.encode(bucket.data)
+        own = self.decode(payload, bucket.data).clone() if self.linear else self.decode(payload, bucket.data)
+        if rank.size == 1:
+            bucket.data.copy_(own)
+            return own
+        if self.linear:
+            summed = [await rank.all_reduce(part, "sum", bucket.name) for part in payload]
+            bucket.data.copy_(self.decode(tuple(summed), bucket.data))
+            return own
+        rows = [await rank.all_gather(part, bucket.name) for part in payload]
+        bucket.data.zero_()
+        for j in range(rank.size):
+            bucket.data.add_(self.decode(tuple(row[j] for row in rows), bucket.data))
+        return own

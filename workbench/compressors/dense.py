@@ -1,0 +1,24 @@
+"""No compression: the bucket itself crosses the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from workbench.compressors._base import Compressor
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Compressor):
+    """No compression: every element crosses the wire in the bucket's own dtype.
+
+    Bytes sent per rank: 2 (p-1)/p * 4 n for n fp32 elements (ring all-reduce). The yardstick.
+    """
+
+    linear: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
+    immediate: ClassVar[bool] = True
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
+        await rank.all_reduce(bucket.data, "sum", bucket.name)

@@ -1,0 +1,145 @@
+"""The wire: the only file that talks to torch.distributed.
+
+A `Wire` is one process group used by one thread at a time (two threads on one group give silently wrong sums).
+Waiting is done in slices, so that a stop or an abort is heard while a collective blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLICE = timedelta(milliseconds=100)
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Aborted(RuntimeError):
+    """This rank was told to leave a collective that its peers did not finish."""
+
+
+class Leaving(threading.Event):
+    """Set when a rank must leave at once; every wait hears it within a slice."""
+
+
+def host_store(host: str = "127.0.0.1") -> tuple[Any, str, int]:
+    """A key-value store that every rank of a lab connects to: (store, host, port). Keep the store alive."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, host, store.port
+
+
+def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) -> Any:
+    """The store as seen by one run: keys of another generation cannot be met."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return dist.PrefixStore(generation, store)
+
+
+class Wire:
+    """A process group of all ranks of a run, for one thread at a time.
+
+    kind: "gloo" or "nccl". `precise` wraps the group so that mismatched collectives raise a clean error
+    instead of ending the process; it costs several times as much per small collective.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, tag: str, leaving: Leaving, kind: str = "gloo",
+                 loopback: bool = True, timeout: float = 600.0, precise: bool = False) -> None:
+        self.rank, self.size, self.leaving, self.tag = rank, size, leaving, tag
+        before = _sockets()
+        self.group = _group(dist.PrefixStore(tag, store), rank, size, kind, loopback, timeout, precise)
+        self._fds = _sockets() - before if size > 1 else set()
+
+    # -- asynchronous: each returns a Work for `wait` --
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Any:
+        return self.group.allreduce([x], _OPS[op])
+
+    def broadcast(self, x: Tensor, source: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self.group.broadcast([x], options)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Any:
+        return self.group._allgather_base(out, x)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Any:
+        return self.group.alltoall_base(out, x, [], [])
+
+    def send(self, x: Tensor, to: int, tag: int) -> Any:
+        return self.group.send([x], to, tag)
+
+    def recv(self, x: Tensor, source: int | None, tag: int) -> Any:
+        return self.group.recv_anysource([x], tag) if source is None else self.group.recv([x], source, tag)
+
+    def wait(self, work: Any) -> None:
+        """Blocks until `work` is done, or raises Aborted when this rank is told to leave."""
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as error:
+                if "imed out" not in str(error):
+                    raise
+            if self.leaving.is_set():
+                raise Aborted(f"left a collective on the {self.tag} wire before its peers finished it")
+
+    def cut(self) -> None:
+        """Ends everything that is under way here and at the peers, by shutting the group's sockets.
+
+        gloo's own abort frees nobody. Only connected sockets are shut: shutting the listener ends the process.
+        """
+        for fd in self._fds:
+            try:
+                with socket.socket(fileno=os.dup(fd)) as s:
+                    s.getpeername()
+                    s.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def close(self) -> None:
+        self.group = None
+        self._fds = set()  # their numbers may soon be others'
+
+
+def _group(store: Any, rank: int, size: int, kind: str, loopback: bool, timeout: float, precise: bool) -> Any:
+    limit = timedelta(seconds=timeout)
+    group = dist.ProcessGroup(store, rank, size)
+    if kind == "nccl":
+        backend: Any = dist.ProcessGroupNCCL(store, rank, size, limit)
+        name, devices = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
+    else:
+        options = dist.ProcessGroupGloo._Options()
+        device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1") if loopback else None
+        options._devices = [device or dist.ProcessGroupGloo.create_default_device()]
+        options._timeout = limit
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+        name, devices = dist.ProcessGroup.BackendType.GLOO, ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    backend._set_sequence_number_for_group()
+    if precise and kind == "gloo":
+        backend = dist.distributed_c10d._create_process_group_wrapper(
+            wrapped_pg=backend, store_prefix=f"precise{id(group)}" if size == 1 else "precise",
+            store=store, rank=rank, world_size=size, timeout=limit,
+        )
+    group._set_default_backend(name)
+    for device_type in devices:
+        group._register_backend(torch.device(device_type), name, backend)
+    return group
+
+
+def _sockets() -> set[int]:
+    """This process's open socket descriptors, found without /proc."""
+    found = set()
+    top = 1024
+    for fd in range(3, top):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                found.add(fd)
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,288 @@
+"""The engine's host: drives a strategy's coroutine on the wall clock and writes down what happened.
+
+[Note: The trampoline] A strategy is a coroutine that yields Ops. `drive` sends each answer back in until the
+step ends. Only one thing is unusual: while torch runs backward, the coroutine is resumed from inside autograd's
+accumulation, each time a bucket has filled, and runs on until it asks for the next bucket; then autograd goes on.
+So `async for bucket in rank.backward()` overlaps with backward without a thread, and reads top to bottom. What
+the coroutine asks for in between that autograd must not be inside of (an update, another forward) is put
+aside until backward has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engine.lane import Lane, StrategyError
+from workbench.engine.layout import Layout
+from workbench.engine.shaping import Pace
+from workbench.engine.watch import Watch
+from workbench.ops import Bucket, Handle, Op, Rank
+
+Span = Callable[..., None]
+_INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params"}
+
+
+class Host:
+    """One rank: model, optimizer, layout and lane, and the performing of every verb."""
+
+    def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
+                 lane: Lane, pace: Pace, watch: Watch) -> None:
+        self.rank, self.model, self.loss_of, self.optimizer = rank, model, loss, optimizer
+        self.layout, self.lane, self.pace, self.watch = layout, lane, pace, watch
+        self.clock, self.record = watch.clock, watch.record
+        self.module: Callable[..., Any] = model  # what forward calls: the model, or torch's wrapper around it
+        self.batches: Callable[[], Any] = lambda: None
+        self.before_update: Callable[[], None] = lambda: None
+        self.met = False  # did all ranks meet in this step?
+        self.op = ""  # what is being done now, for errors and for the status line
+        self.losses: list[Tensor] = []
+        self._loss: Tensor | None = None
+        self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
+        self._tap = _Tap(self)
+        self._begun = False  # has backward emitted a first bucket?
+        self._coro: Coroutine[Op, Any, Any] | None = None
+        self._stash: Op | None = None
+        self._ended: StopIteration | None = None
+        self._did: dict[str, Callable[..., Any]] = {
+            "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
+            "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
+        }
+
+    # -- driving --
+
+    def drive(self, coro: Coroutine[Op, Any, Any]) -> Any:
+        """Runs a step to its end; returns what it returns. See [Note: The trampoline]."""
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                op = coro.throw(error) if error is not None else coro.send(value)
+                while op is not None and op.verb == "backward_buckets":
+                    op = self._backward_out(coro, op)
+            except StopIteration as stop:
+                return stop.value
+            error = value = None
+            try:
+                value = self._perform(op)
+            except StrategyError as wrong:
+                error = wrong
+
+    def _perform(self, op: Op) -> Any:
+        do = self._did.get(op.verb)
+        if do is not None:
+            return do(*op.args)
+        return self._collective(op)
+
+    def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Op:
+        """Backward with buckets handed out; returns the next Op that is not about buckets."""
+        self._coro, self._stash, self._ended = coro, None, None
+        self._tap.open()
+        try:
+            self._backward(*op.args)
+            self._tap.flush()
+        finally:
+            self._tap.shut()
+        self._learn_order()
+        if self._ended is not None:
+            raise self._ended
+        if self._stash is not None:
+            stash, self._stash = self._stash, None
+            return stash
+        return coro.throw(StopAsyncIteration())
+
+    def hand_out(self, bucket: Bucket) -> None:
+        """Resumes the strategy with a full bucket until it asks for the next one. Called inside autograd."""
+        if self._stash is not None or self._ended is not None:
+            return
+        assert self._coro is not None
+        value: Any = bucket
+        try:
+            while True:
+                op = self._coro.send(value)
+                if op.verb == "next_bucket":
+                    return
+                if op.verb not in _INSIDE:
+                    self._stash = op
+                    return
+                value = self._perform(op)
+        except StopIteration as stop:
+            self._ended = stop
+
+    def _learn_order(self) -> None:
+        if self._order is not None and self._tap.arrived:
+            self._order = self._tap.arrived
+
+    def learned_order(self) -> list[str] | None:
+        """The order in which gradients appeared in the first exchanged backward, once; else None."""
+        if not self._order:
+            return None
+        names, self._order = self._order, None
+        missing = [p.name for p in self.layout.order if p.name not in set(names)]
+        return names + missing
+
+    def forget_hooks(self) -> None:
+        """Takes our hooks off the gradients, until a strategy asks for buckets again."""
+        self._tap.detach()
+
+    # -- compute --
+
+    def _forward(self, x: Any, micro: int) -> Tensor:
+        self.op = "forward"
+        batch = self.batches() if x is None else x
+        began = self.watch.now()
+        self.pace.begin("forward", self.rank.step)
+        loss = self.loss_of(self.module, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
+        self._loss = loss
+        self.losses.append(loss.detach())
+        self.pace.reach(1.0)
+        self.watch.span(self.rank.step, "forward", began)
+        return self.losses[-1]
+
+    def _backward_home(self, grad: float | None, micro: int) -> None:
+        self._backward(grad, micro)
+
+    def _backward(self, grad: float | None, micro: int) -> None:
+        self.op = "backward"
+        if self._loss is None:
+            raise StrategyError("backward was asked for before forward")
+        loss, self._loss = self._loss, None
+        began = self.watch.now()
+        self.pace.begin("backward", self.rank.step)
+        loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
+        self.pace.reach(1.0)
+        self.watch.span(self.rank.step, "backward", began)
+
+    def _update(self) -> None:
+        self.before_update()
+        self.op = "update"
+        began = self.watch.now()
+        self.pace.begin("update", self.rank.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.pace.reach(1.0)
+        self.watch.span(self.rank.step, "update", began)
+
+    def _params(self) -> list[Bucket]:
+        return self.layout.params()
+
+    # -- communication --
+
+    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str) -> Handle:
+        self.met = True
+        return self.lane.start(child, name)
+
+    def _wait(self, handle: Handle) -> Any:
+        self.op = f"wait for {handle.name}"
+        began = self.clock.now()
+        value = self.lane.wait(handle)
+        self.record.span(self.rank.step, "wait", handle.name, began, began, self.clock.now(), 0)
+        return value
+
+    def _collective(self, op: Op) -> Any:
+        async def child() -> Any:
+            return await op
+
+        return self._wait(self._start(child(), "comm", str(op.args[-1] or op.verb)))
+
+    def _sample(self, name: str, value: float) -> None:
+        self.record.sample(self.rank.step, name, self.clock.now(), float(value))
+
+    def _again(self) -> bool:
+        raise StrategyError("`again` belongs in a background coroutine, not in `step`")
+
+    def mean_loss(self) -> float:
+        """The training loss of the step just done, mean over its micro-batches; empties the list."""
+        values = [float(v) for v in self.losses]
+        self.losses.clear()
+        return sum(values) / len(values) if values else math.nan
+
+
+class _Tap:
+    """Catches gradients as autograd finishes them, copies each once into its bucket, emits full buckets in order."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.listening = False
+        self.arrived: list[str] = []
+        self._left: list[int] = []
+        self._seen: set[int] = set()
+        self._next = 0
+        self._ready = 0
+        self._removers: list[Any] = []
+
+    def open(self) -> None:
+        layout = self.host.layout
+        if not self._removers:
+            self._attach()
+        self._left = [len(b.parts) for b in layout.buckets]
+        self._seen, self.arrived = set(), []
+        self._next = self._ready = 0
+        self.listening = True
+
+    def shut(self) -> None:
+        self.listening = False
+
+    def _attach(self) -> None:
+        for place in self.host.layout.order:
+            take = self._taker(place)
+            self._removers.append(place.param.register_post_accumulate_grad_hook(take))
+
+    def detach(self) -> None:
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+
+    def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
+        def take(param: nn.Parameter) -> None:
+            if self.listening:
+                self._take(place, param)
+
+        return take
+
+    def _take(self, place: Any, param: nn.Parameter) -> None:
+        if id(place) in self._seen:
+            raise StrategyError(
+                f"parameter {place.name} received a gradient twice in one backward (re-entrant checkpointing?): "
+                f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"
+            )
+        self._seen.add(id(place))
+        grad = param.grad
+        place.grad.copy_(grad.to_dense() if grad.is_sparse else grad)
+        param.grad = place.grad
+        self.arrived.append(place.name)
+        self._ready += place.numel
+        self._left[place.bucket] -= 1
+        if self._left[place.bucket] == 0 and place.bucket == self._next:
+            self._emit()
+
+    def _emit(self) -> None:
+        buckets = self.host.layout.buckets
+        self.host.pace.reach(self._ready / self.host.layout.numel)
+        while self._next < len(buckets) and self._left[self._next] == 0:
+            bucket = buckets[self._next]
+            self._next += 1
+            self.host.hand_out(bucket)
+
+    def flush(self) -> None:
+        """After backward: parameters without a gradient count as zero, and their buckets go out, too."""
+        for place in self.host.layout.order:
+            if id(place) not in self._seen:
+                place.grad.zero_()
+                place.param.grad = place.grad
+                self._left[place.bucket] -= 1
+        self._emit()
+
+
+def _what(loss: Any) -> str:
+    if isinstance(loss, Tensor):
+        return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
+    return f"a {type(loss).__name__}"
+
+

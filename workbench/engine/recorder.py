@@ -1,0 +1,228 @@
+"""The recorder: takes what a rank writes down, and spools and pushes it on a thread of its own.
+
+Writing down is one append to a list, from any thread; it never blocks and never reads a clock (the times come
+with the rows). Bounded: what does not fit is dropped and counted. A disk that fails loses rows, which is said
+in the record; training never hears of it. It does not know what the rows mean.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.store import Writer
+from workbench.timeline import KINDS, Table
+
+Push = Callable[[str, int, dict[str, Any]], None]
+PUSH_EVERY = 0.2  # seconds
+SPOOL_EVERY = 4  # pushes: somewhat more often than once a second
+RETRY_EVERY = 5.0  # seconds until a disk that failed is tried again
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Records spans, samples and marks of one rank.
+
+    run_dir: where to spool (None: nowhere). push: called 5 times a second from this recorder's thread as
+    push(kind, seq, columns), where `seq` is the number of the first row among this rank's rows of that kind.
+    limit: rows that may wait for the thread; what exceeds it is dropped and counted in Samples "dropped".
+    """
+
+    def __init__(self, rank: int, run_dir: Path | None = None, push: Push | None = None, limit: int = 200_000) -> None:
+        self.rank, self.limit = rank, limit
+        self.dropped = 0  # rows that did not fit
+        self.lost = 0  # rows that could not be written to disk
+        self.cpu_seconds = 0.0  # of the recorder's own thread
+        self._pending: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in KINDS}
+        self._spans, self._samples, self._marks = self._pending.values()
+        self._push = push
+        self._spool = _Spool(Path(run_dir), rank) if run_dir is not None else None
+        self._types = {kind: Table(kind).types for kind in KINDS}
+        self._sent = dict.fromkeys(KINDS, 0)
+        self._told = 0
+        self._complained = False
+        self._now = (0, 0.0)  # step and time of the newest row seen
+        self._closing = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=f"rank {rank} recorder", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread, as often as something happens
+
+    def span(self, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
+        if len(self._spans) < self.limit:
+            self._spans.append((step, lane, name, asked, t0, t1, nbytes))
+        else:
+            self.dropped += 1
+
+    def sample(self, step: int, name: str, t: float, value: float) -> None:
+        if len(self._samples) < self.limit:
+            self._samples.append((step, name, t, value))
+        else:
+            self.dropped += 1
+
+    def mark(self, step: int, name: str, t: float, detail: str) -> None:
+        if len(self._marks) < self.limit:
+            self._marks.append((step, name, t, detail))
+        else:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Flushes everything and ends the thread. Closing again does nothing."""
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the recorder's own thread
+
+    def _serve(self) -> None:
+        turn = 0
+        while not self._closing.wait(PUSH_EVERY):
+            turn += 1
+            try:
+                self._flush(spool=turn % SPOOL_EVERY == 0)
+            except Exception:
+                _log.exception("rank %d: a flush of the record failed; the next is tried all the same", self.rank)
+        self._flush(spool=True)
+        if self._spool:
+            self._spool.close()
+            self._flush(spool=False)  # what closing had to say
+        self.cpu_seconds = time.thread_time()
+
+    def _flush(self, spool: bool) -> None:
+        for kind in KINDS:
+            self._carry(kind)
+        self._tell()
+        if spool and self._spool:
+            self._spool.write()
+            for detail in self._spool.said():
+                self.mark(*self._now_as(), detail)
+                self._carry("marks")
+        self.lost = self._spool.lost if self._spool else 0
+        self.cpu_seconds = time.thread_time()
+
+    def _now_as(self) -> tuple[int, str, float]:
+        return self._now[0], "spool", self._now[1]
+
+    def _carry(self, kind: str) -> None:
+        """Takes the pending rows of a kind, as columns, to the push and to the spool."""
+        pending = self._pending[kind]
+        n = len(pending)
+        if not n:
+            return
+        rows = pending[:n]
+        del pending[:n]
+        columns = self._columns(kind, rows)
+        seq, self._sent[kind] = self._sent[kind], self._sent[kind] + n
+        self._now = int(columns["step"][-1]), float(columns["t1" if kind == "spans" else "t"][-1])
+        if self._spool:
+            self._spool.take(kind, seq, columns)
+        if self._push:
+            try:
+                self._push(kind, seq, columns)
+            except Exception:
+                if not self._complained:
+                    _log.exception("rank %d: rows from %d on of %s were not taken; said once", self.rank, seq, kind)
+                self._complained = True
+
+    def _columns(self, kind: str, rows: list[tuple[Any, ...]]) -> dict[str, Any]:
+        types = self._types[kind]
+        columns: dict[str, Any] = {"rank": np.full(len(rows), self.rank, types["rank"])}
+        for name, values in zip(list(types)[1:], zip(*rows, strict=True), strict=True):
+            columns[name] = np.array(values, types[name])
+        return columns
+
+    def _tell(self) -> None:
+        """Writes down how many rows were dropped so far, when that has changed."""
+        if self.dropped != self._told:
+            self._told = self.dropped
+            step, t = self._now
+            self._samples.append((step, "dropped", t, float(self.dropped)))
+            self._carry("samples")
+
+
+class _Spool:
+    """Appends one rank's rows to the run directory; survives a disk that fails, and says what was lost."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
+        self.lost = 0
+        self._waiting: dict[str, list[tuple[int, dict[str, Any]]]] = {kind: [] for kind in KINDS}
+        self._writers: dict[str, Writer] = {}
+        self._failed_at: float | None = None
+        self._untold: list[dict[str, Any]] = []
+
+    def take(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
+        self._waiting[kind].append((seq, columns))
+
+    def write(self) -> None:
+        """Writes what waits; after a failure what waits is lost until writing works again."""
+        if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_EVERY:
+            return self._lose()
+        for kind, waiting in self._waiting.items():
+            if not waiting:
+                continue
+            try:
+                self._append(kind, waiting[0][0], _joined([columns for _, columns in waiting]))
+            except OSError as error:
+                return self._fail(error)
+            waiting.clear()
+        if self._failed_at is not None:
+            self._failed_at = None
+            text = f"recording again; {self.lost} rows were lost"
+            self._untold.append({"error": "", "lost": self.lost, "text": text})
+
+    def said(self) -> list[str]:
+        """What has to be marked, as JSON; each is said once."""
+        said, self._untold = [json.dumps(d) for d in self._untold], []
+        return said
+
+    def close(self) -> None:
+        for kind, waiting in self._waiting.items():  # marks about the last write itself
+            try:
+                if waiting and self._failed_at is None:
+                    self._append(kind, waiting[0][0], _joined([columns for _, columns in waiting]))
+            except OSError as error:
+                self._fail(error)
+        for writer in self._writers.values():
+            try:
+                writer.close()
+            except OSError:
+                writer.abandon()
+
+    def _append(self, kind: str, first: int, columns: dict[str, Any]) -> None:
+        if kind not in self._writers:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._writers[kind] = Writer(self.path, kind, self.rank, first)
+        self._writers[kind].append(columns)
+
+    def _fail(self, error: OSError) -> None:
+        """Gives up all files: their streams end here, readable; the next try begins new parts."""
+        fresh = self._failed_at is None
+        self._failed_at = time.monotonic()
+        for writer in self._writers.values():
+            writer.abandon()
+        self._writers = {}
+        self._lose()
+        if fresh:
+            text = f"the record is not being written: {error.strerror or error}"
+            self._untold.append({"error": error.strerror or str(error), "lost": self.lost, "text": text})
+
+    def _lose(self) -> None:
+        for waiting in self._waiting.values():
+            self.lost += sum(len(columns["rank"]) for _, columns in waiting)
+            waiting.clear()
+
+
+def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(batches) == 1:
+        return batches[0]
+    return {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}

@@ -1,0 +1,296 @@
+"""One run on one rank: the training loop in its own thread, answerable while it trains.
+
+It meets its peers once per step or round to learn of changes (see ticket.py), applies them between steps, and
+leaves in words when something goes wrong. It knows nothing of clusters, sockets or notebooks.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.engine import changes
+from workbench.engine.collectives import Aborted, Leaving, Wire, host_store
+from workbench.engine.evaluate import held_out
+from workbench.engine.host import Host
+from workbench.engine.recorder import Recorder
+from workbench.engine.setup import board_path, set_up
+from workbench.engine.shaping import Clock, Naps
+from workbench.engine.ticket import Tickets
+from workbench.experiment import Experiment
+from workbench.knobs import Change, KnobError, in_words
+from workbench.ops import Rank
+
+
+class Session:
+    """A run as one rank lives it. Constructing costs nothing; `start` returns at once."""
+
+    def __init__(
+        self, experiment: Experiment, *, rank: int, size: int, store: tuple[str, int], generation: str,
+        epoch: float, run_dir: Path | None = None, push: Callable[..., None] | None = None,
+        changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
+    ) -> None:
+        self.experiment = experiment.checked()
+        self.rank = Rank(rank, size)
+        self.generation, self.device, self.kind, self.loopback = generation, device, kind, loopback
+        self.clock = Clock(epoch)
+        self.naps = Naps(self.clock)
+        self.record = Recorder(rank, run_dir, push)
+        self.planned = sorted(changes, key=lambda c: c.at_step)
+        self.leaving = Leaving()
+        self.state: Any = None  # what the strategy remembers
+        self.phase = "starting"
+        self.error: dict[str, Any] | None = None
+        self.paused, self.credit, self.stopping = False, 0, False
+        self.pending_pause = 0.0
+        self.flushing = False
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.host: Host | None = None
+        self.wires: list[Wire] = []
+        self.where = store
+        self.tickets: Tickets | None = None
+        self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name=f"rank {rank} training", daemon=True)
+
+    host_store = staticmethod(host_store)
+
+    # -- asked from outside --
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def request(self, what: dict[str, Any]) -> None:
+        """A change, pause, resume, step or stop, on rank 0; it travels with the next ticket."""
+        self.inbox.put(what)
+
+    def hurry(self) -> None:
+        """A stop was asked: no more emulated delays; a collective that does not end is left."""
+        self.naps.hurried = True
+        threading.Thread(target=self._release, args=(self.rank.step,), daemon=True).start()
+
+    def abort(self) -> None:
+        """Leave at once; the peers are freed, too."""
+        self.naps.hurried = True
+        self.leaving.set()
+        for wire in self.wires:
+            wire.cut()
+
+    def join(self, timeout: float | None = None) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def status(self) -> dict[str, Any]:
+        busy = (self.host.lane.busy or self.host.op) if self.host else ""
+        return {"state": self.phase, "step": self.rank.step, "busy": busy, "error": self.error}
+
+    def _release(self, step: int) -> None:
+        while not self.join(0.6):
+            if self.rank.step == step:
+                self.stopping = True
+                self.abort()
+                return
+            step = self.rank.step
+
+    # -- the thread --
+
+    def _live(self) -> None:
+        try:
+            set_up(self)
+            self._train()
+        except Aborted:
+            self._say("stopped" if self.stopping else "failed", f"left in the middle of step {self.rank.step}")
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._tear_down()
+
+    def restart_data(self) -> None:
+        self.batches.restart(self.experiment.batch, self.experiment.seed, self.rank.step)
+
+    def _train(self) -> None:
+        self._cpu = time.process_time()
+        self._evaluate()
+        self._say("running")
+        while True:
+            self._boundary()
+            if self.stopping:
+                return self._say("stopped")
+            if self.experiment.steps and self.rank.step >= self.experiment.steps:
+                return self._say("done")
+            self._step()
+            if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
+                self._evaluate()
+
+    def _step(self) -> None:
+        host, strategy = self.host, self.experiment.strategy
+        host.met = strategy.opaque
+        self.lane.step = self.rank.step
+        if self.pending_pause:
+            self._freeze()
+        began = self.clock.now()
+        host.drive(strategy.step(self.rank, self.state))
+        host.watch.settle()
+        self.record.span(self.rank.step, "step", type(strategy).__name__, began, began, self.clock.now(), 0)
+        loss = host.mean_loss()
+        self.record.sample(self.rank.step, "loss", self.clock.now(), loss)
+        if loss != loss or loss in (float("inf"), float("-inf")):
+            self._not_finite(loss)
+        if self.flushing and host.met:
+            changes.flushed(self)
+        if (names := host.learned_order()) is not None:
+            self._adopt(names)
+        if host.met and not self.tickets.asked:
+            self.tickets.ask()
+        self.rank.step += 1
+        if self.credit:
+            self.credit -= 1
+            self.paused = self.credit == 0
+
+    def _freeze(self) -> None:
+        began = self.clock.now()
+        self.naps.until(began + self.pending_pause)
+        self.pending_pause = 0.0
+        self.mark("fault", {"text": f"stood still for {self.clock.now() - began:.1f} s"})
+
+    def before_update(self) -> None:
+        if self.host.met and not self.tickets.asked:
+            self.tickets.ask()
+
+    def _adopt(self, names: list[str]) -> None:
+        """Rank 0's order of gradients on all ranks, once, as torch's DDP rebuilds its buckets once."""
+        index = {p.name: i for i, p in enumerate(self.layout.order)}
+        order = torch.tensor([index[n] for n in names], dtype=torch.int64)
+        if self.control is not None:
+            if self.tickets.asked:
+                self._pocket = self.tickets.take()
+            self.control.wait(self.control.broadcast(order, 0))
+        self.host.forget_hooks()
+        self.layout.reorder([self.layout.order[i].name for i in order.tolist()])
+        self.mark_buckets()
+
+    # -- between steps --
+
+    _pocket: list[dict[str, Any]] | None = None
+
+    def _boundary(self) -> None:
+        due = [c for c in self.planned if c.at_step <= self.rank.step]
+        self.planned = self.planned[len(due):]
+        for change in due:
+            self._turn({"kind": "turn", "id": f"planned {change.at_step}", "path": change.path, "value": change.value})
+        if self._pocket is not None:
+            requests, self._pocket = self._pocket, None
+            self._obey(requests)
+        elif self.tickets.asked or self.rank.step == 0 or self.control is None:
+            if not self.tickets.asked:
+                self.tickets.ask()
+            self._obey(self.tickets.take())
+        if self.paused and not self.stopping:
+            self._say("paused")
+            while self.paused and not self.stopping:
+                self.tickets.ask(wait=0.5)
+                self._obey(self.tickets.take())
+            self._say("stopping" if self.stopping else "running")
+
+    def _obey(self, requests: list[dict[str, Any]]) -> None:
+        for what in requests:
+            match what["kind"]:
+                case "turn":
+                    self._turn(what)
+                case "pause":
+                    self.paused, self.credit = True, 0
+                case "resume":
+                    self.paused, self.credit = False, 0
+                case "step":
+                    self.paused, self.credit = False, int(what.get("n", 1))
+                case "stop":
+                    self.stopping = True
+
+    def _turn(self, what: dict[str, Any]) -> None:
+        about = {k: what.get(k) for k in ("id", "path", "value", "requested_at")}
+        try:
+            wanted = self.experiment.turn(what["path"], what["value"])
+        except KnobError as reason:
+            if self.rank.index == 0:
+                self.mark("refused", {**about, "reason": str(reason)})
+            return
+        changes.apply(self, wanted)
+        if self.rank.index == 0:
+            self.mark("change", {**about, "text": f"{what['path']} = {in_words(what['value'])}"})
+
+    def _evaluate(self) -> None:
+        began, step = self.clock.now(), self.rank.step
+        self.host.op = "evaluate"
+        numbers, drift = held_out(self.learner.evaluate, self.model, self.layout, self.control)
+        now = self.clock.now()
+        self.record.span(step, "eval", "evaluate", began, began, now, 0)
+        self.record.sample(step, "drift", now, drift)
+        for name, value in numbers.items():
+            self.record.sample(step, "held_out" if name == "loss" else f"held_out:{name}", now, value)
+
+    def _not_finite(self, loss: float) -> None:
+        self.mark("nan", {"loss": str(loss)})
+        if self.rank.index == 0:
+            self.inbox.put({"kind": "pause", "id": "nan"})
+
+    # -- saying --
+
+    def mark(self, name: str, detail: dict[str, Any]) -> None:
+        self.record.mark(self.rank.step, name, self.clock.now(), json.dumps(detail))
+
+    def mark_buckets(self) -> None:
+        """The buckets as they are now, in bytes each, into rank 0's record."""
+        if self.rank.index == 0:
+            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
+
+    def _say(self, phase: str, detail: str = "") -> None:
+        self.phase = phase
+        if self.rank.index == 0:
+            self.mark("state", {"state": phase, "detail": detail})
+
+    def _fail(self, error: BaseException) -> None:
+        if self.stopping and self.naps.hurried:
+            return self._say("stopped", f"left in the middle of step {self.rank.step}")
+        op = (self.host.lane.busy or self.host.op) if self.host else "set-up"
+        self.error = {
+            "rank": self.rank.index, "step": self.rank.step, "op": op, "type": type(error).__name__,
+            "text": str(error), "traceback": "".join(traceback.format_exception(error)),
+            "consequence": isinstance(error, RuntimeError) and any(w in str(error) for w in _CONSEQUENCES),
+        }
+        error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
+        self.mark("error", self.error)
+        self._say("failed", self.error["text"])
+        for wire in self.wires:
+            wire.cut()
+
+    _cpu = 0.0
+
+    def _count_cost(self) -> None:
+        """What this rank's process and its recorder cost, in CPU seconds, into the record."""
+        now, step = self.clock.now(), self.rank.step
+        self.record.sample(step, "cpu_process", now, time.process_time() - self._cpu)
+        self.record.sample(step, "cpu_recording", now, self.record.cpu_seconds)
+
+    def _tear_down(self) -> None:
+        if self.host is not None:
+            self._count_cost()
+            self.host.forget_hooks()
+            changes.leave_opaque(self)
+            self.lane.close()
+        for wire in self.wires:
+            wire.close()
+        if self.rank.index == 0:
+            board_path(self).unlink(missing_ok=True)
+        self.record.close()
+
+
+# what a rank says whose peer has failed
+_CONSEQUENCES = ("onnection closed by peer", "onnection reset", "ead error", "rite error", "roken pipe", "pair closure")

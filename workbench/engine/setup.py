@@ -1,0 +1,100 @@
+"""Setting a session up: wires, model, layout, lane, host; every rank does the same and checks that it did."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.engine import changes
+from workbench.engine.batches import Batches
+from workbench.engine.canonical import broadcast_model, check_equal
+from workbench.engine.clocks import agree_on_time
+from workbench.engine.collectives import Wire, connect_store
+from workbench.engine.host import Host
+from workbench.engine.lane import Lane
+from workbench.engine.layout import Layout, signature
+from workbench.engine.shaping import Board, Pace, Shaper
+from workbench.engine.ticket import Tickets
+from workbench.engine.watch import watch
+
+
+def set_up(run: Any) -> None:
+    """Fills in what a Session needs to train; raises in words what cannot be trained."""
+    torch.set_num_threads(1)
+    if run.device.startswith("cuda"):
+        torch.cuda.set_device(run.device)
+    local, doubt = _wires(run)
+    run.tickets = Tickets(run.control, run.rank.index, run.inbox)
+    _model(run)
+    _host(run, local)
+    changes.set_fabric(run, None, run.experiment)
+    changes.set_compressor(run, None, run.experiment)
+    changes.choose_lane(run)
+    if run.experiment.strategy.opaque:
+        changes.enter_opaque(run)
+    run.state = run.experiment.strategy.init(run.rank)
+    run.mark("start", _environment(run, doubt))
+    run.mark_buckets()
+
+
+def board_path(run: Any) -> Path:
+    """Where the ranks of this host post their arrivals."""
+    return Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}-{run.generation}.board"
+
+
+def _wires(run: Any) -> tuple[bool, float]:
+    """One wire for control and one for data; returns (all ranks on one host, error of this rank's clock)."""
+    rank = run.rank
+    if rank.size == 1:
+        run.control = run.data_wire = None
+        return True, 0.0
+    store = connect_store(*run.where, run.generation)
+    rest = {"leaving": run.leaving, "loopback": run.loopback, "precise": run.experiment.precise}
+    run.control = Wire(store, rank.index, rank.size, "control", **rest)
+    run.data_wire = Wire(store, rank.index, rank.size, "data", kind=run.kind, **rest)
+    run.wires = [run.control, run.data_wire]
+    return agree_on_time(run.control, run.clock)
+
+
+def _model(run: Any) -> None:
+    e, rank = run.experiment, run.rank
+    run.learner = e.task.build()
+    torch.manual_seed(e.seed)
+    random.seed(e.seed)
+    model = run.learner.model()
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+    run.model = model.to(run.device).train()
+    run.layout = Layout(run.model, e.bucket_mb)
+    check_equal(run.control, signature(run.model), "parameter names, shapes or types")
+    broadcast_model(run.control, run.layout, run.model)
+    run.optimizer = run.learner.optimizer([p for p in run.model.parameters() if p.requires_grad], e.lr)
+    torch.manual_seed(e.seed * 100_003 + rank.index + 1)
+    rank.lr = e.lr
+    run.batches = Batches(run.learner.data, rank.index, rank.size, run.device)
+    run.restart_data()
+
+
+def _host(run: Any, local: bool) -> None:
+    rank = run.rank
+    board = Board(board_path(run), rank.index, rank.size) if local and rank.size > 1 else None
+    shaper = Shaper(rank.index, rank.size, run.naps, board, run.experiment.seed)
+    run.lane = Lane("comm", run.data_wire, run.clock, shaper, run.record.span, run.device)
+    run.host = Host(rank, run.model, run.learner.loss, run.optimizer, run.layout, run.lane,
+                    Pace(rank.index, run.naps), watch(run.device, run.clock, run.record))
+    run.host.batches = run.batches.next
+    run.host.before_update = run.before_update
+
+
+def _environment(run: Any, doubt: float) -> dict[str, Any]:
+    return {
+        "host": platform.node(), "pid": os.getpid(), "device": run.device, "backend": run.kind,
+        "torch": torch.__version__, "python": platform.python_version(), "clock_error": doubt,
+        "parameters": run.layout.numel, "nbytes": run.layout.nbytes,
+    }

@@ -1,0 +1,159 @@
+"""Slowing real work down to a description: the Link on the wire, the pace and the faults on compute.
+
+User space only. A shaped operation really happens first; its ranks then sleep until the time at which it would
+have ended on the Link. That time counts from the arrival of the last participant, or early ranks would
+transfer for free; arrivals are exchanged through a small shared file, or over the wire between hosts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from workbench.fabric import Fabric, traffic
+
+RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
+
+
+class Clock:
+    """Seconds since the run began. `base` is what `perf_counter` showed then, on this rank."""
+
+    def __init__(self, epoch: float) -> None:
+        self.base = time.perf_counter() - (time.time() - epoch)
+
+    def now(self) -> float:
+        return time.perf_counter() - self.base
+
+
+class Naps:
+    """Sleeping that ends early when a stop is asked."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.hurried = False
+
+    def until(self, t: float) -> None:
+        while not self.hurried:
+            left = t - self.clock.now()
+            if left <= 0:
+                return
+            time.sleep(min(left, 0.05))
+
+
+class Board:
+    """A small file shared by the ranks of one host, in which each writes when it was ready for an operation."""
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        nbytes = RING * size * 8
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, nbytes)
+            self._map = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self._cells = np.frombuffer(self._map, dtype=np.float64).reshape(RING, size)
+        self.rank = rank
+
+    def post(self, number: int, ready: float) -> None:
+        self._cells[number % RING, self.rank] = ready
+
+    def last(self, number: int) -> float:
+        """The last arrival; call it once the operation itself has completed, so that all have posted."""
+        return float(self._cells[number % RING].max())
+
+
+class Shaper:
+    """This rank's port on the emulated Link. One operation at a time, in the order asked."""
+
+    def __init__(self, rank: int, size: int, naps: Naps, board: Board | None, seed: int) -> None:
+        self.rank, self.size, self.naps, self.board, self.seed = rank, size, naps, board, seed
+        self.fabric = Fabric()
+        self.free = 0.0  # when the port is free again
+        self.number = 0
+
+    @property
+    def active(self) -> bool:
+        return self.size > 1 and self.fabric.link.shaped
+
+    def ready(self, arrived: float) -> float:
+        """Posts when this rank and its port are ready for the next operation."""
+        self.number += 1
+        ready = max(arrived, self.free)
+        if self.board:
+            self.board.post(self.number, ready)
+        return ready
+
+    def finish(self, verb: str, nbytes: int, last: Callable[[], float]) -> tuple[float, float, float]:
+        """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
+        began = self.board.last(self.number) if self.board else last()
+        mine, slowest = self.cost(verb, nbytes)
+        noise = self.fabric.link.noise(self.seed, self.number)
+        self.free = began + slowest * noise
+        self.naps.until(self.free)
+        return began, began + mine * noise, self.free
+
+    def cost(self, verb: str, nbytes: int) -> tuple[float, float]:
+        """Seconds that this rank's port, and the slowest port, would be busy."""
+        sent, messages = traffic(verb, nbytes, self.size)
+        if self.fabric.shared:
+            sent *= self.size
+        plain = self.fabric.link.seconds(sent, messages)
+        chokes = [self._choke(r) for r in range(self.size)]
+        return plain * chokes[self.rank], plain * max(chokes)
+
+    def _choke(self, rank: int) -> float:
+        factor = 1.0
+        for fault in self.fabric.faults:
+            factor *= fault.choke(rank)
+        return factor
+
+
+class Pace:
+    """Stretches this rank's compute to a stated duration, and by its faults.
+
+    A step's compute of `pace` milliseconds is divided 3 : 6 : 1 between forward, backward and update. Within
+    backward the slices end in proportion to the gradients that are ready.
+    """
+
+    shares: ClassVar[dict[str, float]] = {"forward": 0.3, "backward": 0.6, "update": 0.1}
+
+    def __init__(self, rank: int, naps: Naps) -> None:
+        self.rank, self.naps = rank, naps
+        self.seconds = 0.0
+        self.faults: tuple = ()
+        self._began = self._slept = 0.0
+        self._phase, self._stretch = "", 1.0
+        self._target = 0.0
+
+    @property
+    def active(self) -> bool:
+        return bool(self.seconds or self.faults)
+
+    def begin(self, phase: str, step: int, share: float = 1.0) -> None:
+        """A phase begins; `share` is the part of its time that falls to this call (micro-batches)."""
+        if not self.active:
+            return
+        self._phase, self._began, self._slept = phase, self.naps.clock.now(), 0.0
+        self._stretch = 1.0
+        for fault in self.faults:
+            self._stretch *= fault.stretch(self.rank, step, phase)
+        self._target = self.seconds * self.shares[phase] * share * self._stretch
+
+    def reach(self, fraction: float) -> None:
+        """`fraction` of the phase is computed: sleep until as much of its time is over."""
+        if not self.active:
+            return
+        now = self.naps.clock.now()
+        if self.seconds:
+            until = self._began + self._target * fraction
+        else:
+            until = self._began + (now - self._began - self._slept) * self._stretch
+        if until > now:
+            self.naps.until(until)
+            self._slept += self.naps.clock.now() - now

@@ -1,0 +1,65 @@
+"""Experiment: one frozen value that names all that a run depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workbench.compressors import Compressor, Dense
+from workbench.fabric import Fabric
+from workbench.knobs import KnobError, checked, from_plain, knob, to_plain, turn
+from workbench.strategies import DDP, Strategy
+from workbench.tasks import ByteGPT, TaskBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """All that a run depends on. To change one setting is to make another experiment (`experiment.turn`).
+
+    >>> Experiment().turn("every", 4)
+    Traceback (most recent call last):
+        ...
+    workbench.knobs.KnobError: every: no such knob here; ...
+    """
+
+    task: TaskBase = knob(ByteGPT(), live=False, doc="what learns")
+    strategy: Strategy = knob(DDP(), doc="how ranks agree")
+    compressor: Compressor = knob(Dense(), doc="what crosses the wire instead of a bucket")
+    fabric: Fabric = knob(Fabric(), doc="the network and its faults")
+    lr: float = knob(0.0, 0.0, 100.0, log=True, doc="learning rate; 0 takes the task's own")
+    batch: int = knob(0, 0, 65536, unit="examples", doc="batch per rank; 0 takes the task's own")
+    bucket_mb: float = knob(1.0, 0.01, 1024.0, unit="MB", log=True, doc="gradients travel in buckets of this size")
+    pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="stretch each rank's compute per step to this; 0 is off")
+    ranks: int = knob(4, 1, 4096, live=False, doc="how many ranks train")
+    steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after so many; 0 runs until stopped")
+    seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of the model and the data")
+    eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
+    precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
+
+    def turn(self, path: str, value: Any) -> Experiment:
+        """This experiment with one knob turned; checked as a whole. Raises KnobError."""
+        return turn(self, path, value).checked()
+
+    def checked(self) -> Experiment:
+        """This experiment if every knob and every combination in it can be. Raises KnobError."""
+        good = checked(self)
+        if reason := good.strategy.refuses(good.compressor):
+            raise KnobError(reason)
+        if reason := good.task.refuses(good.batch):
+            raise KnobError(reason)
+        for fault in good.fabric.faults:
+            if getattr(fault, "rank", 0) >= good.ranks:
+                raise KnobError(f"rank={fault.rank}: there are ranks 0 to {good.ranks - 1}")
+        return good.filled()
+
+    def filled(self) -> Experiment:
+        """This experiment with the task's own learning rate and batch where none was given."""
+        return replace(self, lr=self.lr or self.task.lr, batch=self.batch or self.task.batch)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON; `Experiment.read` reads it back."""
+        return to_plain(self)["Experiment"]
+
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> Experiment:
+        return from_plain({"Experiment": plain}, cls)

@@ -1,0 +1,11 @@
+"""The network and its faults, as descriptions with two readers: the engine and the simulator."""
+
+from workbench.fabric._base import Fault as Fault
+from workbench.fabric.freeze import Freeze as Freeze
+from workbench.fabric.link import Fabric as Fabric
+from workbench.fabric.link import Link as Link
+from workbench.fabric.link import traffic as traffic
+from workbench.fabric.noisy import Noisy as Noisy
+from workbench.fabric.slow import Slow as Slow
+
+__all__ = ["Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "traffic"]

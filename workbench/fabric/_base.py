@@ -1,0 +1,28 @@
+"""Faults for teaching, as data: one per file; the engine performs them, the simulator prices them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from workbench.family import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Family):
+    """Something wrong with one rank, injected on purpose and recorded.
+
+    `stretch` says how many times longer a phase of compute lasts on a rank at a step; `choke` how many times
+    longer its port is busy; `pause` how many seconds it stands still when the fault begins.
+    """
+
+    home: ClassVar[str] = "workbench.fabric"
+
+    def stretch(self, rank: int, step: int, phase: str) -> float:
+        return 1.0
+
+    def choke(self, rank: int) -> float:
+        return 1.0
+
+    def pause(self, rank: int) -> float:
+        return 0.0

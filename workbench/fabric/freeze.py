@@ -1,0 +1,19 @@
+"""A rank that stands still for a moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.fabric._base import Fault
+from workbench.knobs import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze(Fault):
+    """One rank stands still once, at the step at which the fault begins."""
+
+    rank: int = knob(0, 0, 4095, doc="which rank freezes")
+    seconds: float = knob(2.0, 0.0, 60.0, unit="s", doc="for how long")
+
+    def pause(self, rank: int) -> float:
+        return self.seconds if rank == self.rank else 0.0

@@ -1,0 +1,65 @@
+"""The network as one description: the engine shapes real traffic by it, the simulator prices by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from workbench.fabric._base import Fault
+from workbench.knobs import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Each rank's own full-duplex port. A bandwidth of 0 means as fast as the machine goes: nothing is shaped."""
+
+    bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of each rank's port; 0 is unlimited")
+    latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of one message between two ranks")
+    jitter: float = knob(0.0, 0.0, 1.0, doc="largest random extra share of an operation's time")
+
+    @property
+    def shaped(self) -> bool:
+        return bool(self.bandwidth or self.latency)
+
+    def seconds(self, nbytes: float, messages: int) -> float:
+        """How long a port is busy that sends `nbytes` in `messages` one after the other, without jitter."""
+        wire = nbytes * 8e-6 / self.bandwidth if self.bandwidth else 0.0
+        return messages * self.latency * 1e-3 + wire
+
+    def noise(self, seed: int, number: int) -> float:
+        """The factor >= 1 on operation `number`, the same on every rank."""
+        return 1.0 + self.jitter * Random(f"{seed}/{number}").random() if self.jitter else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Who is linked to whom, and what is wrong: one Link per rank and the faults injected now."""
+
+    link: Link = knob(Link(), doc="each rank's port")
+    shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
+    faults: tuple[Fault, ...] = knob((), doc="what is wrong on purpose")
+
+
+def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
+    """(bytes sent by one rank, messages one after the other) of a collective on `size` ranks.
+
+    `nbytes` is the size of the tensor that the rank hands in: the whole vector of an all-reduce, its own
+    chunk of an all-gather. Ring algorithms; see Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+    for clusters of workstations", JPDC 2009.
+
+    >>> traffic("all_reduce", 4_000_000, 4)
+    (6000000, 6)
+    """
+    p = size
+    if p == 1:
+        return 0, 0
+    match verb:
+        case "all_reduce":
+            return 2 * (p - 1) * nbytes // p, 2 * (p - 1)
+        case "reduce_scatter" | "all_to_all" | "broadcast":
+            return (p - 1) * nbytes // p, p - 1
+        case "all_gather":
+            return (p - 1) * nbytes, p - 1
+        case "send":
+            return nbytes, 1
+    raise ValueError(f"{verb} is not a collective")

@@ -1,0 +1,20 @@
+"""Ranks whose speed varies from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from workbench.fabric._base import Fault
+from workbench.knobs import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noisy(Fault):
+    """Every rank's compute is stretched by its own random factor in each step, uniform in [1, 1 + spread]."""
+
+    spread: float = knob(0.3, 0.0, 5.0, doc="largest extra share of a phase's time")
+    seed: int = knob(0, 0, 2**31 - 1, doc="seed of the factors, so that a run can be repeated")
+
+    def stretch(self, rank: int, step: int, phase: str) -> float:
+        return 1.0 + self.spread * Random(f"{self.seed}/{rank}/{step}/{phase}").random()

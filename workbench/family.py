@@ -1,0 +1,62 @@
+"""Families found by looking: a member exists because its file lies in the family's folder.
+
+Strategies, compressors, faults and tasks are families. There is no registration call; a class written in
+a notebook cell is found the same way as one that ships.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from abc import ABC
+from typing import ClassVar, Self, TypeVar
+
+M = TypeVar("M")
+
+
+class Family(ABC):
+    """The root of every family; `home` is the package whose files hold the members that ship."""
+
+    __family__: ClassVar[bool] = True
+    home: ClassVar[str] = ""
+
+    @classmethod
+    def usual(cls) -> Self:
+        """The member as its bare name means it: its defaults (a biased compressor adds error feedback)."""
+        return cls()
+
+
+def members(base: type[M]) -> dict[str, type[M]]:
+    """The final (concrete) members of a family by name; a class defined again in a cell replaces the old."""
+    if not getattr(base, "__family__", False):
+        return {base.__name__: base}
+    if home := getattr(base, "home", ""):
+        package = importlib.import_module(home)
+        for info in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{home}.{info.name}")
+    found: dict[str, type[M]] = {}
+    todo: list[type[M]] = list(base.__subclasses__())
+    while todo:
+        cls = todo.pop(0)
+        todo += cls.__subclasses__()
+        if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
+            found[cls.__name__] = cls
+    return dict(sorted(found.items()))
+
+
+def find(base: type[M], name: str) -> type[M]:
+    """The member called `name`; an unknown name is answered with the nearest one."""
+    every = members(base)
+    if name in every:
+        return every[name]
+    near = difflib.get_close_matches(name, every, n=1, cutoff=0.3)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
+    raise KnobError(f"{base.__name__.lower()}={name!r}: no such {base.__name__.lower()}; {hint}")
+
+
+class KnobError(ValueError):
+    """A setting that cannot be: names the field, the value and what would be allowed."""
+
+    __module__ = "workbench.knobs"  # where everybody meets it

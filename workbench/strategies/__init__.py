@@ -1,0 +1,8 @@
+"""How ranks agree: one strategy per file, each a frozen dataclass with one coroutine."""
+
+from workbench.strategies._base import Strategy as Strategy
+from workbench.strategies.ddp import DDP as DDP
+from workbench.strategies.local_sgd import LocalSGD as LocalSGD
+from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
+
+__all__ = ["DDP", "LocalSGD", "Strategy", "TorchDDP"]

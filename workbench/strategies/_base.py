@@ -1,0 +1,56 @@
+"""The whole contract of a synchronisation strategy, on one screen."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.family import Family
+from workbench.ops import Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(Family):
+    """How ranks agree: knobs, `init` for what is remembered, and one coroutine that is one step.
+
+    Claims are class variables; the laws in tests/laws check each.
+
+    exact:      one step equals one step on the joined batch of all ranks
+    lockstep:   all ranks ask the same operations in the same order
+    periodic:   ranks may differ between rounds; the canonical state is their mean
+    exchanges:  "gradients", "displacements" or "parameters"; compressors act on the first two only
+    opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
+    """
+
+    home: ClassVar[str] = "workbench.strategies"
+    exact: ClassVar[bool] = False
+    lockstep: ClassVar[bool] = True
+    periodic: ClassVar[bool] = False
+    opaque: ClassVar[bool] = False
+    exchanges: ClassVar[str] = "gradients"
+
+    def init(self, rank: Rank) -> Any:
+        """What this strategy remembers between steps on one rank; None for nothing."""
+        return None
+
+    @abstractmethod
+    async def step(self, rank: Rank, state: Any) -> None:
+        """One step of training on one rank."""
+
+    async def leave(self, rank: Rank, state: Any) -> None:
+        """Finishes what is under way, so that the mean of the ranks is the canonical state."""
+
+    def refuses(self, compressor: Any) -> str | None:
+        """Why `compressor` cannot work under this strategy, in a sentence that says what would; or None."""
+        if self.opaque and type(compressor).__name__ != "Dense":
+            return (
+                f"{type(self).__name__} sends gradients by torch's own rules and cannot use "
+                f"{compressor}; use Dense with it, or DDP with {compressor}"
+            )
+        if self.exchanges == "parameters" and type(compressor).__name__ != "Dense":
+            return (
+                f"{type(self).__name__} exchanges raw parameters, which must not be compressed; use Dense "
+                f"with it, or a strategy that exchanges gradients or displacements (DDP, LocalSGD)"
+            )
+        return None

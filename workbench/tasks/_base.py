@@ -1,0 +1,80 @@
+"""What learns: a model and its data, as five functions. No ranks, wires or records are known here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from workbench.family import Family
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class TaskError(RuntimeError):
+    """A task that cannot be trained: says which of its functions did what, and what would do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """A task as the engine uses it: five functions.
+
+    model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
+    data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples
+    loss:       (model, batch) -> scalar Tensor
+    optimizer:  (params, lr) -> Optimizer; lr = 0 leaves the rates that the optimizer was made with
+    evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None for none
+    """
+
+    model: Callable[[], nn.Module]
+    data: Callable[[int, int, int, int], Iterable[Any]]
+    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[Iterable[Any], float], Optimizer]
+    evaluate: Callable[[nn.Module], float | dict[str, float]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskBase(Family):
+    """A model with data that it can learn. `lr` and `batch` are what it likes best; 0 means its functions decide."""
+
+    home: ClassVar[str] = "workbench.tasks"
+    lr: ClassVar[float] = 1e-3
+    batch: ClassVar[int] = 8
+    metric: ClassVar[str] = "held-out loss"
+
+    def build(self) -> Learner:
+        """The functions that the engine calls on each rank."""
+        raise TypeError(f"{type(self).__name__} does not say how it is built")
+
+    def refuses(self, batch: int) -> str | None:
+        """Why this task cannot be, or not with `batch` examples per rank, in a sentence that says what would do."""
+        return None
+
+
+def at_rate(optimizer: Optimizer, lr: float) -> None:
+    """Sets the learning rate of the first group to `lr` and scales the other groups' with it.
+
+    So groups keep their ratio to each other, and an optimizer with one group simply gets `lr`.
+    """
+    first = optimizer.param_groups[0]["lr"]
+    for group in optimizer.param_groups:
+        group["lr"] = lr * (group["lr"] / first if first else 1.0)
+
+
+def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Tensor]:
+    """Indices of one rank's batches without end: (batch,) int64 each.
+
+    Every epoch is shuffled anew, the same way on all ranks, and dealt out one by one, so that within an
+    epoch no two ranks see the same example. Depends on the arguments and on nothing else.
+    """
+    import torch
+
+    dice = torch.Generator().manual_seed(seed)
+    hand = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(hand) < batch:
+            hand = torch.cat([hand, torch.randperm(examples, generator=dice)[rank % examples :: ranks]])
+        yield hand[:batch]
+        hand = hand[batch:]

@@ -1,0 +1,44 @@
+"""The text that ByteGPT reads: the standard library of the Python that runs, split by file."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workbench.tasks._base import TaskError
+
+ENOUGH = 4_000_000  # bytes
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+EVERY = 10  # one file in so many is held out
+
+
+@cache
+def source(held_out: bool) -> Tensor:
+    """The training text, or the held-out one: (n,) uint8. Read once per process."""
+    text = bytearray()
+    for number, path in enumerate(_files()):
+        if (number % EVERY == EVERY - 1) == held_out:
+            text += path.read_bytes()
+        if len(text) >= (ENOUGH // EVERY if held_out else ENOUGH):
+            break
+    if len(text) < 100_000:
+        raise TaskError(
+            f"ByteGPT reads the standard library's .py files, and {sysconfig.get_path('stdlib')} holds too few of "
+            "them; take task=Digits, or a Python that comes with its sources"
+        )
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+@cache
+def _files() -> tuple[Path, ...]:
+    """The library's modules by name, the same on all machines with the same Python."""
+    found: list[Path] = []
+    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+        inside[:] = sorted(set(inside) - SKIPPED)
+        found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    return tuple(found)

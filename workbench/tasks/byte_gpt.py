@@ -1,0 +1,127 @@
+"""A small GPT on the bytes of Python's own standard library, which lies on every machine that runs this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.knobs import knob
+from workbench.tasks._base import Learner, TaskBase, shuffled
+from workbench.tasks._source import source
+
+HELD_OUT = 48  # windows that the held-out loss is taken over
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteGPT(TaskBase):
+    """A small GPT that reads Python source, byte by byte.
+
+    It begins at log(256) = 5.5 nats per byte, knows the letters' frequencies at 3.2, common words at 2. Every
+    tenth file of the standard library is held out. Nothing is downloaded.
+
+    Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
+    https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+    """
+
+    layers: int = knob(2, 1, 48, live=False, doc="transformer blocks")
+    width: int = knob(160, 16, 4096, live=False, doc="features per byte; a multiple of `heads`")
+    heads: int = knob(4, 1, 64, live=False, doc="attention heads")
+    context: int = knob(64, 8, 4096, unit="bytes", live=False, doc="bytes read at once")
+
+    lr: ClassVar[float] = 3e-3
+    batch: ClassVar[int] = 8
+
+    def build(self) -> Learner:
+        return Learner(
+            model=lambda: GPT(self.layers, self.width, self.heads, self.context),
+            data=partial(_batches, self.context),
+            loss=_loss,
+            optimizer=lambda params, lr: torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.01),
+            evaluate=partial(_held_out, self.context),
+        )
+
+    def refuses(self, batch: int) -> str | None:
+        if self.width % self.heads:
+            return f"width={self.width}: must be a multiple of heads={self.heads}"
+        return None
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over bytes: (B, T) uint8 or int64 -> (B, T, 256) logits of the next byte."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, width)
+        self.place = nn.Embedding(context, width)
+        blocks = [Block(width, heads) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        self._begin(blocks)
+
+    def _begin(self, blocks: list[Block]) -> None:
+        """Every block begins as the identity and the head as zero, so that the first steps already teach much."""
+        nn.init.normal_(self.byte.weight, std=0.5)
+        nn.init.normal_(self.place.weight, std=0.1)
+        nn.init.zeros_(self.head.weight)
+        for block in blocks:
+            for into in (block.qkv, block.up):
+                nn.init.normal_(into.weight, std=into.in_features**-0.5)
+            for out in (block.attention_out, block.mlp_out):
+                nn.init.zeros_(out.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.byte(x.long()) + self.place.weight[: x.shape[1]]
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a two-layer network on each byte; both added to what was there."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.up, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, h: Tensor) -> Tensor:  # (B, T, width) -> (B, T, width)
+        b, t, width = h.shape
+        q, k, v = self.qkv(self.norm_1(h)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, heads, T, d) each
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = h + self.attention_out(mixed.transpose(1, 2).reshape(b, t, width))
+        return h + self.mlp_out(F.gelu(self.up(self.norm_2(h))))
+
+
+def _windows(context: int, held_out: bool) -> Tensor:
+    """The text cut into windows that overlap by one byte: (n, context + 1) uint8, without copying."""
+    return source(held_out).unfold(0, context + 1, context)
+
+
+def _batches(context: int, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Tensor]:
+    """Windows of one rank: (batch, context + 1) uint8."""
+    windows = _windows(context, held_out=False)
+    return (windows[index] for index in shuffled(len(windows), rank, ranks, batch, seed))
+
+
+def _loss(model: nn.Module, window: Tensor) -> Tensor:
+    """Mean nats per byte."""
+    logits = model(window[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].reshape(-1).long())
+
+
+@torch.no_grad()
+def _held_out(context: int, model: nn.Module) -> float:
+    windows = _windows(context, held_out=True)
+    place = torch.linspace(0, len(windows) - 1, HELD_OUT).long()
+    where = next(model.parameters()).device
+    return float(_loss(model, windows[place].to(where)))

@@ -1,0 +1,124 @@
+"""Your own task, from functions written in a notebook; every way it can go wrong is said in words."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.family import KnobError
+from workbench.tasks._base import Learner, TaskBase, TaskError, at_rate
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(TaskBase):
+    """Your own model and data, as functions written in a notebook.
+
+        Task(model=lambda: nn.Linear(4, 1),
+             data=lambda rank, ranks, seed: [(x, y), ...],       # iterated again when it ends
+             loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+             optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+
+    model:      () -> Module, built on each rank from the same seed
+    data:       (rank, ranks, seed) -> an iterable of batches: tensors, or tuples, lists and dicts of them. One that
+                can be iterated again (a list, a DataLoader) starts over when it ends. If it also takes `batch`,
+                it is given the examples per rank once the batch knob is turned (or `batch` is given).
+    loss:       (model, batch) -> scalar Tensor
+    optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is turned
+    evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
+    """
+
+    model: Function
+    data: Function
+    loss: Function
+    optimizer: Function
+    evaluate: Function | None = None
+
+    lr: ClassVar[float] = 0.0
+    batch: ClassVar[int] = 0
+
+    @classmethod
+    def usual(cls) -> Task:
+        raise KnobError("task='Task': is made of your own functions; give Task(model=..., data=..., loss=..., ...)")
+
+    def build(self) -> Learner:
+        for name in ("model", "data", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise TaskError(f"{name}={getattr(self, name)!r}: must be a function (a record keeps only its name)")
+        return Learner(
+            model=self._model, data=self._data, loss=self._loss, optimizer=self._optimizer,
+            evaluate=self._evaluate if self.evaluate else None,
+        )  # fmt: skip
+
+    def refuses(self, batch: int) -> str | None:
+        if not batch or _takes_batch(self.data):
+            return None
+        return f"batch={batch}: this task's data makes its own batches; let data take (rank, ranks, seed, batch)"
+
+    def _model(self) -> Any:
+        from torch import nn
+
+        model = self.model()
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"model() returned {_kind(model)}: must return a torch.nn.Module")
+        if not any(p.requires_grad for p in model.parameters()):
+            raise TaskError(f"model() returned {_kind(model)} with no parameters that learn: nothing can be trained")
+        return model
+
+    def _data(self, rank: int, ranks: int, batch: int, seed: int) -> Iterable[Any]:
+        if reason := self.refuses(batch):
+            raise KnobError(reason)
+        more = {"batch": batch} if batch and _takes_batch(self.data) else {}
+        made = self.data(rank, ranks, seed, **more)
+        if not isinstance(made, Iterable):
+            raise TaskError(f"data(...) returned {_kind(made)}: must return an iterable of batches, such as a list")
+        return made
+
+    def _loss(self, model: Any, batch: Any) -> Any:
+        import torch
+
+        loss = self.loss(model, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise TaskError(f"loss(model, batch) returned {_kind(loss)}: must return a scalar Tensor")
+        if loss.numel() != 1:
+            raise TaskError(f"loss(model, batch) has shape {tuple(loss.shape)}: must be a scalar; take its mean()")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise TaskError("loss(model, batch) does not depend on the model's parameters: was it detached?")
+        return loss.reshape(())
+
+    def _optimizer(self, params: Iterable[Any], lr: float) -> Any:
+        from torch.optim import Optimizer
+
+        made = self.optimizer(params)
+        if not isinstance(made, Optimizer):
+            raise TaskError(f"optimizer(params) returned {_kind(made)}: must return a torch.optim.Optimizer")
+        if lr:
+            at_rate(made, lr)
+        return made
+
+    def _evaluate(self, model: Any) -> float | dict[str, float]:
+        assert self.evaluate is not None
+        found = self.evaluate(model)
+        if isinstance(found, dict):
+            if "loss" not in found:
+                raise TaskError(f"evaluate(model) returned {', '.join(map(str, found))}: must have 'loss' among them")
+            return {str(k): float(v) for k, v in found.items()}
+        try:
+            return float(found)
+        except (TypeError, ValueError):
+            reason = f"evaluate(model) returned {_kind(found)}: must return a number, or a dict with 'loss'"
+            raise TaskError(reason) from None
+
+
+def _takes_batch(data: Function) -> bool:
+    try:
+        return "batch" in inspect.signature(data).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,229 @@
+"""The record of a run: three append-only tables and nothing else.
+
+A Span lasted, a Sample is a number at a time, a Mark happened. Only hosts write; everything else reads.
+Times are float seconds since the run began. Nothing here knows torch, files' places or pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = 1  # raised when a column changes its meaning
+
+
+class Span(NamedTuple):
+    """An operation that lasted. `asked` <= `t0` <= `t1`; `nbytes` is what this rank sent."""
+
+    rank: int
+    step: int
+    lane: str
+    name: str
+    asked: float
+    t0: float
+    t1: float
+    nbytes: int
+
+
+class Sample(NamedTuple):
+    """A number at a time."""
+
+    rank: int
+    step: int
+    name: str
+    t: float
+    value: float
+
+
+class Mark(NamedTuple):
+    """Something that happened; `detail` is JSON text."""
+
+    rank: int
+    step: int
+    name: str
+    t: float
+    detail: str
+
+
+_TYPES: dict[Any, np.dtype[Any]] = {int: np.dtype("i8"), float: np.dtype("f8"), str: np.dtype("O")}
+_NARROW: dict[str, np.dtype[Any]] = {"rank": np.dtype("i2"), "step": np.dtype("i4")}
+_FEW = {"lane", "name"}  # text columns with few distinct values: kept as numbers and a word list
+KINDS: dict[str, type] = {"spans": Span, "samples": Sample, "marks": Mark}
+
+
+class Words:
+    """The distinct texts of a column, numbered in order of appearance; grows, never forgets."""
+
+    def __init__(self) -> None:
+        self._code: dict[str, int] = {}
+        self._texts = np.empty(0, "O")
+
+    def __len__(self) -> int:
+        return len(self._code)
+
+    @property
+    def texts(self) -> np.ndarray:
+        """All words in order, as an object array."""
+        if len(self._texts) != len(self._code):
+            words = list(self._code)
+            texts = np.empty(len(words), "O")
+            texts[:] = words
+            self._texts = texts
+        return self._texts
+
+    def code(self, text: str) -> int:
+        """The number of `text`, or -1 if it never appeared."""
+        return self._code.get(text, -1)
+
+    def encode(self, values: Coded | Iterable[str]) -> np.ndarray:
+        """`values` as numbers (int32); new words are numbered next."""
+        if isinstance(values, Coded):
+            known: np.ndarray = self.encode(values.words.texts)[values.codes] if len(values) else np.empty(0, "i4")
+            return known
+        code = self._code
+        return np.array([code[v] if v in code else code.setdefault(str(v), len(code)) for v in values], "i4")
+
+
+class Coded:
+    """A text column as numbers into a word list."""
+
+    __slots__ = ("codes", "words")
+
+    def __init__(self, codes: np.ndarray, words: Words) -> None:
+        self.codes = codes
+        self.words = words
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, which: Any) -> Coded:
+        return Coded(self.codes[which], self.words)
+
+    def decode(self) -> np.ndarray:
+        out: np.ndarray = self.words.texts[self.codes] if len(self.codes) else np.empty(0, "O")
+        return out
+
+
+class Rows:
+    """Some rows of a table, column by column: `rows.t0`, `rows.rank`; text columns are object arrays."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray | Coded]) -> None:
+        self._columns = columns
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """All columns by name, as plain arrays."""
+        return {k: getattr(self, k) for k in self._columns}
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        try:
+            column = self.__dict__["_columns"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return column.decode() if isinstance(column, Coded) else column
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, which: Any) -> Rows:
+        return Rows({k: v[which] for k, v in self._columns.items()})
+
+    def equal(self, name: str, text: str) -> np.ndarray:
+        """A mask: where column `name` holds `text`. Far quicker than comparing decoded text."""
+        column = self._columns[name]
+        if isinstance(column, Coded):
+            return np.asarray(column.codes == column.words.code(text))
+        return np.array([v == text for v in column], bool)
+
+    def coded(self, name: str) -> Coded:
+        """A text column as numbers into its word list, for grouping."""
+        column = self._columns[name]
+        if isinstance(column, Coded):
+            return column
+        words = Words()
+        return Coded(words.encode(column), words)
+
+
+class Table:
+    """An append-only table of one kind. Appending and reading may happen on different threads.
+
+    >>> table = Table("samples")
+    >>> table.add([Sample(0, 1, "loss", 0.5, 5.4), Sample(1, 1, "loss", 0.6, 5.6)])
+    >>> len(table), float(table.rows().value.mean())
+    (2, 5.5)
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.row = KINDS[kind]
+        hints = get_type_hints(self.row).items()
+        self.types: dict[str, np.dtype[Any]] = {k: _NARROW.get(k, _TYPES[t]) for k, t in hints}
+        self.words = {k: Words() for k in self.types if k in _FEW}
+        self._columns = {k: np.empty(1024, "i4" if k in _FEW else t) for k, t in self.types.items()}
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    def extend(self, columns: Mapping[str, Any]) -> None:
+        """Appends columns of equal length (arrays, or sequences of values; text also as Coded)."""
+        n = len(columns[next(iter(self.types))])
+        for k, have in self._columns.items():
+            if len(columns[k]) != n:
+                raise ValueError(f"{self.kind}.{k}: {len(columns[k])} values where other columns have {n}")
+            if self._n + n > len(have):
+                room = max(len(have), n)
+                have = self._columns[k] = np.concatenate([have, np.empty(room, have.dtype)])
+            have[self._n : self._n + n] = self.words[k].encode(columns[k]) if k in self.words else columns[k]
+        self._n += n
+
+    def add(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Appends Span, Sample or Mark tuples."""
+        rows = list(rows)
+        if rows:
+            self.extend(columns_of(self.kind, rows))
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Rows:
+        """Rows [start, stop) as views; `rows(cursor)` is what came since `len(table)` was `cursor`."""
+        stop = self._n if stop is None else min(stop, self._n)
+        cut = {k: v[start:stop] for k, v in self._columns.items()}
+        return Rows({k: Coded(v, self.words[k]) if k in self.words else v for k, v in cut.items()})
+
+    def frame(self) -> pd.DataFrame:
+        """The whole table as a pandas frame; text columns with few distinct values are categorical."""
+        import pandas as pd
+
+        rows, columns = self.rows(), {}
+        for k in self.types:
+            if k in self.words:
+                coded = rows.coded(k)
+                columns[k] = pd.Categorical.from_codes(coded.codes, categories=pd.Index(coded.words.texts))
+            else:
+                columns[k] = getattr(rows, k).copy()
+        return pd.DataFrame(columns)
+
+
+def columns_of(kind: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+    """Tuples of one kind turned into columns."""
+    names = KINDS[kind]._fields  # type: ignore[attr-defined]
+    return {k: list(column) for k, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+class Timeline:
+    """The three tables of a run."""
+
+    def __init__(self) -> None:
+        self.spans = Table("spans")
+        self.samples = Table("samples")
+        self.marks = Table("marks")
+
+    def table(self, kind: str) -> Table:
+        return {"spans": self.spans, "samples": self.samples, "marks": self.marks}[kind]
+
+    def __repr__(self) -> str:
+        return f"Timeline({len(self.spans)} spans, {len(self.samples)} samples, {len(self.marks)} marks)"
