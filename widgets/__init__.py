@@ -1,0 +1,9 @@
+"""Pictures and handles: the dashboard of a Lab or a Run, in a notebook.
+
+Knows labs, runs, analyses and knobs; never the engine, the cluster, a strategy or torch.
+"""
+
+from widgets.board import Board as Board
+from widgets.dashboard import Dashboard as Dashboard
+
+__all__ = ["Board", "Dashboard"]

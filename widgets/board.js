@@ -1,0 +1,211 @@
+// Board: the page half of widgets/board.py. Takes appended rows, draws what is dirty, acknowledges what it drew.
+// Follows chart.js and panel.js in one module. Everything that outlives a redraw is kept once per page and model (a Hub).
+
+const PAGE = Math.random().toString(36).slice(2);
+
+// The colours of the page, light or dark, read from JupyterLab's theme or the system's wish.
+function pageColours(el) {
+  const said = document.body.dataset.jpThemeLight;
+  const dark = said ? said === "false"
+    : document.body.classList.contains("vscode-dark") || matchMedia("(prefers-color-scheme: dark)").matches;
+  const paper = getComputedStyle(el).getPropertyValue("--jp-layout-color0").trim() || (dark ? "#111111" : "#ffffff");
+  return dark ? { dark, paper, ink: "#f2f2f2", muted: "#bdbdbd", faint: "#8a8a8a", grid: "#3d3d3d" }
+    : { dark, paper, ink: "#1a1a1a", muted: "#565656", faint: "#8c8c8c", grid: "#e0e0e0" };
+}
+
+// plotly.js, once per page whoever asks first: window.__plotly is the promise of it.
+function plotly(model) {
+  if (window.Plotly?.react) return Promise.resolve(window.Plotly);
+  window.__plotly ??= new Promise((done, fail) => {
+    setTimeout(() => fail(new Error("plotly.js did not come in 30 s")), 30_000); // asked for again with the next rows
+    const take = async (message, buffers) => {
+      if (message.kind !== "plotly") return;
+      model.off("msg:custom", take);
+      const stream = new Blob([buffers[0]]).stream().pipeThrough(new DecompressionStream("gzip"));
+      const url = URL.createObjectURL(new Blob([await new Response(stream).arrayBuffer()], { type: "text/javascript" }));
+      import(url).then(() => done(window.Plotly), fail).finally(() => URL.revokeObjectURL(url));
+    };
+    model.on("msg:custom", take);
+    model.send({ kind: "plotly", page: PAGE });
+  }).catch((error) => {
+    window.__plotly = undefined;
+    throw error;
+  });
+  return window.__plotly;
+}
+
+// All that this page knows of one board: what it holds, where it is shown, what it owes an answer for.
+class Hub {
+  constructor(model) {
+    this.model = model;
+    this.views = new Set();
+    this.holdings = [];
+    this.marks = [];
+    this.epoch = 0;
+    this.owed = null;
+    model.on("msg:custom", (message, buffers) => this.hear(message, buffers));
+    document.addEventListener("visibilitychange", () => this.presence());
+    new MutationObserver(() => this.repaint()).observe(document.body, { attributeFilter: ["data-jp-theme-light", "class"] });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
+  }
+  say(message) {
+    this.model.send({ ...message, page: PAGE });
+  }
+  get present() {
+    return !document.hidden && [...this.views].some((view) => view.visible);
+  }
+  // Says when the page begins or ceases to show the board, and now and then that it still does.
+  presence() {
+    const here = this.present;
+    if (here && !this.beat) this.beat = setInterval(() => this.say({ kind: "here" }), 2000);
+    if (!here && this.beat) this.beat = clearInterval(this.beat);
+    if (here !== this.here) this.say({ kind: !here ? "away" : this.greeted ? "here" : "hello" });
+    if (here) this.greeted = true;
+    this.here = here;
+  }
+  hear(message, buffers) {
+    const view = buffers?.[0];
+    if (message.kind === "open") this.open(message);
+    if (message.kind === "tables") this.tabulate(message.tables);
+    if (message.trouble) for (const view of this.views) view.trouble(message.trouble);
+    if (message.kind !== "open" && message.kind !== "tick") return;
+    if (message.run !== this.run) return this.say({ kind: "hello" });
+    const buffer = view ? view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength) : new ArrayBuffer(0);
+    const known = Object.fromEntries(this.holdings.map((h) => [h.spec.name, h]));
+    for (const [name, patch] of Object.entries(message.views)) known[name]?.apply(patch, buffer);
+    if (message.marks) {
+      this.marks = message.marks;
+      for (const h of this.holdings) if (Object.keys(h.spec.axes).length) h.version++;
+    }
+    this.tabulate(message.tables ?? {});
+    this.epoch = message.epoch ?? this.epoch; // a run's time begins when its ranks do
+    this.owed = message.number;
+    this.schedule();
+  }
+  open(message) {
+    this.run = message.run;
+    this.marks = [];
+    this.holdings = message.specs.map((spec) => new Holding(spec));
+    for (const view of this.views) view.fill();
+  }
+  tabulate(tables) {
+    for (const view of this.views)
+      for (const panel of view.panels) if (tables[panel.holding.spec.name]) panel.tabulate?.(tables[panel.holding.spec.name]);
+  }
+  repaint() {
+    const view = [...this.views][0];
+    if (view) this.theme = pageColours(view.el);
+    this.schedule();
+  }
+  schedule() {
+    if (this.drawing) return;
+    this.drawing = true;
+    requestAnimationFrame(() => this.draw().catch(console.error).finally(() => (this.drawing = false)));
+    if (!this.present) this.acknowledge();
+  }
+  // Draws the panels that are due: the timeline first, then the ones drawn longest ago, until time is up.
+  async draw() {
+    const Plotly = await plotly(this.model);
+    for (let round = 0; round < 50; round++) {
+      const began = performance.now();
+      const panels = [...this.views].flatMap((v) => v.panels.filter((p) => p.due(began)));
+      if (!panels.length) break;
+      panels.sort((a, b) => (a.at ?? 0) - (b.at ?? 0));
+      const first = panels.findIndex((p) => p.holding.spec.tools);
+      if (first > 0) panels.unshift(...panels.splice(first, 1));
+      for (const panel of panels) {
+        if (performance.now() - began > 60) break;
+        await panel.draw(Plotly).catch((error) => this.failed(panel, error));
+      }
+      this.acknowledge();
+      await new Promise((done) => setTimeout(done, 0));
+    }
+    this.acknowledge();
+    if ([...this.views].some((v) => v.panels.some((p) => p.dirty)))
+      this.later ??= setTimeout(() => ((this.later = null), this.schedule()), 500);
+  }
+  failed(panel, error) {
+    console.error(`board: ${panel.holding.spec.name}`, error);
+    panel.vacant.hidden = false;
+    panel.vacant.textContent = `This chart could not be drawn: ${error.message}`;
+    panel.version = panel.holding.version;
+    [panel.theme, panel.redraw] = [this.theme, false];
+  }
+  acknowledge() {
+    if (this.owed === null) return;
+    this.say({ kind: "ack", number: this.owed });
+    this.owed = null;
+  }
+}
+
+// One place of the page that shows the board.
+class Place {
+  constructor(hub, el) {
+    this.hub = hub;
+    this.el = element("div", { className: "wb-board" });
+    el.append(this.el);
+    this.panels = [];
+    this.visible = true;
+    this.resized = new ResizeObserver(() => this.resize());
+    this.resized.observe(this.el);
+    this.sight = new IntersectionObserver((seen) => this.see(seen), { rootMargin: "100px" });
+    this.sight.observe(this.el);
+    this.el.append(element("p", { className: "wb-empty", textContent:
+      "The charts appear when the run starts. After a restart of the kernel, run the cell again." }));
+    this.fill();
+  }
+  fill() {
+    if (!this.hub.holdings.length) return;
+    this.panels = this.hub.holdings.map((holding) => new Panel(this.hub, holding));
+    this.el.replaceChildren(...this.panels.map((p) => p.el));
+    for (const panel of this.panels) this.sight.observe(panel.el);
+    this.resize();
+  }
+  see(entries) {
+    for (const { target, isIntersecting } of entries) {
+      if (target === this.el) this.visible = isIntersecting;
+      const panel = this.panels.find((p) => p.el === target);
+      if (panel) panel.visible = isIntersecting;
+    }
+    this.hub.presence();
+    this.hub.schedule();
+  }
+  resize() {
+    const narrow = this.el.clientWidth < 1000;
+    this.el.classList.toggle("wb-narrow", narrow);
+    for (const panel of this.panels) if (panel.picture && panel.width !== panel.body.clientWidth) {
+      panel.width = panel.body.clientWidth;
+      panel.redraw = true;
+    }
+    this.hub.schedule();
+  }
+  trouble(text) {
+    this.notice ??= element("p", { className: "wb-trouble", role: "alert" });
+    this.notice.textContent = text;
+    if (!this.notice.isConnected) this.el.prepend(this.notice);
+  }
+  remove() {
+    this.resized.disconnect();
+    this.sight.disconnect();
+    for (const panel of this.panels) if (panel.picture && window.Plotly) window.Plotly.purge(panel.picture.div);
+    this.el.remove();
+  }
+}
+
+export default () => {
+  let hub = null;
+  return {
+    render({ model, el }) {
+      hub ??= new Hub(model);
+      const place = new Place(hub, el);
+      hub.views.add(place);
+      hub.repaint();
+      hub.presence();
+      return () => {
+        hub.views.delete(place);
+        place.remove();
+        hub.presence();
+      };
+    },
+  };
+};

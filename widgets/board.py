@@ -1,0 +1,155 @@
+"""Board: the one widget that shows all charts of a run, live or recorded, and is fed only what is new.
+
+    board = Board(run)                 # or Board() and board.show(run) later
+    refresh = Refresh(board); refresh.start()
+
+The page greets when it shows the board and acknowledges what it drew; nothing is sent while no page
+shows it, and at most one message is under way, so a slow browser never builds up a backlog. A page that greets
+(the first time, or after a reload) gets the run from its first step. plotly.js is no part of the widget's state:
+a page that lacks it asks once. Charts are found in `widgets/views`; nothing here knows what any of them shows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.resources
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anywidget
+
+from widgets.feed import Feed
+from widgets.views._base import View
+
+_HERE = Path(__file__).parent
+_SILENCE = 6.0  # seconds after which a page that said nothing counts as gone
+_PATIENCE = 3.0  # seconds after which an unacknowledged message no longer holds up the next
+PAGE_JS = "".join((_HERE / name).read_text() for name in ("chart.js", "panel.js", "board.js"))
+PAGE_CSS = (_HERE / "board.css").read_text()
+
+
+@cache
+def plotly_js() -> bytes:
+    """plotly.js as plotly ships it, gzip-compressed."""
+    source = importlib.resources.files("plotly").joinpath("package_data/plotly.min.js")
+    return gzip.compress(source.read_bytes(), 6)
+
+
+class Board(anywidget.AnyWidget):
+    """All charts of one run as a DOM widget: place it in any ipywidgets layout, it takes the whole width.
+
+    run:    the Run to show (live or recorded), or None until `show` is called
+    views:  the View classes to show; None takes every view found in `widgets/views`
+
+    A live run needs a `Refresh`, which calls `tick`. Without one the board only answers its page's messages,
+    which is enough for a recorded run.
+    """
+
+    _esm = PAGE_JS
+    _css = PAGE_CSS
+
+    def __init__(self, run: Any = None, *, views: tuple[type[View], ...] | None = None, **more: Any) -> None:
+        self._lock = threading.RLock()
+        self._kinds = views
+        self._run = run
+        self._feed: Feed | None = None  # None: the pages do not know this run's charts yet
+        self._pages: dict[str, float] = {}  # page -> when it was last heard of
+        self._waiting: set[str] = set()  # pages that have not acknowledged the last message
+        self._number, self._sent_at = 0, 0.0
+        self._tables: dict[str, float] = {}  # tables shown -> when last sent
+        self.woken = threading.Event()  # set when a page was heard: a Refresh may send earlier
+        self.refreshing = False
+        super().__init__(**more)
+        self.on_msg(self._hear)
+
+    @property
+    def run(self) -> Any:
+        """The run that is shown, or None."""
+        return self._run
+
+    def show(self, run: Any) -> None:
+        """Shows another run from its first step (None: what is shown stays); the same run again changes nothing."""
+        with self._lock:
+            if run is self._run:
+                return
+            self._run, self._feed = run, None
+            self._waiting.clear()
+        self._answer()
+
+    @property
+    def shown(self) -> bool:
+        """True while some page shows this board."""
+        limit = time.monotonic() - _SILENCE
+        with self._lock:
+            self._pages = {page: at for page, at in self._pages.items() if at > limit}
+            return bool(self._pages)
+
+    def tick(self) -> bool:
+        """Sends what is new, if a page shows the board and has drawn what it was sent; True if it sent."""
+        with self._lock:
+            if not self.shown or self._run is None or self._busy:
+                return False
+            if self._feed is None:
+                self._feed = Feed(self._run, self._kinds)
+                news = self._feed.everything()
+            elif (news := self._feed.news()) is None:
+                return False
+            self._number += 1
+            self._waiting, self._sent_at = set(self._pages), time.monotonic()
+            self.send({**news[0], "number": self._number, "tables": self._due_tables()}, news[1])
+        return True
+
+    def complain(self, text: str) -> None:
+        """Tells the pages that a chart cannot be drawn; training is not touched by it."""
+        self.send({"kind": "trouble", "trouble": text})
+
+    @property
+    def _busy(self) -> bool:
+        """A page still draws what it was sent last."""
+        return bool(self._waiting & set(self._pages)) and time.monotonic() - self._sent_at < _PATIENCE
+
+    def _due_tables(self) -> dict[str, Any]:
+        now, out = time.monotonic(), {}
+        for name in [name for name, at in self._tables.items() if now - at >= 1.0]:
+            self._tables[name] = now
+            out[name] = self._feed.table(name) if self._feed else {}
+        return out
+
+    def _hear(self, _: Any, said: dict[str, Any], __: list[bytes]) -> None:
+        page = str(said.get("page", ""))
+        with self._lock:
+            self._pages[page] = time.monotonic()
+            match said.get("kind"):
+                case "hello":
+                    self._feed = None
+                    self._waiting.clear()
+                    self._tables.clear()
+                case "plotly":
+                    self.send({"kind": "plotly"}, [plotly_js()])
+                case "ack":
+                    if said.get("number") == self._number:
+                        self._waiting.discard(page)
+                case "away":
+                    self._pages.pop(page, None)
+                    self._waiting.discard(page)
+                case "turn":
+                    if self._feed and (view := self._feed.view(said["view"])):
+                        view.turn(said["request"])
+                case "table":
+                    self._show_table(said["view"], said["open"])
+        self._answer()
+
+    def _show_table(self, name: str, opened: bool) -> None:
+        self._tables.pop(name, None)
+        if opened and self._feed:
+            self._tables[name] = time.monotonic()
+            self.send({"kind": "tables", "tables": {name: self._feed.table(name)}})
+
+    def _answer(self) -> None:
+        """Lets the Refresh send at once; without one, sends here."""
+        self.woken.set()
+        if not self.refreshing:
+            self.tick()

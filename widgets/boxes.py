@@ -1,0 +1,144 @@
+"""Spans as boxes on the timeline: which kind each is, which lane it lies in, how it looks.
+
+All boxes of a kind are one closed outline with gaps (one plotly trace), so a thousand cost little more than one.
+A collective becomes two boxes: waiting for the last rank to arrive, then transferring.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Columns
+from workbench.analysis.collectives import Arrivals
+from workbench.timeline import Rows
+
+BROWN = "#8A5A00"
+
+
+class Kind(NamedTuple):
+    """A kind of box: its place in a rank's row (rows are 1 apart, downwards) and its looks."""
+
+    key: str
+    legend: str
+    top: float
+    bottom: float
+    fill: str
+    pattern: str = ""
+    text: str = ""  # colour of the names written into boxes; none are if empty
+    listed: bool = True
+    edge: str = theme.PAPER  # of a solid box; darker than a light fill, so that it stands out on white
+
+    def trace(self) -> go.Scatter:
+        """An empty trace; the page makes outlines of its boxes (`meta.lane`)."""
+        pattern = {"shape": self.pattern, "fgcolor": self.fill, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.45}
+        return go.Scatter(
+            x=[], y=[], mode="lines", fill="toself", fillcolor=self.fill, fillpattern=pattern if self.pattern else None,
+            line={"width": 1, "color": self.fill if self.pattern else self.edge}, hoverinfo="skip",
+            name=self.legend, showlegend=self.listed, meta={"lane": [self.top, self.bottom], "text": self.text},
+        )  # fmt: skip
+
+
+KINDS = (
+    Kind("exposed", "exposed: the step stands still", -0.42, -0.10, theme.VERMILLION, "/"),
+    Kind("forward", "forward", -0.46, -0.06, theme.SKY, text="#000000", edge=theme.BLUE),
+    Kind("backward", "backward", -0.46, -0.06, theme.BLUE, text="#ffffff"),
+    Kind("update", "update", -0.38, -0.06, theme.GREEN, text="#000000"),
+    Kind("eval", "evaluation", -0.46, -0.06, theme.GREY, "x"),
+    Kind("switch", "hand-over", -0.46, 0.30, theme.PURPLE, "-"),
+    Kind("waiting", "waiting for others", 0.10, 0.20, theme.GREY, "|"),
+    Kind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
+    Kind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
+    Kind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
+    Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
+)
+_NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
+_LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port"}
+
+
+class Boxes(NamedTuple):
+    """Columns per trace (x0, x1, rank, row, code, step, asked, nbytes) and the names that `code` counts."""
+
+    traces: dict[int, Columns]
+    names: list[str]
+
+
+def boxes_of(rows: Rows, index: np.ndarray, last_arrival: np.ndarray, limit: int) -> Boxes:
+    """The boxes of `rows`, at most `limit`; `index` is each row's number in the table of spans.
+
+    last_arrival: (n,) when the last rank arrived at the collective a row belongs to; NaN for other rows
+    """
+    kinds, names = _kinds(rows), _Names(rows)
+    found: dict[int, Columns] = {}
+    for number, kind in enumerate(KINDS):
+        at = np.flatnonzero(kinds == number)[:limit]
+        x0 = rows.t0[at]
+        if kind.key in ("transfer", "odd"):
+            x0 = np.fmax(x0, np.fmin(last_arrival[at], rows.t1[at]))
+        found[number] = _columns(rows, index, at, x0, rows.t1[at], names.codes(at))
+    at = np.flatnonzero(rows.equal("lane", "comm") & (last_arrival > rows.t0 + 1e-5))[:limit]
+    end = np.fmin(last_arrival[at], rows.t1[at])
+    waiting = _columns(rows, index, at, rows.t0[at], end, names.codes(at, "waiting for others: "))
+    found[_NUMBER["waiting"]] = {**waiting, "nbytes": np.zeros(len(at), "i8")}
+    return Boxes(found, names.all)
+
+
+def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
+    """(n,) when the last rank arrived at the collective that each row is; NaN for rows that are none."""
+    out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
+    last = c.last
+    for column, rank in enumerate(c.ranks):
+        mine = np.flatnonzero(comm & (rows.rank == rank))
+        order = np.argsort(c.t0[:, column])
+        begin = c.t0[order, column]
+        if len(mine) and len(begin):
+            at = np.minimum(np.searchsorted(begin, rows.t0[mine]), len(begin) - 1)
+            out[mine] = np.where(begin[at] == rows.t0[mine], last[order[at]], np.nan)
+    return out
+
+
+def _columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray, x1: np.ndarray, code: Any) -> Columns:
+    rest: dict[str, np.ndarray] = {"rank": rows.rank[at], "step": rows.step[at], "asked": rows.asked[at]}
+    return {"x0": x0, "x1": x1, "row": index[at], "code": code, "nbytes": rows.nbytes[at], **rest}
+
+
+def _kinds(rows: Rows) -> np.ndarray:
+    """The number of each row's kind; -1 for rows that are not drawn."""
+    out = np.full(len(rows), -1)
+    for lane, key in _LANES.items():
+        out[rows.equal("lane", lane)] = _NUMBER[key]
+    compute, comm = rows.equal("lane", "compute"), rows.equal("lane", "comm")
+    out[compute] = _NUMBER["forward"]
+    for name in ("backward", "update"):
+        out[compute & rows.equal("name", name)] = _NUMBER[name]
+    names = rows.coded("name")
+    odd = np.array([_odd(text) for text in names.words.texts], bool)
+    out[comm] = np.where(odd[names.codes[comm]], _NUMBER["odd"], _NUMBER["transfer"])
+    return out
+
+
+def _odd(name: str) -> bool:
+    number = re.search(r"(\d+)\D*$", name)
+    return bool(number and int(number[1]) % 2)
+
+
+class _Names:
+    """The names on show, numbered in order of appearance."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._coded = rows.coded("name")
+        self._number: dict[str, int] = {}
+
+    def codes(self, at: np.ndarray, prefix: str = "") -> np.ndarray:
+        words, back = np.unique(self._coded.codes[at], return_inverse=True)
+        texts = [prefix + str(self._coded.words.texts[w]) for w in words]
+        mine = np.array([self._number.setdefault(t, len(self._number)) for t in texts], "i8")
+        return mine[back]
+
+    @property
+    def all(self) -> list[str]:
+        return list(self._number)

@@ -1,0 +1,298 @@
+// One chart of a board: the rows it holds, and how plotly draws them in the page's colours.
+// Knows no widget and no messages' order; what a chart means is said by its spec (see widgets/views/_base.py).
+
+const HOLD = 1000; // points a trace may hold before its past is thinned; plotly keeps an object for each
+const KEEP = 500;
+const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array };
+const STANDINS = { "#010101": "ink", "#5f5f61": "muted", "#9b9b9d": "faint", "#d9d9db": "grid", "#fefefe": "paper" };
+
+function element(tag, attributes = {}, ...children) {
+  const el = document.createElement(tag);
+  for (const [k, v] of Object.entries(attributes)) k in el && k !== "list" ? (el[k] = v) : el.setAttribute(k, v);
+  el.append(...children);
+  return el;
+}
+
+// A column of a message: [where, how many, type, base] into the buffer, or plain text values.
+function unpack(column, buffer) {
+  if (!(column.length === 4 && typeof column[2] === "string" && NUMBERS[column[2]])) return column;
+  const [where, count, type, base] = column;
+  const raw = new NUMBERS[type](buffer, where, count);
+  const out = new Float64Array(count);
+  for (let i = 0; i < count; i++) out[i] = raw[i] + base;
+  return out;
+}
+
+// What a trace holds: growing columns of equal length.
+class Columns {
+  constructor() {
+    this.n = 0;
+    this.total = 0; // rows ever taken in
+    this.store = {};
+  }
+  replace(columns) {
+    this.store = columns;
+    this.n = Object.values(columns)[0]?.length ?? 0;
+    this.total = this.n;
+  }
+  append(columns, said) {
+    const extra = Object.values(columns)[0].length;
+    for (const [name, values] of Object.entries(columns)) {
+      let have = this.store[name];
+      if (!have || have.length < this.n + extra) {
+        const grown = new Float64Array(Math.max(256, 2 * (this.n + extra)));
+        if (have) grown.set(have.subarray(0, this.n));
+        have = this.store[name] = grown;
+      }
+      have.set(values, this.n);
+    }
+    this.n += extra;
+    this.total += said ?? extra;
+    if (this.n > HOLD) this.thin();
+  }
+  // Keeps the least and the greatest y of each stretch of x, so the shape stays what it was.
+  thin() {
+    const { x, y } = this.store;
+    const bins = KEEP / 2 - 1;
+    const scale = bins / Math.max(x[this.n - 1] - x[0], 1e-12);
+    const keep = [];
+    for (let i = 0; i < this.n; ) {
+      const bin = Math.floor((x[i] - x[0]) * scale);
+      let low = i, high = i;
+      for (; i < this.n && Math.floor((x[i] - x[0]) * scale) === bin; i++) {
+        if (y[i] < y[low]) low = i;
+        if (y[i] > y[high]) high = i;
+      }
+      keep.push(Math.min(low, high));
+      if (low !== high) keep.push(Math.max(low, high));
+    }
+    for (const column of Object.values(this.store)) keep.forEach((from, to) => (column[to] = column[from]));
+    this.n = keep.length;
+  }
+  column(name) {
+    const values = this.store[name];
+    return values?.subarray ? values.subarray(0, this.n) : values;
+  }
+}
+
+// Closed outlines of boxes as one line, broken by gaps; a box lies in its rank's row between the lane's edges.
+function outlines({ store: { x0, x1, rank } }, [top, bottom]) {
+  const x = new Float64Array(6 * x0.length), y = new Float64Array(6 * x0.length);
+  for (let i = 0, j = 0; i < x0.length; i++, j += 6) {
+    x[j] = x[j + 3] = x[j + 4] = x0[i];
+    x[j + 1] = x[j + 2] = x1[i];
+    y[j] = y[j + 1] = y[j + 4] = rank[i] + top;
+    y[j + 2] = y[j + 3] = rank[i] + bottom;
+    x[j + 5] = y[j + 5] = NaN;
+  }
+  return { x, y };
+}
+
+// The rows of one view, shared by all places of the page that show it.
+class Holding {
+  constructor(spec) {
+    this.spec = spec;
+    this.traces = (spec.figure?.data ?? []).map(() => new Columns());
+    this.layout = {};
+    this.facts = {};
+    this.html = null;
+    this.table = null;
+    this.version = 0;
+    this.seen = new Uint8Array(1 << 12); // one bit per row of the record that came to be drawn
+  }
+  apply(patch, buffer) {
+    for (const [mode, all] of [["append", patch.append], ["replace", patch.replace]])
+      for (const [number, columns] of Object.entries(all ?? {})) {
+        const plain = Object.fromEntries(Object.entries(columns).map(([k, v]) => [k, unpack(v, buffer)]));
+        this.traces[number][mode](plain, patch.facts?.counts?.[number]);
+      }
+    Object.assign(this.layout, patch.layout ?? {});
+    Object.assign(this.facts, patch.facts ?? {});
+    if (patch.html !== undefined) this.html = patch.html;
+    this.version++;
+  }
+  get empty() {
+    return this.spec.figure ? this.traces.every((t) => t.n === 0) : !this.html;
+  }
+  // Notes which rows of the record are on the page now; returns how many were, ever.
+  note() {
+    for (const trace of this.traces)
+      for (const row of trace.column("row") ?? []) {
+        const byte = row >> 3, bit = 1 << (row & 7);
+        if (byte >= this.seen.length) {
+          const grown = new Uint8Array(2 * byte + 8);
+          grown.set(this.seen);
+          this.seen = grown;
+        }
+        if (!(this.seen[byte] & bit)) {
+          this.seen[byte] |= bit;
+          this.rows = (this.rows ?? 0) + 1;
+        }
+      }
+    return this.rows ?? 0;
+  }
+}
+
+function themed(value, colours) {
+  if (typeof value === "string") return STANDINS[value] ? colours[STANDINS[value]] : value;
+  if (Array.isArray(value)) return value.map((v) => themed(v, colours));
+  if (value && typeof value === "object")
+    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, themed(v, colours)]));
+  return value;
+}
+
+function put(layout, path, value) {
+  const parts = path.split(".");
+  let at = layout;
+  for (const part of parts.slice(0, -1)) at = at[part] = { ...(at[part] ?? {}) };
+  at[parts.at(-1)] = value;
+}
+
+const HATCHES = {
+  "": (c) => c,
+  "/": (c) => `repeating-linear-gradient(135deg, ${c} 0 2px, transparent 2px 5px)`,
+  "|": (c) => `repeating-linear-gradient(90deg, ${c} 0 2px, transparent 2px 5px)`,
+  "-": (c) => `repeating-linear-gradient(0deg, ${c} 0 2px, transparent 2px 5px)`,
+  ".": (c) => `radial-gradient(${c} 1.5px, transparent 1.6px) 0 0 / 5px 5px`,
+  x: (c) => `repeating-linear-gradient(45deg, ${c} 0 1.5px, transparent 1.5px 5px), `
+    + `repeating-linear-gradient(135deg, ${c} 0 1.5px, transparent 1.5px 5px)`,
+};
+
+// The legend's entries: [name, css of a swatch, trace] of every trace that wants one.
+function legend(figure, colours) {
+  return figure.data.flatMap((trace, number) => {
+    if (trace.showlegend === false || !trace.name) return [];
+    const colour = themed(trace.fillcolor ?? trace.marker?.color ?? trace.line?.color, colours);
+    if (!trace.fill && trace.type !== "bar") {
+      const width = trace.line?.width ?? 2;
+      return [[trace.name, `height:0;border-top:${width}px solid ${colour};opacity:${trace.opacity ?? 1}`, number]];
+    }
+    const shape = (trace.fillpattern ?? trace.marker?.pattern)?.shape || "";
+    const [top, bottom] = trace.meta?.lane ?? [0, 0.4];
+    const height = Math.max(4, Math.min(14, (bottom - top) * 36));
+    const css = `height:${height}px;background:${HATCHES[shape](colour)}`;
+    return [[trace.name, shape ? `${css};outline:1px solid ${colour}` : css, number]];
+  });
+}
+
+// One drawing of a holding: plotly draws axes and traces, an overlay the names in boxes and the marks of changes.
+// (Text in plotly's SVG made up four fifths of a redraw's time; a canvas and a few elements cost next to nothing.)
+class Picture {
+  constructor(holding, frame) {
+    this.holding = holding;
+    this.div = element("div", { className: "wb-chart" });
+    this.names = element("canvas", { className: "wb-over" });
+    this.marks = element("div", { className: "wb-over" });
+    for (const over of [this.names, this.marks]) over.setAttribute("aria-hidden", "true");
+    frame.append(this.div, this.names, this.marks);
+    this.pen = this.names.getContext("2d");
+    this.colours = null;
+  }
+  async draw(Plotly, colours, marks) {
+    const { spec, traces, version } = this.holding;
+    if (colours !== this.colours) {
+      this.colours = colours;
+      this.data = themed(spec.figure.data, colours);
+      this.base = themed(spec.figure.layout, colours);
+    }
+    this.family = getComputedStyle(this.div).fontFamily;
+    const layout = { ...this.base, font: { ...this.base.font, family: this.family } };
+    Object.assign(layout, { width: this.div.clientWidth, datarevision: version });
+    for (const [path, value] of Object.entries(this.holding.layout)) put(layout, path, value);
+    const data = this.data.map((trace, i) => this.filled(trace, traces[i]));
+    const known = this.div._fullLayout;
+    await Plotly.react(this.div, data, layout, { displayModeBar: false, doubleClick: "reset", responsive: false });
+    if (!known) this.div.on("plotly_relayout", () => this.over(this.shown));
+    return this.over(marks);
+  }
+  filled(trace, columns) {
+    if (trace.meta?.lane && columns.store.x0) return { ...trace, ...outlines(columns, trace.meta.lane) };
+    const out = { ...trace };
+    for (const name of ["x", "y"]) if (columns.store[name]) out[name] = columns.column(name);
+    return out;
+  }
+  // What lies over plotly's drawing; returns the labels of the changes that are on the chart.
+  over(marks) {
+    this.shown = marks;
+    const { width, height } = this.div._fullLayout;
+    const scale = window.devicePixelRatio || 1;
+    Object.assign(this.names, { width: width * scale, height: height * scale });
+    this.names.style.cssText = `width:${width}px;height:${height}px`;
+    this.pen.setTransform(scale, 0, 0, scale, 0, 0);
+    this.pen.font = `14px ${this.family}`;
+    this.write();
+    return this.mark(marks);
+  }
+  // The names of boxes into those that are wide enough, as short as need be.
+  write() {
+    const { names } = this.holding.facts;
+    if (!names) return;
+    const { xaxis, yaxis } = this.div._fullLayout;
+    const [low, high] = xaxis.range;
+    const measured = new Map();
+    const wide = (word) => measured.get(word) ?? measured.set(word, this.pen.measureText(word).width).get(word);
+    Object.assign(this.pen, { textAlign: "center", textBaseline: "middle" });
+    this.data.forEach((trace, number) => {
+      const { lane, text } = trace.meta ?? {};
+      const { n, store: { x0, x1, rank, code } } = this.holding.traces[number];
+      if (!text || !x0 || Math.abs(yaxis.l2p(lane[1]) - yaxis.l2p(lane[0])) < 14) return;
+      this.pen.fillStyle = text;
+      for (let i = 0; i < n; i++) {
+        const left = xaxis.l2p(Math.max(x0[i], low)), right = xaxis.l2p(Math.min(x1[i], high));
+        const word = names[code[i]].short.find((w) => wide(w) + 5 <= right - left);
+        const y = yaxis._offset + yaxis.l2p(rank[i] + (lane[0] + lane[1]) / 2);
+        if (word) this.pen.fillText(word, xaxis._offset + (left + right) / 2, y + 1);
+      }
+    });
+  }
+  // A vertical line with a label at each change, labels in up to three rows, numbers only where there is no room.
+  mark(marks) {
+    const { axes, tools, labelled } = this.holding.spec;
+    const shown = new Set(), out = [];
+    for (const [axis, column] of Object.entries(axes)) {
+      const x = this.div._fullLayout[axis.replace("x", "xaxis")], y = this.div._fullLayout.yaxis;
+      const ends = [-1e9, -1e9, -1e9];
+      for (const mark of marks) {
+        const at = mark[column];
+        if (at < Math.min(...x.range) || at > Math.max(...x.range)) continue;
+        const px = x.l2p(at);
+        let text = labelled ? `${mark.number} ${mark.label}` : String(mark.number);
+        if (text.length > 34) text = text.slice(0, 33) + "…";
+        let size = this.pen.measureText(text).width + 8;
+        let left = px + size > x._length && px > size;
+        let row = ends.findIndex((end) => (left ? px - size : px) > end);
+        if (row < 0) {
+          text = String(mark.number);
+          size = this.pen.measureText(text).width + 8;
+          [row, left] = [2, false];
+        }
+        ends[row] = left ? px : px + size;
+        const line = element("div", { className: "wb-mark" }, element("span", { textContent: text }));
+        line.style.cssText = `left:${x._offset + px}px;top:${y._offset}px;height:${y._length}px`;
+        const up = tools ? -20 : 20 * row;
+        line.firstChild.style.cssText = `top:${up}px;${left ? "right" : "left"}:3px;background:${this.colours.paper}`;
+        out.push(line);
+        shown.add(mark.label);
+      }
+    }
+    this.marks.replaceChildren(...out);
+    return [...shown];
+  }
+  // The box under the pointer, topmost first: its columns' values, or null.
+  boxAt(event) {
+    const full = this.div._fullLayout;
+    if (!full?.xaxis) return null;
+    const box = this.div.getBoundingClientRect();
+    const x = full.xaxis.p2d(event.clientX - box.left - full.xaxis._offset);
+    const y = full.yaxis.p2d(event.clientY - box.top - full.yaxis._offset);
+    for (let number = this.holding.traces.length - 1; number >= 0; number--) {
+      const { store, n } = this.holding.traces[number];
+      const lane = this.holding.spec.figure.data[number].meta?.lane;
+      if (!lane || !store.x0) continue;
+      for (let i = 0; i < n; i++)
+        if (x >= store.x0[i] && x <= store.x1[i] && y >= store.rank[i] + lane[0] && y <= store.rank[i] + lane[1])
+          return Object.fromEntries(Object.entries(store).map(([k, v]) => [k, v[i]]));
+    }
+    return null;
+  }
+}

@@ -1,0 +1,114 @@
+"""Controls: the knobs of a lab's experiment as inputs on the page.
+
+What is drawn comes from `rows`; what a person asks for goes to `lab.turn`, and a refusal is shown beside
+the control that asked. No strategy, compressor or fault is known here by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import anywidget
+import traitlets
+
+from widgets.rows import Now, rows
+from workbench.knobs import KnobError, from_plain, resolve, turn
+
+HERE = Path(__file__).parent / "static"
+
+
+class Controls(anywidget.AnyWidget):
+    """The inputs for `lab.experiment`; `refresh()` brings them up to date and sends only what changed."""
+
+    _esm = (HERE / "controls.js").read_text("utf8")
+    _css = (HERE / "look.css").read_text("utf8")
+    rows = traitlets.List(traitlets.Dict()).tag(sync=True)
+
+    def __init__(self, lab: Any) -> None:
+        super().__init__()
+        self.lab = lab
+        self.errors: dict[str, str] = {}
+        self.drafts: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._seen: tuple[Any, ...] = ()
+        self.on_msg(lambda _, message, __: self.asked(message))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Draws the experiment as it will be once every requested change is applied."""
+        with self._lock:
+            waiting = [t for t in self.lab.turns if t.applied_at is None and t.refused is None]
+            now = Now(
+                live=self.lab.live,
+                ranks=self.lab.ranks,
+                waiting=frozenset(t.path for t in waiting),
+                errors=tuple(self.errors.items()),
+                drafts=tuple(self.drafts.items()),
+            )
+            seen = (self.lab.experiment, now, tuple(t.id for t in waiting))
+            if seen == self._seen:
+                return
+            self.rows = rows(wanted(self.lab.experiment, waiting), now)
+            self._seen = seen
+
+    def asked(self, message: dict[str, Any]) -> None:
+        """A person turned a knob (`turn`, `value`) or pressed a button (`press`) on the page."""
+        path = message.get("turn") or message["press"]
+        try:
+            if "press" in message:
+                self._press(path)
+            elif ".new" in path:
+                self._draft(path, typed(message))
+            else:
+                self.lab.turn(path, typed(message))
+            self.errors.clear()  # what was refused before may be right now
+        except (KnobError, RuntimeError) as error:
+            self.errors[path] = str(error)
+        self.refresh()
+
+    def _draft(self, path: str, value: Any) -> None:
+        """The next fault is being filled in: it is nobody's setting until it is injected."""
+        home, _, name = path.partition(".new")
+        if name:
+            self.drafts[home] = turn(self.drafts[home], name.removeprefix("."), value)
+        else:
+            _, k = resolve(self.lab.experiment, home)
+            self.drafts[home] = from_plain(value, cast(type, k.element))
+
+    def _press(self, path: str) -> None:
+        home, _, button = path.rpartition(".")
+        _, k = resolve(wanted(self.lab.experiment, self.lab.turns), home)
+        present = list(k.default)
+        if button == "inject":
+            present.append(self.drafts[home])
+        else:
+            del present[int(button)]
+        self.lab.turn(home, present)
+        self.drafts.pop(home, None)
+
+
+def wanted(experiment: Any, turns: Any) -> Any:
+    """`experiment` with the changes in `turns` that are still waited for."""
+    for t in turns:
+        if t.applied_at is None and t.refused is None:
+            try:
+                experiment = experiment.turn(t.path, t.value)
+            except KnobError:
+                continue  # an earlier one was refused, or the host will refuse this one and say why
+    return experiment
+
+
+def typed(message: dict[str, Any]) -> Any:
+    """The value a person asked for; where a number is due, text becomes one if it is one, else the knob refuses it."""
+    value = message["value"]
+    if not message.get("number"):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        try:
+            return float(value)
+        except ValueError:
+            return value

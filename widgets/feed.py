@@ -1,0 +1,88 @@
+"""Feed: a run as messages for the page that draws it: the charts' specs once, then only what is new.
+
+The live board and the self-contained report say the same words to the same page. Knows no widget and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from widgets.marks import ChangeMark, change_marks
+from widgets.views import all_views
+from widgets.views._base import Patch, View
+from widgets.wire import Packing
+
+Message = tuple[dict[str, Any], list[bytes]]  # what is said, and its binary buffers
+
+
+class Feed:
+    """One run as messages, from its first row on. Views keep their place in the record here."""
+
+    def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None) -> None:
+        self.run = run
+        self.key = uuid.uuid4().hex  # a page that knows another key has to greet again
+        self.views = [kind() for kind in (all_views().values() if kinds is None else kinds)]
+        self.troubles: list[str] = []  # what went wrong, once each
+        self._marks: list[ChangeMark] = []
+
+    def everything(self) -> Message:
+        """The charts' specs and the run so far."""
+        specs = [_spec(view, self.run) for view in self.views]
+        content, buffers = self.news() or ({"views": {}}, [])
+        return {**content, "kind": "open", "run": self.key, "specs": specs}, buffers
+
+    def news(self) -> Message | None:
+        """What is new in each view since it was last asked; None if nothing is."""
+        patches, trouble = self._patches()
+        marks = change_marks(self.run)
+        if not patches and not trouble and marks == self._marks:
+            return None
+        content, buffers = self.message(patches)
+        if trouble:
+            content["trouble"] = trouble
+        if marks != self._marks:
+            self._marks, content["marks"] = marks, [mark._asdict() for mark in marks]
+        return content, buffers
+
+    def _patches(self) -> tuple[dict[str, Patch], str]:
+        """What is new in each view, and what failed: one bad chart must not take the others with it."""
+        patches, trouble = {}, []
+        for view in self.views:
+            try:
+                if patch := view.update(self.run):
+                    patches[view.name] = patch
+            except Exception as error:
+                said = f"{view.title} could not be brought up to date: {type(error).__name__}: {error}"
+                if said not in self.troubles:
+                    self.troubles.append(said)
+                    trouble.append(said)
+        return patches, "; ".join(trouble)
+
+    def message(self, patches: dict[str, Patch]) -> Message:
+        """Patches by view name as one message."""
+        packing = Packing()
+        views = {name: packing.patch(patch) for name, patch in patches.items()}
+        content = {"kind": "tick", "run": self.key, "views": views, "epoch": self.run.epoch}
+        return content, [packing.buffer]
+
+    def view(self, name: str) -> View | None:
+        return next((view for view in self.views if view.name == name), None)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A view's data table; empty if it has none."""
+        view = self.view(name)
+        grid = view.table(self.run) if view else None
+        return {} if grid is None else {"head": grid.head, "rows": grid.rows, "note": grid.note}
+
+
+def _spec(view: View, run: Any) -> dict[str, Any]:
+    """What the page must know of a view before any row of it."""
+    figure = view.figure(run)
+    said = ("name", "title", "about", "empty", "width", "axes", "labelled", "tools", "spoken")
+    return {
+        **{k: getattr(view, k) for k in said},
+        "figure": None if figure is None else json.loads(figure.to_json()),
+        "table": view.table(run) is not None,
+    }

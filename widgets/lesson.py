@@ -1,0 +1,105 @@
+"""What lessons are made of: a prediction written down before the run, and a riddle that checks its answer.
+
+Predictions are held against the record; a riddle's answer is explained by what `workbench.analysis` reads from it.
+"""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from typing import Any
+
+import ipywidgets
+
+from widgets.board import Board
+from widgets.refresh import Refresh
+from widgets.views import all_views
+from workbench.analysis import breakdown, last_steps, straggler
+
+PHASES = ("forward", "backward")
+FACTOR = 2.5  # how many times longer the riddle's phase lasts: easy to see, once one knows where to look
+
+
+def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:
+    """Waits until `n` more steps are over on every rank."""
+    goal, end = last_steps(run.timeline)[1] + n, time.monotonic() + timeout
+    while last_steps(run.timeline)[1] < goal:
+        if not run.live:
+            raise RuntimeError(f"the run is {run.state}: it will make no more steps")
+        if time.monotonic() > end:
+            raise TimeoutError(f"not {n} more steps within {timeout:g} s")
+        time.sleep(0.1)
+
+
+def where_time_goes(run: Any, last: int = 10) -> dict[str, int]:
+    """Milliseconds per step, the mean over the last steps and all ranks: the step, its compute, what stood still."""
+    found = breakdown(run.timeline, *last_steps(run.timeline, last))
+    parts = {"step": found.seconds, "compute": found.compute, "exposed": found.exposed}
+    return {name: round(float(seconds.mean()) * 1e3) for name, seconds in parts.items()}
+
+
+class Prediction(ipywidgets.VBox):
+    """A question with answers to choose from; `against(...)` says later how the guess compares.
+
+    >>> guess = Prediction("How long is a step?", ["100 ms", "200 ms"])
+    >>> guess.against("200 ms")
+    'You made no prediction. The record says: 200 ms.'
+    >>> guess.choose("100 ms")
+    >>> guess.against("200 ms")
+    'You predicted: 100 ms. The record says: 200 ms. A surprise: find out why before you read on.'
+    """
+
+    def __init__(self, question: str, answers: list[str]) -> None:
+        wide = ipywidgets.Layout(width="auto")
+        self.radio = ipywidgets.RadioButtons(options=answers, index=None, layout=wide)
+        style = "<style>.twb-lesson { --jp-widgets-font-size: 14px; }</style>"
+        super().__init__([ipywidgets.HTML(f"{style}<b>{question}</b>"), self.radio])
+        self.add_class("twb-lesson")
+
+    def choose(self, answer: str) -> None:
+        """Answers by Python instead of by mouse."""
+        self.radio.value = answer
+
+    def against(self, truth: str) -> str:
+        """What the record says, beside what was predicted."""
+        said = f"The record says: {truth}."
+        if self.radio.value is None:
+            return f"You made no prediction. {said}"
+        verdict = "As you said." if self.radio.value == truth else "A surprise: find out why before you read on."
+        return f"You predicted: {self.radio.value}. {said} {verdict}"
+
+
+class Riddle:
+    """A run in which one rank is slow, and nobody says which: find it on the timeline.
+
+    The same seed gives the same riddle. `show()` draws the timeline without the line that names the culprit.
+    """
+
+    def __init__(self, lab: Any, experiment: Any, seed: int) -> None:
+        dice = Random(seed)
+        self._rank, self._phase = dice.randrange(lab.ranks), dice.choice(PHASES)
+        fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
+        self.run = lab.run(experiment.turn("ranks", lab.ranks).turn("fabric.faults", [fault]))
+
+    def show(self) -> Board:
+        """The timeline alone."""
+        views = tuple(v for v in all_views().values() if v.name == "timeline")
+        board = Board(self.run, views=views)
+        Refresh(board).start()
+        return board
+
+    def check(self, rank: int | None, longest_waiting: str | None) -> str:
+        """Holds your answers against the record: the slow rank, and what the one that waits longest is."""
+        if rank is None or longest_waiting is None:
+            return "Write down your answers first: rank=..., longest_waiting='cause' or 'victim'."
+        found = straggler(self.run.timeline)
+        if found is None or found.rank != self._rank:
+            return "The record is too short to tell: let it run for 20 steps more, then check again."
+        if rank != found.rank:
+            return f"Not rank {rank}: it arrives early and waits: a victim. Look for the rank that never waits."
+        if longest_waiting != "victim":
+            return f"Rank {rank} is right. But who waits longest arrived first: how can it be the cause?"
+        return f"Right, on both counts. {found.text}"
+
+    def __repr__(self) -> str:
+        return f"Riddle: one of {self.run.settings['ranks']} ranks is slow"

@@ -1,0 +1,48 @@
+"""The changes of a run as the vertical marks of its charts: number, label, step and time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class ChangeMark(NamedTuple):
+    """One applied change: `step` is the first it acted on, `t` the time it was applied."""
+
+    number: int
+    label: str
+    step: int
+    t: float
+
+
+def change_marks(run: Any) -> list[ChangeMark]:
+    """The changes of a run in order of time, numbered from 1."""
+    return [ChangeMark(n, label(detail), step, t) for n, (step, t, detail) in enumerate(run.details("change"), start=1)]
+
+
+def label(detail: dict[str, Any]) -> str:
+    """A change in a few characters: `LocalSGD(every=8)`, `density = 0.01`.
+
+    >>> label({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
+    'LocalSGD(every=8)'
+    >>> label({"path": "fabric.link.bandwidth", "value": 100})
+    'bandwidth = 100'
+    """
+    value = detail.get("value")
+    if isinstance(value, dict):
+        return short(value)
+    path = str(detail.get("path", ""))
+    last = path.rpartition(".")[2]
+    if isinstance(value, list):
+        return f"{last}: {', '.join(map(short, value)) or 'none'}"
+    return str(value) if path in ("strategy", "compressor") else f"{last} = {short(value)}"
+
+
+def short(value: Any) -> str:
+    """A settings value as JSON, the way a person would type it."""
+    if isinstance(value, dict) and len(value) == 1:
+        ((name, knobs),) = value.items()
+        if isinstance(knobs, dict):
+            if set(knobs) == {"of"}:  # a wrapper that every biased compressor has
+                return short(knobs["of"])
+            return f"{name}({', '.join(f'{k}={short(v)}' for k, v in knobs.items())})"
+    return f"{value:g}" if isinstance(value, float) else str(value)

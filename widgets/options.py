@@ -1,0 +1,81 @@
+"""What a dropdown offers for a knob that takes a member of a family (a strategy, a compressor, a task).
+
+A member is offered as its bare name means it: `TopK` comes wrapped in error feedback, so it is called
+"TopK + ErrorFeedback", and the unwrapped one is offered too. Nothing here names any member.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from workbench.knobs import describe, knobs, members
+
+Shape = tuple[Any, ...]
+
+
+class Option(NamedTuple):
+    """One line of a dropdown: what it says, the plain value it sends, its doc and the shape it stands for."""
+
+    text: str
+    value: Any
+    doc: str
+    shape: Shape
+
+
+def shape(value: Any) -> Shape:
+    """The names of a member and of the members it holds: ErrorFeedback(of=TopK()) -> ("ErrorFeedback", ("TopK",))."""
+    inner = tuple(shape(k.default) for k in knobs(value) if k.family and not k.element)
+    return (type(value).__name__, *inner)
+
+
+def options(base: type, *, bare: bool = False, present: Any = None) -> list[Option]:
+    """Every member of the family `base` that can be made without arguments, and the one that is there.
+
+    bare:     leave out what wraps others
+    present:  the present value; listed also where it took arguments to make it (a task of the user's own)
+    """
+    found = []
+    member: Any
+    for name, member in members(base).items():
+        if not _ready(member):
+            continue
+        doc = describe(member)["doc"]
+        usual = member.usual()
+        if bare or type(usual) is member:
+            found.append(Option(name, {name: {}}, doc, shape(member())))
+        else:
+            found.append(Option(f"{name} + {type(usual).__name__}", name, doc, shape(usual)))
+            found.append(Option(f"{name} alone", {name: {}}, f"{doc} Without {type(usual).__name__}.", shape(member())))
+    if present is not None and chosen(found, present) < 0:
+        own = type(present)
+        found.append(Option(own.__name__, own.__name__, describe(own)["doc"], shape(present)))
+    return found
+
+
+def _ready(member: type) -> bool:
+    needed = inspect.signature(member).parameters.values()
+    return all(p.default is not p.empty for p in needed)
+
+
+def chosen(found: list[Option], value: Any) -> int:
+    """Which option `value` is: the one of the same shape, else the one of the same type; -1 if none is."""
+    shapes = [o.shape for o in found]
+    here = shape(value)
+    if here in shapes:
+        return shapes.index(here)
+    names = [s[0] for s in shapes]
+    return names.index(here[0]) if here[0] in names else -1
+
+
+def covered(found: list[Option], value: Any) -> bool:
+    """Whether the chosen option's text names the inner member too, so that no second dropdown is needed."""
+    index = chosen(found, value)
+    return index >= 0 and isinstance(found[index].value, str) and found[index].shape == shape(value)
+
+
+def sentence(value: Any) -> str:
+    """A member in a few words: `Slow: rank 2, factor 3, phase backward`."""
+    said = [(k.name, f"{k.default:g}" if isinstance(k.default, float) else k.default) for k in knobs(value)]
+    parts = [f"{name} {text}" for name, text in said]
+    return f"{type(value).__name__}: {', '.join(parts)}" if parts else type(value).__name__

@@ -1,0 +1,100 @@
+"""What a run is doing, in one line: read from its record and its lab, said in plain words."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+PATIENCE = 2.0  # seconds without a step after which a person wonders
+WINDOW = 20  # steps that the speed is taken over
+
+
+class Progress:
+    """Follows rank 0 through a run's record: the step it is at and how fast steps go by."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.cursor = 0
+        self.step = -1
+        self.seen = time.monotonic()  # when a step ended last
+        self.lengths: deque[float] = deque(maxlen=WINDOW)
+
+    def follow(self, run: Any) -> Progress:
+        """Reads what is new; another run is read from its first row."""
+        if run is not self.run:
+            self.__init__()  # type: ignore[misc]
+            self.run = run
+        if run is None:
+            return self
+        spans = run.timeline.spans.rows(self.cursor)
+        self.cursor += len(spans)
+        steps = spans[spans.equal("lane", "step") & (spans.rank == 0)]
+        if len(steps):
+            self.seen = time.monotonic()
+            self.step = int(steps.step[-1])
+            self.lengths.extend((steps.t1 - steps.t0)[-WINDOW:])
+        return self
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no step has ended for a while."""
+        return time.monotonic() - self.seen > PATIENCE
+
+    @property
+    def rate(self) -> float | None:
+        """Steps per second over the last steps; evaluation and pauses are not part of a step."""
+        total = sum(self.lengths)
+        return len(self.lengths) / total if total else None
+
+
+def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
+    """One line: `running · step 123 · 8.2 steps/s · 4 ranks`."""
+    many = f"{ranks} rank{'s' * (ranks != 1)}"
+    at = f"step {progress.step}" if progress.step >= 0 else ""
+    rate = f"{progress.rate:.3g} steps/s" if progress.rate else ""
+    match state:
+        case "starting":
+            parts = [f"starting {many}", detail]
+        case "idle":
+            parts = [_ended(progress.run), at, many] if progress.run else [f"ready, {many}", "press Start"]
+        case "running":
+            parts = ["running", at or "first step is on its way", rate, many, detail]
+        case "paused":
+            parts = [f"paused after {at}" if at else "paused", many]
+        case _:
+            parts = [state, at, detail]
+    return " · ".join(p for p in parts if p)
+
+
+def _ended(run: Any) -> str:
+    return {"done": "finished", "stopped": "stopped"}.get(run.state, run.state)
+
+
+def trouble(run: Any) -> dict[str, str]:
+    """The error that ended a run, or the NaN that paused it, as a title, a sentence and a traceback; or {}."""
+    if run is None:
+        return {}
+    if errors := run.details("error"):
+        return _error(errors)
+    marks = run.timeline.marks.rows()
+    nan = marks[marks.equal("name", "nan")]
+    if len(nan) and run.state == "paused":
+        title = f"Rank {nan.rank[0]}'s loss is no longer a number, first at step {nan.step[0]}; the run is paused."
+        return {
+            "title": title,
+            "text": "Take the last change back or lower the learning rate, then resume.",
+            "more": "",
+        }
+    return {}
+
+
+def _error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:
+    """The first error; ranks that failed the same way are named together."""
+    step, _, first = errors[0]
+    same = sorted({int(d.get("rank", 0)) for _, _, d in errors if d.get("text") == first.get("text")})
+    who = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
+    doing = f", in {first['op']}" if first.get("op") else ""
+    text = f"{first.get('type', '')}: {first.get('text', '')}".strip(": ")
+    title = f"Error on {who}, step {first.get('step', step)}{doing}:"
+    return {"title": title, "text": text, "more": first.get("traceback") or ""}

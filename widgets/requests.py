@@ -1,0 +1,52 @@
+"""Requests: every change that was asked of a lab, and what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import anywidget
+import traitlets
+
+from widgets.controls import HERE
+from widgets.marks import label
+from workbench.knobs import to_plain
+
+BEFORE = "before the run"  # the id of a turn for which no run was there yet
+KEPT = 40  # the newest so many are listed; the record holds all
+
+
+class Requests(anywidget.AnyWidget):
+    """The list of changes, newest first; `refresh()` sends it only if something became of one."""
+
+    _esm = (HERE / "requests.js").read_text("utf8")
+    _css = (HERE / "look.css").read_text("utf8")
+    items = traitlets.List(traitlets.Dict()).tag(sync=True)
+
+    def __init__(self, lab: Any) -> None:
+        super().__init__()
+        self.lab = lab
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.items = items(self.lab.turns)
+
+
+def items(turns: Iterable[Any]) -> list[dict[str, str]]:
+    """Turns as lines for the page, newest first."""
+    return [_item(t) for t in list(turns)[: -KEPT - 1 : -1]]
+
+
+def _item(turn: Any) -> dict[str, str]:
+    if turn.refused is not None:
+        state, said = "refused", f"refused: {turn.refused}"
+    elif turn.applied_at is None:
+        state, said = "waiting", "requested, waits for the next step"
+    else:
+        early = turn.id == BEFORE
+        state, said = "applied", "set before the run" if early else f"applied at step {turn.applied_at}"
+    asked = getattr(turn, "requested_at", None)
+    when = time.strftime("%H:%M:%S", time.localtime(asked)) if asked else ""
+    text = label({"path": turn.path, "value": to_plain(turn.value)})
+    return {"path": turn.path, "text": text, "state": state, "said": said, "when": when}

@@ -1,0 +1,102 @@
+// Start, Pause, Step and Stop, one line that says what the run is doing, and the error that ended it.
+
+const KEYS = ["button", "summary", "textarea", "ol"]; // see [Note: Keys] in controls.js
+const el = (tag, cls, attrs = {}) => {
+  const made = Object.assign(document.createElement(tag), { className: cls }, attrs);
+  if (KEYS.includes(tag)) made.dataset.lmSuppressShortcuts = "true";
+  return made;
+};
+const SIGN = { start: "▶", pause: "❚❚", resume: "▶", step: "▶❙", stop: "■" };
+
+function bar(model) {
+  const root = el("div", "twb-bar");
+  root.setAttribute("role", "toolbar");
+  root.setAttribute("aria-label", "Run");
+  const buttons = {};
+  for (const name of ["start", "pause", "step", "stop"]) {
+    const button = el("button", "twb-button", { type: "button" });
+    button.dataset.do = name;
+    button.addEventListener("click", () => model.send({ do: button.dataset.do }));
+    buttons[name] = button;
+    root.append(button);
+  }
+  const state = el("span", "twb-state");
+  state.setAttribute("role", "status");
+  const copy = el("button", "twb-button twb-quiet", { type: "button", textContent: "Copy as Python" });
+  copy.addEventListener("click", () => model.send({ do: "copy" }));
+  root.append(state, copy);
+  const update = () => {
+    const may = model.get("may");
+    const pause = may.resume ? "resume" : "pause";
+    for (const [slot, button] of Object.entries(buttons)) {
+      const name = slot === "pause" ? pause : slot;
+      button.dataset.do = name;
+      button.disabled = !may[name];
+      const sign = el("span", "twb-sign", { textContent: SIGN[name] });
+      sign.setAttribute("aria-hidden", "true");
+      if (button.dataset.shows !== name) button.replaceChildren(sign, name[0].toUpperCase() + name.slice(1));
+      button.dataset.shows = name;
+      button.title = model.get("why")[name] ?? "";
+    }
+    state.dataset.state = model.get("state");
+    state.textContent = model.get("line");
+  };
+  for (const trait of ["may", "state", "line", "why"]) model.on(`change:${trait}`, update);
+  update();
+  return root;
+}
+
+function errorBox(model) {
+  const root = el("div", "twb-alert", { hidden: true });
+  root.setAttribute("role", "alert");
+  const update = () => {
+    const error = model.get("error");
+    root.hidden = !error.text;
+    if (root.hidden) return root.replaceChildren();
+    const head = el("p", "twb-alert-head");
+    const sign = el("span", "twb-sign", { textContent: "⚠" });
+    sign.setAttribute("aria-hidden", "true");
+    head.append(sign, el("b", "", { textContent: error.title }), ` ${error.text}`);
+    root.replaceChildren(head);
+    if (error.more) {
+      const details = el("details");
+      details.append(el("summary", "", { textContent: "where it happened" }), el("pre", "", { textContent: error.more }));
+      root.append(details);
+    }
+  };
+  model.on("change:error", update);
+  update();
+  return root;
+}
+
+function codeBox(model) {
+  const root = el("div", "twb-code", { hidden: true });
+  const text = el("textarea", "twb-python", { readOnly: true, spellcheck: false });
+  text.setAttribute("aria-label", "This run as Python");
+  const said = el("span", "twb-said");
+  said.setAttribute("role", "status");
+  const close = el("button", "twb-button twb-quiet", { type: "button", textContent: "Close" });
+  close.addEventListener("click", () => { root.hidden = true; });
+  const foot = el("div", "twb-bar");
+  foot.append(said, close);
+  root.append(text, foot);
+  model.on("msg:custom", async ({ python }) => {
+    if (python === undefined) return;
+    root.hidden = false;
+    text.value = python;
+    text.rows = Math.min(16, python.split("\n").length + 1);
+    text.focus();
+    text.select();
+    text.scrollTop = 0;
+    const done = await navigator.clipboard?.writeText(python).then(() => true, () => false) || document.execCommand("copy");
+    said.textContent = done ? "Copied. Paste it into a cell to repeat this run." : "Press Ctrl+C to copy.";
+  });
+  return root;
+}
+
+function render({ model, el: root }) {
+  root.className = "twb twb-transport";
+  root.append(bar(model), errorBox(model), codeBox(model));
+}
+
+export default { render };

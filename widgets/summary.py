@@ -1,0 +1,24 @@
+"""A run as a small table of plain HTML: what a saved notebook keeps, and what shows where widgets cannot."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+
+def table(run: Any) -> str:
+    """`run.summary()` as an HTML table of two columns."""
+    rows = "".join(f"<tr>{_cell('th', str(k))}{_cell('td', _text(v))}</tr>" for k, v in run.summary().items())
+    return f"<table>{rows}</table>"
+
+
+def _cell(tag: str, text: str) -> str:
+    return f"<{tag} style='text-align:left'>{escape(text)}</{tag}>"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_text(v)}" for k, v in value.items())
+    return str(value)

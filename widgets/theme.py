@@ -1,0 +1,66 @@
+"""Colours, hatches and plain layouts shared by all charts; knows no run and no browser.
+
+Colours that must follow the page (light or dark) are written as the stand-ins INK, MUTED, FAINT, GRID and PAPER:
+valid near-black and near-white colours which the page replaces by its own when it draws.
+The rest is Okabe and Ito's palette, and never the only thing that tells two categories apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+
+INK, MUTED, FAINT, GRID, PAPER = "#010101", "#5f5f61", "#9b9b9d", "#d9d9db", "#fefefe"
+SKY, BLUE, GREEN, ORANGE = "#56B4E9", "#0072B2", "#009E73", "#E69F00"
+VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#8c8c8c"
+TEXT = 14  # px, the smallest text on a chart
+
+_RANK_COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY, INK)
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down")
+
+
+def rank_line(rank: int, width: float = 1.5) -> dict[str, Any]:
+    """A line for a rank: colour and dash together are its own up to 64 ranks."""
+    n = len(_RANK_COLOURS)
+    return {"color": _RANK_COLOURS[rank % n], "dash": _DASHES[(rank + rank // n) % n], "width": width}
+
+
+def rank_symbol(rank: int) -> str:
+    """A marker for a rank."""
+    return _SYMBOLS[rank % len(_SYMBOLS)]
+
+
+def layout(height: int, **more: Any) -> go.Layout:
+    """A plain, theme-neutral layout: no template, no title or legend (the page writes them), 14 px text."""
+    base: dict[str, Any] = {
+        "template": go.layout.Template(),
+        "height": height,
+        "margin": {"l": 74, "r": 14, "t": 8, "b": 46},
+        "font": {"size": TEXT, "color": INK},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hoverlabel": {"font": {"size": TEXT}},
+        "hovermode": "closest",
+        "showlegend": False,  # the page writes it, in its own font and wrapping
+        "uirevision": "keep",
+    }
+    return go.Layout(**{**base, **more})
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis with a title that names its unit."""
+    base: dict[str, Any] = {
+        "title": {"text": title, "standoff": 8, "font": {"size": TEXT}},
+        "tickfont": {"size": TEXT},
+        "gridcolor": GRID,
+        "linecolor": MUTED,
+        "zeroline": False,
+        "showline": True,
+        "ticks": "outside",
+        "tickcolor": MUTED,
+        "ticklen": 4,
+        "automargin": False,
+    }
+    return {**base, **more}

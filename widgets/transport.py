@@ -1,0 +1,102 @@
+"""Transport: Start, Pause, Resume, Step and Stop of a lab, and what its run is doing, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anywidget
+import traitlets
+
+from widgets.controls import HERE
+from widgets.progress import Progress, line, trouble
+
+MAY = {
+    "starting": ("stop",),
+    "idle": ("start",),
+    "running": ("pause", "stop"),
+    "paused": ("resume", "step", "stop"),
+    "stopping": ("stop",),
+    "failed": ("start",),
+    "closed": (),
+}
+WHY = {
+    "start": "train the experiment that the controls show",
+    "pause": "all ranks stand still after the present step",
+    "resume": "go on from here",
+    "step": "one step, then stand still again; pause first",
+    "stop": "end this run at the next step, its record stays; pressed again: end it at once",
+}
+FRESH = """from workbench import Lab
+
+lab = Lab(ranks={ranks})
+lab.run()  # nothing has run yet; after Start this shows the run and its changes
+lab
+"""
+
+
+class Transport(anywidget.AnyWidget):
+    """The bar on top of the dashboard; `refresh()` brings it up to date and sends only what changed."""
+
+    _esm = (HERE / "transport.js").read_text("utf8")
+    _css = (HERE / "look.css").read_text("utf8")
+    state = traitlets.Unicode("idle").tag(sync=True)
+    line = traitlets.Unicode("").tag(sync=True)
+    may = traitlets.Dict().tag(sync=True)
+    why = traitlets.Dict(WHY).tag(sync=True)
+    error = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, lab: Any) -> None:
+        super().__init__()
+        self.lab = lab
+        self.progress = Progress()
+        self._refused = ""
+        self.on_msg(lambda _, message, __: self.asked(message["do"]))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the lab's state and the new rows of its run."""
+        run, state = self.lab.run_now, self.lab.state
+        self.progress.follow(run)
+        early = state == "starting" and not self.lab.live  # engines come up; a run may be asked for already
+        with self.hold_trait_notifications():
+            self.state = state
+            self.may = dict.fromkeys(("start",) if early else MAY[state], True)
+            self.line = line(state, self.progress, self.lab.experiment.ranks, self._detail(state))
+            self.error = self._error(run)
+
+    def _detail(self, state: str) -> str:
+        """How far the engines are; or, if no step has ended for a while, what a rank is busy with."""
+        if state == "starting":
+            return str(self.lab.progress)
+        if state != "running" or not self.progress.stuck:
+            return ""
+        busy = next(((s["rank"], s["busy"]) for s in self.lab.status if s["busy"]), None)
+        return f"rank {busy[0]}: {busy[1]}" if busy else ""
+
+    def _error(self, run: Any) -> dict[str, str]:
+        if self._refused:
+            return {"title": "Refused:", "text": self._refused, "more": ""}
+        if found := trouble(run):
+            return found
+        notes = self.lab.notes
+        title = "The run failed." if self.lab.state == "failed" else "Attention:"
+        return {"title": title, "text": notes[-1], "more": ""} if notes else {}
+
+    def asked(self, what: str) -> None:
+        """A person pressed a button on the page."""
+        self._refused = ""
+        if what == "copy":
+            self.send({"python": python(self.lab)})
+            return
+        verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step}
+        try:
+            verbs.get(what, self.lab.stop)()
+        except Exception as error:  # whatever it is, the person who pressed the button must read it
+            self._refused = f"{type(error).__name__}: {error}"
+        self.refresh()
+
+
+def python(lab: Any) -> str:
+    """The lab's run as code; before the first run, the experiment that Start would run."""
+    run = lab.run_now
+    return str(run.as_python()) if run is not None else FRESH.format(ranks=lab.experiment.ranks)

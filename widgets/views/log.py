@@ -1,0 +1,105 @@
+"""What the ranks printed, warned and logged, labelled by rank and folded."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch, View
+
+MOST = 100  # different lines that are kept
+EMPTY = '<p class="wb-empty">What the ranks print, warn and log appears here, equal lines folded.</p>'
+
+
+class Line:
+    """One text, however often and by whichever ranks it was said."""
+
+    def __init__(self, stream: str, text: str) -> None:
+        self.stream = stream
+        self.text = text
+        self.ranks: dict[int, int] = {}  # rank -> how often
+        self.step = 0
+
+    def html(self) -> str:
+        often = sum(self.ranks.values())
+        times = f" &times;{often}" if often > len(self.ranks) else ""
+        first, _, rest = self.text.strip().partition("\n")
+        who = f"<b>{_ranks(sorted(self.ranks))}</b> {escape(self.stream)}"
+        head = f"{who}, step {self.step}{times}: {escape(first[:300])}"
+        if not rest and len(first) <= 300:
+            return f"<div>{head}</div>"
+        key = escape(f"{self.stream}{hash(self.text)}")
+        return f'<details data-key="{key}"><summary>{head}</summary><pre>{escape(self.text[:20000])}</pre></details>'
+
+
+class Log(View):
+    """Prints, warnings and logs of the ranks; errors first."""
+
+    name: ClassVar[str] = "log"
+    title: ClassVar[str] = "Messages of the ranks"
+    about: ClassVar[str] = "Prints, warnings, logs and errors of the ranks; equal lines of several ranks are one line."
+    order: ClassVar[int] = 70
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[tuple[str, str], Line] = {}
+        self._begun = False
+
+    def update(self, run: Any) -> Patch:
+        new = False
+        rows = self.fresh(run.timeline.marks)
+        for rank, step, name, detail in zip(rows.rank, rows.step, rows.name, rows.detail, strict=True):
+            if (said := _said(str(name), json.loads(detail))) is not None:
+                line = self._lines.pop(said, None) or Line(*said)
+                self._lines[said] = line
+                line.ranks[int(rank)] = line.ranks.get(int(rank), 0) + 1
+                line.step, new = int(step), True
+        if not new and self._begun:
+            return Patch()
+        self._begun = True
+        while len(self._lines) > MOST:
+            self._lines.pop(next(iter(self._lines)))
+        return Patch(html=self._html())
+
+    def _html(self) -> str:
+        if not self._lines:
+            return EMPTY
+        lines = list(reversed(self._lines.values()))
+        wrong = [line.html() for line in lines if line.stream in ("error", "nan", "refused")]
+        rest = [line for line in lines if line.stream not in ("error", "nan", "refused")]
+        said = sum(sum(line.ranks.values()) for line in rest)
+        folded = "".join(line.html() for line in rest)
+        count = f"{said} line{'s' if said != 1 else ''}, {len(rest)} different"
+        more = f'<details data-key="all"><summary>{count}</summary>{folded}</details>' if rest else ""
+        return f'<div class="wb-log">{"".join(wrong)}{more}</div>'
+
+
+def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
+    """(stream, text) of a mark that has something to say."""
+    match name:
+        case "log":
+            text = str(detail.get("text", "")).rstrip()
+            return (str(detail.get("stream", "log")), text) if text else None
+        case "error":
+            where = f"rank {detail.get('rank')}, step {detail.get('step')}, {detail.get('op')}"
+            return "error", f"{where}: {detail.get('type')}: {detail.get('text')}\n{detail.get('traceback', '')}"
+        case "nan":
+            return "nan", f"the loss is {detail.get('loss')}; the run pauses"
+        case "refused":
+            return "refused", f"{detail.get('path')} = {detail.get('value')}: {detail.get('reason')}"
+        case "fault":
+            return "fault", str(detail.get("text") or json.dumps(detail))
+    return None
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Ranks as people write them: `rank 2`, `ranks 0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,97 @@
+"""The loss against steps and against seconds, side by side: the same loss can be cheap in one and dear in the other."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Grid, Patch, View, ranks_of, thin
+
+
+class Loss(View):
+    """Held-out loss of the consolidated model, strong; each rank's training loss, faint."""
+
+    name: ClassVar[str] = "loss"
+    title: ClassVar[str] = "Loss"
+    about: ClassVar[str] = (
+        "Held-out loss of the consolidated model as a strong line with markers and each rank's training loss as a "
+        "faint line, against steps on the left and against seconds on the right; a vertical mark at each change."
+    )
+    empty: ClassVar[str] = "The loss appears here after the first step."
+    order: ClassVar[int] = 20
+    axes: ClassVar[dict[str, str]] = {"x": "step", "x2": "t"}
+    labelled: ClassVar[bool] = True
+
+    def figure(self, run: Any) -> go.Figure:
+        figure = go.Figure(layout=_layout())
+        for panel in ("x", "x2"):
+            for rank in range(ranks_of(run)):
+                figure.add_trace(_training(rank, panel))
+        for panel in ("x", "x2"):
+            figure.add_trace(_held_out(panel))
+        return figure
+
+    def update(self, run: Any) -> Patch:
+        rows, patch = self.fresh(run.timeline.samples), Patch()
+        ranks = ranks_of(run)
+        loss = rows.equal("name", "loss")
+        found = [rows[loss & (rows.rank == r)] for r in range(ranks)] + [rows[rows.equal("name", "held_out")]]
+        for place, mine in enumerate(found):
+            if not len(mine):
+                continue
+            for panel, x in ((0, mine.step.astype(float)), (1, mine.t)):
+                trace = panel * ranks + place if place < ranks else 2 * ranks + panel
+                points = thin({"x": x, "y": mine.value})
+                patch.append[trace] = points
+                if len(points["x"]) < len(mine):
+                    patch.facts.setdefault("counts", {})[trace] = len(mine)
+        if patch:
+            patch.facts["newest"] = float(rows.t.max())
+        return patch
+
+    def table(self, run: Any) -> Grid:
+        rows = run.timeline.samples.rows()
+        held = rows[rows.equal("name", "held_out")]
+        loss = rows[rows.equal("name", "loss")]
+        last = np.unique(loss.step)[-10:]
+        out: list[tuple[Any, ...]] = [
+            ("held-out", int(s), f"{t:.2f}", f"{v:.4f}")
+            for s, t, v in zip(held.step[-40:], held.t[-40:], held.value[-40:], strict=True)
+        ]
+        for rank in np.unique(loss.rank):
+            for i in np.flatnonzero((loss.rank == rank) & np.isin(loss.step, last)):
+                out.append((f"training, rank {rank}", int(loss.step[i]), f"{loss.t[i]:.2f}", f"{loss.value[i]:.4f}"))
+        note = "The last 40 held-out losses; training loss of the last 10 steps"
+        return Grid(("loss", "step", "time (s)", "value"), out, note)
+
+
+def _layout() -> go.Layout:
+    x = {"nticks": 8, "rangemode": "tozero"}
+    return theme.layout(
+        300,
+        xaxis=theme.axis("step", domain=[0, 0.487], **x),
+        xaxis2=theme.axis("time since the run began (s)", domain=[0.513, 1], anchor="y2", **x),
+        yaxis=theme.axis("loss", nticks=6),
+        yaxis2=theme.axis("", matches="y", anchor="x2", showticklabels=False, nticks=6),
+        margin={"l": 60, "r": 10, "t": 8, "b": 46},
+    )
+
+
+def _training(rank: int, panel: str) -> go.Scatter:
+    return go.Scatter(
+        x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines",
+        line={"color": theme.FAINT, "width": 1}, name="training loss, each rank", legendgroup="training",
+        showlegend=rank == 0 and panel == "x", hovertemplate=f"rank {rank} training: %{{y:.4f}}<extra></extra>",
+    )  # fmt: skip
+
+
+def _held_out(panel: str) -> go.Scatter:
+    return go.Scatter(
+        x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines+markers",
+        line={"color": theme.INK, "width": 2.5}, marker={"size": 7, "color": theme.INK},
+        name="held-out loss, consolidated model", showlegend=panel == "x",
+        hovertemplate="held-out: %{y:.4f} at %{x:.6~g}<extra></extra>",
+    )  # fmt: skip

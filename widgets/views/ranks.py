@@ -1,0 +1,82 @@
+"""Where each rank's time goes: computing, standing still for others, standing still for the wire."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Grid, Patch, View, ranks_of
+from workbench.analysis import last_steps, per_rank
+from workbench.analysis.steps import breakdown
+
+STEPS = 20  # the last so many are averaged
+PARTS = (
+    ("compute", "compute", theme.BLUE, ""),
+    ("wire", "exposed transfer", theme.ORANGE, "/"),
+    ("held", "exposed waiting", theme.GREY, "|"),
+    ("other", "other", theme.SKY, "."),
+)
+
+
+class Ranks(View):
+    """One stacked bar per rank: what its mean step is made of."""
+
+    name: ClassVar[str] = "ranks"
+    title: ClassVar[str] = "Where a step's time goes"
+    about: ClassVar[str] = (
+        "A stacked bar per rank: milliseconds of a step spent in compute, standing still while data move, standing "
+        "still for other ranks, and the rest; mean of the last 20 steps."
+    )
+    empty: ClassVar[str] = "A bar per rank appears here after the first step."
+    order: ClassVar[int] = 30
+    width: ClassVar[tuple[int, int]] = (4, 12)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = 0.0
+
+    def figure(self, run: Any) -> go.Figure:
+        ranks = ranks_of(run)
+        figure = go.Figure(layout=theme.layout(
+            max(210, 17 * ranks + 56),
+            barmode="stack",
+            bargap=0.3,
+            xaxis=theme.axis("ms per step", rangemode="tozero", nticks=6),
+            yaxis=theme.axis("", autorange="reversed", ticks="", showgrid=False,
+                             tickvals=list(range(ranks)), ticktext=[f"rank {r}" for r in range(ranks)]),
+            margin={"l": 60, "r": 10, "t": 4, "b": 44},
+        ))  # fmt: skip
+        for _, name, colour, shape in PARTS:
+            pattern = {"shape": shape, "fillmode": "replace", "fgcolor": colour, "size": 6, "solidity": 0.5}
+            figure.add_trace(go.Bar(
+                x=[], y=[], orientation="h", name=name,
+                hovertemplate=f"rank %{{y}} {name}: %{{x:.3~g}} ms<extra></extra>",
+                marker={"color": colour, "line": {"width": 1, "color": theme.PAPER}, "pattern": pattern},
+            ))  # fmt: skip
+        return figure
+
+    def update(self, run: Any) -> Patch:
+        spans, now = run.timeline.spans, time.monotonic()
+        if len(spans) == self.cursor or (run.live and now - self._at < 0.5):
+            return Patch()
+        self.cursor, self._at = len(spans), now
+        found = breakdown(run.timeline, *last_steps(run.timeline, STEPS))
+        if not found.steps:
+            return Patch()
+        parts = {"compute": found.compute, "wire": found.exposed - found.held, "held": found.held, "other": found.other}
+        y = found.ranks.astype(np.int64)
+        return Patch(replace={i: {"x": 1e3 * parts[key], "y": y} for i, (key, *_) in enumerate(PARTS)})
+
+    def table(self, run: Any) -> Grid:
+        head = ("rank", "step (ms)", "compute", "exposed", "waiting", "transferring", "bytes/step", "loss")
+        rows = [
+            (r.rank, f"{r.step_ms:.2f}", f"{r.compute_ms:.2f}", f"{r.exposed_ms:.2f}", f"{r.waiting_ms:.2f}",
+             f"{r.transferring_ms:.2f}", f"{r.nbytes:,.0f}", f"{r.loss:.4f}")
+            for r in per_rank(run.timeline, *last_steps(run.timeline, STEPS))
+        ]  # fmt: skip
+        note = "Milliseconds per step and bytes sent, last 20 steps; waiting and transferring count hidden time too"
+        return Grid(head, rows, note)

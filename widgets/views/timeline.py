@@ -1,0 +1,183 @@
+"""What every rank does when: a row per rank, in it a lane for compute and one for communication.
+
+Shows whole steps: the last few that ended on all ranks (following), or the ones asked for (held still). Steps that
+last long enough to be watched are shown while they grow.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.boxes import KINDS, boxes_of, last_arrival
+from widgets.views._base import Grid, Patch, View, ranks_of
+from workbench.analysis.collectives import arrivals
+from workbench.timeline import Rows
+
+BOXES = 3000  # at most so many are drawn at once
+SLOW = 0.2  # seconds from which a step is shown while it grows
+GONE = 1.0  # seconds without rows after which the others no longer wait for a rank
+
+
+class Timeline(View):
+    """The spans of all ranks over a window of whole steps."""
+
+    name: ClassVar[str] = "timeline"
+    title: ClassVar[str] = "What each rank does"
+    about: ClassVar[str] = (
+        "A row per rank. The upper lane shows forward, backward and update and where the step stands still; the lower "
+        "lane shows each collective: thin and hatched while waiting for other ranks, solid while transferring."
+    )
+    empty: ClassVar[str] = "A row per rank appears here after the first step: compute above, communication below."
+    order: ClassVar[int] = 10
+    axes: ClassVar[dict[str, str]] = {"x": "t"}
+    tools: ClassVar[str] = "steps"
+    labelled: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: int | None = None  # the first step shown, or None to follow
+        self.steps: int | None = None  # how many steps, or None for as many as suit their length
+        self._ended: dict[int, int] = {}  # rank -> last step that ended
+        self._heard: dict[int, float] = {}  # rank -> end of its newest span
+        self._seconds = 0.1  # of the newest step
+        self._shown: tuple[Any, ...] = ()
+
+    def figure(self, run: Any) -> go.Figure:
+        ranks = ranks_of(run)
+        figure = go.Figure(layout=_layout(ranks))
+        for kind in KINDS:
+            figure.add_trace(kind.trace())
+        return figure
+
+    def turn(self, request: dict[str, Any]) -> None:
+        """`at`: hold still from that step, None follows; `steps`: how many, None as suits."""
+        if "at" in request:
+            self.at = None if request["at"] is None else max(0, int(request["at"]))
+        if "steps" in request:
+            self.steps = None if not request["steps"] else min(max(1, int(request["steps"])), 64)
+
+    def update(self, run: Any) -> Patch:
+        self._note(self.fresh(run.timeline.spans))
+        if not self._ended:
+            return Patch()
+        if (latest := self._latest()) < 0:
+            return Patch()
+        first, last = self._window(latest)
+        grows = run.live and self.at is None and self._seconds > SLOW
+        key = (first, last, self.at, len(run.timeline.spans) if grows else 0, latest if self.at is not None else 0)
+        if key == self._shown:
+            return Patch()
+        same = key[:4] == self._shown[:4]
+        self._shown = key
+        facts: dict[str, Any] = {"latest": latest, "follow": self.at is None, "live": bool(run.live)}
+        return Patch(facts=facts) if same else self._draw(run, first, last, grows, facts)
+
+    def _draw(self, run: Any, first: int, last: int, grows: bool, facts: dict[str, Any]) -> Patch:
+        tail = 64 * ranks_of(run) if self.at is None else None
+        rows, begin = _rows(run.timeline.spans.rows(), first, last + grows, tail)
+        steps = rows[rows.equal("lane", "step") & (rows.step >= first) & (rows.step <= last)]
+        if not len(steps):
+            return Patch(facts=facts)
+        low, high = float(steps.t0.min()), float(steps.t1.max())
+        if grows:  # room for the step that is under way, as long as the last
+            high += 1.02 * self._seconds
+        inside = (rows.t1 >= low) & (rows.asked <= high)
+        rows, index = rows[inside], begin + np.flatnonzero(inside)
+        found = boxes_of(rows, index, last_arrival(rows, arrivals(run.timeline, first - 1, last + 2)), BOXES)
+        newest = float(rows.t1.max())
+        high = max(high, newest) if grows else high
+        facts |= {"first": first, "last": last, "names": [_name(n) for n in found.names], "newest": min(newest, high)}
+        pad = 0.004 * (high - low)
+        return Patch(replace=found.traces, layout={"xaxis.range": [low - pad, high + pad]}, facts=facts)
+
+    def _note(self, rows: Rows) -> None:
+        for rank in np.unique(rows.rank):
+            self._heard[int(rank)] = max(self._heard.get(int(rank), 0.0), float(rows.t1[rows.rank == rank].max()))
+        ended = rows[rows.equal("lane", "step")]
+        for rank in np.unique(ended.rank):
+            mine = ended.rank == rank
+            self._ended[int(rank)] = max(self._ended.get(int(rank), 0), int(ended.step[mine].max()))
+        if len(ended):
+            self._seconds = float((ended.t1 - ended.t0)[-1])
+
+    def _latest(self) -> int:
+        """The last step that ended on every rank still heard of; -1 before the first."""
+        newest = max(self._heard.values())
+        awake = [rank for rank, t in self._heard.items() if t > newest - GONE - 3 * self._seconds]
+        return min(self._ended.get(rank, -1) for rank in awake)
+
+    def _window(self, latest: int) -> tuple[int, int]:
+        count = self.steps or int(np.clip(0.4 / max(self._seconds, 1e-3), 3, 6) if len(self._ended) <= 4 else 3)
+        if self.at is None:
+            return max(0, latest - count + 1), latest
+        first = min(self.at, latest)
+        return first, min(first + count - 1, latest)
+
+    def table(self, run: Any) -> Grid:
+        head = ("step", "rank", "lane", "name", "start (s)", "lasted (ms)", "bytes sent", "Mbit/s")
+        if not self._shown:
+            return Grid(head, [])
+        first, last = self._shown[:2]
+        rows, _ = _rows(run.timeline.spans.rows(), first, last, None)
+        keep = (rows.step >= first) & (rows.step <= last) & ~rows.equal("lane", "ticket")
+        rows = rows[keep][:400]
+        seconds = rows.t1 - rows.t0
+        rate = np.divide(rows.nbytes * 8e-6, seconds, out=np.zeros(len(rows)), where=seconds > 0)
+        cells = zip(rows.step, rows.rank, rows.lane, rows.name, rows.t0, seconds, rows.nbytes, rate, strict=True)
+        out = [
+            (int(s), int(r), lane, name, f"{t:.4f}", f"{d * 1e3:.2f}", f"{b:,}" if b else "", f"{m:.1f}" if b else "")
+            for s, r, lane, name, t, d, b, m in cells
+        ]
+        return Grid(head, sorted(out), f"Spans of steps {first} to {last} (at most 400)")
+
+
+def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:
+    """The stretch of the table that holds steps [first, last], and where it begins; `tail` looks from the end."""
+    n, begin = len(rows), 0
+    if tail is not None:
+        size = tail * (last - first + 6)
+        begin = max(0, n - size)
+        while begin and rows.step[begin : begin + tail].min() >= first:
+            begin = max(0, begin - size)
+    hit = np.flatnonzero((rows.step[begin:] >= first) & (rows.step[begin:] <= last)) + begin
+    if not len(hit):
+        return rows[:0], 0
+    return rows[int(hit[0]) : int(hit[-1]) + 1], int(hit[0])
+
+
+def _name(name: str) -> dict[str, Any]:
+    """A span's name and shorter forms of it, for boxes of any width."""
+    bucket = re.search(r"bucket (\d+)", name)
+    brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "update": ["upd", "U"]}
+    short = [bucket[0], f"b{bucket[1]}", bucket[1]] if bucket else [name, *brief.get(name, [])]
+    return {"name": name, "short": short}
+
+
+def _layout(ranks: int) -> go.Layout:
+    pitch = float(np.clip(440 / ranks, 26, 66))
+    where, names = [], []
+    for rank in range(ranks):
+        where += [rank - 0.26, rank + 0.16] if pitch > 40 else [rank]
+        names += [f"<b>rank {rank}</b>  compute", "network"] if pitch > 40 else [f"rank {rank}"]
+    return theme.layout(
+        int(ranks * pitch + 72),
+        xaxis=theme.axis("time since the run began (s)", nticks=9, tickformat=".6~f", showgrid=False),
+        yaxis=theme.axis(
+            "",
+            range=[ranks - 0.45, -0.55],
+            tickvals=where,
+            ticktext=names,
+            ticklabelstandoff=6,
+            showgrid=False,
+            showline=False,
+            ticks="",
+        ),
+        margin={"l": 132, "r": 10, "t": 24, "b": 46},
+        hovermode=False,
+        dragmode=False,
+    )
