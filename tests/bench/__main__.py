@@ -1,0 +1,72 @@
+"""Measures everything, one after the other, and writes docs/benchmarks.md from the raw samples.
+
+    python -m tests.bench [NAME ...] [--page-only]
+
+What was measured before and is not asked for again stays as it is, so a campaign can be resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.bench import page
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs" / "data"
+COMMANDS = {
+    "ddp": ["tests.bench.ddp"],
+    "bound": ["tests.bench.bound"],
+    "live": ["tests.bench.live"],
+    "slow_link": ["tests.bench.slow_link"],
+    "record": ["tests.bench.record_size"],
+    "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
+    "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],
+}
+
+
+def machine() -> dict[str, str]:
+    """What a reader must know of where the numbers came from."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = names[0] if names else model
+    return {
+        "cpu": f"{os.cpu_count()} cores, {model}", "system": platform.system(), "python": platform.python_version(),
+        "torch": torch.__version__, "commit": commit.strip(), "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("names", nargs="*", metavar="NAME", help=", ".join(COMMANDS))
+    ask.add_argument("--page-only", action="store_true")
+    said = ask.parse_args()
+    if unknown := set(said.names) - set(COMMANDS):
+        ask.error(f"{', '.join(unknown)}: must be among {', '.join(COMMANDS)}")
+    DATA.mkdir(parents=True, exist_ok=True)
+    where = DATA / "machines.json"
+    machines = json.loads(where.read_text()) if where.exists() else {}
+    for name in [] if said.page_only else said.names or COMMANDS:
+        print(f"== {name}", flush=True)
+        command = [sys.executable, "-m", *COMMANDS[name], "--out", str(DATA / f"{name}.json")]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            print(f"{name} failed; its older samples stay", flush=True)
+            continue
+        machines[name] = {**machine(), "command": "python -m " + " ".join(COMMANDS[name]), "load": os.getloadavg()[2]}
+        where.write_text(json.dumps(machines, indent=1))
+    (ROOT / "docs" / "benchmarks.md").write_text(page.text(DATA))
+
+
+if __name__ == "__main__":
+    main()

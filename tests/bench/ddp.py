@@ -1,0 +1,198 @@
+"""Engine DDP against torch's own DistributedDataParallel at its best, in alternating blocks of one run.
+
+Each rank is a process that holds both: our session (recording on) and torch's DDP in a plain loop. Blocks of a
+few steps alternate ours, torch, torch, ...; the second torch block of each round is the A/A control.
+
+    python -m tests.bench.ddp --out docs/data/ddp.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.engine.collectives import Wire, host_store
+from workbench.engine.session import Session
+from workbench.engine.setup import set_up
+from workbench.experiment import Experiment
+from workbench.tasks import ByteGPT, Task
+
+BLOCK = 3  # steps in a block
+
+
+class MLP(nn.Sequential):
+    """8 M parameters in eight layers."""
+
+    def __init__(self) -> None:
+        layers: list[nn.Module] = []
+        for _ in range(8):
+            layers += [nn.Linear(1000, 1000), nn.ReLU()]
+        super().__init__(*layers, nn.Linear(1000, 10))
+
+
+def mlp_data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    dice = torch.Generator().manual_seed(seed + rank)
+    return [(torch.randn(32, 1000, generator=dice), torch.randint(10, (32,), generator=dice)) for _ in range(8)]
+
+
+def mlp_loss(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(pair[0]), pair[1])
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def tasks() -> dict[str, Any]:
+    return {"ByteGPT": ByteGPT(), "MLP 8 M": Task(model=MLP, data=mlp_data, loss=mlp_loss, optimizer=sgd)}
+
+
+class Ours:
+    """The engine's session, driven a block at a time."""
+
+    def __init__(self, task: Any, cap: float, rank: int, size: int, port: int, out: Path) -> None:
+        e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0)
+        self.session = Session(
+            e, rank=rank, size=size, store=("127.0.0.1", port), generation="ours", epoch=time.time(), run_dir=out
+        )
+        set_up(self.session)
+
+    def block(self, steps: int) -> None:
+        for _ in range(steps):
+            self.session._boundary()
+            self.session._step()
+
+
+class Torchs:
+    """torch's own, as its documentation would have it: nothing in the loop but training."""
+
+    def __init__(self, task: Any, cap: float, wire: Wire, rank: int, size: int) -> None:
+        learner = task.build()
+        torch.manual_seed(0)
+        model = learner.model()
+        e = Experiment(task=task, ranks=size).filled()
+        self.optimizer = learner.optimizer(list(model.parameters()), e.lr)
+        self.ddp = nn.parallel.DistributedDataParallel(
+            model,
+            process_group=wire.group,
+            bucket_cap_mb=cap * 1e6 / 2**20,
+            gradient_as_bucket_view=True,
+            static_graph=True,
+        )
+        self.loss = learner.loss
+        self.data = itertools.cycle(learner.data(rank, size, e.batch, 0))
+
+    def block(self, steps: int) -> None:
+        for _ in range(steps):
+            loss = self.loss(self.ddp, next(self.data))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            float(loss.detach())
+
+
+def rank_main(rank: int, size: int, port: int, name: str, cap: float, rounds: int, out: str, only: str) -> None:
+    torch.set_num_threads(1)
+    from workbench.engine.collectives import Leaving, connect_store
+
+    store = connect_store("127.0.0.1", port, "bench")
+    leaving = Leaving()
+    wire = Wire(store, rank, size, "torch", leaving)
+    meet = Wire(store, rank, size, "meet", leaving)
+    task = tasks()[name]
+    sides = {}
+    if only != "torch":
+        sides["ours"] = Ours(task, cap, rank, size, port, Path(out))
+    if only != "ours":
+        sides["torch"] = Torchs(task, cap, wire, rank, size)
+    order = {"both": ["ours", "torch", "torch"], "ours": ["ours"], "torch": ["torch"]}[only]
+    rows = []
+    for r in range(rounds + 2):
+        turn = order if r % 2 else order[::-1]
+        for position, side in enumerate(turn):
+            meet.wait(meet.all_reduce(torch.zeros(1)))
+            began = time.perf_counter()
+            sides[side].block(BLOCK)
+            meet.wait(meet.all_reduce(torch.zeros(1)))
+            if r >= 2:
+                rows.append((r - 2, side, position, (time.perf_counter() - began) / BLOCK))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path(out, f"rows-{rank}.json").write_text(json.dumps({"rows": rows, "peak_kb": peak}))
+    os._exit(0)
+
+
+def cell(name: str, size: int, cap: float, rounds: int, only: str = "both") -> dict[str, Any]:
+    """One cell of the table: raw block times of rank 0, and the largest peak memory."""
+    store, _, port = host_store()
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as out:
+        rest = (size, port, name, cap, rounds, out, only)
+        procs = [spawn.Process(target=rank_main, args=(r, *rest)) for r in range(size)]
+        for p in procs:
+            p.start()
+        for p in procs:
+            p.join()
+        found = [json.loads(Path(out, f"rows-{r}.json").read_text()) for r in range(size)]
+    del store
+    return {
+        "task": name,
+        "ranks": size,
+        "bucket_mb": cap,
+        "rows": found[0]["rows"],
+        "peak_kb": max(f["peak_kb"] for f in found),
+    }
+
+
+def ratios(rows: list[list[Any]]) -> dict[str, list[float]]:
+    """Per round: torch's mean time over ours (throughput ratio), and torch's first block over its second."""
+    by_round: dict[int, dict[str, list[float]]] = {}
+    for r, side, _, seconds in rows:
+        by_round.setdefault(r, {}).setdefault(side, []).append(seconds)
+    both = [v for v in by_round.values() if "ours" in v]
+    return {
+        "ours": [sum(v["torch"]) / len(v["torch"]) / v["ours"][0] for v in both],
+        "control": [v["torch"][0] / v["torch"][1] for v in by_round.values() if len(v.get("torch", [])) == 2],
+    }
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--rounds", type=int, default=30)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--tasks", nargs="*", default=list(tasks()))
+    ask.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    ask.add_argument("--caps", nargs="*", type=float, default=[1, 5, 25])
+    a = ask.parse_args()
+    cells = []
+    for name in a.tasks:
+        for size in a.ranks:
+            for cap in a.caps:
+                found = cell(name, size, cap, a.rounds)
+                r = ratios(found["rows"])
+                middle = {k: sorted(v)[len(v) // 2] for k, v in r.items()}
+                ms = [1e3 * x[3] for x in found["rows"] if x[1] == "torch"]
+                print(
+                    f"{name:8} {size} ranks {cap:4g} MB: torch {sorted(ms)[len(ms) // 2]:.1f} ms, "
+                    f"ours/torch {middle['ours']:.3f}, torch/torch {middle['control']:.3f}",
+                    flush=True,
+                )
+                for only in ("ours", "torch") if cap == max(a.caps) else ():
+                    found[f"peak_{only}_kb"] = cell(name, size, cap, 2, only)["peak_kb"]
+                cells.append(found)
+                if a.out:
+                    a.out.write_text(json.dumps(cells))
+
+
+if __name__ == "__main__":
+    main()

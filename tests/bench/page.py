@@ -1,0 +1,239 @@
+# ruff: noqa: E501
+"""docs/benchmarks.md from the raw samples in docs/data/: nothing in the page is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench.ddp import ratios
+
+HEAD = """# Benchmarks
+
+Written by `make bench` from the raw samples in `docs/data/`; `python -m tests.bench --page-only` writes it again from
+them. Ratios against torch's DDP come from alternating blocks of one run; the slow wire's runs follow each other on the
+same emulated Link and pace. A shortfall is said where it stands.
+"""
+
+
+def text(data: Path) -> str:
+    """The whole page."""
+    machines = json.loads((data / "machines.json").read_text()) if (data / "machines.json").exists() else {}
+    parts = [HEAD]
+    for name, section in SECTIONS.items():
+        file = data / f"{name}.json"
+        if not file.exists():
+            parts.append(f"## {name}\n\nNot measured yet: `python -m tests.bench {name}`.\n")
+            continue
+        m = machines.get(name, {})
+        where = f"{m.get('cpu')}; {m.get('system')}; Python {m.get('python')}, torch {m.get('torch')}; commit {m.get('commit')}"
+        parts.append(section(json.loads(file.read_text())))
+        parts.append(f"*{m.get('date')}; {where}; `{m.get('command')}`; 15-minute load {m.get('load', 0):.1f}.*\n")
+    return "\n".join(parts)
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """(median, low, high): the bootstrap's 95 % interval of the median."""
+    x, dice = np.array(values), np.random.default_rng(0)
+    medians = np.median(dice.choice(x, (2000, len(x))), axis=1)
+    return float(np.median(x)), *map(float, np.quantile(medians, [0.025, 0.975]))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(r) + " |" for r in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+def ddp(cells: list[dict[str, Any]]) -> str:
+    """Engine DDP against torch's own."""
+    rows, middles, under = [], [], []
+    for c in cells:
+        r = ratios(c["rows"])
+        mid, low, high = interval(r["ours"])
+        control = interval(r["control"])
+        middles.append(mid)
+        name = f"{c['task']}, {c['ranks']} ranks, {c['bucket_mb']:g} MB"
+        if high < 0.97:
+            under.append(name)
+        ms = statistics.median(x[3] for x in c["rows"] if x[1] == "torch") * 1e3
+        peak = f"{c['peak_ours_kb'] / c['peak_torch_kb']:.3f}" if "peak_ours_kb" in c else ""
+        rows.append(
+            [
+                name,
+                f"{ms:.0f} ms",
+                f"{mid:.3f} [{low:.3f}, {high:.3f}]",
+                f"{control[0]:.3f} [{control[1]:.3f}, {control[2]:.3f}]",
+                str(len(r["ours"])),
+                peak,
+            ]
+        )
+    mean = math.exp(sum(map(math.log, middles)) / len(middles))
+    said = f"Geometric mean {mean:.3f} (asked: at least 1.00). "
+    said += f"Wholly under 0.97: {', '.join(under)}." if under else "No cell's interval lies wholly under 0.97."
+    head = [
+        "cell",
+        "torch's step",
+        "ours / torch, throughput",
+        "torch / torch (A/A)",
+        "rounds",
+        "peak memory, ours / torch",
+    ]
+    about = (
+        "Our engine with recording on against `DistributedDataParallel(gradient_as_bucket_view=True, static_graph=True)`"
+        " in a plain loop, in alternating blocks of one run; median of rounds with its 95 % bootstrap interval."
+    )
+    return f"## Engine DDP against torch's\n\n{about}\n\n{table(head, rows)}\n{said}\n"
+
+
+def bound(rows: list[dict[str, Any]]) -> str:
+    """Paced steps over their bound, and bytes against the formula."""
+    best: dict[tuple[int, float], dict[str, Any]] = {}
+    for r in rows:
+        key = r["ranks"], r["wire"]
+        if key not in best or statistics.median(r["steps"]) < statistics.median(best[key]["steps"]):
+            best[key] = r
+    out = [
+        [
+            f"{k[0]}",
+            f"{k[1]:g}",
+            f"{b['bucket_mb']:g} MB",
+            f"{statistics.median(b['steps']) * 1e3:.0f} ms",
+            f"{b['bound'] * 1e3:.0f} ms",
+            f"{statistics.median(b['steps']) / b['bound']:.3f}",
+        ]
+        for k, b in best.items()
+    ]
+    worst = max(statistics.median(b["steps"]) / b["bound"] for b in best.values())
+    exact = all(r["bytes"] == r["formula"] for r in rows)
+    about = (
+        "A step takes at least forward + max(backward, time until the first bucket is full + wire time of all "
+        "buckets) + update. Paced, on an emulated Link, the best of the bucket sizes tried."
+    )
+    head = ["ranks", "wire / backward", "bucket", "step", "bound", "step / bound"]
+    return (
+        f"## Steps over their bound\n\n{about}\n\n{table(head, out)}\nWorst {worst:.3f} (asked: at most 1.10). "
+        f"Payload bytes on the record {'equal' if exact else 'DIFFER FROM'} the formula's "
+        "(2 (p-1)/p of each bucket, in whole bytes).\n"
+    )
+
+
+def live(d: dict[str, Any]) -> str:
+    """Change latency, recording's cost, start-up."""
+    rows = []
+    for name in ("DDP", "LocalSGD"):
+        late, steps = sorted(d[name]["late"]), d[name]["steps"]
+        p99 = late[int(0.99 * (len(late) - 1))]
+        length = float(np.quantile(steps, 0.99)) * d[name]["every"]
+        rows.append(
+            [
+                name,
+                str(len(late)),
+                f"{statistics.median(late) * 1e3:.0f} ms",
+                f"{p99 * 1e3:.0f} ms",
+                f"{length * 1e3 + 200:.0f} ms",
+                "yes" if p99 <= length + 0.2 else "NO",
+            ]
+        )
+    costs = []
+    for name in ("DDP", "LocalSGD"):
+        c = d[name]["recording"]
+        share = (c["cpu_recording"] + c["cpu_appending"] + c["cpu_relaying"]) / c["cpu_process"]
+        costs.append(
+            [
+                name,
+                f"{c['cpu_recording']:.2f} s",
+                f"{c['cpu_appending']:.3f} s",
+                f"{c['cpu_relaying']:.2f} s",
+                f"{c['cpu_process']:.1f} s",
+                f"{share:.2%}",
+            ]
+        )
+    head = ["strategy", "changes", "median", "p99", "allowed (p99 of a step, or of a round, + 200 ms)", "kept"]
+    cost_head = [
+        "strategy",
+        "recording and spooling",
+        "writing rows down",
+        "relaying",
+        "the ranks' CPU time",
+        "share (asked: 1 %)",
+    ]
+    first = ", ".join(f"{s:.1f} s" for s in d["first_loss"])
+    return (
+        f"## Live changes, recording, start-up\n\nFrom the call of `lab.turn` to its effect, 4 ranks, ByteGPT, "
+        f"unpaced:\n\n{table(head, rows)}\nCPU seconds of all ranks together:\n\n{table(cost_head, costs)}\n"
+        f"`Lab(ranks=4)` to the first loss: {first} (asked: at most 20 s).\n"
+    )
+
+
+def slow_link(d: dict[str, Any]) -> str:
+    """What the live controls do on a wire eight times slower than compute."""
+    base = d["curves"]["TorchDDP"]
+    steps, seconds, target = base[-1]
+    rows = []
+    for name, curve in d["curves"].items():
+        hit = next((p for p in curve if p[2] <= target), None)
+        last = curve[-1]
+        pace = (last[0] / last[1]) / (steps / seconds)
+        half = min(base, key=lambda p: abs(p[0] - last[0]))
+        rows.append(
+            [
+                name,
+                f"{hit[1]:.0f} s, step {hit[0]}" if hit else "not reached",
+                f"{seconds / hit[1]:.2f}" if hit else "",
+                f"{pace:.2f}",
+                f"{last[2]:.3f} after {last[0]} steps (torch {half[2]:.3f})",
+            ]
+        )
+    best = max(
+        (
+            seconds / next((p[1] for p in c if p[2] <= target), math.inf)
+            for n, c in d["curves"].items()
+            if n != "TorchDDP"
+        ),
+        default=0.0,
+    )
+    head = [
+        "setting, turned live",
+        f"reached torch's {target:.3f} after",
+        "times as fast",
+        "samples/s ratio",
+        "held-out at equal samples",
+    ]
+    return (
+        f"## A wire eight times slower than compute\n\n{d['ranks']} ranks, {d['pace_ms']:g} ms of paced compute, "
+        f"{d['mbit']:.1f} Mbit/s; torch's DDP puts its buckets on the same Link. It needed {seconds:.0f} s for {steps} "
+        f"steps.\n\n{table(head, rows)}\nBest: {best:.2f} times as fast (asked: at least 3).\n"
+    )
+
+
+def record(d: dict[str, Any]) -> str:
+    """The record on disk."""
+    return (
+        f"## The record\n\n{d['spans']:,} spans: {d['bytes_per_span']:.1f} bytes each on disk (asked: under 40); loading "
+        f"them took {', '.join(f'{s:.2f} s' for s in d['load_s'])} (asked: under 2 s).\n"
+    )
+
+
+def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
+    def section(d: dict[str, Any]) -> str:
+        rows = []
+        for name, value in d["results"].items():
+            sign, limit = d["budgets"][name]
+            good = value <= limit if sign == "<=" else value >= limit
+            rows.append([name, f"{value:.3g}", f"{sign} {limit:g}", "yes" if good else "NO"])
+        return f"## {title}\n\n{table(['', 'measured', 'budget', 'kept'], rows)}\n"
+
+    return section
+
+
+SECTIONS: dict[str, Callable[[Any], str]] = {
+    "ddp": ddp, "bound": bound, "live": live, "slow_link": slow_link, "record": record,
+    "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
+    "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
+}  # fmt: skip

@@ -1,0 +1,103 @@
+"""How large a million spans are on disk, how long they take to load, and what recording costs.
+
+    python -m tests.bench.record_size [--rows N] [--out docs/data/record.json]
+
+Prints one JSON object. The rows are those of eight ranks, written through the Recorder's own Writer in batches
+as large as a second's worth of rows; times keep all digits that a real clock would give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.unit import synthetic
+from workbench.engine.recorder import Recorder
+from workbench.run import Run
+from workbench.store import Writer
+from workbench.timeline import Rows
+
+RANKS = 8
+
+
+def rows_like_an_engines(n: int) -> Rows:
+    """About `n` spans of `RANKS` ranks; clock readings of different ranks and threads share no digits."""
+    steps = max(n // (RANKS * 20), 2)
+    rows = synthetic.timeline(ranks=RANKS, steps=min(steps, 2000)).spans.rows()
+    repeats = -(-n // len(rows))
+    rng, columns, length = np.random.default_rng(0), rows.columns, float(rows.t1.max()) + 1
+    out: dict[str, Any] = {k: np.tile(v, repeats)[:n] for k, v in columns.items()}
+    late = np.repeat(np.arange(repeats) * length, len(rows))[:n]
+    out["step"] = out["step"] + np.repeat(np.arange(repeats) * steps, len(rows))[:n]
+    noise = np.sort(rng.random((3, n)) * 2e-5, axis=0)
+    for k, column in enumerate(("asked", "t0", "t1")):
+        out[column] = out[column] + late + noise[k]
+    return Rows(out)
+
+
+def written(path: Path, rows: Rows) -> list[int]:
+    """Writes each rank's rows in batches of 150 to 400; returns the sizes of the files."""
+    rng = np.random.default_rng(1)
+    for rank in range(RANKS):
+        mine, i = rows[rows.rank == rank], 0
+        writer = Writer(path, "spans", rank)
+        while i < len(mine):
+            n = int(rng.integers(150, 400))
+            writer.append(mine[i : i + n].columns)
+            i += n
+        writer.close()
+    return [file.stat().st_size for file in path.glob("*.arrow")]
+
+
+def cost_of_recording(path: Path, per_second: int = 500, seconds: float = 5.0) -> dict[str, float]:
+    """CPU time of the recorder's thread at a steady rate, and of one call."""
+    r = Recorder(0, path, lambda kind, seq, columns: None)
+    began, calls = time.perf_counter(), 0.0
+    for tick in range(int(seconds * 20)):
+        t = time.thread_time()
+        for i in range(per_second // 20):
+            r.span(tick, "comm", "all_reduce bucket 0", tick * 0.05, tick * 0.05 + 1e-4, tick * 0.05 + 2e-4, i)
+        calls += time.thread_time() - t
+        time.sleep(max(began + (tick + 1) * 0.05 - time.perf_counter(), 0))
+    wall = time.perf_counter() - began
+    r.close()
+    return {
+        "rows_per_second": per_second,
+        "thread_cpu_share": r.cpu_seconds / wall,
+        "us_per_call": calls / (seconds * per_second) * 1e6,
+    }
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--rows", type=int, default=1_000_000)
+    ask.add_argument("--out", type=Path)
+    said = ask.parse_args()
+    n = said.rows
+    with tempfile.TemporaryDirectory() as place:
+        path = Run({"ranks": RANKS}).save(Path(place) / "run")
+        size = sum(written(path, rows_like_an_engines(n)))
+        loads = []
+        for _ in range(3):
+            began = time.perf_counter()
+            run = Run.open(path)
+            loads.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        frame = run.spans
+        seconds = time.perf_counter() - began
+        recording = cost_of_recording(Path(place) / "cost")
+    answer = {"spans": len(frame), "bytes_per_span": size / n, "load_s": loads, "frame_s": seconds, **recording}
+    text = json.dumps({k: np.round(v, 4).tolist() for k, v in answer.items()}, indent=1)
+    print(text)
+    if said.out:
+        said.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

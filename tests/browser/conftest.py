@@ -1,0 +1,201 @@
+"""A real JupyterLab and a headless Chromium for the browser tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ARTEFACTS = ROOT / "artefacts"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+PLACES = {
+    "JUPYTER_CONFIG_DIR": "config",
+    "IPYTHONDIR": "ipython",
+    "WORKBENCH_RUNTIME_DIR": "labs",
+    "XDG_DATA_HOME": "data",
+}
+
+
+class Jupyter(NamedTuple):
+    """A running JupyterLab: where it answers, its token, its notebooks' folder and where labs put their runs."""
+
+    url: str
+    token: str
+    folder: Path
+    data: Path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def private(tmp: Path) -> dict[str, str]:
+    """An environment in which Jupyter, IPython and the workbench keep everything under `tmp`."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, **{k: str(tmp / v) for k, v in PLACES.items()}, "PYTHONPATH": path}
+
+
+@pytest.fixture
+def jupyter(tmp_path: Path) -> Iterator[Jupyter]:
+    """JupyterLab with its token on, in a temporary folder with copies of the notebooks."""
+    folder = tmp_path / "notebooks"
+    shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    port, token = free_port(), secrets.token_hex(16)
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
+    command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--ServerApp.port_retries=0"]
+    _quiet(tmp_path / "config")
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        command.append("--allow-root")
+    with (tmp_path / "jupyter.log").open("w") as log:
+        server = subprocess.Popen(command, cwd=folder, env=private(tmp_path), stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _answers(f"{url}/api?token={token}", server, tmp_path / "jupyter.log")
+        yield Jupyter(url, token, folder, tmp_path / "data")
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def _quiet(config: Path) -> None:
+    """Switches off the question about news, which would lie over the notebook."""
+    (config / "labconfig").mkdir(parents=True)
+    off = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+    (config / "labconfig" / "page_config.json").write_text(json.dumps(off))
+
+
+def _answers(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            urllib.request.urlopen(url, timeout=2).close()
+            return
+        except OSError:
+            assert server.poll() is None, f"JupyterLab ended: {log.read_text()[-2000:]}"
+            time.sleep(0.2)
+    raise AssertionError(f"JupyterLab did not answer in 60 s: {log.read_text()[-2000:]}")
+
+
+class Sheet:
+    """A notebook open in JupyterLab, as a person handles it."""
+
+    def __init__(self, page: Any, jupyter: Jupyter) -> None:
+        self.page = page
+        self.jupyter = jupyter
+
+    def open(self, name: str, *, side_bar: bool = False) -> None:
+        self.name = name
+        self.page.goto(f"{self.jupyter.url}/lab/tree/{name}?token={self.jupyter.token}")
+        self.ready(side_bar)
+
+    def ready(self, side_bar: bool = False) -> None:
+        """Waits until the notebook is there and its kernel is connected: keys pressed earlier are lost."""
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+        if not side_bar and self.page.locator("#jp-left-stack").is_visible():
+            self.page.keyboard.press("Control+b")
+        end = time.monotonic() + 60
+        while not self._connected():
+            assert time.monotonic() < end, "the notebook's kernel is not connected after 60 s"
+            self.page.wait_for_timeout(200)
+        self.page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]", timeout=60_000)
+
+    def _connected(self) -> bool:
+        with urllib.request.urlopen(
+            f"{self.jupyter.url}/api/sessions?token={self.jupyter.token}", timeout=10
+        ) as answer:
+            kernels = [s["kernel"] for s in json.load(answer) if s["path"] == self.name]
+        return any(k["connections"] > 0 and k["execution_state"] == "idle" for k in kernels)
+
+    def run(self, *contents: str, keys: str = "Shift+Enter") -> None:
+        """Runs the code cells that contain these texts, one by one."""
+        for text in contents:
+            cell = self.page.locator(".jp-CodeCell", has=self.page.locator(".cm-content", has_text=text)).first
+            prompt = cell.locator(".jp-InputPrompt")
+            before = prompt.inner_text()
+            cell.locator(".cm-content").click()
+            self.page.keyboard.press(keys)
+            end = time.monotonic() + 60
+            while prompt.inner_text() in (before, "[*]:"):
+                assert time.monotonic() < end, f"the cell was not run: {prompt.inner_text()}"
+                self.page.wait_for_timeout(100)
+
+    def save(self) -> None:
+        """Saves the notebook and waits until it is on disk."""
+        file = self.jupyter.folder / self.name
+        before = file.stat().st_mtime_ns
+        self.page.get_by_role("menuitem", name="File", exact=True).click()
+        self.page.get_by_role("menuitem", name=re.compile("^Save Notebook")).first.click()
+        end = time.monotonic() + 20
+        while file.stat().st_mtime_ns == before or not file.read_text().strip().endswith("}"):
+            assert time.monotonic() < end, f"{file.name} was not saved"
+            self.page.wait_for_timeout(100)
+
+    def theme(self, name: str) -> None:
+        """Switches JupyterLab's theme, through its menu."""
+        before = self.page.evaluate("document.body.dataset.jpThemeName")
+        self.page.get_by_role("menuitem", name="Settings", exact=True).click()
+        menu = self.page.locator(".lm-Menu-itemLabel")
+        menu.get_by_text("Theme", exact=True).hover()
+        menu.get_by_text(name, exact=True).click()
+        changed = "(before) => document.body.dataset.jpThemeName !== before"
+        self.page.wait_for_function(changed, arg=before, timeout=20_000)
+        self.page.wait_for_timeout(1500)
+
+    def control(self, path: str) -> Any:
+        """The row of the control of one knob."""
+        return self.page.locator(f".twb-row[data-path='{path}']").first
+
+    def button(self, name: str) -> Any:
+        return self.page.locator(".twb-transport").get_by_role("button", name=re.compile(name)).first
+
+    def state(self, text: str, timeout: float = 60) -> None:
+        """Waits until the line beside the buttons says `text`."""
+        self.page.locator(".twb-state", has_text=text).first.wait_for(timeout=timeout * 1000)
+
+    def step(self) -> int:
+        """The step that the line beside the buttons names; -1 before the first."""
+        found = re.search(r"step (\d+)", self.page.locator(".twb-state").first.inner_text())
+        return int(found.group(1)) if found else -1
+
+    def past(self, step: int, timeout: float = 60) -> None:
+        """Waits until the run is past `step`."""
+        end = time.monotonic() + timeout
+        while self.step() <= step:
+            assert time.monotonic() < end, f"still at step {self.step()}"
+            self.page.wait_for_timeout(100)
+
+    def shot(self, name: str) -> None:
+        ARTEFACTS.mkdir(exist_ok=True)
+        self.page.screenshot(path=ARTEFACTS / f"{name}.png")
+
+
+@pytest.fixture
+def sheet(jupyter: Jupyter) -> Iterator[Sheet]:
+    """A browser page of 1280 x 720 that can open notebooks."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        yield Sheet(page, jupyter)
+        browser.close()

@@ -1,0 +1,47 @@
+"""Is the text of a page large enough, and does it stand out? Asked of the page itself. Disabled controls are exempt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SCRIPT = """(root) => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3])).concat(1);
+  const ground = (e) => {
+    if (!e) return [255, 255, 255, 1];
+    const own = rgba(getComputedStyle(e).backgroundColor);
+    return own[3] > 0.99 ? own : over(own, ground(e.parentElement));
+  };
+  const light = (c) => {
+    const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = c.slice(0, 3).map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const found = [];
+  for (const e of document.querySelectorAll(`${root} *`)) {
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!(own || e.matches("input[type=text],select")) || !e.checkVisibility()) continue;
+    if (e.closest(".twb-sr,.twb-sign") || e.disabled || e.closest("option")) continue;
+    const style = getComputedStyle(e), back = ground(e), ink = over(rgba(style.color), back);
+    const [a, b] = [light(ink), light(back)].sort((x, y) => y - x);
+    found.push([e.textContent.trim().slice(0, 30) || e.className, parseFloat(style.fontSize), (a + 0.05) / (b + 0.05)]);
+  }
+  return found;
+}"""
+
+
+def texts(page: Any, root: str = ".twb") -> list[tuple[str, float, float]]:
+    """(text, size in px, contrast) of every visible text under `root`."""
+    return [tuple(t) for t in page.evaluate(SCRIPT, root)]
+
+
+def hard_to_read(page: Any, root: str = ".twb") -> list[tuple[str, float, float]]:
+    """The texts under 14 px or with a contrast under 4.5, WCAG's level AA."""
+    return [t for t in texts(page, root) if t[1] < 14 or t[2] < 4.5]

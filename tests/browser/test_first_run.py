@@ -1,0 +1,179 @@
+"""The main job in a real browser: Start, controls moved by mouse and keys while real ranks train, stop, reload.
+
+What the page says it drew is compared with the run directory that the ranks wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.browser.conftest import Sheet
+from tests.browser.legible import hard_to_read, texts
+from widgets.marks import change_marks
+from workbench.run import Run
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+DRAWN = ("compute", "comm", "wait", "codec", "port", "eval", "switch")  # lanes that the timeline shows
+
+
+def drawn(sheet: Sheet, view: str, name: str) -> Any:
+    """A fact that the page keeps of what it drew."""
+    return json.loads(sheet.page.locator(f"[data-view={view}]").first.get_attribute(f"data-{name}") or "null")
+
+
+def applied(sheet: Sheet, text: str) -> int:
+    """Waits until a change is listed as applied; returns the step."""
+    item = sheet.page.locator(".twb-request[data-state=applied]", has_text=text).first
+    item.wait_for(timeout=60_000)
+    return int(item.locator(".twb-said").inner_text().rpartition(" ")[2])
+
+
+def by_mouse(sheet: Sheet, path: str, share: float) -> str:
+    """Drags a slider's thumb to a share of its length; returns the value that the box beside it shows."""
+    slider = sheet.control(path).locator(".twb-slider")
+    slider.scroll_into_view_if_needed()
+    box = slider.bounding_box()
+    mouse, middle = sheet.page.mouse, box["y"] + box["height"] / 2
+    now = int(slider.input_value()) / int(slider.get_attribute("max"))
+    mouse.move(box["x"] + 8 + now * (box["width"] - 16), middle)
+    mouse.down()
+    mouse.move(box["x"] + 8 + share * (box["width"] - 16), middle, steps=5)
+    mouse.up()
+    return str(sheet.control(path).locator(".twb-entry").input_value())
+
+
+def by_keys(sheet: Sheet, path: str, *keys: str) -> str:
+    """Presses keys on a slider; returns the value that the box beside it shows."""
+    slider = sheet.control(path).locator(".twb-slider")
+    slider.focus()
+    for key in keys:
+        sheet.page.keyboard.press(key)
+    return str(sheet.control(path).locator(".twb-entry").input_value())
+
+
+def typed(sheet: Sheet, path: str, text: str) -> None:
+    """Types into the box of a control, reached by Tab from its slider's neighbour, and presses Enter."""
+    sheet.control(path).locator(".twb-entry").focus()
+    sheet.page.keyboard.press("Control+a")
+    sheet.page.keyboard.type(text)
+    sheet.page.keyboard.press("Enter")
+
+
+def recorded(sheet: Sheet) -> Run:
+    """The one run directory there is."""
+    (path,) = (sheet.jupyter.data / "training-workbench" / "runs").iterdir()
+    return Run.open(path)
+
+
+def compare_with_record(sheet: Sheet, run: Run, *, fresh: bool) -> None:
+    """Marks, loss points and spans on the page against the record.
+
+    The page counts the spans it ever drew: on a fresh page, those of the steps it shows and what lies between them.
+    """
+    samples = run.samples
+    losses = [int(((samples.name == "loss") & (samples["rank"] == r)).sum()) for r in range(4)]
+    held = int((samples.name == "held_out").sum())
+    sheet.page.locator("[data-view=loss]").scroll_into_view_if_needed()
+    for _ in range(100):  # a curve is drawn twice a second
+        if drawn(sheet, "loss", "points") == [*losses, *losses, held, held]:
+            break
+        sheet.page.wait_for_timeout(100)
+    assert drawn(sheet, "loss", "points") == [*losses, *losses, held, held]
+    assert drawn(sheet, "loss", "marks") == [m.label for m in change_marks(run)]
+    rows = run.timeline.spans.rows()
+    first, last = drawn(sheet, "timeline", "first-step"), drawn(sheet, "timeline", "newest-step")
+    steps = rows[rows.equal("lane", "step") & (rows.step >= first) & (rows.step <= last)]
+    assert last == min(int(rows[rows.equal("lane", "step") & (rows.rank == r)].step.max()) for r in range(4))
+    visible = np.isin(rows.lane, DRAWN)
+    least = int((visible & (rows.step >= first) & (rows.step <= last)).sum())
+    most = int((visible & (rows.t1 >= steps.t0.min()) & (rows.asked <= steps.t1.max())).sum())
+    assert least <= drawn(sheet, "timeline", "spans") <= len(rows) and least <= most
+    if fresh:
+        assert drawn(sheet, "timeline", "spans") <= most
+
+
+def steer(sheet: Sheet) -> None:
+    """Moves strategy, bucket and ratio by mouse and by keyboard while the ranks train."""
+    typed(sheet, "pace", "60")
+    assert applied(sheet, "pace = 60") > 0
+    typed(sheet, "fabric.link.bandwidth", "300")
+    assert applied(sheet, "bandwidth = 300") > 0
+    bucket = by_mouse(sheet, "bucket_mb", 0.2)
+    assert float(bucket) < 0.2 and applied(sheet, f"bucket_mb = {bucket}") > 0
+    bucket = by_keys(sheet, "bucket_mb", "ArrowRight", "ArrowRight", "ArrowRight")
+    assert float(bucket) > 0.2 and applied(sheet, f"bucket_mb = {bucket}") > 0
+    sheet.control("strategy").locator("select").select_option(label="LocalSGD")
+    assert applied(sheet, "LocalSGD") > 0
+    sheet.shot("first-run-local-sgd")
+    every = by_keys(sheet, "strategy.every", "ArrowLeft")
+    assert every == "4" and applied(sheet, "every = 4") > 0
+    sheet.control("strategy").locator("select").focus()
+    sheet.page.keyboard.press("ArrowUp")
+    assert applied(sheet, "DDP") > 0
+    sheet.control("compressor").locator("select").focus()
+    sheet.page.keyboard.type("TopK +")
+    assert applied(sheet, "TopK") > 0
+    density = by_mouse(sheet, "compressor.of.density", 0.75)
+    assert float(density) > 0.01 and applied(sheet, f"density = {density}") > 0
+    density = by_keys(sheet, "compressor.of.density", "Home")
+    assert density == "0.0001" and applied(sheet, "density = 0.0001") > 0
+
+
+def refused(sheet: Sheet) -> None:
+    """A wrong entry is answered beside its control, and nothing changes."""
+    typed(sheet, "bucket_mb", "0")
+    error = sheet.control("bucket_mb").locator(".twb-error")
+    error.wait_for()
+    assert "bucket_mb=0: must be a number in [0.01, 1024] MB" in error.inner_text()
+    assert sheet.page.locator(".twb-request", has_text="bucket_mb = 0 ").count() == 0
+    sheet.shot("first-run-refused")
+
+
+def legible_in_both_themes(sheet: Sheet) -> None:
+    """Handles and charts have texts of 14 px at least that stand out, in the light theme and in the dark one."""
+    assert len(texts(sheet.page)) > 40
+    assert hard_to_read(sheet.page) == []
+    sheet.theme("JupyterLab Dark")
+    assert hard_to_read(sheet.page) == []
+    sheet.shot("first-run-dark")
+    sheet.theme("JupyterLab Light")
+
+
+def test_a_person_starts_steers_stops_and_comes_back(sheet: Sheet) -> None:
+    sheet.open("00_first_run.ipynb")
+    sheet.run("lab = Lab(ranks=4)")
+    sheet.control("strategy").wait_for(timeout=60_000)
+    sheet.button("Start").click()
+    sheet.state("running", 90)
+    sheet.past(3, 90)
+    refused(sheet)
+    steer(sheet)
+    sheet.past(sheet.step() + 12)
+    sheet.shot("first-run-steered")
+    sheet.button("Stop").click()
+    sheet.state("stopped", 10)
+    sheet.page.wait_for_timeout(1500)
+    run = recorded(sheet)
+    assert run.state == "stopped" and len(run.changes) >= 10
+    compare_with_record(sheet, run, fresh=False)
+    listed = [int(t.rpartition(" ")[2]) for t in sheet.page.locator(".twb-request .twb-said").all_inner_texts()]
+    assert listed == [c.at_step for c in reversed(run.changes)]
+    sheet.shot("first-run-stopped")
+    legible_in_both_themes(sheet)
+
+    sheet.save()
+    saved = sheet.jupyter.folder / "00_first_run.ipynb"
+    assert "jupyter.widget-view" in saved.read_text() and saved.stat().st_size < 1_000_000
+    sheet.page.reload()
+    sheet.ready()
+    sheet.run("lab = Lab(ranks=4)", keys="Control+Enter")  # Shift+Enter would scroll on to the next cell
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws", timeout=60_000)
+    sheet.page.wait_for_timeout(2000)
+    compare_with_record(sheet, run, fresh=True)
+    assert [Path(str(run.path))] == list((sheet.jupyter.data / "training-workbench" / "runs").iterdir())
+    sheet.shot("first-run-reloaded")

@@ -1,0 +1,25 @@
+"""What all tests share: a time limit for each mark, and the marks written into the report of `make test`."""
+
+from __future__ import annotations
+
+import pytest
+
+# The slowest mark that a test carries decides how many seconds it may take.
+LIMITS = {"slow": 600, "browser": 300, "notebook": 240, "gpu": 240, "netns": 240, "engine": 120}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
+        item.user_properties.append(("marks", " ".join(marks) or "quick"))
+        if marks and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(max(LIMITS[mark] for mark in marks)))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Numbers do not depend on how many cores are free."""
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,34 @@
+"""The environment that opens the first notebook online: its install steps, run in a fresh venv."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_post_build_gives_an_environment_that_can_run_the_first_notebook(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    path = f"{tmp_path / 'env' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    rest: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    built = subprocess.run([ROOT / "binder" / "postBuild"], cwd=ROOT, env={**os.environ, "PATH": path}, **rest)
+    assert built.returncode == 0, built.stderr[-2000:]
+    assert "torch:" in built.stdout, "it says which build of torch it takes"
+    code = "import jupyterlab, widgets.display, workbench.lab; print(workbench.recipe('first_run').checked().ranks)"
+    python = tmp_path / "env" / "bin" / "python"
+    ran = subprocess.run([python, "-W", "ignore", "-c", code], cwd=tmp_path, **rest)
+    assert ran.stdout.strip() == "4", ran.stderr[-2000:]
+
+
+def test_post_build_is_executable_and_names_a_python_that_will_do() -> None:
+    assert os.access(ROOT / "binder" / "postBuild", os.X_OK)
+    major, minor = (ROOT / "binder" / "runtime.txt").read_text().strip().removeprefix("python-").split(".")
+    assert (int(major), int(minor)) >= (3, 11)

@@ -1,0 +1,207 @@
+"""A light stand-in for the engine's session: the same contract, a thread that pushes rows, no torch.
+
+What it does is said by the experiment's seed, so that it travels like any other setting. The tests here are of
+the rows' way between processes, without processes: wire, gaps, spool.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.cluster import spool, wire
+from workbench.cluster.gaps import Gaps
+from workbench.engine.recorder import Recorder
+from workbench.run import Run
+from workbench.timeline import columns_of
+
+RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # seeds that mean something
+SESSION = "test_cluster_fake:FakeSession"
+PACE = 0.02
+
+
+class FakeSession:
+    """Trains nothing at 50 steps a second; obeys, records and fails as a real one does."""
+
+    def __init__(
+        self, experiment: Any, *, rank: int, size: int, push: Any, run_dir: Path, epoch: float, **rest: Any
+    ) -> None:
+        self.experiment, self.rank, self.size, self.epoch = experiment, rank, size, epoch
+        self.record = Recorder(rank, run_dir, push)
+        self.inbox: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.at, self.phase, self.error, self.rest = 0, "starting", None, rest
+        self.stopping = self.paused = self.left = self.hurried = False
+        self.model = "a model"
+        self.thread = threading.Thread(target=self.live, name=f"rank {rank} training", daemon=True)
+
+    @staticmethod
+    def host_store(host: str = "127.0.0.1") -> tuple[Any, str, int]:
+        return object(), host, 1
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def request(self, what: dict[str, Any]) -> None:
+        self.inbox.put(what)
+
+    def hurry(self) -> None:
+        self.hurried = self.stopping = True
+
+    def abort(self) -> None:
+        self.left = True
+
+    def join(self, timeout: float | None = None) -> bool:
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
+
+    def status(self) -> dict[str, Any]:
+        return {"state": self.phase, "step": self.at, "busy": "fake", "error": self.error}
+
+    def mark(self, name: str, detail: dict[str, Any]) -> None:
+        self.record.mark(self.at, name, time.time() - self.epoch, json.dumps(detail))
+
+    def say(self, phase: str) -> None:
+        self.phase = phase
+        if self.rank == 0:
+            self.mark("state", {"state": phase})
+
+    def live(self) -> None:
+        try:
+            self.train()
+        except Exception as error:
+            about = {"type": type(error).__name__, "text": str(error), "traceback": ""}
+            self.error = {"rank": self.rank, "step": self.at, "op": "forward", **about}
+            self.mark("error", self.error)
+            self.say("failed")
+        self.record.close()
+
+    def train(self) -> None:
+        self.say("running")
+        e = self.experiment
+        while not (self.stopping or self.left or (e.steps and self.at >= e.steps)):
+            self.obey()
+            if self.paused:
+                time.sleep(PACE)
+                continue
+            began = time.time() - self.epoch
+            self.step(e.seed)
+            now = time.time() - self.epoch
+            self.record.span(self.at, "step", "fake", began, began, now, 0)
+            self.record.sample(self.at, "loss", now, 1.0 / (1 + self.at))
+            self.at += 1
+        self.say("stopped" if self.stopping else "failed" if self.left else "done")
+
+    def step(self, seed: int) -> None:
+        time.sleep(PACE)
+        if seed == RAISES_EVERYWHERE and self.at == 5:
+            raise ValueError("shapes do not fit")
+        if seed == RAISES and self.at == 5:
+            raise ValueError("only rank 1 is wrong") if self.rank == 1 else RuntimeError("Connection closed by peer")
+        if seed == NAN and self.at == 5 and self.rank == self.size - 1:
+            self.mark("nan", {"loss": "nan"})
+        if seed == TALKS and self.at == 3:
+            print(f"hello from {self.rank}")
+            print("to stderr", file=sys.stderr)
+            logging.getLogger("user").warning("a log line")
+            warnings.warn("a warning", stacklevel=1)
+        while seed == STUCK and self.rank == 1:
+            time.sleep(PACE)
+        while seed == BLOCKS and self.rank == 1 and not (self.hurried or self.left):
+            time.sleep(PACE)
+
+    def obey(self) -> None:
+        while not self.inbox.empty():
+            what = self.inbox.get()
+            match what["kind"]:
+                case "turn":
+                    self.turn(what)
+                case "pause" | "resume":
+                    self.paused = what["kind"] == "pause"
+                    self.say("paused" if self.paused else "running")
+                case "stop":
+                    self.stopping = True
+
+    def turn(self, what: dict[str, Any]) -> None:
+        about = {k: what.get(k) for k in ("id", "path", "value", "requested_at")}
+        if what["path"] == "lr" and what["value"] == 99.0:
+            return self.mark("refused", {**about, "reason": "lr=99: the fake does not like it"})
+        self.experiment = self.experiment.turn(what["path"], what["value"])
+        self.mark("change", {**about, "text": "changed"})
+
+
+def spans(first: int, n: int, rank: int = 0) -> dict[str, Any]:
+    numbers = range(first, first + n)
+    rows = [(rank, i, "comm", f"all_reduce bucket {i % 3}", i + 0.1, i + 0.2, i + 0.3, 4 * i) for i in numbers]
+    return columns_of("spans", rows)
+
+
+def marks(n: int) -> dict[str, Any]:
+    return columns_of("marks", [(2, i, "log", i * 0.5, json.dumps({"text": f"ä {i}"})) for i in range(n)])
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def plain(column: Any) -> list[Any]:
+        return list(column.decode() if hasattr(column, "decode") else np.asarray(column).tolist())
+
+    return set(one) == set(other) and all(plain(one[k]) == plain(other[k]) for k in one)
+
+
+def test_what_is_decoded_is_what_was_encoded() -> None:
+    for kind, columns in (("spans", spans(5, 100, rank=2)), ("marks", marks(3))):
+        batch = wire.decode(wire.encode(wire.Batch("g", kind, 2, 7, columns)))
+        assert (batch.generation, batch.kind, batch.rank, batch.seq) == ("g", kind, 2, 7)
+        assert same(batch.columns, columns)
+
+
+def test_a_message_is_small() -> None:
+    frames = wire.encode(wire.Batch("g" * 32, "spans", 2, 7, spans(0, 1000)))
+    assert sum(map(len, frames)) < 1000 * 40 + 500
+
+
+def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> None:
+    def disk(kind: str, rank: int, start: int) -> list[Any]:
+        return [(start, spans(start, reached - start))] if reached > start else []
+
+    gaps, reached = Gaps({}, disk), 10
+    assert [seq for seq, _ in gaps.put(wire.Batch("g", "spans", 0, 0, spans(0, 10)))] == [0]
+    assert gaps.put(wire.Batch("g", "spans", 0, 20, spans(20, 10))) == []
+    reached = 20
+    assert [seq for seq, _ in gaps.put(wire.Batch("g", "spans", 0, 30, spans(30, 5)))] == [10, 20, 30]
+    assert gaps.next["spans", 0] == 35
+
+
+def test_the_end_of_a_run_is_made_whole_from_disk() -> None:
+    gaps = Gaps({("spans", 0): 3}, lambda kind, rank, start: [(start, spans(start, 4))])
+    assert [seq for seq, _ in gaps.last("spans", 0, 7)] == [3]
+    assert gaps.last("spans", 0, 7) == []
+
+
+def test_pieces_of_a_spool_travel_as_one_blob(tmp_path: Path) -> None:
+    record = Recorder(1, tmp_path)
+    for i in range(30):
+        record.span(i, "comm", "x", i, i, i + 1, 8)
+    record.close()
+    found = spool.pieces(tmp_path, "spans", 1, 10)
+    assert [(seq, len(c["rank"])) for seq, c in found] == [(10, 20)]
+    back = spool.unpack(spool.pack(found, "spans", 1))
+    assert back[0][0] == 10 and same(back[0][1], dict(found[0][1]))
+
+
+def test_a_dead_rank_gets_its_last_words_on_disk(tmp_path: Path) -> None:
+    run = Run({"seed": 0}, path=tmp_path / "run", epoch=1.0)
+    path = run.save()
+    record = Recorder(0, path)
+    record.mark(1, "state", 0.5, json.dumps({"state": "running"}))
+    record.close()
+    spool.note(path, 0, [(9, "state", 2.0, {"state": "failed"})])
+    again = Run.open(path)
+    assert again.state == "failed" and again.missing == 0

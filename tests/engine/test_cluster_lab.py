@@ -1,0 +1,339 @@
+"""A lab on real engines with a light session: running, steering, failing and what comes home of it.
+
+One cluster serves all tests of this file, for each start costs seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from workbench.cluster import launch
+from workbench.cluster.place import ClusterError, Place, alive
+from workbench.compressors import Compressor
+from workbench.experiment import Experiment
+from workbench.knobs import Change, KnobError
+from workbench.lab import Lab, RankError
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+HERE = str(Path(__file__).parent)
+RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # as in test_cluster_fake
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.syspath_prepend(HERE)
+        patch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
+        made = Lab(ranks=2, name="shared")
+        yield made.wait(90)
+        place = made.cluster.place
+        started = place.read()["processes"]
+        made.close()
+        assert not [p for p in started if alive(p[:2])]
+        assert not place.path.exists()
+
+
+@pytest.fixture(autouse=True)
+def _idle(lab: Lab) -> Iterator[None]:
+    yield
+    if lab.live:
+        lab.stop()
+        assert until(lambda: not lab.live, 10)
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_run_comes_home_whole(lab: Lab) -> None:
+    run = lab.run(Experiment(steps=30))
+    asked = run.epoch
+    assert run.live and lab.run() is run
+    assert run.wait(30) is run
+    assert (run.state, run.live, lab.state, run.missing) == ("done", False, "idle", 0)
+    for rank in (0, 1):
+        mine = run.spans[run.spans["rank"] == rank]
+        assert list(mine["step"]) == list(range(30))
+    assert len(type(run).open(run.path).spans) == len(run.spans)
+    assert asked <= run.epoch == type(run).open(run.path).epoch
+    assert run.path.parent == launch.runs_dir() and "DDP" in run.path.name
+
+
+def test_the_same_lab_again_is_the_same_lab(lab: Lab) -> None:
+    before = lab.cluster.place.read()["processes"]
+    assert Lab(ranks=2, name="shared") is lab
+    assert lab.cluster.place.read()["processes"] == before
+
+
+def test_another_number_of_ranks_is_refused_while_a_run_is_live(lab: Lab) -> None:
+    lab.run(Experiment())
+    with pytest.raises(ClusterError, match="a run is live there; stop it first"):
+        Lab(ranks=3, name="shared")
+    assert lab.live
+
+
+def test_a_turn_is_answered_with_its_step(lab: Lab) -> None:
+    lab.run(Experiment())
+    assert until(lambda: lab.state == "running")
+    turn = lab.turn("bucket_mb", 2.0)
+    assert turn.wait(5) is turn and turn.refused is None
+    assert lab.experiment.bucket_mb == 2.0
+    assert turn.applied_at > 0 and turn in lab.turns
+    assert turn.seconds < 1.0
+    assert "applied at step" in repr(turn)
+
+
+def test_running_the_cell_again_gives_the_run_under_way(lab: Lab) -> None:
+    run = lab.run(Experiment(steps=10_000))
+    lab.turn("bucket_mb", 2.0).wait(5)
+    assert lab.run(Experiment(steps=10_000)) is run and lab.run() is run
+    with pytest.raises(ClusterError, match="a run is live; turn its knobs"):
+        lab.run(Experiment(steps=20))
+
+
+def test_turns_are_checked_against_what_was_asked_before(lab: Lab) -> None:
+    lab.run(Experiment())
+    lab.turn("strategy", "LocalSGD")
+    assert lab.turn("strategy.every", 16).wait(5).applied_at is not None
+    assert lab.experiment.strategy.every == 16
+
+
+def test_a_bad_turn_is_refused_at_once_and_nothing_is_lost(lab: Lab) -> None:
+    lab.run(Experiment())
+    asked = len(lab.turns)
+    with pytest.raises(KnobError, match=r"bucket_mb=-1: must be a number in \[0.01, 1024\] MB"):
+        lab.turn("bucket_mb", -1)
+    with pytest.raises(KnobError, match="cannot change while a run is live"):
+        lab.turn("ranks", 1)
+    assert lab.live and len(lab.turns) == asked
+
+
+def test_a_turn_that_the_ranks_refuse_says_why(lab: Lab) -> None:
+    lab.run(Experiment())
+    turn = lab.turn("lr", 99.0)
+    with pytest.raises(KnobError, match="does not like it"):
+        turn.wait(5)
+    assert lab.experiment.lr != 99.0
+
+
+def test_a_turn_before_a_run_changes_what_will_run(lab: Lab) -> None:
+    was = lab.experiment.batch
+    assert lab.turn("batch", 5).applied_at == 0
+    assert lab.experiment.batch == 5
+    lab.turn("batch", was)
+
+
+def test_planned_changes_are_checked_before_anything_starts(lab: Lab) -> None:
+    with pytest.raises(KnobError, match="no such knob"):
+        lab.run(Experiment(), changes=[Change(3, "sped", 1)])
+    assert not lab.live
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Compressor):
+    """A compressor that exists in this file only."""
+
+    async def reduce(self, rank: Any, bucket: Any, memory: Any) -> None:
+        return None
+
+
+def test_a_class_of_the_notebook_reaches_the_engines_before_its_name(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mine, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
+    lab.run(Experiment())
+    assert lab.turn("compressor", Mine()).wait(5).applied_at is not None
+
+
+def test_pause_step_and_resume(lab: Lab) -> None:
+    lab.run(Experiment())
+    assert until(lambda: lab.state == "running")
+    lab.pause()
+    assert until(lambda: lab.state == "paused", 3)
+    lab.resume()
+    assert until(lambda: lab.state == "running", 3)
+
+
+def test_orders_without_a_run_say_so(lab: Lab) -> None:
+    with pytest.raises(ClusterError, match="there is no run to pause"):
+        lab.pause()
+
+
+def test_cells_and_orders_work_while_it_trains(lab: Lab) -> None:
+    run = lab.run(Experiment())
+    assert until(lambda: lab.state == "running")
+    view = lab.view
+    busy = view.execute("import time; print('from a cell', workbench_session.rank); time.sleep(2)", block=False)
+    began = time.monotonic()
+    lab.turn("bucket_mb", 3.0).wait(5)
+    lab.stop()
+    assert until(lambda: not lab.live, 5)
+    assert time.monotonic() - began < 2.0 and not busy.ready()
+    busy.get(10)
+    assert busy.stdout[1].strip() == "from a cell 1"
+    assert run.state == "stopped"
+
+
+def test_stop_reaches_a_rank_that_is_blocked(lab: Lab) -> None:
+    run = lab.run(Experiment(seed=BLOCKS))
+    assert until(lambda: lab.status[0]["step"], 5)
+    began = time.monotonic()
+    lab.stop()
+    assert until(lambda: not lab.live, 5)
+    assert time.monotonic() - began < 2.0 and run.state == "stopped"
+
+
+def test_what_ranks_say_is_recorded_by_rank(lab: Lab) -> None:
+    run = lab.run(Experiment(seed=TALKS, steps=20))
+    run.wait(20)
+    said = {(d["stream"], d["text"].split(" (")[0]) for _, _, d in run.details("log", rank=1)}
+    assert {("stdout", "hello from 1"), ("stderr", "to stderr"), ("log", "WARNING user: a log line")} <= said
+    assert any(stream == "warning" and "UserWarning: a warning" in text for stream, text in said)
+
+
+def test_an_error_of_all_ranks_comes_home_as_one(lab: Lab) -> None:
+    run = lab.run(Experiment(seed=RAISES_EVERYWHERE))
+    with pytest.raises(RankError, match="ranks 0, 1, step 5, forward: ValueError: shapes do not fit") as caught:
+        run.wait(20)
+    assert caught.value.ranks == [0, 1] and len(caught.value.all) == 2
+    assert lab.state == "failed" and run.state == "failed"
+    assert any("shapes do not fit" in note for note in lab.notes)
+
+
+def test_an_error_of_one_rank_is_told_from_its_consequences(lab: Lab) -> None:
+    text = r"rank 1, step 5, forward: ValueError: only rank 1.*rank 0 was freed"
+    with pytest.raises(RankError, match=text) as caught:
+        lab.run(Experiment(seed=RAISES)).wait(20)
+    assert (caught.value.rank, caught.value.step, caught.value.op) == (1, 5, "forward")
+
+
+def test_a_loss_that_is_not_a_number_pauses_and_says_where(lab: Lab) -> None:
+    lab.run(Experiment(seed=NAN))
+    assert until(lambda: lab.state == "paused", 5)
+    assert any("rank 1's loss was nan at step 5" in note for note in lab.notes)
+
+
+def test_an_experiment_that_cannot_be_sent_says_so(lab: Lab) -> None:
+    from workbench.tasks import Task
+
+    lock = threading.Lock()
+    task = Task(model=lambda: lock, data=lambda *a: [], loss=lambda m, b: 0, optimizer=lambda p: None)
+    with pytest.raises(ClusterError, match="cannot be sent to the engines"):
+        lab.run(Experiment(task=task)).wait(20)
+    assert lab.state == "failed"
+
+
+def test_interrupting_a_wait_stops_the_run(lab: Lab) -> None:
+    run = lab.run(Experiment())
+    assert until(lambda: lab.state == "running")
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert run.wait(20) is run
+    assert run.state == "stopped"
+
+
+def test_an_interrupt_elsewhere_leaves_the_run_alone(lab: Lab) -> None:
+    lab.run(Experiment())
+    assert until(lambda: lab.state == "running")
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        time.sleep(5)
+    time.sleep(0.5)
+    assert lab.state == "running"
+
+
+def test_more_ranks_than_engines_are_refused(lab: Lab) -> None:
+    with pytest.raises(KnobError, match=r"ranks=3: must be an integer in \[1, 2\]"):
+        lab.run(Experiment(ranks=3))
+    with pytest.raises(KnobError, match=r"ranks=3"):
+        lab.turn("ranks", 3)
+    assert not lab.live
+
+
+def test_it_says_what_it_is_in_one_line(lab: Lab) -> None:
+    lab.run(replace(Experiment(), steps=0))
+    assert until(lambda: lab.state == "running")
+    assert repr(lab).startswith("Lab 'shared': 2 ranks on 2 CPU engines, running DDP(accumulate=1) at step ")
+    assert {"rank", "pid", "device", "state", "step", "busy"} <= set(lab.status[1])
+
+
+def test_listening_costs_next_to_nothing(lab: Lab) -> None:
+    lab.run(Experiment(steps=100)).wait(30)
+    relay = lab.cluster._relay
+    assert relay.errors == []
+    assert 0 < relay.seconds < 1.0
+
+
+def test_nobody_else_hears_or_commands_the_engines(lab: Lab) -> None:
+    import zmq
+
+    from workbench.cluster.keys import Keys
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        keys = lab.cluster.keys
+        Keys.new()._replace(server=keys.server).unlock(stranger)
+        stranger.connect(lab.cluster.engines[0].line)
+        stranger.send_multipart([b'{"number": 1, "what": "status"}', b""])
+        assert not stranger.poll(700)
+
+
+def test_private_files_are_private(lab: Lab) -> None:
+    place: Place = lab.cluster.place
+    assert place.path.stat().st_mode & 0o077 == 0 and place.file.stat().st_mode & 0o077 == 0
+
+
+def test_rows_come_from_ranks_whose_disk_is_not_seen_here(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = launch.begin
+    unseen = {"run_dir": "/nowhere/at/all"}
+    monkeypatch.setattr(launch, "begin", lambda cluster, job, *rest: begin(cluster, {**job, **unseen}, *rest))
+    run = lab.run(Experiment(steps=100))
+    assert until(lambda: lab.state == "running")
+    assert until(lambda: lab._live._missed("marks", 0, 0), 5)
+    run.wait(30)
+    assert len(type(run).open(run.path).spans) == len(run.spans) == 200
+
+
+def test_a_second_interrupt_gives_up_a_rank_that_cannot_be_stopped_and_the_next_run_gets_new_ones(lab: Lab) -> None:
+    run = lab.run(Experiment(seed=STUCK))
+    assert until(lambda: lab.state == "running")
+    pids = [row["pid"] for row in lab.status]
+    for seconds in (0.5, 2.0):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(20)
+    assert until(lambda: not lab.live, 10) and lab.state == "idle"
+    assert lab.run(Experiment(steps=3)).wait(60).state == "done"
+    assert not set(pids) & {row["pid"] for row in lab.status}
+
+
+def test_a_dead_engine_fails_the_run_and_the_next_run_gets_new_ones(lab: Lab) -> None:
+    run = lab.run(Experiment())
+    assert until(lambda: lab.state == "running")
+    victim = lab.status[1]["pid"]
+    began = time.monotonic()
+    psutil.Process(victim).kill()
+    with pytest.raises(RankError, match=rf"rank 1, step \d+.*its engine \(pid {victim}\) ended with signal SIGKILL"):
+        run.wait(20)
+    assert time.monotonic() - began < 3.0
+    assert lab.state == "failed" and run.state == "failed"
+    assert [d["type"] for _, _, d in type(run).open(run.path).details("error", rank=1)] == ["EngineDied"]
+    assert lab.view.client.ids == [0]
+    again = lab.run(Experiment(steps=5))
+    assert again.wait(60).state == "done" and victim not in [s["pid"] for s in lab.status]

@@ -1,0 +1,315 @@
+"""Who lives how long: kernels that die, labs that are detached and found again, clusters that others started.
+
+Each test plays the kernel with a process of its own, so that it can be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from workbench.cluster import cluster as cluster_module
+from workbench.cluster import launch
+from workbench.cluster.place import ClusterError, alive, places
+from workbench.cluster.processes import end
+from workbench.experiment import Experiment
+from workbench.knobs import KnobError
+from workbench.lab import Lab
+from workbench.run import Run
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BEGIN = f"""
+import json, os, psutil, sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
+from workbench.cluster import launch
+launch.SESSION = "test_cluster_fake:FakeSession"
+from workbench.lab import Lab
+from workbench.experiment import Experiment
+def say(**what):
+    print(json.dumps(what), flush=True)
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
+    monkeypatch.syspath_prepend(str(HERE))
+    yield
+    left = [(p, p.read()) for p in places()]
+    for place, state in left:
+        end(place)
+        if state["owner"] and alive(state["owner"]) and state["owner"][0] != os.getpid():
+            psutil.Process(int(state["owner"][0])).kill()
+
+
+class Kernel:
+    """A process that runs `code` as a notebook kernel would, and answers in lines of JSON."""
+
+    def __init__(self, code: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", BEGIN + code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+        )
+
+    def hears(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, "the kernel ended without a word"
+        return json.loads(line)
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stdin):
+            assert pipe
+            pipe.close()
+
+
+RUNNING = """
+lab = Lab(ranks=2, name="{name}")
+run = lab.run(Experiment())
+until(lambda: lab.state == "running", 90)
+time.sleep(1.5)
+say(processes=lab.cluster.place.read()["processes"], path=str(run.path), guard=lab.cluster._guard.pid,
+    guarded=psutil.Process(lab.cluster._guard.pid).create_time())
+"""
+
+
+def gone(processes: list[Any], seconds: float) -> float:
+    """Seconds until all are gone; fails if they are not within `seconds`."""
+    began = time.monotonic()
+    while living := [p for p in processes if alive(p[:2])]:
+        assert time.monotonic() - began < seconds, f"still there: {living}"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "with a frozen engine"])
+def test_nothing_survives_a_killed_kernel(frozen: bool) -> None:
+    with Kernel(RUNNING.format(name="doomed") + "time.sleep(100)") as kernel:
+        said = kernel.hears()
+        assert len(said["processes"]) >= 4 and all(alive(p[:2]) for p in said["processes"])
+        if frozen:
+            os.kill(said["processes"][1][0], signal.SIGSTOP)
+        kernel.process.kill()
+        gone(said["processes"], 10)
+    assert len(Run.open(said["path"]).spans) > 0
+    gone([[said["guard"], said["guarded"]]], 3)
+    assert places() == []
+
+
+def test_nothing_survives_when_the_guard_was_killed_first() -> None:
+    with Kernel(RUNNING.format(name="unguarded") + "time.sleep(100)") as kernel:
+        said = kernel.hears()
+        os.kill(said["guard"], signal.SIGKILL)
+        kernel.process.kill()
+        gone(said["processes"], 10)
+
+
+def test_a_kernel_that_ends_in_order_leaves_nothing() -> None:
+    with Kernel(RUNNING.format(name="orderly")) as kernel:
+        said = kernel.hears()
+        assert kernel.process.wait(20) == 0
+        gone(said["processes"], 0.5)
+    assert places() == []
+
+
+def test_a_detached_run_goes_on_and_is_found_from_its_first_row_on() -> None:
+    with Kernel(RUNNING.format(name="left") + "lab.detach(); say(state=lab.state)") as kernel:
+        said = kernel.hears()
+        assert kernel.hears()["state"] == "closed"
+        kernel.process.wait(20)
+    time.sleep(3.0)
+    assert all(alive(p[:2]) for p in said["processes"])
+    lab = Lab.attach()
+    try:
+        assert (lab.name, lab.ranks, lab.state) == ("left", 2, "running")
+        run = lab.run_now
+        assert run and run.live and str(run.path) == said["path"] and Lab.attach("left") is lab
+        assert lab.turn("bucket_mb", 2.0).wait(5).applied_at > 100
+        lab.stop()
+        assert run.wait(20).state == "stopped"
+        for rank in (0, 1):
+            mine = run.spans[run.spans["rank"] == rank]
+            assert list(mine["step"]) == list(range(len(mine))) and len(mine) > 100
+        assert run.missing == 0
+        assert lab.run(Experiment(steps=3)).wait(20).state == "done"
+    finally:
+        lab.close()
+    gone(said["processes"], 1)
+
+
+def test_a_lab_that_was_attached_dies_with_its_new_kernel() -> None:
+    with Kernel(RUNNING.format(name="handed") + "lab.detach()") as kernel:
+        said = kernel.hears()
+        kernel.process.wait(20)
+    with Kernel("lab = Lab.attach('handed'); say(state=lab.state); time.sleep(100)") as second:
+        assert second.hears()["state"] == "running"
+        second.process.kill()
+        gone(said["processes"], 10)
+
+
+def test_a_guest_sees_a_run_that_another_kernel_owns_and_takes_nothing_with_it() -> None:
+    with Kernel(RUNNING.format(name="hosted") + "time.sleep(100)") as host:
+        said = host.hears()
+        lab = Lab.attach("hosted")
+        assert lab.state == "running" and len(lab.run_now.spans) > 0
+        assert lab.turn("bucket_mb", 2.0).wait(5).applied_at > 0
+        lab.close()
+        assert all(alive(p[:2]) for p in said["processes"])
+        host.process.kill()
+        gone(said["processes"], 10)
+
+
+def test_a_lab_of_another_size_takes_the_place_of_an_idle_one_even_while_it_starts() -> None:
+    one = Lab(ranks=1, name="resized")
+    began = one.cluster.place.read()["processes"]
+    with Lab(ranks=2, name="resized") as two:
+        assert one.state == "closed" and two.ranks == 2
+        gone(began, 8)
+        assert len(two.wait(60).status) == 2
+
+
+def test_attaching_where_nothing_lives_says_so() -> None:
+    with pytest.raises(ClusterError, match="there is no live lab called 'nobody'"):
+        Lab.attach("nobody")
+
+
+def test_two_kernels_with_labs_of_one_name_do_not_meet() -> None:
+    with Kernel(RUNNING.format(name="lab") + "time.sleep(100)") as one, Kernel(RUNNING.format(name="lab")) as two:
+        first, second = one.hears(), two.hears()
+        assert not {p[0] for p in first["processes"]} & {p[0] for p in second["processes"]}
+        two.process.wait(20)
+        gone(second["processes"], 1)
+        assert all(alive(p[:2]) for p in first["processes"])
+        one.process.kill()
+        gone(first["processes"], 10)
+
+
+# -- clusters that somebody else started
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[Any]:
+    """ipcontroller and ipengine as a person starts them; yields (client file, start an engine, processes)."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(what: str, env: dict[str, str], *arguments: str) -> None:
+        command = [sys.executable, "-m", f"ipyparallel.{what}", f"--profile-dir={tmp_path}", *arguments]
+        own = {"IPYTHONDIR": str(tmp_path), "PYTHONPATH": f"{env.pop('PYTHONPATH', '')}{os.pathsep}{ROOT}", **env}
+        with open(tmp_path / f"{what}.log", "ab") as log:
+            started.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **own}))
+
+    def engine(**env: str) -> None:
+        start("engine", dict(env), "--IPEngine.wait_for_url_file=30")
+
+    start("controller", {}, "--HeartMonitor.period=500", "--IPController.use_threads=True")
+    yield tmp_path / "security" / "ipcontroller-client.json", engine, started
+    for process in reversed(started):
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def ready(file: Path, engines: int) -> None:
+    import ipyparallel
+
+    deadline = time.monotonic() + 40
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with ipyparallel.Client(str(file), timeout=30) as client:
+        client.wait_for_engines(engines, timeout=60)
+
+
+def test_a_cluster_started_by_hand_is_used_and_left(by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, engine, started = by_hand
+    engine()
+    engine()
+    ready(file, 2)
+    monkeypatch.setattr(cluster_module, "FIND_TIMEOUT", 2.0)
+    with pytest.raises(ClusterError, match=r"ranks=3: the cluster has 2 engines; start 1 more \(ipengine\)"):
+        Lab(ranks=3, name="three", cluster=file).wait(60)
+    with Lab(ranks=2, name="two", cluster=file) as lab:
+        assert lab.run(Experiment(steps=10)).wait(60).state == "done"
+        assert lab.cluster.place.read()["processes"] == []
+    assert all(process.poll() is None for process in started)
+    with Lab(ranks=1, name="again", cluster=file) as lab:
+        run = lab.run(Experiment())
+        psutil.Process(lab.wait(30).status[0]["pid"]).kill()
+        with pytest.raises(Exception, match="is gone"):
+            run.wait(20)
+
+
+def test_an_engine_with_other_versions_is_named_before_anything_runs(by_hand: Any, tmp_path: Path) -> None:
+    file, engine, _ = by_hand
+    other = tmp_path / "other" / "torch-1.2.3.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    engine(PYTHONPATH=str(other.parent))
+    ready(file, 1)
+    with Lab(ranks=1, name="differs", cluster=file) as lab:
+        with pytest.raises(ClusterError, match=r"versions differ.*engine 0 on .* has torch 1.2.3, this kernel has"):
+            lab.run().wait(60)
+        assert lab.state == "failed"
+
+
+# -- bad input, and engines that do not come up
+
+
+def test_an_engine_that_fails_to_start_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('this torch is broken')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Lab(ranks=1, name="broken") as lab:
+        with pytest.raises(ClusterError, match=r"(?s)engine 0 ended with exit code 1 .*this torch is broken"):
+            lab.wait(60)
+        assert lab.state == "failed" and "this torch is broken" in lab.notes[0]
+
+
+def test_an_engine_that_is_late_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import time; print('still loading', flush=True); time.sleep(100)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(cluster_module, "START_TIMEOUT", 5.0)
+    text = r"(?s)within 5 s: engine 0\..*still loading"
+    with Lab(ranks=1, name="late") as lab, pytest.raises(ClusterError, match=text):
+        lab.wait(60)
+
+
+def test_no_connection_file_there() -> None:
+    with Lab(ranks=1, name="nowhere", cluster="nowhere.json") as lab:
+        with pytest.raises(ClusterError, match="no such connection"):
+            lab.wait(30)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True, 65])
+def test_a_number_of_ranks_that_cannot_be(ranks: Any) -> None:
+    with pytest.raises(KnobError, match=rf"ranks={ranks}: must be an integer in \[1, 64\]"):
+        Lab(ranks=ranks, name="never")
+    assert places() == []
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
+def test_gpus_that_are_not_there() -> None:
+    with Lab(ranks=1, name="gpus", device=3) as lab, pytest.raises(KnobError, match="device=3: there is no GPU"):
+        lab.wait(60)

@@ -1,0 +1,212 @@
+"""The whole way: a lab on real engines that really train a small model defined here, as in a notebook's cells."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.knobs import Change, knob
+from workbench.lab import Lab, RankError
+from workbench.run import Run
+from workbench.strategies import DDP, LocalSGD
+from workbench.tasks import Task
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 2))
+
+
+def data(rank: int, ranks: int, seed: int, batch: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(seed * 1000 + rank)
+    while True:
+        x = torch.randn(batch, 20, generator=source)
+        yield x, (x.sum(1) > 0).long()
+
+
+def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(net(x), y)
+
+
+def slow_loss(net: nn.Module, batch: Any) -> torch.Tensor:
+    time.sleep(0.02)
+    print("a step of the user's model")
+    return loss(net, batch)
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+def task(loss: Callable[..., torch.Tensor] = slow_loss) -> Task:
+    return Task(model=model, data=data, loss=loss, optimizer=optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lazy(DDP):
+    """A strategy of the notebook: averages like DDP, after a nap."""
+
+    nap: float = knob(0.0, 0.0, 1.0, unit="s", doc="to sleep before each step")
+
+    async def step(self, rank: Any, state: Any) -> None:
+        await super().step(rank, state)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    here = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        with Lab(ranks=2, name="training") as made:
+            yield made.wait(90)
+    cloudpickle.unregister_pickle_by_value(here)
+
+
+@pytest.fixture(autouse=True)
+def _idle(lab: Lab) -> Iterator[None]:
+    yield
+    if lab.live:
+        lab.stop()
+        assert until(lambda: not lab.live, 10)
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def running(lab: Lab, experiment: Experiment) -> Run:
+    run = lab.run(experiment)
+    assert until(lambda: (lab.state == "running" and lab.status[0]["step"]) or not lab.live), lab.notes
+    return run
+
+
+def test_a_model_of_the_notebook_learns_on_two_ranks(lab: Lab, tmp_path: Path) -> None:
+    run = lab.run(Experiment(task=task(loss), steps=150), out=tmp_path / "mine").wait(60)
+    losses = run.samples[(run.samples["name"] == "loss") & (run.samples["rank"] == 1)]["value"]
+    assert len(losses) == 150 and losses.tail(20).mean() < 0.6 * losses.head(20).mean()
+    assert run.state == "done" and run.missing == 0
+    recorded = Run.open(tmp_path / "mine")
+    assert len(recorded.spans) == len(run.spans) and recorded.environment["ranks"][1]["pid"] == lab.status[1]["pid"]
+
+
+def test_every_live_setting_is_answered_while_it_trains(lab: Lab) -> None:
+    run = running(lab, Experiment(task=task()))
+    asked = [("strategy", "LocalSGD"), ("strategy.every", 3), ("strategy", "DDP"), ("compressor", "TopK"),
+             ("density", 0.1), ("bucket_mb", 0.05), ("pace", 20.0), ("lr", 0.005), ("batch", 8)]  # fmt: skip
+    turns = [lab.turn(path, value).wait(10) for path, value in asked]
+    steps = [t.applied_at for t in turns]
+    assert steps == sorted(steps) and [c.path for c in run.changes] == [t.path for t in turns]
+    assert (lab.experiment.pace, lab.experiment.batch) == (20.0, 8)
+
+
+def test_a_strategy_of_the_notebook_can_be_switched_to(lab: Lab) -> None:
+    running(lab, Experiment(task=task()))
+    assert lab.turn("strategy", Lazy(nap=0.0)).wait(10).applied_at > 0
+    assert lab.turn("strategy.nap", 0.5).wait(10).applied_at > 0
+
+
+def test_planned_changes_happen_at_their_steps(lab: Lab) -> None:
+    changes = [Change(10, "strategy", LocalSGD(every=4)), Change(20, "every", 2)]
+    run = lab.run(Experiment(task=task(loss), steps=30), changes=changes).wait(60)
+    assert [(c.at_step, c.path) for c in run.changes] == [(10, "strategy"), (20, "strategy.every")]
+
+
+def test_cells_see_the_model_while_it_trains(lab: Lab) -> None:
+    running(lab, Experiment(task=task()))
+    busy = lab.view.execute("print(sum(p.numel() for p in workbench_session.model.parameters()))", block=False)
+    busy.get(10)
+    assert until(lambda: busy.stdout[0].split() == ["1474"])  # what a cell prints comes after its answer
+    assert until(lambda: lab.run_now.details("log", rank=1))
+    assert lab.run_now.details("log", rank=1)[0][2] == {"stream": "stdout", "text": "a step of the user's model"}
+
+
+def test_pause_and_single_steps(lab: Lab) -> None:
+    running(lab, Experiment(task=task()))
+    lab.pause()
+    assert until(lambda: lab.state == "paused", 3)
+    assert until(lambda: lab.status[0]["state"] == "paused", 3)
+    before = lab.status[0]["step"]
+    lab.step(2)
+    assert until(lambda: lab.state == "paused" and lab.status[0]["step"] == before + 2, 5)
+    lab.resume()
+    assert until(lambda: lab.state == "running", 3)
+
+
+def test_stop_reaches_ranks_that_are_blocked_on_a_slow_link(lab: Lab) -> None:
+    slow = Fabric(link=Link(bandwidth=0.1))
+    run = lab.run(Experiment(task=task(loss), fabric=slow))
+    assert until(lambda: lab.state == "running")
+    time.sleep(0.5)
+    began = time.monotonic()
+    lab.stop()
+    assert until(lambda: not lab.live, 10)
+    assert time.monotonic() - began < 2.0 and run.state == "stopped"
+
+
+def breaks_everywhere(net: nn.Module, batch: Any) -> torch.Tensor:
+    return net(batch[0][:, :7]).sum()
+
+
+def breaks_on_rank_one(net: nn.Module, batch: Any) -> torch.Tensor:
+    import threading
+
+    if threading.current_thread().name.startswith("rank 1"):
+        raise ZeroDivisionError("only here")
+    return loss(net, batch)
+
+
+def turns_nan(net: nn.Module, batch: Any) -> torch.Tensor:
+    import threading
+
+    time.sleep(0.01)
+    return loss(net, batch) * (float("nan") if threading.current_thread().name.startswith("rank 1") else 1.0)
+
+
+def test_the_same_error_on_all_ranks_comes_home_once(lab: Lab) -> None:
+    with pytest.raises(RankError, match=r"ranks 0, 1, step 0, forward: RuntimeError: mat1 and mat2") as caught:
+        lab.run(Experiment(task=task(breaks_everywhere))).wait(30)
+    assert "breaks_everywhere" in caught.value.traceback
+
+
+def test_an_error_on_one_rank_names_it_and_frees_the_others(lab: Lab) -> None:
+    with pytest.raises(RankError, match=r"rank 1, step 0, forward: ZeroDivisionError: only here") as caught:
+        lab.run(Experiment(task=task(breaks_on_rank_one))).wait(30)
+    assert caught.value.ranks == [1] and lab.state == "failed"
+    assert lab.run(Experiment(task=task(loss), steps=3)).wait(30).state == "done"
+
+
+def test_nan_pauses_and_says_which_rank_and_step(lab: Lab) -> None:
+    lab.run(Experiment(task=task(turns_nan), strategy=LocalSGD(every=50)))
+    assert until(lambda: lab.state == "paused", 40), "the ranks meet only every 50 steps"
+    assert lab.notes[0].startswith("rank 1's loss was nan at step 0")
+
+
+def test_a_killed_engine_ends_the_run_within_a_second_or_so(lab: Lab) -> None:
+    running(lab, Experiment(task=task()))
+    began = time.monotonic()
+    psutil.Process(lab.status[0]["pid"]).kill()
+    with pytest.raises(RankError, match=r"rank 0, step \d+.*its engine .* ended with signal SIGKILL"):
+        lab.run_now.wait(20)
+    assert time.monotonic() - began < 4.0
+    assert lab.run(Experiment(task=task(loss), steps=3)).wait(90).state == "done"

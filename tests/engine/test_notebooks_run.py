@@ -1,0 +1,73 @@
+"""The lessons, executed from the first cell to the last with real ranks, as a person without a browser would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+pytestmark = pytest.mark.notebook
+
+
+def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> nbformat.NotebookNode:
+    """The notebook with its outputs; its runs and engines' files lie under `tmp_path`.
+
+    after: a text in a cell -> code that is run behind that cell.
+    """
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    book = nbformat.read(NOTEBOOKS / name, as_version=4)
+    for text, code in after.items():
+        at = next(i for i, c in enumerate(book.cells) if c.cell_type == "code" and text in c.source)
+        book.cells.insert(at + 1, nbformat.v4.new_code_cell(code))
+    client = NotebookClient(book, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    nbformat.write(book, tmp_path / name)
+    return book
+
+
+def results(book: nbformat.NotebookNode) -> list[Any]:
+    """What the code cells showed as plain text, in order; None where one showed nothing."""
+    shown = []
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            texts = [o.data["text/plain"] for o in cell.outputs if o.output_type == "execute_result"]
+            shown.append(texts[-1] if texts else None)
+    return shown
+
+
+@pytest.mark.timeout(240)
+def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book = execute("00_first_run.ipynb", tmp_path, monkeypatch)
+    first = next(c for c in book.cells if c.cell_type == "code")
+    assert len(first.source.splitlines()) == 3
+    assert "application/vnd.jupyter.widget-view+json" in first.outputs[-1].data
+    shown = results(book)
+    assert "strategy" in shown[1] and "applied at step" in shown[1]
+    assert "every" in shown[2] and "applied at step" in shown[2]
+    assert "'state': 'stopped'" in shown[-1] and "'changes': 2" in shown[-1]
+    assert (tmp_path / "00_first_run.ipynb").stat().st_size < 1_000_000
+
+
+@pytest.mark.timeout(300)
+def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = "[riddle.check(r, 'victim') for r in range(4)], riddle.check(riddle._rank, 'cause'), riddle._rank"
+    book = execute("01_reading_a_timeline.ipynb", tmp_path, monkeypatch, **{"riddle.check": answers})
+    shown = [text for text in results(book) if text]
+    assert any("The record says: much longer: most of the wire's time shows" in text for text in shown), shown
+    compared = eval(next(text for text in shown if "every 8 steps" in text))
+    dense, less_often, less = (
+        compared[k]["step"] for k in ("every step, everything", "every 8 steps", "every step, 1 %")
+    )
+    assert less_often < 0.7 * dense and less < 0.7 * dense
+    by_rank, as_cause, slow = eval(next(text for text in shown if "it arrives early" in text))
+    assert [rank for rank, said in enumerate(by_rank) if said.startswith("Right, on both counts")] == [slow]
+    assert sum("it arrives early" in said for said in by_rank) == 3 and "how can it be the cause?" in as_cause
+    assert any("Write down your answers first" in text for text in shown)
+    assert (tmp_path / "01_reading_a_timeline.ipynb").stat().st_size < 1_000_000

@@ -1,0 +1,110 @@
+"""Laws over all strategies, found by looking in their folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.ranks import batch, experiment, mse, net, run, shipped, weights
+from workbench.compressors import Compressor
+from workbench.engine.canonical import state_hash
+from workbench.fabric import traffic
+from workbench.knobs import Change, KnobError, knobs
+from workbench.strategies import Strategy
+
+ALL = shipped(Strategy)
+EXPECTED = {  # the claims each shipped member must carry
+    "DDP": {"exact": True, "lockstep": True, "periodic": False, "opaque": False, "exchanges": "gradients"},
+    "LocalSGD": {"exact": False, "lockstep": True, "periodic": True, "opaque": False, "exchanges": "displacements"},
+    "TorchDDP": {"exact": True, "lockstep": True, "periodic": False, "opaque": True, "exchanges": "gradients"},
+}
+every = pytest.mark.parametrize("name", ALL)
+
+
+def claiming(claim: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [n for n, cls in ALL.items() if getattr(cls, claim)])
+
+
+def test_each_shipped_strategy_carries_its_claims() -> None:
+    for name, claims in EXPECTED.items():
+        assert {k: getattr(ALL[name], k) for k in claims} == claims
+
+
+@every
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_it_ends_and_the_ranks_agree_after_it_is_left(name: str, ranks: int) -> None:
+    steps = 4 if ranks == 8 else 9
+    sessions = run(experiment(ranks, steps + 1, strategy=ALL[name]()), Change(steps, "strategy", "DDP"))
+    assert {s.phase for s in sessions} == {"done"}
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+@claiming("lockstep")
+def test_lockstep_ranks_ask_the_same_operations_in_the_same_order(name: str) -> None:
+    sessions = run(experiment(3, 9, strategy=ALL[name]()))
+    orders = [sorted(s.record.comm()) if ALL[name].opaque else s.record.comm() for s in sessions]
+    assert orders[0] == orders[1] == orders[2]
+
+
+@every
+def test_one_rank_is_its_single_process_reference(name: str) -> None:
+    (session,) = run(experiment(1, 10, strategy=ALL[name]()))
+    torch.testing.assert_close(weights(session), joined(1, 10), rtol=1e-6, atol=1e-7)
+
+
+@claiming("exact")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exact_ones_equal_the_joined_batch(name: str, ranks: int) -> None:
+    for session in run(experiment(ranks, 10, strategy=ALL[name]())):
+        torch.testing.assert_close(weights(session), joined(ranks, 10), rtol=1e-5, atol=1e-6)
+
+
+@every
+def test_every_live_knob_changes_operations_or_parameters(name: str) -> None:
+    for k in knobs(ALL[name]):
+        if not k.live:
+            continue
+        other = next(v for v in (k.low, 3, k.high) if v is not None and v != k.default)
+        plain = run(experiment(2, 12, strategy=ALL[name]()))[0]
+        turned = run(experiment(2, 12, strategy=ALL[name]()), Change(5, f"strategy.{k.name}", k.check(other)))[0]
+        same = plain.record.comm() == turned.record.comm() and torch.equal(weights(plain), weights(turned))
+        assert not same, f"{k.name} from {k.default} to {other} changed nothing"
+
+
+@pytest.mark.parametrize("name", [n for n, cls in ALL.items() if not cls.opaque])
+def test_bytes_on_the_record_are_the_formula(name: str) -> None:
+    session = run(experiment(4, 8, strategy=ALL[name]()))[0]
+    sizes = [b.nbytes for b in session.layout.buckets]
+    per_bucket = Counter(what for _, what, _ in session.record.comm())
+    assert per_bucket, "nothing was exchanged"
+    rounds = set(per_bucket.values())
+    assert len(rounds) == 1 or name == "DDP"
+    sent = sum(n for step, _, n in session.record.comm() if step == 7)
+    assert sent == sum(traffic("all_reduce", n, 4)[0] for n in sizes)
+
+
+@every
+@pytest.mark.parametrize("compressor", shipped(Compressor))
+def test_every_pair_with_a_compressor_runs_or_is_refused_in_words(name: str, compressor: str) -> None:
+    wanted = shipped(Compressor)[compressor].usual()
+    try:
+        chosen = experiment(2, 9, strategy=ALL[name](), compressor=wanted)
+    except KnobError as refusal:
+        assert "use " in str(refusal), "a refusal says what would work"
+        return
+    sessions = run(chosen)
+    assert len({state_hash(s.layout) for s in sessions}) == 1 or ALL[name].periodic
+
+
+def joined(ranks: int, steps: int) -> torch.Tensor:
+    """The reference: one process, the batches of all ranks together, torch's own optimizer."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step in range(steps):
+        pairs = [batch(r, step, 0) for r in range(ranks)]
+        optimizer.zero_grad()
+        mse(model, (torch.cat([p[0] for p in pairs]), torch.cat([p[1] for p in pairs]))).backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])

@@ -1,0 +1,139 @@
+"""Ranks as threads of one process: the engine itself over loopback, for tests that need no processes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.family import members
+from workbench.knobs import Change
+from workbench.tasks import Task
+
+
+class Rows(list):
+    """A recorder that keeps what it is given."""
+
+    cpu_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.samples: list[tuple] = []
+        self.marks: list[tuple] = []
+
+    def span(self, *row: Any) -> None:
+        self.append(row)
+
+    def sample(self, *row: Any) -> None:
+        self.samples.append(row)
+
+    def mark(self, *row: Any) -> None:
+        self.marks.append(row)
+
+    def close(self) -> None:
+        pass
+
+    def comm(self) -> list[tuple[int, str, int]]:
+        """(step, name, nbytes) of every collective in the order in which it ended."""
+        return [(r[0], r[2], r[6]) for r in self if r[1] == "comm"]
+
+    def losses(self) -> list[float]:
+        return [v for _, name, _, v in self.samples if name == "loss"]
+
+    def noted(self, name: str) -> list[tuple]:
+        return [m for m in self.marks if m[1] == name]
+
+
+def shipped(base: type) -> dict[str, type]:
+    """The members of a family that lie in its folder; tests define some of their own."""
+    return {name: cls for name, cls in members(base).items() if cls.__module__.startswith("workbench.")}
+
+
+def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) -> list[Session]:
+    """Starts a run on threads; the sessions by rank."""
+    store, host, port = Session.host_store()
+    rest = {"store": (host, port), "generation": uuid.uuid4().hex, "epoch": time.time(), "changes": changes, **more}
+    sessions = [Session(experiment, rank=r, size=experiment.ranks, **rest) for r in range(experiment.ranks)]
+    for s in sessions:
+        s.record.close()
+        s.record = Rows()
+        s._store = store
+    for s in sessions:
+        s.start()
+    return sessions
+
+
+def run(experiment: Experiment, *changes: Change, within: float = 30.0) -> list[Session]:
+    """Runs to the end; fails the test when a rank fails or hangs."""
+    sessions = live(experiment, changes)
+    for s in sessions:
+        if not s.join(within):
+            for other in sessions:
+                other.abort()
+            raise AssertionError(f"rank {s.rank.index} hangs: {s.status()}")
+    for s in sessions:
+        assert s.error is None, s.error["traceback"]
+    return sessions
+
+
+def weights(session: Session) -> torch.Tensor:
+    """All parameters in the order of their names: (n,) float64."""
+    named = sorted(session.model.named_parameters())
+    return torch.cat([p.detach().reshape(-1).double() for _, p in named])
+
+
+class Net(nn.Module):
+    """Three small layers, a tied one and a normalisation: enough to have several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def net(make: Any = None) -> nn.Module:
+    """The same first parameters in every thread: torch's own random numbers belong to the whole process."""
+    model = (make or Net)()
+    dice = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=dice) * 0.5 / p.shape[-1] ** 0.5)
+    return model
+
+
+def batch(rank: int, step: int, seed: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's examples of a step, a function of its arguments only."""
+    dice = torch.Generator().manual_seed(seed * 1_000_003 + step * 101 + rank)
+    x = torch.randn(size, 8, generator=dice)
+    return x, torch.stack([x[:, 0], x[:, 1] * x[:, 2], x.sum(1), x[:, 3].abs()], 1)
+
+
+def _data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [batch(rank, step, seed) for step in range(64)]
+
+
+def mse(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+
+def _evaluate(model: nn.Module) -> float:
+    return float(mse(model, batch(1000, 0, 0, 64)))
+
+
+def toy(optimizer: Any = None, model: Any = net, loss: Any = mse, data: Any = _data, evaluate: Any = _evaluate) -> Task:
+    """A task that takes a millisecond per step."""
+    return Task(model=model, data=data, loss=loss, evaluate=evaluate,
+                optimizer=optimizer or partial(torch.optim.SGD, lr=0.02, momentum=0.9))
+
+
+def experiment(ranks: int = 2, steps: int = 12, **rest: Any) -> Experiment:
+    """A toy experiment with small buckets and no evaluation unless asked for."""
+    rest = {"eval_every": 0, "bucket_mb": 0.01, "task": toy(), **rest}
+    return Experiment(ranks=ranks, steps=steps, **rest).checked()

@@ -1,0 +1,109 @@
+"""Every test, one pytest per mark so that one group cannot take another down; ends with what was skipped and why.
+
+`python tests/run_all.py [MARK ...]` runs only those groups. Installs nothing. Knows no test by name.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+TOTAL = 21 * 60  # seconds for all groups together; setting up takes some of the 25 minutes
+# Each group and the seconds it may take, the most special first: a test belongs to the first group whose mark it
+# carries. They run in the opposite order, from quick to special.
+GROUPS = {"gpu": 240, "netns": 180, "slow": 480, "browser": 600, "notebook": 360, "engine": 720, "quick": 180}
+NOTHING_FOUND = 5  # pytest's exit code
+
+
+class Outcome(NamedTuple):
+    """What one group came to: counts by kind, and (group, reason) of each skipped test."""
+
+    code: int
+    counts: Counter[str]
+    skipped: Counter[tuple[str, str]]
+
+
+def expression(group: str) -> str:
+    """The -m expression that selects a group's tests and no other group's."""
+    marks = [g for g in GROUPS if g != "quick"]
+    if group == "quick":
+        return " and ".join(f"not {m}" for m in marks)
+    return " and ".join([group, *(f"not {m}" for m in marks[: marks.index(group)])])
+
+
+def run(group: str, limit: float) -> Outcome:
+    """Runs one group; a group over its time is stopped and counts as failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", expression(group), f"--session-timeout={limit:.0f}"]
+        command += [f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider", "--color=no"]
+        command += [] if group == "quick" else ["tests"]
+        try:
+            code = subprocess.run(command, cwd=ROOT, timeout=limit + 60, check=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{group}: stopped after {limit + 60:.0f} s", flush=True)
+            code = 124
+        if code == NOTHING_FOUND:
+            return Outcome(0, Counter(), Counter())
+        return read(group, code, report)
+
+
+def read(group: str, code: int, report: Path) -> Outcome:
+    """The counts in pytest's report; a report that is missing means that pytest itself died."""
+    counts: Counter[str] = Counter()
+    skipped: Counter[tuple[str, str]] = Counter()
+    if not report.exists():
+        return Outcome(code or 1, Counter({"error": 1}), skipped)
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag: child for child in case}
+        if "failure" in kinds or "error" in kinds:
+            counts["failed" if "failure" in kinds else "error"] += 1
+        elif "skipped" in kinds:
+            counts["skipped"] += 1
+            skipped[group, kinds["skipped"].get("message", "").strip() or "no reason given"] += 1
+        else:
+            counts["passed"] += 1
+    return Outcome(code, counts, skipped)
+
+
+def main(groups: list[str]) -> int:
+    """Runs the groups from quick to slow and prints the list of skipped tests and one closing line."""
+    began = time.monotonic()
+    code, counts, skipped = 0, Counter[str](), Counter[tuple[str, str]]()
+    for group in groups or reversed(GROUPS):
+        left = TOTAL - (time.monotonic() - began)
+        print(f"\n== {group} ==", flush=True)
+        if left < 1:
+            print(f"{group}: no time left of {TOTAL} s")
+            code, counts["error"] = 1, counts["error"] + 1
+            continue
+        outcome = run(group, min(GROUPS[group], left))
+        code = code or outcome.code
+        counts += outcome.counts
+        skipped += outcome.skipped
+    close(counts, skipped, time.monotonic() - began)
+    return code
+
+
+def close(counts: Counter[str], skipped: Counter[tuple[str, str]], seconds: float) -> None:
+    """Prints what was skipped, why, and the closing line."""
+    print("\nskipped:" if skipped else "\nskipped: nothing")
+    for (group, reason), n in sorted(skipped.items()):
+        print(f"  {group} ({n}): {reason}")
+    if file := os.environ.get("WORKBENCH_SKIPPED"):
+        Path(file).write_text("".join(f"{group}\t{n}\t{reason}\n" for (group, reason), n in sorted(skipped.items())))
+    order = {"failed": "failed", "passed": "passed", "skipped": "skipped", "error": "errors"}
+    words = ", ".join(f"{counts[kind]} {word}" for kind, word in order.items() if counts[kind]) or "no tests ran"
+    print(f"===== {words} in {seconds:.2f}s ({time.strftime('%H:%M:%S', time.gmtime(seconds))}) =====", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""The command line: what it does, and one sentence with exit code 2 for what it cannot do. No rank is started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from workbench import jupyter
+from workbench.cli import app, setting
+from workbench.demo import TOUR
+from workbench.experiment import Experiment
+from workbench.knobs import KnobError
+from workbench.run import Run, RunError
+
+
+def say(*words: str) -> Result:
+    return CliRunner().invoke(app, words)
+
+
+def refused(result: Result) -> str:
+    """What was said, once it is certain that it is one line, without a traceback, with exit code 2."""
+    assert result.exit_code == 2
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    said = result.stderr.strip()
+    assert said.startswith("workbench: ")
+    assert len(said.splitlines()) == 1
+    return said
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
+    """A Lab that starts nothing: the experiments it was asked to run."""
+    found: list[Experiment] = []
+
+    class Lab:
+        def __init__(self, ranks: int, *, name: str) -> None:
+            self.ranks = ranks
+
+        def run(self, experiment: Experiment, out: Path) -> Any:
+            assert experiment.ranks == self.ranks
+            found.append(experiment)
+            done = Run(experiment, path=out)
+            done.timeline.marks.add([(0, 5, "state", 1.0, '{"state": "done"}')])
+            return done
+
+        def close(self) -> None:
+            found.append(None)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(sys.modules, "workbench.lab", types.SimpleNamespace(Lab=Lab))
+    return found
+
+
+def test_run_turns_the_recipes_knobs_in_order_and_closes_the_lab(asked: list[Experiment], tmp_path: Path) -> None:
+    turns = ["strategy=LocalSGD", "strategy.every=16", "compressor=TopK", "density=0.05"]
+    words = [word for turn in turns for word in ("--set", turn)]
+    done = say("run", "digits", *words, "--out", str(tmp_path / "r"), "--steps", "7", "--ranks", "2")
+    assert done.exit_code == 0, done.output
+    experiment, closed = asked
+    assert (experiment.strategy.every, experiment.steps, experiment.ranks) == (16, 7, 2)
+    assert experiment.compressor.of.density == 0.05
+    assert closed is None
+
+
+def test_run_without_a_number_of_steps_ends(asked: list[Experiment], tmp_path: Path) -> None:
+    assert say("run", "digits", "--out", str(tmp_path / "r")).exit_code == 0
+    assert asked[0].steps == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["digit"], "recipe='digit': no such recipe; did you mean digits?"),
+        (["digits", "--set", "strategy=LocalSDG"], "did you mean LocalSGD"),
+        (["digits", "--set", "strategy=LocalSGD", "--set", "every=0"], "every=0: must be an integer in [1, 256] steps"),
+        (["digits", "--set", "bucket_mb=wide"], "bucket_mb='wide': must be a number in [0.01, 1024] MB"),
+        (["digits", "--set", "strategy"], "must be path=value, such as strategy.every=8"),
+        (["digits", "--ranks", "0"], "ranks=0: must be an integer in [1, 4096]"),
+        (["digits", "--set", "strategy=TorchDDP", "--set", "compressor=TopK"], "use Dense with it"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_sentence(
+    asked: list[Experiment], words: list[str], answer: str, tmp_path: Path
+) -> None:
+    assert answer in refused(say("run", *words, "--out", str(tmp_path / "r")))
+    assert asked == []
+
+
+def test_a_run_does_not_overwrite_another(asked: list[Experiment], tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("x")
+    assert "is there already" in refused(say("run", "digits", "--out", str(tmp_path)))
+
+
+def test_a_value_is_json_or_a_word() -> None:
+    assert setting("density=0.05") == ("density", 0.05)
+    assert setting("to=bf16") == ("to", "bf16")
+    assert setting('faults=[{"Slow": {"rank": 1}}]') == ("faults", [{"Slow": {"rank": 1}}])
+    with pytest.raises(KnobError, match="must be path=value"):
+        setting("=3")
+
+
+def test_show_prints_a_recorded_run_and_writes_its_page(tmp_path: Path) -> None:
+    path = Run(Experiment(), name="kept", epoch=1.0).save(tmp_path / "run")
+    done = say("show", str(path))
+    assert done.exit_code == 0, done.output
+    assert "state" in done.output
+    page = tmp_path / "page.html"
+    assert say("show", str(path), "--out", str(page)).exit_code == 0
+    assert "<html" in page.read_text().lower()
+
+
+def test_show_says_which_directory_is_missing_or_no_run(tmp_path: Path) -> None:
+    assert "nowhere" in refused(say("show", str(tmp_path / "nowhere")))
+    (tmp_path / "run.json").write_text("{")
+    assert str(tmp_path) in refused(say("show", str(tmp_path)))
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(180)
+def test_the_demo_trains_switches_live_and_writes_its_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "workbench.cli", "demo", "--ranks", "2", "--seconds", "12", "--out", "demo.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {line[:20].strip(): line[20:].split() for line in done.stdout.splitlines() if "->" in line}
+    assert list(rows) == [stop.title for stop in TOUR]
+    sent = {title: float(row[3]) for title, row in rows.items()}
+    assert sent["DDP, dense"] > 2 * sent["Local SGD, every 8"]
+    assert sent["DDP, dense"] > 4 * sent["DDP, Top-k 1 %"]
+    assert "<html" in (tmp_path / "demo.html").read_text().lower()
+
+
+# JupyterLab
+
+
+def test_a_port_in_use_gives_the_next_free_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port < jupyter.free_port(port) < port + 50
+
+
+def test_without_any_free_port_it_says_which_option_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jupyter, "range", lambda first, last: (), raising=False)
+    with pytest.raises(RunError, match=r"port=8888: in use.*give --port"):
+        jupyter.free_port(8888)
+
+
+def test_the_token_is_kept_and_not_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def become(program: str, command: list[str], env: dict[str, str]) -> None:
+        started.append((command, env))
+
+    monkeypatch.delenv("JUPYTER_TOKEN", raising=False)
+    monkeypatch.setattr(jupyter, "notebooks", lambda: tmp_path)
+    monkeypatch.setattr(jupyter.os, "execve", become)
+    jupyter.open_lab(8888, browser=False)
+    (command, env), said = started[0], capsys.readouterr().out
+    assert len(env["JUPYTER_TOKEN"]) == 48
+    assert not any(env["JUPYTER_TOKEN"] in word for word in command)
+    assert f"/lab/tree/{tmp_path.name}/{jupyter.FIRST}?token={env['JUPYTER_TOKEN']}" in said
+    assert "--no-browser" in command
+    assert not any("token=" in word or "disable_check" in word for word in command)
+
+
+def test_installed_notebooks_are_copied_to_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared = tmp_path / "data" / "share" / "training-workbench" / "notebooks"
+    shared.mkdir(parents=True)
+    (shared / jupyter.FIRST).write_text("{}")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(jupyter, "__file__", str(tmp_path / "lib" / "workbench" / "jupyter.py"))
+    monkeypatch.setattr(jupyter.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert jupyter.notebooks() == tmp_path / "here" / "notebooks"
+    assert (tmp_path / "here" / "notebooks" / jupyter.FIRST).exists()
+    (shared / jupyter.FIRST).unlink()
+    assert jupyter.notebooks() == tmp_path / "here" / "notebooks"
+
+
+def test_no_notebook_anywhere_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jupyter, "__file__", str(tmp_path / "lib" / "workbench" / "jupyter.py"))
+    monkeypatch.setattr(jupyter.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    with pytest.raises(RunError, match="not found"):
+        jupyter.notebooks()

@@ -1,0 +1,217 @@
+"""Controls are read off the knobs: every knob has one, and what a person asks for is checked and answered beside it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from widgets.controls import Controls
+from widgets.options import chosen, options
+from widgets.requests import items
+from widgets.rows import FIRST, Now, rows
+from widgets.stops import nearest, stops
+from workbench.cluster.turns import Turn
+from workbench.compressors import Compressor
+from workbench.experiment import Experiment
+from workbench.fabric import Slow
+from workbench.knobs import knob, members, walk
+from workbench.strategies import Strategy
+from workbench.tasks import Task
+
+
+class StillLab:
+    """A lab without ranks: turns wait until `apply` is called."""
+
+    def __init__(self, live: bool = False) -> None:
+        self.experiment = Experiment().checked()
+        self.live, self.ranks, self.turns = live, 4, []
+
+    def turn(self, path: str, value: Any) -> Turn:
+        wanted = self.experiment
+        for t in self.turns:
+            wanted = wanted.turn(t.path, t.value) if t.applied_at is None else wanted
+        wanted.turn(path, value)
+        turn = Turn(f"turn {len(self.turns)}", path, value)
+        self.turns.append(turn)
+        if not self.live:
+            self.apply(0)
+        return turn
+
+    def apply(self, step: int) -> None:
+        for turn in self.turns:
+            if turn.applied_at is None:
+                self.experiment = self.experiment.turn(turn.path, turn.value)
+                turn.answer(applied_at=step)
+
+
+def row(controls: Controls, path: str) -> dict[str, Any]:
+    return next(r for r in controls.rows if r["path"] == path)
+
+
+def paths(controls: Controls) -> list[str]:
+    return [r["path"] for r in controls.rows]
+
+
+@pytest.mark.parametrize("strategy", members(Strategy))
+@pytest.mark.parametrize("compressor", ["Dense", "Cast", "TopK"])
+def test_every_knob_has_a_control(strategy: str, compressor: str) -> None:
+    e = Experiment().turn("strategy", strategy)
+    if not (members(Strategy)[strategy].opaque and compressor != "Dense"):
+        e = e.turn("compressor", compressor)
+    made = {r["path"]: r for r in rows(e, Now())}
+    for path, k in walk(e):
+        held = path in ("fabric", "fabric.link", "fabric.faults", "compressor.of")  # shown by what is in them
+        assert held or path in made, path
+        if path in made:
+            assert made[path]["doc"].startswith(k.doc) and k.unit in (made[path]["unit"], made[path]["label"])
+    assert json.dumps(list(made.values()))
+
+
+def test_the_controls_used_most_come_first_and_open() -> None:
+    made = rows(Experiment().turn("strategy", "LocalSGD").checked(), Now())
+    first = [r["path"] for r in made if not r["group"]]
+    assert first[:3] == ["strategy", "strategy.every", "compressor"]
+    assert all(path in first for path in FIRST)
+    assert all(r["group"] for r in made[len(first) :])
+
+
+def test_a_strategy_from_a_cell_gets_its_controls_without_a_line_of_them() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Whimsical(Strategy):
+        """Averages when it feels like it."""
+
+        mood: float = knob(0.5, 0.0, 1.0, unit="whims", doc="how much it feels like it")
+
+        async def step(self, rank: Any, state: Any) -> None:
+            await rank.update()
+
+    lab = StillLab()
+    controls = Controls(lab)
+    controls.asked({"turn": "strategy", "value": {"Whimsical": {}}})
+    found = row(controls, "strategy.mood")
+    assert (found["kind"], found["value"], found["unit"], found["allowed"]) == (
+        "number",
+        "0.5",
+        "whims",
+        "0 to 1 whims",
+    )
+    assert isinstance(lab.experiment.strategy, Whimsical)
+    controls.close()
+    del lab, controls, Whimsical
+    gc.collect()
+    assert "Whimsical" not in members(Strategy)  # no other test meets it
+
+
+@pytest.mark.parametrize("k", [k for _, k in walk(Experiment()) if k.kind in (int, float)], ids=lambda k: k.name)
+def test_sliders_stop_at_allowed_values_from_end_to_end(k: Any) -> None:
+    found = stops(k)
+    assert all(k.check(v) == v for v in found)
+    assert found == sorted(set(found)) and len(found) <= 101
+    assert not found or (found[-1] == k.high and found[0] == k.low)
+    assert not found or found[nearest(found, found[2])] == found[2]
+
+
+def test_a_wrong_entry_says_why_beside_its_control_and_changes_nothing() -> None:
+    lab = StillLab()
+    controls = Controls(lab)
+    controls.asked({"turn": "strategy", "value": {"LocalSGD": {}}})
+    before = lab.experiment
+    for typed in ("0", "1.5", "many"):
+        controls.asked({"turn": "strategy.every", "value": typed, "number": True})
+        error = row(controls, "strategy.every")["error"]
+        assert "strategy.every=" in error and "an integer in [1, 256] steps" in error and typed in error
+    assert lab.experiment == before and row(controls, "strategy.every")["value"] == "8"
+    controls.asked({"turn": "strategy.every", "value": "16", "number": True})
+    assert row(controls, "strategy.every")["error"] == "" and lab.experiment.strategy.every == 16
+
+
+def test_a_pair_that_cannot_be_is_refused_with_the_sentence_that_says_what_would() -> None:
+    controls = Controls(StillLab())
+    controls.asked({"turn": "compressor", "value": "TopK"})
+    offered = {o["text"]: o for o in row(controls, "strategy")["options"]}
+    assert offered["TorchDDP"]["refused"] and not offered["LocalSGD"]["refused"]
+    controls.asked({"turn": "strategy", "value": {"TorchDDP": {}}})
+    assert "use Dense with it" in row(controls, "strategy")["error"]
+    assert row(controls, "strategy")["value"] == "DDP"
+
+
+def test_a_change_shows_as_requested_until_it_is_applied() -> None:
+    lab = StillLab(live=True)
+    controls = Controls(lab)
+    controls.asked({"turn": "strategy", "value": {"LocalSGD": {}}})
+    controls.asked({"turn": "strategy.every", "value": 4})
+    found = row(controls, "strategy.every")
+    assert found["waiting"] and found["value"] == "4"
+    assert [i["state"] for i in items(lab.turns)] == ["waiting", "waiting"]
+    lab.apply(17)
+    controls.refresh()
+    assert not row(controls, "strategy.every")["waiting"]
+    assert items(lab.turns)[0] | {"when": ""} == {
+        "path": "strategy.every", "text": "every = 4", "state": "applied", "said": "applied at step 17", "when": "",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_turned_now_is_disabled_and_says_why() -> None:
+    lab = StillLab(live=True)
+    for path in ("seed", "task", "task.width", "ranks"):
+        found = row(Controls(lab), path)
+        assert found["disabled"] and "before Start" in found["why"]
+        assert not row(Controls(StillLab()), path)["disabled"]
+    assert not row(Controls(lab), "lr")["disabled"]
+
+
+def test_top_k_is_offered_with_and_without_its_error_feedback() -> None:
+    found = options(Compressor)
+    texts = [o.text for o in found]
+    assert "TopK + ErrorFeedback" in texts and "TopK alone" in texts and "Dense" in texts
+    for option in found:
+        e = Experiment().turn("compressor", option.value)
+        assert found[chosen(found, e.compressor)].text == option.text
+    nested = Experiment().turn("compressor", {"ErrorFeedback": {"of": {"Cast": {}}}})
+    made = {r["path"]: r for r in rows(nested, Now())}
+    assert made["compressor.of"]["value"] == "Cast" and "compressor.of.to" in made
+
+
+def test_a_task_of_your_own_is_listed_while_it_is_there() -> None:
+    own = Task(model=int, data=int, loss=int, optimizer=int)
+    found = {r["path"]: r for r in rows(Experiment(task=own), Now())}["task"]
+    assert found["options"][found["index"]]["text"] == "Task"
+    other = {r["path"]: r for r in rows(Experiment(), Now())}["task"]
+    assert "Task" not in [o["text"] for o in other["options"]]
+
+
+def test_a_fault_is_filled_in_then_injected_then_cleared() -> None:
+    lab = StillLab()
+    controls = Controls(lab)
+    controls.asked({"turn": "fabric.faults.new", "value": {"Slow": {}}})
+    controls.asked({"turn": "fabric.faults.new.rank", "value": "3", "number": True})
+    controls.asked({"turn": "fabric.faults.new.phase", "value": "backward"})
+    assert row(controls, "fabric.faults.new.rank")["stops"] == ["0", "1", "2", "3"]
+    assert lab.experiment.fabric.faults == ()
+    controls.asked({"press": "fabric.faults.inject"})
+    assert lab.experiment.fabric.faults == (Slow(rank=3, phase="backward"),)
+    assert row(controls, "fabric.faults.0")["text"] == "Slow: rank 3, factor 2, phase backward"
+    assert "fabric.faults.new.rank" not in paths(controls)
+    controls.asked({"press": "fabric.faults.0"})
+    assert lab.experiment.fabric.faults == ()
+
+
+def test_nothing_is_sent_when_nothing_changed() -> None:
+    controls = Controls(StillLab())
+    sent = []
+    controls.observe(lambda change: sent.append(change), "rows")
+    for _ in range(3):
+        controls.refresh()
+    assert sent == []
+
+
+def test_changes_are_listed_in_few_words() -> None:
+    lab = StillLab()
+    for path, value in (("compressor", "TopK"), ("fabric.faults", [Slow(rank=2)]), ("fabric.link.bandwidth", 200)):
+        lab.turn(path, value)
+    texts = [i["text"] for i in items(lab.turns)]
+    assert texts[0] == "bandwidth = 200" and texts[2] == "TopK" and texts[1].startswith("faults: Slow(rank=2")

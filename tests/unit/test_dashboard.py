@@ -1,0 +1,168 @@
+"""The dashboard puts charts and handles together and says what the run is doing, however often it is shown."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from tests.unit.synthetic import run as recorded
+from widgets import Dashboard, display
+from widgets.progress import Progress, line, trouble
+from widgets.transport import Transport
+from workbench.experiment import Experiment
+from workbench.run import Run
+from workbench.timeline import Mark
+
+
+class StillLab:
+    """A lab without ranks: it notes what it was asked."""
+
+    def __init__(self, run: Run | None = None, state: str = "idle") -> None:
+        self.experiment = Experiment().checked()
+        self.run_now, self.state, self.ranks, self.turns = run, state, 4, []
+        self.progress, self.notes, self.status, self.asked = "2 of 4 engines up", [], [], []
+
+    @property
+    def live(self) -> bool:
+        return self.run_now is not None and self.run_now.live
+
+    def run(self) -> Run:
+        self.asked.append("run")
+        self.run_now, self.state = recorded(steps=30), "running"
+        self.run_now.live = True
+        return self.run_now
+
+    def pause(self) -> None:
+        self.asked.append("pause")
+
+    def resume(self) -> None:
+        self.asked.append("resume")
+
+    def step(self) -> None:
+        raise RuntimeError("there is no run to step")
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+
+def noted(run: Run, *marks: tuple[int, int, str, dict[str, Any]]) -> Run:
+    run.timeline.marks.add([Mark(rank, step, name, 1.0, json.dumps(detail)) for rank, step, name, detail in marks])
+    return run
+
+
+@pytest.fixture
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dashboards of this test refresh when told to."""
+    monkeypatch.setattr("widgets.refresh.Refresh.start", lambda self: None)
+
+
+def test_showing_a_lab_twice_is_two_views_of_one_dashboard(no_thread: None) -> None:
+    lab = StillLab()
+    first, second = display.lab(lab)._repr_mimebundle_(), display.lab(lab)._repr_mimebundle_()
+    view = "application/vnd.jupyter.widget-view+json"
+    assert first[view]["model_id"] == second[view]["model_id"]
+    assert lab.asked == []  # showing starts nothing
+
+
+def test_a_lab_has_handles_and_a_recorded_run_has_none(no_thread: None) -> None:
+    assert len(Dashboard(StillLab()).handles) == 3
+    shown = Dashboard(recorded(steps=20))
+    assert shown.handles == () and shown.board.run is shown.shown
+
+
+def test_where_widgets_cannot_be_shown_there_is_a_line_and_a_small_table(no_thread: None) -> None:
+    run = recorded(steps=20)
+    bundle = Dashboard(run)._repr_mimebundle_()
+    assert bundle["text/plain"] == repr(run)
+    assert bundle["text/html"].count("<tr>") >= 5 and len(bundle["text/html"]) < 10_000
+
+
+def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
+    lab = StillLab()
+    dashboard = Dashboard(lab)
+    transport = dashboard.handles[0]
+    assert set(transport.may) == {"start"} and "press Start" in transport.line
+    transport.asked("start")
+    dashboard.refresh()
+    assert dashboard.board.run is lab.run_now
+    assert set(transport.may) == {"pause", "stop"}
+    assert transport.line.startswith("running · step 29 · ") and "steps/s · 4 ranks" in transport.line
+
+
+@pytest.mark.parametrize(
+    ("state", "may"),
+    [
+        ("starting", {"start"}),
+        ("paused", {"resume", "step", "stop"}),
+        ("stopping", {"stop"}),
+        ("failed", {"start"}),
+        ("closed", set()),
+    ],
+)
+def test_only_what_can_be_done_now_can_be_pressed(state: str, may: set[str]) -> None:
+    assert set(Transport(StillLab(state=state)).may) == may
+
+
+def test_what_cannot_be_done_is_answered_in_words() -> None:
+    transport = Transport(StillLab(state="paused"))
+    transport.asked("step")
+    assert "there is no run to step" in transport.error["text"]
+    transport.asked("resume")
+    assert transport.error == {}
+
+
+def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = StillLab(state="starting")
+    transport = Transport(lab)
+    assert transport.line == "starting 4 ranks · 2 of 4 engines up"
+    lab.run()
+    lab.status = [{"rank": 2, "busy": "all_reduce bucket 3 since 4.0 s"}]
+    monkeypatch.setattr("widgets.progress.PATIENCE", -1.0)
+    transport.refresh()
+    assert transport.line.endswith("rank 2: all_reduce bucket 3 since 4.0 s")
+
+
+def test_progress_follows_a_run_and_begins_anew_with_the_next() -> None:
+    progress = Progress().follow(recorded(steps=30, step_s=0.1))
+    assert progress.step == 29 and 1 < (progress.rate or 0) < 10
+    progress.follow(None)
+    assert progress.step == -1 and line("idle", progress, 1) == "ready, 1 rank · press Start"
+
+
+def test_an_error_names_rank_step_and_operation_and_folds_identical_ones() -> None:
+    detail = {"step": 7, "op": "backward", "type": "ValueError", "text": "no", "traceback": "File ..."}
+    one = trouble(noted(Run({}, live=True), (2, 7, "error", {"rank": 2, **detail})))
+    assert one == {"title": "Error on rank 2, step 7, in backward:", "text": "ValueError: no", "more": "File ..."}
+    both = noted(Run({}), (2, 7, "error", {"rank": 2, **detail}), (0, 7, "error", {"rank": 0, **detail}))
+    assert trouble(both)["title"].startswith("Error on ranks 0, 2, step 7")
+
+
+def test_a_loss_that_is_no_number_is_said_while_the_run_is_paused() -> None:
+    run = noted(Run({}, live=True), (3, 12, "nan", {"loss": "nan"}), (0, 13, "state", {"state": "paused"}))
+    assert "Rank 3's loss is no longer a number, first at step 12" in trouble(run)["title"]
+    assert trouble(noted(run, (0, 14, "state", {"state": "running"}))) == {}
+
+
+def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, str]] = []
+    lab = StillLab()
+    transport = Transport(lab)
+    monkeypatch.setattr(transport, "send", sent.append)
+    transport.asked("copy")
+    lab.run_now = Run(lab.experiment)
+    transport.asked("copy")
+    for message in sent:
+        compile(message["python"], "copied", "exec")
+    assert "lab.run()" in sent[0]["python"] and "ByteGPT" in sent[1]["python"]
+
+
+def test_the_timer_runs_beside_and_ends_with_the_dashboard() -> None:
+    dashboard = Dashboard(StillLab())
+    name = "dashboard refresh"
+    assert any(t.name == name for t in threading.enumerate())
+    dashboard.close()
+    assert dashboard.timer.errors == []
+    assert dashboard.timer._thread is None or not dashboard.timer._thread.is_alive()

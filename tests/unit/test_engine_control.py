@@ -1,0 +1,178 @@
+"""Steering a run: changes, pause, single steps, stop, faults, failures."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.ranks import batch as examples
+from tests.ranks import experiment, live, mse, run, toy
+from workbench.compressors import TopK
+from workbench.engine.canonical import optimizer_tensors
+from workbench.engine.layout import fingerprint
+from workbench.engine.session import Session
+from workbench.fabric import Freeze, Slow
+from workbench.knobs import Change
+from workbench.strategies import LocalSGD
+
+
+def until(ask: object, within: float = 30.0) -> None:
+    end = time.monotonic() + within
+    while not ask():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def three() -> list[Session]:
+    sessions = live(experiment(3, 0, pace=10.0))
+    until(lambda: all(s.rank.step > 2 for s in sessions))
+    yield sessions
+    for s in sessions:
+        s.abort()
+    assert all(s.join(20) for s in sessions)
+
+
+def test_a_change_acts_on_all_ranks_before_the_same_step(three: list[Session]) -> None:
+    three[0].request({"kind": "turn", "id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 3}}})
+    until(lambda: three[0].record.noted("change"))
+    step = three[0].record.noted("change")[0][0]
+    until(lambda: three[0].rank.step > step + 4)
+    for s in three:
+        names = {r[0]: r[2] for r in s.record if r[1] == "step"}
+        assert names[step - 1] == "DDP" and names[step] == "LocalSGD"
+
+
+def test_a_change_acts_within_a_step_and_200_ms(three: list[Session]) -> None:
+    late = []
+    for k in range(12):
+        asked = three[0].clock.now()
+        three[0].request({"kind": "turn", "id": str(k), "path": "bucket_mb", "value": 0.01 + 0.01 * k})
+        until(lambda k=k: len(three[0].record.noted("change")) > k)
+        late.append(three[0].record.noted("change")[k][2] - asked)
+    steps = [r[5] - r[4] for r in three[0].record if r[1] == "step"]
+    assert max(late) < max(steps) + 0.2
+
+
+def test_a_refused_change_says_why_and_training_goes_on(three: list[Session]) -> None:
+    three[0].request({"kind": "turn", "id": "x", "path": "strategy.every", "value": 4})
+    until(lambda: three[0].record.noted("refused"))
+    assert "no such knob" in json.loads(three[0].record.noted("refused")[0][3])["reason"]
+    step = three[0].rank.step
+    until(lambda: three[0].rank.step > step + 2)
+
+
+def test_pause_single_step_resume(three: list[Session]) -> None:
+    three[0].request({"kind": "pause"})
+    until(lambda: all(s.phase == "paused" for s in three))
+    step = three[0].rank.step
+    time.sleep(0.7)
+    assert {s.rank.step for s in three} == {step}
+    three[0].request({"kind": "step", "n": 2})
+    until(lambda: all(s.rank.step == step + 2 and s.phase == "paused" for s in three))
+    three[0].request({"kind": "resume"})
+    until(lambda: all(s.rank.step > step + 4 for s in three))
+
+
+def test_stop_ends_all_ranks_at_the_same_step(three: list[Session]) -> None:
+    three[0].request({"kind": "stop"})
+    assert all(s.join(20) for s in three)
+    assert {s.phase for s in three} == {"stopped"} and len({s.rank.step for s in three}) == 1
+
+
+def test_stop_reaches_a_rank_blocked_in_a_collective_within_a_second() -> None:
+    hang = threading.Event()
+
+    def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
+        if hang.is_set() and threading.current_thread().name.startswith("rank 1"):
+            time.sleep(1.5)  # the user's own code hangs, deaf to everything
+        return mse(model, pair)
+
+    sessions = live(experiment(2, 0, task=toy(loss=loss), pace=5.0))
+    until(lambda: all(s.rank.step > 2 for s in sessions))
+    hang.set()
+    until(lambda: "wait" in sessions[0].host.op)
+    time.sleep(0.2)
+    asked = time.monotonic()
+    sessions[0].request({"kind": "stop"})
+    for s in sessions:
+        s.hurry()
+    assert sessions[0].join(2)
+    assert time.monotonic() - asked < 1.0
+    assert sessions[1].join(3)
+    assert {s.phase for s in sessions} == {"stopped"}
+
+
+def test_a_failing_rank_frees_the_others_and_is_named() -> None:
+    def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
+        if torch.equal(pair[0], poison):
+            raise ValueError("a bad example")
+        return mse(model, pair)
+
+    poison = examples(1, 5, 0)[0]
+    sessions = live(experiment(3, 50, task=toy(loss=loss)))
+    assert all(s.join(30) for s in sessions), "the wires' own time limit is ten minutes"
+    cause = [s.error for s in sessions if s.error and not s.error["consequence"]]
+    assert [(e["rank"], e["step"], e["op"], e["text"]) for e in cause] == [(1, 5, "forward", "a bad example")]
+
+
+def test_a_loss_that_is_not_finite_pauses_the_run_and_names_rank_and_step() -> None:
+    def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
+        bad = torch.equal(pair[0], examples(1, 4, 0)[0])
+        return mse(model, pair) * (float("nan") if bad else 1.0)
+
+    sessions = live(experiment(2, 0, task=toy(loss=loss)))
+    until(lambda: all(s.phase == "paused" for s in sessions))
+    first = min((m[0], s.rank.index) for s in sessions for m in s.record.noted("nan"))
+    assert first == (4, 1)
+    for s in sessions:
+        s.abort()
+        assert s.join(20)
+
+
+def test_planned_changes_repeat_a_run_bit_for_bit() -> None:
+    plan = (Change(4, "strategy", "LocalSGD"), Change(9, "strategy", "DDP"), Change(11, "compressor", "TopK"),
+            Change(15, "batch", 2), Change(16, "lr", 0.01))  # fmt: skip
+
+    def data(rank: int, ranks: int, seed: int, batch: int = 4) -> list:
+        return [examples(rank, step, seed, batch) for step in range(64)]
+
+    one, two = (run(experiment(2, 20, batch=4, task=toy(data=data)), *plan) for _ in range(2))
+    assert [s.record.losses() for s in one] == [s.record.losses() for s in two]
+
+
+def test_a_switch_is_its_own_span_with_its_bytes_and_outside_the_step() -> None:
+    s = run(experiment(2, 12, strategy=LocalSGD(every=5)), Change(7, "strategy", "DDP"))[0]
+    (span,) = [r for r in s.record if r[1] == "switch"]
+    assert span[6] > 0
+    assert not [r for r in s.record if r[1] == "step" and r[4] < span[5] and r[5] > span[4]]
+
+
+def test_a_slow_rank_is_slower_by_its_factor_and_a_frozen_one_stands_still() -> None:
+    slow = Slow(rank=1, factor=3.0, phase="backward")
+    s = run(experiment(2, 8, pace=30.0).turn("faults", (slow,)))
+    length = [_median([r[5] - r[4] for r in x.record if r[2] == "backward"]) for x in s]
+    assert length[1] / length[0] == pytest.approx(3.0, rel=0.1)
+    s = run(experiment(2, 8), Change(3, "faults", [{"Freeze": {"rank": 0, "seconds": 0.3}}]))
+    waited = sum(r[5] - r[4] for r in s[1].record if r[0] == 3 and r[1] == "wait")
+    assert waited > 0.25
+    assert Freeze(rank=0, seconds=0.3).pause(0) == 0.3
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def test_the_residual_of_gradients_is_dropped_in_words_when_displacements_are_exchanged() -> None:
+    s = run(experiment(2, 10, compressor=TopK.usual()), Change(5, "strategy", "LocalSGD"))[0]
+    (mark,) = s.record.noted("residual")
+    assert json.loads(mark[3])["dropped"] > 0
+
+
+def test_optimizer_state_is_one_value_after_local_sgd_is_left() -> None:
+    sessions = run(experiment(3, 10, strategy=LocalSGD(every=4)), Change(6, "strategy", "DDP"), Change(6, "lr", 1e-9))
+    assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1

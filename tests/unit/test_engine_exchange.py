@@ -1,0 +1,166 @@
+"""The gradient exchange: against torch's own, across live bucket sizes, with every odd model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import Net, batch, experiment, live, mse, net, run, toy, weights
+from workbench.engine.canonical import state_hash
+from workbench.knobs import Change
+from workbench.strategies import DDP, LocalSGD, TorchDDP
+
+adamw = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def test_two_ranks_equal_torch_ddp_bit_for_bit() -> None:
+    ours = run(experiment(2, 20, task=toy(adamw)))[0]
+    torchs = run(experiment(2, 20, task=toy(adamw), strategy=TorchDDP()))[0]
+    assert torch.equal(weights(ours), weights(torchs))
+
+
+def test_torch_ddp_on_an_emulated_link_learns_the_same_and_is_on_the_record() -> None:
+    linked = experiment(2, 8, task=toy(adamw), strategy=TorchDDP()).turn("bandwidth", 50)
+    sessions = run(linked, Change(6, "strategy", "LocalSGD"))
+    plain = run(experiment(2, 8, task=toy(adamw), strategy=TorchDDP()), Change(6, "strategy", "LocalSGD"))
+    torch.testing.assert_close(weights(sessions[0]), weights(plain[0]), rtol=1e-5, atol=1e-7)
+    assert {name for step, name, _ in sessions[0].record.comm() if step < 6} >= {"all_reduce bucket 0"}
+    assert [r for r in sessions[0].record if r[1] == "port" and r[0] < 6]
+
+
+def test_bucket_size_changed_live_is_bit_identical_on_two_ranks() -> None:
+    calm = run(experiment(2, 20, task=toy(adamw)))[0]
+    turned = run(experiment(2, 20, task=toy(adamw)), Change(5, "bucket_mb", 0.02), Change(11, "bucket_mb", 1.0))[0]
+    assert len({len([1 for s, *_ in turned.record.comm() if s == step]) for step in (4, 8, 15)}) > 1
+    assert torch.equal(weights(calm), weights(turned))
+
+
+def test_bucket_size_changed_live_stays_within_rounding_on_four_ranks() -> None:
+    calm = run(experiment(4, 20, task=toy(adamw)))[0]
+    turned = run(experiment(4, 20, task=toy(adamw)), Change(5, "bucket_mb", 0.02))[0]
+    gap = (weights(calm) - weights(turned)).norm() / weights(calm).norm()
+    assert gap < 1e-6
+
+
+def test_accumulating_k_batches_equals_k_times_the_ranks() -> None:
+    two = run(experiment(2, 6, strategy=DDP(accumulate=2), task=toy(model=net, data=_by_rank(2))))[0]
+    four = run(experiment(4, 6, task=toy(model=net, data=_by_rank(1))))[0]
+    torch.testing.assert_close(weights(two), weights(four), rtol=1e-5, atol=1e-6)
+
+
+def _by_rank(micro: int) -> object:
+    def data(rank: int, ranks: int, seed: int) -> list:
+        return [batch(rank * micro + m, step, seed) for step in range(30) for m in range(micro)]
+
+    return data
+
+
+def test_the_first_bucket_goes_out_before_backward_ends() -> None:
+    session = run(experiment(2, 8, pace=40.0))[0]
+    for step in range(3, 8):
+        backward = next(r for r in session.record if r[:3] == (step, "compute", "backward"))
+        first = min(r[4] for r in session.record if r[0] == step and r[1] == "comm")
+        assert first < backward[5]
+
+
+class Unused(Net):
+    """`alone` is never used, `frozen` does not learn, `b` is used twice and its bias never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.alone = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.c(torch.tanh(self.a(x) @ self.b.weight @ self.b.weight)))
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Mixed(Net):
+    """One layer in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = self.b.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)).double())).float())
+
+
+@pytest.mark.parametrize("model", [Unused, Norm, Tied, Mixed])
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2)], ids=str)
+def test_odd_models_train_and_the_ranks_agree(model: type, strategy: object) -> None:
+    sessions = run(experiment(2, 8, task=toy(model=partial(net, model)), strategy=strategy, eval_every=4))
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+    held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
+    assert held_out[-1] < held_out[0]
+
+
+def test_several_optimizer_groups_keep_their_rates_when_the_knob_is_turned() -> None:
+    def two_groups(params: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "lr": 0.01}])
+
+    sessions = run(experiment(2, 6, task=toy(two_groups)), Change(3, "lr", 0.2))
+    assert [g["lr"] for g in sessions[0].optimizer.param_groups] == pytest.approx([0.2, 0.02])
+
+
+def test_a_parameter_used_on_one_rank_only_hangs_nobody() -> None:
+    calls = {"n": 0}
+
+    def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
+        calls["n"] += 1
+        x, y = pair
+        h = torch.tanh(model.a(x))
+        return nn.functional.mse_loss(model.c(torch.tanh(model.b(h)) if calls["n"] % 2 else h), y)
+
+    sessions = run(experiment(2, 10, task=toy(loss=loss)))
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+def test_one_rank_with_another_model_is_named_before_training() -> None:
+    made = iter(range(100))
+
+    def model() -> nn.Module:
+        return Net() if next(made) % 2 == 0 else Norm()
+
+    sessions = _fail(experiment(2, 4, task=toy(model=model)))
+    assert any("differ from rank 0's" in s.error["text"] for s in sessions if s.error)
+
+
+def _fail(chosen: object) -> list:
+    sessions = live(chosen)
+    assert all(s.join(20) for s in sessions)
+    return sessions
+
+
+@pytest.mark.parametrize(("loss", "words"), [
+    (lambda m, p: m(p[0]), "scalar"), (lambda m, p: 3.0, "scalar Tensor"),
+    (lambda m, p: mse(m, p).detach(), "does not depend"), (lambda m, p: 1 / 0, "division"),
+])  # fmt: skip
+def test_a_loss_that_cannot_be_is_told_with_rank_step_and_operation(loss: object, words: str) -> None:
+    sessions = _fail(experiment(2, 4, task=toy(loss=loss)))
+    causes = [s.error for s in sessions if not s.error["consequence"]]
+    assert causes and words in causes[0]["text"]
+    assert causes[0]["op"] == "forward" and causes[0]["step"] == 0

@@ -1,0 +1,89 @@
+"""An experiment: complete, checked as a whole, the same after JSON, and clear about what cannot be."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+
+from workbench.compressors import Compressor, Dense, ErrorFeedback, TopK
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link, Slow
+from workbench.family import members
+from workbench.knobs import KnobError, walk
+from workbench.recipes import recipe, recipes
+from workbench.strategies import LocalSGD, Strategy, TorchDDP
+from workbench.tasks import ByteGPT, Digits
+
+
+def test_an_experiment_takes_the_tasks_own_rate_and_batch_where_none_is_given() -> None:
+    filled = Experiment(task=Digits()).checked()
+    assert (filled.lr, filled.batch) == (Digits.lr, Digits.batch)
+    assert Experiment(lr=0.5, batch=3).checked().lr == 0.5
+
+
+def test_an_experiment_is_the_same_after_json() -> None:
+    fabric = Fabric(link=Link(bandwidth=50.0), faults=(Slow(rank=1),))
+    rest = {"strategy": LocalSGD(every=3), "compressor": ErrorFeedback(of=TopK()), "fabric": fabric}
+    value = Experiment(task=ByteGPT(width=64), **rest)
+    assert Experiment.read(json.loads(json.dumps(value.plain()))) == value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("ranks", 0, "ranks=0: must be an integer in [1, 4096]"),
+        ("strategy", "LocalSDG", "did you mean LocalSGD"),
+        ("strategy.every", 8, "no such knob here"),
+        ("bucket_mb", 0, "bucket_mb=0: must be a number in [0.01, 1024] MB"),
+        ("lr", "fast", "lr='fast': must be a number"),
+        ("task.layers", 0, "task.layers=0: must be an integer in [1, 48]"),
+        ("task.heads", 3, "width=160: must be a multiple of heads=3"),
+        ("fabric.faults", [{"Slow": {"rank": 4}}], "there are ranks 0 to 3"),
+        ("fabric.link", {"Link": {"bandwidth": -1}}, "bandwidth=-1"),
+    ],
+)
+def test_a_turn_that_cannot_be_is_refused_and_nothing_is_lost(path: str, value: Any, words: str) -> None:
+    before = Experiment()
+    with pytest.raises(KnobError) as caught:
+        before.turn(path, value)
+    assert words in str(caught.value)
+    assert before == Experiment()
+
+
+def test_turns_build_on_each_other() -> None:
+    after = Experiment().turn("strategy", "LocalSGD").turn("every", 16).turn("compressor", "TopK").turn("density", 0.05)
+    assert after.strategy == LocalSGD(every=16)
+    assert after.compressor == ErrorFeedback(of=TopK(density=0.05))
+
+
+def test_every_pair_of_strategy_and_compressor_runs_or_is_refused_with_what_would() -> None:
+    pairs = product(members(Strategy).values(), members(Compressor).values())
+    shipped = [(s, c) for s, c in pairs if s.__module__.startswith("workbench.")]
+    for strategy, compressor in shipped:
+        experiment = Experiment(strategy=strategy(), compressor=compressor.usual())
+        try:
+            assert experiment.checked().compressor == compressor.usual()
+        except KnobError as refusal:
+            assert "use " in str(refusal)
+    with pytest.raises(KnobError, match="TorchDDP sends gradients by torch's own rules"):
+        Experiment(strategy=TorchDDP(), compressor=TopK()).checked()
+    assert Experiment(strategy=TorchDDP(), compressor=Dense()).checked()
+
+
+def test_every_knob_says_what_it_is() -> None:
+    for path, k in walk(Experiment()):
+        assert k.doc, path
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_can_be(name: str) -> None:
+    assert recipe(name).checked().ranks >= 1
+    assert recipes()[name].__doc__
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
+    with pytest.raises(KnobError, match="did you mean slow_link"):
+        recipe("slowlink")

@@ -1,0 +1,90 @@
+"""A run for other tools: a trace that Perfetto opens, and code that runs the same again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit import synthetic
+from workbench.export import as_python, to_perfetto
+from workbench.run import Run
+from workbench.timeline import Mark, Sample, Span
+
+
+def trace(run: Run, path: Path) -> dict[str, Any]:
+    return json.loads(to_perfetto(run, path).read_text())  # type: ignore[no-any-return]
+
+
+def test_a_trace_has_a_process_per_rank_and_a_thread_per_lane(tmp_path: Path) -> None:
+    events = trace(synthetic.run(ranks=3, steps=12, changes=()), tmp_path / "t.json")["traceEvents"]
+    named = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
+    assert named == {(0, "rank 0"), (1, "rank 1"), (2, "rank 2")}
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    assert {"step", "compute", "comm", "wait", "port"} <= set(lanes) and lanes["compute"] < lanes["comm"]
+    assert {e["tid"] for e in events if e["ph"] == "X" and e["cat"] == "comm"} == {lanes["comm"]}
+
+
+def test_every_row_of_the_record_is_one_event(tmp_path: Path) -> None:
+    run = synthetic.run(steps=30, changes=((10, "lr", 0.1),))
+    events = trace(run, tmp_path / "t.json")["traceEvents"]
+    kinds = [e["ph"] for e in events]
+    assert kinds.count("X") == len(run.spans) and kinds.count("C") == len(run.samples)
+    assert kinds.count("i") == len(run.marks)
+    first, span = next(e for e in events if e["ph"] == "X"), run.spans.iloc[0]
+    assert (first["name"], first["pid"]) == (span["name"], span["rank"])
+    assert first["ts"] == pytest.approx(span.t0 * 1e6, abs=1e-3)
+    assert first["dur"] == pytest.approx((span.t1 - span.t0) * 1e6, abs=2e-3)
+
+
+def test_a_trace_says_how_far_clocks_may_be_off(tmp_path: Path) -> None:
+    run = Run({"ranks": 1})
+    run.timeline.marks.add([Mark(0, 0, "start", 0.0, json.dumps({"clock_error": 2.5e-5}))])
+    about = trace(run, tmp_path / "t.json")["metadata"]
+    assert about["clock_error_s"] == {"0": 2.5e-5} and about["experiment"] == {"ranks": 1}
+
+
+def test_numbers_that_json_cannot_hold_are_left_out(tmp_path: Path) -> None:
+    run = Run({})
+    run.timeline.samples.add([Sample(0, 0, "loss", 0.1, float("nan")), Sample(0, 1, "loss", 0.2, 5.0)])
+    run.timeline.spans.add([Span(0, 0, "a lane of its own", "x", 0.0, 0.0, 0.1, 0)])
+    events = trace(run, tmp_path / "t.json")["traceEvents"]
+    assert [e["args"]["value"] for e in events if e["ph"] == "C"] == [5.0]
+
+
+def test_an_empty_run_and_a_compressed_trace_are_written(tmp_path: Path) -> None:
+    assert trace(Run({}), tmp_path / "t.json")["traceEvents"] == []
+    packed = to_perfetto(synthetic.run(steps=5, changes=()), tmp_path / "t.json.gz")
+    assert json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
+
+
+def test_the_code_of_a_run_rebuilds_its_experiment_and_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.experiment import Experiment
+
+    experiment = Experiment().turn("strategy", "LocalSGD").turn("compressor", "TopK").turn("steps", 100)
+    experiment = experiment.turn("fabric.faults", [{"Slow": {"rank": 1, "factor": 2.0}}])
+    run = Run(experiment.plain())
+    detail = {"id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 4}}}
+    run.timeline.marks.add([Mark(0, 20, "change", 2.0, json.dumps(detail))])
+    before = "run.wait()\n"
+    code = as_python(run)
+    assert code.endswith(before)
+    space: dict[str, Any] = {}
+    exec(code[: code.index("lab = Lab(")].replace("from workbench.lab import Lab\n", ""), space)
+    assert space["experiment"] == experiment and tuple(space["changes"]) == run.changes
+
+
+def test_a_run_without_an_end_gets_the_steps_it_had_done() -> None:
+    run = synthetic.run(steps=30, changes=())
+    run.settings["steps"] = 0
+    assert "    steps=30,  # as far as this run got" in as_python(run)
+
+
+def test_functions_of_your_own_are_left_for_you_to_fill_in() -> None:
+    run = Run({"task": {"Task": {"model": "<net>", "data": "<lambda>"}}, "steps": 5})
+    code = as_python(run)
+    assert "task=...,  # your own Task(...)" in code and "import Task" not in code
+    compile(code, "run", "exec")

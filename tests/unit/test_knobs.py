@@ -1,0 +1,139 @@
+"""Knobs: what is allowed, what is said of what is not, and settings as JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import FrozenInstanceError, dataclass
+from typing import Any
+
+import pytest
+
+from workbench.compressors import Cast, Compressor, ErrorFeedback, TopK
+from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow
+from workbench.family import find, members
+from workbench.knobs import Knob, KnobError, checked, describe, from_plain, knob, knobs, resolve, to_plain, turn, walk
+from workbench.strategies import DDP, LocalSGD, Strategy
+from workbench.tasks import Task, TaskBase
+
+EVERY = Knob("every", int, 8, 1, 256, unit="steps")
+FAMILIES = (Strategy, Compressor, Fault, TaskBase)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(1, 1), (256, 256), (8.0, 8), ("16", 16)], ids=["low", "high", "whole float", "text"]
+)
+def test_a_whole_number_may_be_written_in_several_ways(given: Any, kept: int) -> None:
+    assert EVERY.check(given) == kept
+    assert type(EVERY.check(given)) is int
+
+
+@pytest.mark.parametrize("wrong", [0, 257, -1, 1.5, "many", None, True, float("nan"), float("inf"), [8], {}])
+def test_a_wrong_value_is_answered_with_name_value_and_range(wrong: Any) -> None:
+    with pytest.raises(KnobError) as caught:
+        EVERY.check(wrong)
+    assert str(caught.value) == f"every={wrong!r}: must be an integer in [1, 256] steps"
+
+
+@pytest.mark.parametrize("wrong", ["", "a", None, True, float("nan"), -0.1, 1.1])
+def test_a_fraction_out_of_range_is_refused(wrong: Any) -> None:
+    with pytest.raises(KnobError, match=r"density=.*: must be a number in \[0, 1\]"):
+        Knob("density", float, 0.1, 0.0, 1.0).check(wrong)
+
+
+def test_booleans_and_choices_take_only_what_they_name() -> None:
+    switch = Knob("shared", bool, False)
+    assert [switch.check(v) for v in (True, "false", "On", "1")] == [True, False, True, True]
+    with pytest.raises(KnobError, match="shared=2: must be true or false"):
+        switch.check(2)
+    with pytest.raises(KnobError, match="to='fp8': must be one of fp16, bf16"):
+        turn(Cast(), "to", "fp8")
+
+
+def test_turning_makes_a_new_value_and_leaves_the_old() -> None:
+    old = LocalSGD(every=4)
+    new = turn(old, "every", 16)
+    assert (old.every, new.every) == (4, 16)
+    with pytest.raises(FrozenInstanceError):
+        old.every = 5  # type: ignore[misc]
+
+
+def test_a_path_may_be_as_short_as_is_clear() -> None:
+    packed = Fabric(link=Link(bandwidth=10))
+    assert resolve(packed, "bandwidth")[0] == resolve(packed, "link.bandwidth")[0] == "link.bandwidth"
+    assert turn(ErrorFeedback(of=TopK()), "density", 0.5).of.density == 0.5
+
+
+def test_an_unclear_or_unknown_path_is_answered_with_what_it_could_be() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Pair:
+        left: Link = knob(Link(), doc="one")
+        right: Link = knob(Link(), doc="other")
+
+    with pytest.raises(KnobError, match=r"could mean any of left.jitter, right.jitter"):
+        resolve(_typed(Pair), "jitter")
+    with pytest.raises(KnobError, match=r"bandwith: no such knob here; did you mean bandwidth"):
+        resolve(Link(), "bandwith")
+
+
+def _typed(cls: type) -> Any:
+    cls.__annotations__ = {"left": Link, "right": Link}
+    return cls()
+
+
+@pytest.mark.parametrize("base", FAMILIES, ids=lambda b: b.__name__)
+def test_every_member_survives_json_and_has_documented_knobs(base: type) -> None:
+    for name, member in members(base).items():
+        if member is Task or not member.__module__.startswith("workbench."):
+            continue
+        value = member()
+        assert from_plain(json.loads(json.dumps(to_plain(value))), base) == value
+        assert describe(member)["doc"], f"{name} says what it is"
+        for path, k in walk(value):
+            assert k.doc, f"{name}.{path} has no doc"
+            assert k.low is None or k.low <= k.default <= k.high, f"{name}.{path}"
+
+
+def test_nested_settings_and_tuples_survive_json() -> None:
+    value = Fabric(link=Link(bandwidth=100.0, jitter=0.1), faults=(Slow(rank=1), Freeze(), Noisy(spread=0.2)))
+    assert from_plain(json.loads(json.dumps(to_plain(value))), Fabric) == value
+
+
+def test_a_bare_name_means_the_member_as_it_is_usual() -> None:
+    assert from_plain("TopK", Compressor) == ErrorFeedback(of=TopK())
+    assert from_plain("DDP", Strategy) == DDP()
+
+
+@pytest.mark.parametrize(
+    ("plain", "words"),
+    [
+        ("LocalSDG", "did you mean LocalSGD"),
+        ({"LocalSGD": {"evry": 3}}, "LocalSGD has no knob evry"),
+        ({"LocalSGD": {}, "DDP": {}}, "must be one name with its settings"),
+    ],
+)
+def test_settings_that_cannot_be_read_say_why(plain: Any, words: str) -> None:
+    with pytest.raises(KnobError, match=words):
+        from_plain(plain, Strategy, "strategy")
+
+
+def test_checking_goes_down_into_nested_settings_and_names_the_whole_path() -> None:
+    with pytest.raises(KnobError, match=r"link.jitter=7: must be a number in \[0, 1\]"):
+        checked(Fabric(link=Link(jitter=7)))
+
+
+def test_a_member_defined_in_a_cell_is_found_and_replaces_its_older_self() -> None:
+    def cell(doc: str) -> type:
+        body = {"__doc__": doc, "__module__": "cell", "step": DDP.step}
+        return dataclass(frozen=True, kw_only=True)(type("FromACell", (Strategy,), body))
+
+    first, second = cell("First."), cell("Second.")
+    assert find(Strategy, "FromACell") is second
+    del first, second
+    gc.collect()
+    assert "FromACell" not in members(Strategy)
+
+
+def test_knobs_of_an_instance_carry_its_present_values() -> None:
+    assert [k.default for k in knobs(LocalSGD(every=3))] == [3]
+    assert [k.default for k in knobs(LocalSGD)] == [8]

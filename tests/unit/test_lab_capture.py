@@ -1,0 +1,71 @@
+"""What training threads print, warn and log is taken aside by thread; the rest goes its usual way."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+from workbench.cluster import capture
+from workbench.cluster.capture import Capture
+
+
+def run_as(name: str, what: Callable[[], object]) -> None:
+    thread = threading.Thread(target=what, name=name)
+    thread.start()
+    thread.join()
+
+
+def speak() -> None:
+    print("one\ntwo", end="")
+    print("", flush=True)
+    print("three", file=sys.stderr)
+    logging.getLogger("some").warning("four")
+    warnings.warn("five", UserWarning, stacklevel=1)
+
+
+def test_only_the_training_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[tuple[str, str]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with Capture("rank ", lambda stream, text: said.append((stream, text))):
+            run_as("rank 0 training", speak)
+            run_as("MainThread", lambda: print("a cell's own words"))
+            run_as("rank 0 recorder", lambda: print("not the training's"))
+    plain = [(stream, text.split(" (")[0]) for stream, text in said]
+    assert plain == [("stdout", "one"), ("stdout", "two"), ("stderr", "three"), ("log", "WARNING some: four"),
+                     ("warning", "UserWarning: five")]  # fmt: skip
+    assert capsys.readouterr().out == "a cell's own words\nnot the training's\n"
+
+
+def test_everything_is_put_back() -> None:
+    before = sys.stdout, sys.stderr, warnings.showwarning, list(logging.getLogger().handlers)
+    with Capture("rank ", lambda *said: None):
+        assert sys.stdout is not before[0]
+    assert (sys.stdout, sys.stderr, warnings.showwarning, list(logging.getLogger().handlers)) == before
+
+
+def test_a_flood_is_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    second = [1.0]
+    monkeypatch.setattr(capture.time, "monotonic", lambda: second[0])
+    with Capture("rank ", lambda stream, text: said.append(text)) as ours:
+        run_as("rank 0 training", lambda: [print(i) for i in range(1000)])
+        assert len(said) == capture.PER_SECOND
+        second[0] = 2.0
+        ours.say("stdout", "later")
+    assert said[-2:] == [f"... {1000 - capture.PER_SECOND} more lines in that second", "later"]
+
+
+def test_a_sink_that_fails_does_not_stop_the_training() -> None:
+    def sink(stream: str, text: str) -> None:
+        raise OSError("disk full")
+
+    done = []
+    with Capture("rank ", sink):
+        run_as("rank 0 training", lambda: (print("x"), done.append(1)))
+    assert done == [1]

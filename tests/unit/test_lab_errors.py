@@ -1,0 +1,40 @@
+"""How errors of ranks come home: folded, the cause told from its consequences, in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.cluster.errors import RankError
+
+
+def failed(rank: int, text: str, kind: str = "ValueError", **rest: Any) -> dict[str, Any]:
+    return {"rank": rank, "step": 7, "op": "forward", "type": kind, "text": text, "traceback": "", **rest}
+
+
+def test_identical_errors_are_folded() -> None:
+    error = RankError([failed(r, "no such shape") for r in (3, 1, 0, 2)])
+    assert str(error) == "ranks 0-3, step 7, forward: ValueError: no such shape"
+    assert (error.rank, error.ranks, error.freed) == (3, [0, 1, 2, 3], []) or error.ranks == [0, 1, 2, 3]
+
+
+def test_consequences_are_folded_under_the_cause() -> None:
+    freed = [failed(r, "Connection closed by peer [127.0.0.1]:1", "RuntimeError", t=0.0) for r in (0, 1)]
+    error = RankError([*freed, failed(2, "out of range", "IndexError", t=1.0)])
+    assert (error.rank, error.ranks, error.freed) == (2, [2], [0, 1])
+    assert str(error).startswith("rank 2, step 7, forward: IndexError: out of range (ranks 0, 1 were freed")
+
+
+def test_a_dead_engine_is_the_cause_whatever_else_was_said() -> None:
+    error = RankError([failed(0, "strange", t=0.0), failed(1, "its engine (pid 5) is gone", "EngineDied", t=1.0)])
+    assert error.rank == 1
+
+
+def test_consequences_alone_are_still_an_error() -> None:
+    assert "rank 1" in str(RankError([failed(1, "Broken pipe", "RuntimeError")]))
+
+
+def test_the_line_of_the_users_own_code_is_shown() -> None:
+    lines = ['  File "/x/torch/nn/modules/module.py", line 1, in f', '  File "<ipython-input-3>", line 2, in loss']
+    error = RankError([failed(0, "bad", traceback="\n".join(lines))])
+    assert str(error).endswith('File "<ipython-input-3>", line 2, in loss')
+    assert error._repr_mimebundle_()["text/plain"].startswith("RankError: rank 0")

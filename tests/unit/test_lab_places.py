@@ -1,0 +1,121 @@
+"""The private directories of labs, who owns them, and which devices ranks get."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.cluster import engines as engines_module
+from workbench.cluster import place as place_module
+from workbench.cluster.engines import Engine, check_versions, devices, here
+from workbench.cluster.launch import find, fitted, open_run
+from workbench.cluster.place import ClusterError, Place, alive, host, over, places, root, runs_dir, this_process
+from workbench.experiment import Experiment
+from workbench.knobs import KnobError
+
+
+@pytest.fixture(autouse=True)
+def _private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    yield
+
+
+def engine(rank: int = 0, gpus: int = 0, where: str = "", **versions: str) -> Engine:
+    said = {"host": where or host(), "pid": os.getpid(), "created": this_process()[1], "reach": "127.0.0.1"}
+    return Engine(rank=rank, id=rank, gpus=gpus, versions={**here(), **versions}, **said)
+
+
+def test_a_place_is_private_and_unlike_any_other() -> None:
+    one, two = Place.new("lab"), Place.new("lab")
+    assert one.path != two.path and {p.path for p in places()} == {one.path, two.path}
+    for path in (root(), one.path, one.file):
+        assert path.stat().st_mode & 0o077 == 0
+    one.write(more=1)
+    assert Place(one.path).read()["more"] == 1 and Place(one.path).read()["owner"] == this_process()
+
+
+def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runtime").symlink_to(tmp_path)
+    assert root() == tmp_path / "data" / "training-workbench" / "runtime"
+    (tmp_path / "runtime").unlink()
+    tmp_path.chmod(0o777)
+    assert root() == tmp_path / "data" / "training-workbench" / "runtime"
+    monkeypatch.setattr(place_module.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(ClusterError, match="not this user's own"):
+        root()
+
+
+def test_a_place_is_swept_when_its_owner_and_its_processes_are_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    gone = [child.pid, 1.0]
+    left = Place.new("left")
+    left.write(owner=gone, processes=[[*gone, "engine 0"]])
+    assert not alive(gone) and over(left.read())
+    Place.new("new")
+    assert [p.read()["name"] for p in places()] == ["new"]
+
+
+def test_a_detached_place_stays_while_an_engine_lives() -> None:
+    place = Place.new("kept")
+    place.write(owner=None, engines=[engine().plain()])
+    assert not over(place.read()) and find("kept").path == place.path
+    place.write(engines=[{**engine().plain(), "pid": 2**22 + 1}])
+    assert over(place.read())
+    with pytest.raises(ClusterError, match="no live lab called 'kept'"):
+        find("kept")
+
+
+def test_other_versions_are_named_with_engine_and_host() -> None:
+    check_versions([engine(Python=here()["Python"].rsplit(".", 1)[0] + ".99")])
+    with pytest.raises(ClusterError, match=r"engine 1 on far \(pid \d+\) has torch 1.0, this kernel has .*workbench 9"):
+        check_versions([engine(), engine(1, where="far", torch="1.0"), engine(2, workbench="9")])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "asked", "answer"),
+    [
+        (0, 2, "auto", (["cpu", "cpu"], "gloo")),
+        (2, 2, "auto", (["cuda:0", "cuda:1"], "nccl")),
+        (1, 2, "auto", (["cuda:0", "cuda:0"], "gloo")),
+        (4, 2, "cpu", (["cpu", "cpu"], "gloo")),
+        (4, 3, 2, (["cuda:0", "cuda:1", "cuda:0"], "gloo")),
+    ],
+)
+def test_each_rank_gets_a_device(gpus: int, ranks: int, asked: Any, answer: Any) -> None:
+    assert devices([engine(r, gpus) for r in range(ranks)], asked) == answer
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "text"),
+    [(0, "cuda", "there is no GPU"), (2, 3, r"device=3: must be an integer in \[1, 2\] GPUs"), (1, "tpu", "auto, cpu")],
+)
+def test_devices_that_are_not_there_are_refused(gpus: int, asked: Any, text: str) -> None:
+    with pytest.raises(KnobError, match=text):
+        devices([engine(0, gpus)], asked)
+
+
+def test_an_experiment_takes_the_ranks_of_its_lab_unless_it_says() -> None:
+    assert fitted(Experiment(), 2).ranks == 2 and fitted(Experiment(ranks=1), 2).ranks == 1
+    with pytest.raises(KnobError, match=r"ranks=8: must be an integer in \[1, 2\]"):
+        fitted(Experiment(ranks=8), 2)
+
+
+def test_a_run_gets_a_directory_of_its_own_and_never_the_working_directory(tmp_path: Path) -> None:
+    before = set(Path.cwd().iterdir())
+    one, two = open_run(Experiment(), None), open_run(Experiment(), None)
+    assert one.path != two.path and one.path.parent == two.path.parent == runs_dir()
+    assert (one.path / "run.json").exists() and open_run(Experiment(), tmp_path / "x").path == tmp_path / "x"
+    assert set(Path.cwd().iterdir()) == before
+
+
+def test_the_question_to_engines_is_plain_source() -> None:
+    compile(engines_module._question().replace("{controller!r}", "'x'"), "probe", "exec")
+    assert "controller" in engines_module._question()

@@ -1,0 +1,114 @@
+"""What is shipped: the metadata, the constraints, what a wheel holds, and the scripts that set it all up."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests import run_all
+
+ROOT = Path(__file__).parent.parent.parent
+ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=\[;, ]", r)[0].lower().replace("_", "-") for r in requirements}
+
+
+def test_everything_that_is_required_is_pinned() -> None:
+    pinned = names([line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")])
+    asked = names(ABOUT["project"]["dependencies"])
+    for extra in ABOUT["project"]["optional-dependencies"].values():
+        asked |= names(extra)
+    assert asked - pinned <= {"training-workbench"}
+
+
+def test_torch_is_pinned_without_naming_a_build() -> None:
+    assert "torch==2.13.0" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert "@" not in (ROOT / "constraints.txt").read_text()
+
+
+def test_the_version_is_written_once_in_each_place_and_the_same() -> None:
+    import workbench
+
+    version = ABOUT["project"]["version"]
+    assert workbench.__version__ == version
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_entry_points_are_installed_and_load() -> None:
+    found = {e.name: e.load() for e in entry_points(group="workbench.display")}
+    assert set(found) == {"Lab", "Run", "report"}
+    assert all(callable(f) for f in found.values())
+    assert any(e.value == "workbench.cli:app" for e in entry_points(group="console_scripts"))
+
+
+@pytest.mark.parametrize("script", ["setup.sh", ".ci/run", "binder/postBuild"])
+def test_a_script_is_executable_and_its_shell_can_read_it(script: str) -> None:
+    path = ROOT / script
+    shell = "bash" if "bash" in path.read_text().splitlines()[0] else "sh"
+    assert path.stat().st_mode & 0o111
+    assert subprocess.run([shell, "-n", str(path)], check=False).returncode == 0
+
+
+def test_make_knows_what_the_readme_promises() -> None:
+    said = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("lab", "demo", "test", "bench"):
+        assert f"make {target} " in said
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_file_that_the_packages_need_and_the_notebooks(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    for package in ("workbench", "widgets"):
+        for path in (ROOT / package).rglob("*"):
+            if path.suffix in (".py", ".js", ".css") and "__pycache__" not in path.parts:
+                assert path.relative_to(ROOT).as_posix() in held
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        assert any(name.endswith(f"share/training-workbench/notebooks/{notebook.name}") for name in held)
+
+
+# What `make test` and the forge rely on.
+
+
+def test_every_test_belongs_to_exactly_one_group_of_make_test() -> None:
+    marks = [g for g in run_all.GROUPS if g != "quick"]
+    assert set(marks) == {line.split(":")[0] for line in ABOUT["tool"]["pytest"]["ini_options"]["markers"]}
+    for chosen in product((True, False), repeat=len(marks)):
+        carried = dict(zip(marks, chosen, strict=True))
+        homes = [g for g in run_all.GROUPS if eval(run_all.expression(g), {}, carried)]
+        assert len(homes) == 1
+
+
+def test_what_was_skipped_is_listed_with_its_group_and_reason_before_the_closing_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "report.xml").write_text(
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="no"/></testcase>'
+        '<testcase name="c"><skipped message="no NVIDIA GPU"/></testcase></testsuite></testsuites>'
+    )
+    outcome = run_all.read("gpu", 1, tmp_path / "report.xml")
+    assert outcome.counts == {"passed": 1, "failed": 1, "skipped": 1}
+    monkeypatch.setenv("WORKBENCH_SKIPPED", str(tmp_path / "skipped"))
+    run_all.close(outcome.counts, outcome.skipped, 61.0)
+    said = capsys.readouterr().out.splitlines()
+    assert "  gpu (1): no NVIDIA GPU" in said
+    assert said[-1] == "===== 1 failed, 1 passed, 1 skipped in 61.00s (00:01:01) ====="
+    assert (tmp_path / "skipped").read_text() == "gpu\t1\tno NVIDIA GPU\n"
+
+
+def test_a_pytest_that_died_counts_as_an_error(tmp_path: Path) -> None:
+    outcome = run_all.read("engine", -6, tmp_path / "none.xml")
+    assert outcome.code == -6
+    assert outcome.counts["error"] == 1

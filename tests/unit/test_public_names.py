@@ -1,0 +1,88 @@
+"""What users see: the public names are there, lazy and documented; the README and CONTRIBUTING say what is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import workbench
+from tests.tables import FAMILIES, filled, table
+
+ROOT = Path(__file__).parent.parent.parent
+
+DRIVEN = """
+import torch
+from coin_sgd import CoinSGD
+from workbench.experiment import Experiment
+from workbench.ops import Bucket, Rank
+
+def ops(coroutine, buckets):
+    asked, answer = [], None
+    try:
+        while True:
+            op = coroutine.send(answer)
+            asked.append(op.verb)
+            answer = buckets if op.verb == "params" else None
+    except StopIteration:
+        return asked
+
+experiment = Experiment().turn("strategy", "CoinSGD").turn("chance", 1.0)
+assert experiment.strategy == CoinSGD(chance=1.0)
+buckets = [Bucket(0, torch.zeros(3), (), 0), Bucket(1, torch.zeros(2), (), 3)]
+local = ["forward", "backward", "update"]
+assert ops(experiment.strategy.step(Rank(0, 2), None), buckets) == [*local, "params", "all_reduce", "all_reduce"]
+assert ops(CoinSGD(chance=0.001).step(Rank(0, 2), None), buckets) == local
+print("steps")
+"""
+
+
+def test_every_public_name_is_there_and_says_what_it_is() -> None:
+    for name in workbench.__all__:
+        assert (getattr(workbench, name).__doc__ or "").strip(), name
+    assert set(workbench.__all__) <= set(dir(workbench))
+    assert sorted(workbench.__all__) == sorted(n for names in workbench._HOMES.values() for n in names)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        workbench.Trainer  # noqa: B018
+
+
+def test_opening_a_run_imports_no_torch() -> None:
+    code = "import sys, workbench; workbench.Run, workbench.Timeline, workbench.knob; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_readmes_tables_are_current() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text == filled(text), "run: make tables"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_readme_has_a_table_of_each_family(name: str) -> None:
+    assert f"<!-- {name} -->\n{table(name)}\n<!-- end -->" in (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_first_screen_gives_the_two_commands() -> None:
+    screen = (ROOT / "README.md").read_text().splitlines()[:40]
+    assert any(line.startswith("make lab") for line in screen)
+    assert any(line.startswith("make test") for line in screen)
+
+
+def test_the_readmes_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_example_in_contributing_is_a_strategy_that_works(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.S)
+    assert example
+    (tmp_path / "coin_sgd.py").write_text(example[1])
+    paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+    ran = subprocess.run([sys.executable, "-c", paths + DRIVEN], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == "steps", ran.stderr

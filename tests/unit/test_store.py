@@ -1,0 +1,187 @@
+"""The run directory: what was flushed is readable at any moment, and what is wrong is said in a sentence."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.unit import synthetic
+from workbench import store
+from workbench.run import Run
+from workbench.store import RunError, Writer
+from workbench.timeline import Rows
+
+ABOUT: dict[str, Any] = {
+    "experiment": {"strategy": {"DDP": {}}, "ranks": 2},
+    "environment": {"torch": "none"},
+    "started": "2026-01-01T00:00:00+00:00",
+    "epoch": 5.0,
+    "name": "kept",
+}
+
+
+def directory(tmp_path: Path, **about: Any) -> Path:
+    store.create(tmp_path / "run", {**ABOUT, **about})
+    return tmp_path / "run"
+
+
+def spans(n: int, first: int = 0) -> dict[str, Any]:
+    i = np.arange(first, first + n)
+    return {
+        "rank": np.zeros(n, "i2"), "step": i // 5, "lane": ["comm"] * n, "name": [f"bucket {k % 7}" for k in i],
+        "asked": i * 1e-3, "t0": i * 1e-3 + 1e-4, "t1": i * 1e-3 + 5e-4, "nbytes": i * 4,
+    }  # fmt: skip
+
+
+def write(path: Path, batches: int, rows: int = 10, close: bool = True) -> Path:
+    writer = Writer(path, "spans", 0)
+    for k in range(batches):
+        writer.append(spans(rows, k * rows))
+    writer.close() if close else writer.abandon()
+    return writer.path
+
+
+def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    write(path, 7)
+    rows, whole = store.read(path).timeline.spans.rows(), Rows(spans(70))
+    for name in ("step", "asked", "t0", "t1", "nbytes"):
+        assert (getattr(rows, name) == getattr(whole, name)).all(), name
+    assert rows.name.tolist() == spans(70)["name"]
+
+
+def test_a_stream_cut_at_any_byte_gives_its_whole_batches(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    file = write(path, 4, close=False)
+    data = file.read_bytes()
+    had = []
+    for cut in range(0, len(data) + 1, 37):
+        file.write_bytes(data[:cut])
+        loaded = store.read(path)
+        n = len(loaded.timeline.spans)
+        assert n % 10 == 0
+        assert loaded.timeline.spans.rows().nbytes.tolist() == [4 * i for i in range(n)]
+        had.append((n, bool(loaded.warnings)))
+    file.write_bytes(data)
+    assert {n for n, _ in had} >= {0, 10, 20, 30}
+    assert len(store.read(path).timeline.spans) == 40 and not store.read(path).warnings
+    assert sum(warned for _, warned in had) > 0.9 * len(had), "a torn batch is said"
+
+
+def test_garbage_after_the_last_batch_is_said_and_skipped(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    file = write(path, 2, close=False)
+    with file.open("ab") as out:
+        out.write(b"\xff\xff\xff\xff\x10\x01\x00\x00 not a message")
+    loaded = store.read(path)
+    assert len(loaded.timeline.spans) == 20
+    assert len(loaded.warnings) == 1 and loaded.warnings[0].startswith("spans-0.arrow: ends in a torn batch")
+
+
+def test_any_arrow_library_reads_the_stream(tmp_path: Path) -> None:
+    file = write(directory(tmp_path), 3)
+    table = pa.ipc.open_stream(file).read_all()
+    assert table.num_rows == 30
+    assert table.schema.metadata[b"schema"] == b"1" and table.schema.metadata[b"kind"] == b"spans"
+    assert table["name"].to_pylist()[:8] == [f"bucket {k % 7}" for k in range(8)]
+
+
+def test_words_that_appear_late_are_sent_as_a_delta(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    writer = Writer(path, "samples", 0)
+    for k, name in enumerate(["loss", "drift", "loss", "held_out", "drift"]):
+        writer.append({"rank": [0], "step": [k], "name": [name], "t": [float(k)], "value": [0.5]})
+    writer.close()
+    assert store.read(path).timeline.samples.rows().name.tolist() == ["loss", "drift", "loss", "held_out", "drift"]
+
+
+def test_ranks_are_merged_in_order_of_time(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    for rank in (0, 1):
+        writer = Writer(path, "spans", rank)
+        columns = spans(5)
+        writer.append({**columns, "rank": np.full(5, rank, "i2"), "t1": columns["t1"] + 1e-4 * rank})
+        writer.close()
+    rows = store.read(path).timeline.spans.rows()
+    assert rows.rank.tolist() == [0, 1] * 5 and (np.diff(rows.t1) > 0).all()
+
+
+def test_a_second_writer_begins_a_new_part_and_lost_rows_are_counted(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    write(path, 1)
+    later = Writer(path, "spans", 0, first=25)
+    later.append(spans(10, 25))
+    later.close()
+    loaded = store.read(path)
+    assert later.path.name == "spans-0.1.arrow"
+    assert len(loaded.timeline.spans) == 20 and loaded.missing == 15
+    assert loaded.following == {("spans", 0): 35}
+    assert loaded.warnings == ("15 rows were lost while the disk was full or could not be written",)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda p: (p / "run.json").unlink(), "is not a run directory (it has no run.json)"),
+        (lambda p: (p / "run.json").write_text('{"schema": 1, "exp'), "its run.json is truncated"),
+        (lambda p: (p / "run.json").write_text("[1]"), "its run.json is truncated or not one that workbench wrote"),
+        (lambda p: (p / "run.json").write_text(json.dumps({**ABOUT, "schema": 99})), "was written with schema 99"),
+    ],
+)
+def test_a_directory_that_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, spoil: Any, sentence: str) -> None:
+    path = directory(tmp_path)
+    spoil(path)
+    with pytest.raises(RunError) as refused:
+        Run.open(path)
+    assert sentence in str(refused.value) and str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="there is no such run directory"):
+        Run.open(tmp_path / "nowhere")
+
+
+def test_a_stream_of_a_newer_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = directory(tmp_path)
+    with monkeypatch.context() as later:
+        later.setattr(store, "SCHEMA", 2)
+        write(path, 1)
+    with pytest.raises(RunError, match="schema 2; this version reads up to"):
+        Run.open(path)
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    path = directory(tmp_path)
+    with pytest.raises(RunError, match="already holds a run"):
+        store.create(path, ABOUT)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is a file"):
+        store.create(tmp_path / "file", ABOUT)
+
+
+def test_run_json_says_what_the_run_is(tmp_path: Path) -> None:
+    about = json.loads((directory(tmp_path) / "run.json").read_text())
+    assert about["schema"] == 1 and about["experiment"] == ABOUT["experiment"] and about["epoch"] == 5.0
+    assert about["run_dir"] == str(tmp_path / "run")
+
+
+def test_a_realistic_record_is_small_and_loads_quickly(tmp_path: Path) -> None:
+    path, timeline = directory(tmp_path), synthetic.timeline(ranks=2, steps=1000)
+    written = timeline.spans.rows()
+    for rank in (0, 1):
+        rows, writer = written[written.rank == rank], Writer(path, "spans", rank)
+        for i in range(0, len(rows), 250):
+            writer.append(rows[i : i + 250].columns)
+        writer.close()
+    size = sum(file.stat().st_size for file in path.glob("*.arrow"))
+    began = time.perf_counter()
+    read = Run.open(path).timeline.spans
+    seconds = time.perf_counter() - began
+    assert len(read) == len(written) and size / len(written) < 40
+    assert seconds < 2.0 * max(len(written) / 1e6, 0.25)

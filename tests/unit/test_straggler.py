@@ -1,0 +1,135 @@
+"""Who is slow, cause or victim: right rank, right side, right phase within 20 steps; silent without a cause."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from tests.unit import synthetic
+from workbench.analysis import straggler
+from workbench.timeline import Mark, Timeline
+
+FROM = 40  # the step at which a rank becomes slow
+
+
+def slowed(rank: int, phase: str, share: float = 0.2, **rest: object) -> Timeline:
+    """A run that ends 20 steps after `rank` became slower in `phase` by `share` of a step."""
+    slow = (rank, phase, synthetic.factor(phase, share))
+    return synthetic.timeline(steps=FROM + 20, slow=slow, slow_from=FROM, **rest)  # type: ignore[arg-type]
+
+
+def until(tl: Timeline, stop: int) -> Timeline:
+    """The timeline as it was after `stop` steps."""
+    out, spans = Timeline(), tl.spans.rows()
+    out.spans.extend(spans[spans.step < stop].columns)
+    return out
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+@pytest.mark.parametrize("phase", ["forward", "backward", "link"])
+def test_the_slow_rank_is_named_with_side_and_phase_within_twenty_steps(rank: int, phase: str) -> None:
+    verdict = straggler(slowed(rank, phase, seed=rank))
+    assert verdict is not None and verdict.cause
+    assert (verdict.rank, verdict.phase) == (rank, phase)
+    assert verdict.side == ("link" if phase == "link" else "compute")
+    assert 0.014 < verdict.seconds < 0.026, "20 ms were injected"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("phase", ["forward", "backward", "update"])
+def test_it_is_found_among_any_number_of_ranks_off_a_link(ranks: int, phase: str) -> None:
+    verdict = straggler(slowed(ranks - 1, phase, ranks=ranks, link=False))
+    assert verdict is not None and (verdict.rank, verdict.side, verdict.phase) == (ranks - 1, "compute", phase)
+    assert set(verdict.victims) == set(range(ranks - 1))
+
+
+@pytest.mark.parametrize("every", [1, 4, 8, 16, 32])
+def test_where_ranks_meet_seldom_what_has_built_up_is_judged(every: int) -> None:
+    verdict = straggler(slowed(1, "backward", strategy="LocalSGD", every=every))
+    assert verdict is not None and (verdict.rank, verdict.phase) == (1, "backward")
+
+
+def test_before_the_ranks_meet_the_others_will_wait() -> None:
+    slow = (2, "forward", synthetic.factor("forward"))
+    verdict = straggler(synthetic.timeline("LocalSGD", steps=30, every=100, slow=slow))
+    assert verdict is not None and verdict.rank == 2 and verdict.victims == ()
+    assert verdict.text.endswith("The others will wait for it when they next meet.")
+
+
+@pytest.mark.parametrize("strategy", ["DDP", "LocalSGD"])
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("noise", [0.05, 0.08])
+def test_silent_while_nothing_is_injected(strategy: str, link: bool, noise: float) -> None:
+    for seed in range(3):
+        tl = synthetic.timeline(strategy, steps=100, link=link, noise=noise, hiccups=0.02, seed=seed)
+        said = [straggler(until(tl, stop)) for stop in range(8, 101, 12)]
+        assert said == [None] * len(said)
+
+
+def test_hiccups_of_one_rank_are_no_cause() -> None:
+    tl = synthetic.timeline(steps=60, slow=(1, "backward", 3.0), slow_from=57)
+    assert straggler(tl) is None
+
+
+def test_cause_and_victims_read_well() -> None:
+    verdict = straggler(slowed(2, "backward", share=0.4, link=False, noise=0.0, hiccups=0.0))
+    assert verdict is not None
+    assert verdict.text == (
+        "Rank 2 is the cause: its backward takes 40 ms longer than the others' (+40% of a step). "
+        "Ranks 0, 1, 3 are victims: each waits 40 ms per step for it."
+    )
+    assert verdict.relative == pytest.approx(1 / 1.4, rel=0.02)
+    assert verdict.individual == pytest.approx(1 / 1.4, rel=0.02)
+
+
+def test_of_two_slow_ranks_the_one_that_costs_more_is_named() -> None:
+    host = synthetic.Host(4, 0.1, link=False, seed=1, noise=0.02, hiccups=0.0)
+    shares = {1: 1.3, 3: 1.6}
+    seconds = host.seconds
+    host.seconds = lambda r, phase: seconds(r, phase) * (shares.get(r, 1.0) if phase == "backward" else 1.0)  # type: ignore[method-assign]
+    for step in range(30):
+        host.step(step)
+    verdict = straggler(host.timeline())
+    assert verdict is not None and verdict.rank == 3
+
+
+def test_a_change_begins_a_new_judgement() -> None:
+    tl = synthetic.timeline(steps=60, slow=(1, "forward", 1.8))
+    assert straggler(tl) is not None
+    tl.marks.add([Mark(0, 57, "change", 9.0, json.dumps({"path": "lr", "value": 1.0}))])
+    assert straggler(tl) is None, "three steps are too few to judge"
+
+
+def test_nothing_is_said_of_an_empty_timeline_one_rank_or_a_few_steps() -> None:
+    assert straggler(Timeline()) is None
+    assert straggler(synthetic.timeline(ranks=1, steps=40)) is None
+    assert straggler(synthetic.timeline(steps=4, slow=(1, "forward", 3.0))) is None
+
+
+def test_rows_of_one_rank_may_come_later() -> None:
+    whole = slowed(1, "backward", link=False).spans.rows()
+    tl = Timeline()
+    tl.spans.extend(whole[(whole.rank != 3) | (whole.step < FROM + 12)].columns)
+    verdict = straggler(tl)
+    assert verdict is not None and verdict.rank == 1
+    tl.spans.extend(whole[(whole.rank == 3) & (whole.step >= FROM + 12)].columns)
+    assert straggler(tl) == straggler(slowed(1, "backward", link=False))
+
+
+def test_the_order_of_arrival_does_not_matter() -> None:
+    tl, mixed = slowed(1, "link"), Timeline()
+    rows = tl.spans.rows()
+    mixed.spans.extend(rows[np.random.default_rng(0).permutation(len(rows))].columns)
+    mixed.marks.extend(tl.marks.rows().columns)
+    assert straggler(mixed) == straggler(tl)
+
+
+def test_it_is_quick_enough_to_ask_five_times_a_second() -> None:
+    tl = synthetic.timeline(ranks=8, steps=600)
+    straggler(tl)
+    began = time.perf_counter()
+    straggler(tl)
+    assert time.perf_counter() - began < 0.1

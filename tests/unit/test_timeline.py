@@ -1,0 +1,93 @@
+"""The three tables: appended to, read by cursor, shown as frames."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from workbench.timeline import Coded, Mark, Sample, Span, Table, Timeline, Words
+
+
+def span(i: int, lane: str = "comm") -> Span:
+    return Span(i % 4, i // 4, lane, f"bucket {i % 3}", float(i), i + 0.1, i + 0.2, 100 * i)
+
+
+def test_rows_come_back_as_they_were_added() -> None:
+    tl = Timeline()
+    tl.spans.add([span(i) for i in range(10)])
+    rows = tl.spans.rows()
+    assert [Span(*r) for r in zip(*(c.tolist() for c in rows.columns.values()), strict=True)] == [
+        span(i) for i in range(10)
+    ]
+
+
+def test_a_cursor_gives_only_what_is_new() -> None:
+    table = Table("samples")
+    table.add([Sample(0, 0, "loss", 0.0, 5.0)])
+    cursor = len(table)
+    table.add([Sample(1, 0, "drift", 0.1, 4.0)])
+    assert table.rows(cursor).rank.tolist() == [1]
+    assert table.rows(cursor).name.tolist() == ["drift"]
+
+
+def test_growing_leaves_earlier_views_as_they_were() -> None:
+    table = Table("spans")
+    table.add([span(i) for i in range(1000)])
+    view = table.rows()
+    table.add([span(i) for i in range(1000, 5000)])
+    assert len(view) == 1000 and view.t0[-1] == pytest.approx(999.1)
+    assert len(table) == 5000 and table.rows().t0[-1] == pytest.approx(4999.1)
+
+
+def test_masks_by_text_agree_with_the_text() -> None:
+    table = Table("spans")
+    table.add([span(i, lane) for i, lane in enumerate(["comm", "compute", "wait", "comm"])])
+    rows = table.rows()
+    assert rows.equal("lane", "comm").tolist() == [True, False, False, True]
+    assert rows.equal("lane", "never seen").tolist() == [False] * 4
+    assert rows[rows.equal("lane", "comm")].lane.tolist() == ["comm", "comm"]
+
+
+def test_coded_text_of_another_table_is_renumbered() -> None:
+    words = Words()
+    codes = words.encode(["b", "a", "b"])
+    table = Table("samples")
+    table.add([Sample(0, 0, "a", 0.0, 1.0)])
+    columns = {"rank": [0] * 3, "step": [1] * 3, "name": Coded(codes, words), "t": [1.0] * 3, "value": [0.0] * 3}
+    table.extend(columns)
+    assert table.rows().name.tolist() == ["a", "b", "a", "b"]
+
+
+def test_columns_of_unequal_length_are_refused() -> None:
+    table = Table("marks")
+    with pytest.raises(ValueError, match=r"marks.name: 1 values where other columns have 2"):
+        table.extend({"rank": [0, 1], "step": [0, 0], "name": ["x"], "t": [0.0, 0.0], "detail": ["{}", "{}"]})
+    assert len(table) == 0
+
+
+def test_frames_of_empty_and_of_full_tables_have_the_same_columns() -> None:
+    tl = Timeline()
+    empty = tl.marks.frame()
+    tl.marks.add([Mark(0, 3, "change", 1.5, '{"path": "lr"}')])
+    full = tl.marks.frame()
+    assert list(empty.columns) == list(full.columns) == ["rank", "step", "name", "t", "detail"]
+    assert full.name.tolist() == ["change"] and full.detail.tolist() == ['{"path": "lr"}']
+
+
+def test_a_table_may_be_read_while_another_thread_appends() -> None:
+    table, wrong = Table("spans"), []
+
+    def write() -> None:
+        for i in range(300):
+            table.add([span(j, f"lane {i % 50}") for j in range(20)])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        rows = table.rows()
+        if len(rows) and (rows.lane == None).any():  # noqa: E711
+            wrong.append(len(rows))
+    writer.join()
+    assert not wrong and len(table) == 6000 and np.all(table.rows().t1 > 0)

@@ -1,0 +1,267 @@
+"""Every view draws an empty, a live and a recorded run, and what it draws is what the record holds."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.synthetic import run as recorded
+from widgets import theme
+from widgets.boxes import KINDS
+from widgets.feed import Feed
+from widgets.marks import change_marks
+from widgets.views import all_views
+from widgets.views._base import Patch, View, drawn, thin
+from widgets.wire import Packing
+from workbench.analysis import arrivals, bytes_per_step
+from workbench.run import Run
+from workbench.timeline import Mark
+
+VIEWS = all_views()
+TYPES = {"u1": "<u1", "u2": "<u2", "u4": "<u4", "f4": "<f4", "f8": "<f8"}
+
+
+def empty() -> Run:
+    return Run({"ranks": 4}, name="empty", live=True)
+
+
+def view(name: str) -> View:
+    return next(kind() for kind in VIEWS.values() if kind.name == name)
+
+
+def unpack(header: list[Any], buffer: bytes) -> np.ndarray:
+    where, count, kind, base = header
+    return np.frombuffer(buffer, TYPES[kind], count, where).astype(float) + base
+
+
+@pytest.mark.parametrize("kind", VIEWS.values(), ids=lambda k: k.name)
+def test_every_view_draws_an_empty_and_a_recorded_run(kind: type[View]) -> None:
+    for run in (empty(), recorded(steps=60)):
+        figure, text = drawn(kind(), run), kind().update(run).html
+        assert (figure is None) != (text is None)
+        assert figure is None or len(figure.data) > 0
+        assert kind.about and kind.title
+
+
+@pytest.mark.parametrize("kind", VIEWS.values(), ids=lambda k: k.name)
+def test_a_live_run_told_in_pieces_is_the_same_picture(kind: type[View]) -> None:
+    whole, live = recorded(steps=60, ranks=3), Run({"ranks": 3}, live=True)
+    watching = kind()
+    for piece in range(5):
+        for name in ("spans", "samples", "marks"):
+            table = whole.timeline.table(name)
+            n = len(table)
+            live.timeline.table(name).extend(table.rows(n * piece // 5, n * (piece + 1) // 5).columns)
+        if piece < 4:
+            watching.update(live)
+    live.live = False
+    watching.update(live)
+    a, b = kind().update(whole), kind().update(live)
+    assert json.dumps(Packing().patch(a), default=str) == json.dumps(Packing().patch(b), default=str)
+
+
+def test_the_timeline_shows_every_span_of_its_steps_once_per_lane() -> None:
+    run = recorded(steps=40, link=True)
+    shown = view("timeline")
+    patch = shown.update(run)
+    first, last = patch.facts["first"], patch.facts["last"]
+    rows = run.timeline.spans.rows()
+    wanted = np.flatnonzero((rows.step >= first) & (rows.step <= last) & ~rows.equal("lane", "step"))
+    have = np.concatenate([columns["row"] for columns in patch.replace.values()]).astype(int)
+    assert set(wanted) <= set(have)
+    for columns in patch.replace.values():
+        assert (columns["x1"] >= columns["x0"]).all()
+
+
+def test_waiting_ends_where_transferring_begins_at_the_last_arrival() -> None:
+    run = recorded(steps=20, slow=(1, "backward", 2.0), hiccups=0.0)
+    patch = view("timeline").update(run)
+    number = {kind.key: i for i, kind in enumerate(KINDS)}
+    last = arrivals(run.timeline, patch.facts["first"], patch.facts["last"] + 1).last
+    transfers = np.concatenate([patch.replace[number[k]]["x0"] for k in ("transfer", "odd")])
+    waits = patch.replace[number["waiting"]]
+    assert np.isin(transfers, last).all() and np.isin(waits["x1"], last).all()
+    assert 1 not in waits["rank"][waits["x1"] - waits["x0"] > 0.01]
+
+
+def test_the_timeline_held_still_shows_the_step_asked_for() -> None:
+    run, shown = recorded(steps=50), view("timeline")
+    shown.update(run)
+    shown.turn({"at": 7, "steps": 2})
+    patch = shown.update(run)
+    assert (patch.facts["first"], patch.facts["last"], patch.facts["follow"]) == (7, 8, False)
+    low, high = patch.layout["xaxis.range"]
+    rows = run.timeline.spans.rows()
+    steps = rows[rows.equal("lane", "step") & (rows.step >= 7) & (rows.step <= 8)]
+    assert low < steps.t0.min() and high > steps.t1.max()
+    shown.turn({"at": None})
+    assert shown.update(run).facts["last"] == 49
+
+
+def test_a_rank_that_fell_silent_does_not_hold_up_the_timeline() -> None:
+    whole, run = recorded(steps=60, ranks=3), Run({"ranks": 3}, live=True)
+    rows = whole.timeline.spans.rows()
+    run.timeline.spans.extend(rows[(rows.rank != 2) | (rows.step < 20)].columns)
+    assert view("timeline").update(run).facts["latest"] == 59
+
+
+def test_a_long_step_is_shown_while_it_grows() -> None:
+    whole, run = recorded(steps=12, ranks=2, step_s=0.5, changes=()), Run({"ranks": 2}, live=True)
+    rows, shown = whole.timeline.spans.rows(), view("timeline")
+    end = float(rows.t1[rows.equal("lane", "step") & (rows.step == 9)].max())
+    for since, until in ((-1.0, end + 0.05), (end + 0.05, end + 0.4)):
+        run.timeline.spans.extend(rows[(rows.t1 > since) & (rows.t1 <= until)].columns)
+        patch = shown.update(run)
+        assert patch.facts["last"] == 9 and patch.layout["xaxis.range"][1] > end + 0.5
+    drawn_steps = np.concatenate([columns["step"] for columns in patch.replace.values()])
+    assert drawn_steps.max() == 10 and end < patch.facts["newest"] <= end + 0.4
+
+
+def test_loss_points_are_the_samples() -> None:
+    run = recorded(steps=80, ranks=2)
+    patch, samples = view("loss").update(run), run.samples
+    held = samples[samples.name == "held_out"]
+    assert patch.append[4]["y"].tolist() == held.value.tolist()
+    assert patch.append[5]["x"].tolist() == held.t.tolist()
+    mine = samples[(samples.name == "loss") & (samples["rank"] == 1)]
+    assert patch.append[1]["x"].tolist() == mine.step.tolist()
+    assert patch.append[3]["y"].tolist() == mine.value.tolist()
+
+
+def test_bytes_are_what_the_analysis_says_step_by_step() -> None:
+    run = recorded(steps=30, ranks=2)
+    patch = view("bytes").update(run)
+    for rank in (0, 1):
+        assert patch.append[rank]["y"].tolist() == bytes_per_step(run.timeline, 0, 30)[:, rank].tolist()
+
+
+def test_a_rank_bar_is_as_long_as_its_step() -> None:
+    run = recorded(steps=40)
+    patch = view("ranks").update(run)
+    rows = run.timeline.spans.rows()
+    steps = rows[rows.equal("lane", "step") & (rows.step >= 20) & (rows.rank == 0)]
+    total = sum(columns["x"][0] for columns in patch.replace.values())
+    assert total == pytest.approx(1e3 * float(np.mean(steps.t1 - steps.t0)), rel=1e-6)
+
+
+def test_the_straggler_line_names_cause_and_victims_and_is_silent_otherwise() -> None:
+    assert "No rank" in str(view("straggler").update(recorded(steps=60, changes=())).html)
+    text = str(view("straggler").update(recorded(steps=60, slow=(2, "backward", 1.6), changes=())).html)
+    assert "Rank 2 is the cause" in text and "victims" in text
+
+
+def test_a_card_tells_before_from_after_in_words() -> None:
+    run = recorded(steps=200)
+    html = str(view("cards").update(run).html)
+    assert html.count("<table") == len(run.changes) == 2
+    assert "1 LocalSGD" in html and "down, &divide;" in html and "6 MB" in html
+
+
+def test_equal_lines_of_ranks_are_one_line_and_markup_is_text() -> None:
+    run = empty()
+    said = json.dumps({"stream": "stdout", "text": "<b>hello</b>"})
+    run.timeline.marks.add([Mark(r, 3, "log", 0.1, said) for r in (0, 1, 2, 5, 5)])
+    html = str(view("log").update(run).html)
+    assert html.count("hello") == 1 and "ranks 0-2, 5" in html and "&times;5" in html
+    assert "<b>hello" not in html and "&lt;b&gt;hello" in html
+
+
+def test_changes_are_numbered_and_labelled() -> None:
+    run = empty()
+    for n, (path, value) in enumerate([("strategy", {"LocalSGD": {"every": 8}}), ("lr", 0.25), ("fabric.faults", [])]):
+        detail = json.dumps({"id": str(n), "path": path, "value": value, "text": ""})
+        run.timeline.marks.add([Mark(0, n, "change", float(n), detail)])
+    assert [(m.number, m.label) for m in change_marks(run)] == [
+        (1, "LocalSGD(every=8)"),
+        (2, "lr = 0.25"),
+        (3, "faults: none"),
+    ]
+
+
+def test_thinning_keeps_ends_extremes_and_order() -> None:
+    y = np.sin(np.arange(50_000) / 500.0)
+    y[12_345], y[40_001] = 9.0, -9.0
+    kept = thin({"x": np.arange(50_000.0), "y": y}, 1500)
+    assert len(kept["x"]) <= 1500 and {9.0, -9.0} <= set(kept["y"])
+    assert (np.diff(kept["x"]) > 0).all() and kept["x"][0] == 0
+
+
+def test_packed_numbers_come_back_with_a_microsecond_late_in_a_long_run() -> None:
+    t = 86_400.0 + np.linspace(0, 0.5, 999)
+    columns = {"x": t, "row": np.arange(5_000_000, 5_000_999), "y": np.array([1.0, np.nan]), "text": ["a", "b"]}
+    packing = Packing()
+    header = packing._columns(columns)
+    assert np.abs(unpack(header["x"], packing.buffer) - t).max() < 1e-6
+    assert unpack(header["row"], packing.buffer).tolist() == columns["row"].tolist()
+    assert np.isnan(unpack(header["y"], packing.buffer)[1]) and header["text"] == ["a", "b"]
+
+
+def test_a_feed_says_everything_once_and_then_only_what_is_new() -> None:
+    whole, live = recorded(steps=160), Run({"ranks": 4}, live=True)
+    live.timeline = whole.timeline
+    feed = Feed(live)
+    content, buffers = feed.everything()
+    assert {spec["name"] for spec in content["specs"]} == {kind.name for kind in VIEWS.values()}
+    assert json.loads(json.dumps(content)) and len(content["marks"]) == len(live.changes) == 2 and buffers[0]
+    assert feed.news() is None
+
+
+def test_a_view_that_fails_says_so_once_and_the_others_go_on() -> None:
+    class Broken(View):
+        name, title, about = "broken", "Broken", "fails"
+
+        def update(self, run: Any) -> Patch:
+            raise ZeroDivisionError("no luck")
+
+    run = recorded(steps=20)
+    feed = Feed(run, (Broken, type(view("loss"))))
+    content, _ = feed.everything()
+    assert "loss" in content["views"] and content["trouble"] == (
+        "Broken could not be brought up to date: ZeroDivisionError: no luck"
+    )
+    assert feed.news() is None
+
+
+def test_eight_ranks_at_twenty_steps_a_second_fit_the_budget_on_the_wire() -> None:
+    whole, live = recorded(steps=200, ranks=8, step_s=0.05, changes=()), Run({"ranks": 8}, live=True)
+    rows, sent, feed = whole.timeline.spans.rows(), 0, Feed(live)
+    feed.everything()
+    until = float(rows.t1.max())
+    ticks = np.arange(1.0, until, 1 / 6)
+    for a, b in pairwise(ticks):
+        live.timeline.spans.extend(rows[(rows.t1 > a) & (rows.t1 <= b)].columns)
+        if news := feed.news():
+            sent += len(json.dumps(news[0])) + len(news[1][0])
+    assert sent / (ticks[-1] - ticks[0]) < 200e3
+
+
+def test_colours_contrast_with_the_names_written_on_them() -> None:
+    for kind in KINDS:
+        if kind.text:
+            assert _contrast(kind.fill, kind.text) >= 4.5, kind.key
+        seen = max(_contrast(kind.fill, "#ffffff"), 0 if kind.pattern else _contrast(kind.edge, "#ffffff"))
+        assert seen >= (3 if not kind.pattern else 2.5), kind.key
+    for ink, paper in ((theme.MUTED, "#ffffff"), (theme.INK, theme.PAPER)):
+        assert _contrast(ink, paper) >= 4.5
+
+
+def _contrast(a: str, b: str) -> float:
+    light, dark = sorted((_luminance(a), _luminance(b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_kinds_of_boxes_differ_by_more_than_colour() -> None:
+    looks = [
+        (kind.top, kind.bottom, kind.pattern, bool(kind.text)) for kind in KINDS if kind.key not in ("odd", "backward")
+    ]
+    assert len(set(looks)) == len(looks)
