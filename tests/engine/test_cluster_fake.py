@@ -14,13 +14,18 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from workbench.cluster import spool, wire
 from workbench.cluster.gaps import Gaps
+from workbench.cluster.live import Live
+from workbench.cluster.turns import Turns
 from workbench.engine.recorder import Recorder
+from workbench.experiment import Experiment
 from workbench.run import Run
 from workbench.timeline import columns_of
 
@@ -181,8 +186,8 @@ def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> Non
 
 def test_the_end_of_a_run_is_made_whole_from_disk() -> None:
     gaps = Gaps({("spans", 0): 3}, lambda kind, rank, start: [(start, spans(start, 4))])
-    assert [seq for seq, _ in gaps.last("spans", 0, 7)] == [3]
-    assert gaps.last("spans", 0, 7) == []
+    assert [seq for seq, _ in gaps.mend("spans", 0, 7)] == [3]
+    assert gaps.mend("spans", 0, 7) == []
 
 
 def test_pieces_of_a_spool_travel_as_one_blob(tmp_path: Path) -> None:
@@ -205,3 +210,23 @@ def test_a_dead_rank_gets_its_last_words_on_disk(tmp_path: Path) -> None:
     spool.note(path, 0, [(9, "state", 2.0, {"state": "failed"})])
     again = Run.open(path)
     assert again.state == "failed" and again.missing == 0
+
+
+def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follows_it(tmp_path: Path) -> None:
+    run = Run(Experiment(ranks=1), path=tmp_path / "run", epoch=1.0)
+    path = run.save()
+    told = {"generation": "g", "error": None, "state": "running", "step": 5, "busy": "", "sent": {"marks": 1}}
+    line = SimpleNamespace(ask_all=lambda what, **rest: {0: told})
+    live = Live(run, SimpleNamespace(line=line), Turns(Experiment(ranks=1), []), "g")
+    turn = live.turn("bucket_mb", 2)
+    with pytest.raises(TimeoutError, match="the run is starting"):
+        turn.wait(0)
+    record = Recorder(0, path)  # spools, and pushes to nobody
+    record.mark(5, "change", 0.5, json.dumps({"id": turn.id, "path": "bucket_mb", "value": 2}))
+    record.close()
+    live._ask()
+    assert turn.applied_at is None  # its message may still be on the way
+    live._ask()
+    assert turn.wait(0).applied_at == 5
+    with pytest.raises(TimeoutError, match="rank 0 at step 5"):
+        live.turn("bucket_mb", 4).wait(0)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,12 @@ def test_a_run_gets_a_directory_of_its_own_and_never_the_working_directory(tmp_p
     assert one.path != two.path and one.path.parent == two.path.parent == runs_dir()
     assert (one.path / "run.json").exists() and open_run(Experiment(), tmp_path / "x").path == tmp_path / "x"
     assert set(Path.cwd().iterdir()) == before
+
+
+def test_kernels_that_start_in_the_same_second_get_directories_of_their_own() -> None:
+    with ThreadPoolExecutor(16) as kernels:
+        opened = list(kernels.map(lambda _: open_run(Experiment(), None), range(16)))
+    assert len({run.path for run in opened}) == 16
 
 
 def test_the_question_to_engines_is_plain_source() -> None:

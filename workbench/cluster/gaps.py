@@ -37,8 +37,8 @@ class Gaps:
             return self._pass(key)
         return []
 
-    def last(self, kind: str, rank: int, sent: int) -> list[Piece]:
-        """What is still missing at the end, `sent` being the number of rows that there are."""
+    def mend(self, kind: str, rank: int, sent: int) -> list[Piece]:
+        """What is still missing of the first `sent` rows, which ought to have come by now, and what waited for it."""
         key = kind, rank
         found = self._from_disk(key) if self.next[key] < sent or self._held.get(key) else []
         self._held[key] = found + self._held.get(key, [])

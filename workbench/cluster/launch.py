@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -48,18 +49,22 @@ def within(experiment: Experiment, ranks: int) -> Experiment:
 def open_run(experiment: Experiment, out: Path | str | None) -> Run:
     """A new Run in a directory of its own: `out`, or `<time>-<strategy>` among this user's runs."""
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(experiment.strategy).__name__}"
-    path = Path(out) if out is not None else _free(runs_dir() / name)
+    path = Path(out) if out is not None else _claimed(runs_dir() / name)
     run = Run(experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time())
     run.save()
     return run
 
 
-def _free(path: Path) -> Path:
-    number, tried = 1, path
-    while tried.exists():
-        number += 1
-        tried = path.with_name(f"{path.name}-{number}")
-    return tried
+def _claimed(path: Path) -> Path:
+    """`path`, or the first of `path`-2, `path`-3, … that nobody had: made here, so that no other kernel takes it, too."""
+    for number in itertools.count(1):
+        tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            tried.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return tried
+    raise AssertionError("count has no end")
 
 
 def environment(experiment: Experiment) -> dict[str, Any]:

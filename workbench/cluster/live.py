@@ -25,6 +25,7 @@ from workbench.cluster.turns import Turn, Turns
 from workbench.cluster.waiting import wait_for_run
 from workbench.cluster.wire import Batch
 from workbench.run import FINAL, Run
+from workbench.timeline import KINDS
 
 LOOK = 0.2  # seconds between two looks at the processes
 ASK = 1.0  # seconds between two questions to the sessions
@@ -50,6 +51,8 @@ class Live:
         self._released = False
         self._orders: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self._gaps = Gaps(dict(run._following), self._missed)
+        self._due: dict[int, int] = {}  # marks that each rank had sent when it was asked last
+        self._taking = threading.Lock()
         self._lock = threading.RLock()
         self.over = threading.Event()
         run.live, run._control = True, self
@@ -60,8 +63,20 @@ class Live:
         """Puts a batch into the run, in order and without gaps."""
         if batch.generation != self.generation:
             return
-        for seq, columns in self._gaps.put(batch):
-            self._append(batch.kind, batch.rank, seq, columns)
+        with self._taking:
+            for seq, columns in self._gaps.put(batch):
+                self._append(batch.kind, batch.rank, seq, columns)
+
+    def _mend(self, rank: int, sent: int) -> None:
+        """Marks sent before the last question and not here yet are fetched: no later ones may come to show the gap."""
+        due, self._due[rank] = self._due.get(rank, 0), sent
+        if self._gaps.next["marks", rank] < due:
+            self._fill("marks", rank, due)
+
+    def _fill(self, kind: str, rank: int, sent: int) -> None:
+        with self._taking:
+            for seq, columns in self._gaps.mend(kind, rank, sent):
+                self._append(kind, rank, seq, columns)
 
     def _append(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
         new = self.run.append(kind, rank, seq, columns)
@@ -145,7 +160,13 @@ class Live:
         """Turns a knob; classes that the engines do not have go to all of them first."""
         return self.turns.ask(path, value, self._send_turn)
 
+    def whereabouts(self) -> str:
+        """Where each rank was when it last said so, in words."""
+        ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
+        return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
+
     def _send_turn(self, turn: Turn, new: list[type]) -> None:
+        turn.whereabouts = self.whereabouts
         if new:
             self.order("learn", everyone=True, blob=cloudpickle.dumps(new))
         about = {"id": turn.id, "path": turn.path, "value": turn.value, "requested_at": turn.requested_at}
@@ -193,6 +214,7 @@ class Live:
         for rank, answer in self.cluster.line.ask_all("status", timeout=0.8, ranks=set(self.ranks) - dead).items():
             if isinstance(answer, dict) and answer["generation"] == self.generation:
                 self.status[rank] = answer
+                self._mend(rank, answer["sent"].get("marks", 0))
                 if answer["error"]:
                     self._failed(rank, answer["error"])
         inside = [r for r in self.ranks if r not in dead and not self.status.get(r, {}).get("over")]
@@ -228,9 +250,8 @@ class Live:
         time.sleep(0.1)  # what was sent last is on its way
         for rank in self.ranks:
             sent = self.status.get(rank, {}).get("sent", {})
-            for kind in ("spans", "samples", "marks"):
-                for seq, columns in self._gaps.last(kind, rank, sent.get(kind, 0)):
-                    self._append(kind, rank, seq, columns)
+            for kind in KINDS:
+                self._fill(kind, rank, sent.get(kind, 0))
             if rank not in dead and self.elsewhere(rank):
                 self._fetch(rank)
 

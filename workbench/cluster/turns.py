@@ -22,6 +22,7 @@ class Turn:
         self.applied_at = applied_at
         self.refused: str | None = None
         self.seconds: float | None = None  # from the request to the answer
+        self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of those that ought to answer
         self._answered = threading.Event()
         if applied_at is not None:
             self._answered.set()
@@ -29,7 +30,7 @@ class Turn:
     def wait(self, timeout: float | None = None) -> Turn:
         """Waits for the answer; raises KnobError if it is a refusal, TimeoutError if none comes in time."""
         if not self._answered.wait(timeout):
-            raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s")
+            raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.whereabouts()}")
         if self.refused:
             raise KnobError(self.refused)
         return self
