@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,21 +11,32 @@ from typing import Any
 from workbench.cluster.wire import Batch
 
 Piece = tuple[int, dict[str, Any]]
+Append = Callable[[str, int, int, dict[str, Any]], None]
 HOLD = 3.0  # seconds that later rows wait for earlier ones to reach the disk
 
 
 class Gaps:
-    """`next` is the number of the next row per (kind, rank); `missed(kind, rank, start)` reads from disk."""
+    """`next` is the number of the next row per (kind, rank); `missed(kind, rank, start)` reads from disk.
 
-    def __init__(self, following: dict[tuple[str, int], int], missed: Callable[[str, int, int], list[Piece]]) -> None:
+    What may pass goes to `append(kind, rank, seq, columns)`, from one thread at a time.
+    """
+
+    def __init__(
+        self, following: dict[tuple[str, int], int], missed: Callable[[str, int, int], list[Piece]], append: Append
+    ) -> None:
         self.next: dict[tuple[str, int], int] = defaultdict(int, following)
-        self._missed = missed
+        self._missed, self._append = missed, append
+        self._lock = threading.Lock()
+        self._due: dict[tuple[str, int], int] = {}  # rows that there were when it was asked last
         self._held: dict[tuple[str, int], list[Piece]] = {}
         self._since: dict[tuple[str, int], float] = {}
 
-    def put(self, batch: Batch) -> list[Piece]:
-        """The pieces that may pass now that `batch` came: none while an earlier row is still missing."""
-        key = batch.kind, batch.rank
+    def put(self, batch: Batch) -> None:
+        """`batch` came; it passes, with what waited for it, unless an earlier row is still missing."""
+        with self._lock:
+            self._put((batch.kind, batch.rank), batch)
+
+    def _put(self, key: tuple[str, int], batch: Batch) -> None:
         held = self._held.setdefault(key, [])
         held.append((batch.seq, batch.columns))
         if held[0][0] <= self.next[key]:
@@ -34,15 +46,21 @@ class Gaps:
         reached = max((seq + len(c["rank"]) for seq, c in found), default=self.next[key])
         if reached >= held[0][0] or time.monotonic() - began > HOLD:
             held[:0] = found
-            return self._pass(key)
-        return []
+            self._pass(key)
 
-    def mend(self, kind: str, rank: int, sent: int) -> list[Piece]:
-        """What is still missing of the first `sent` rows, which ought to have come by now, and what waited for it."""
+    def remind(self, kind: str, rank: int, sent: int) -> None:
+        """There are `sent` rows now; those that there were at the last reminder ought to have come, or are fetched."""
+        due, self._due[kind, rank] = self._due.get((kind, rank), 0), sent
+        if self.next[kind, rank] < due:
+            self.mend(kind, rank, due)
+
+    def mend(self, kind: str, rank: int, sent: int) -> None:
+        """Fetches what is missing of the first `sent` rows; it passes with what waited for it."""
         key = kind, rank
-        found = self._from_disk(key) if self.next[key] < sent or self._held.get(key) else []
-        self._held[key] = found + self._held.get(key, [])
-        return self._pass(key)
+        with self._lock:
+            found = self._from_disk(key) if self.next[key] < sent or self._held.get(key) else []
+            self._held[key] = found + self._held.get(key, [])
+            self._pass(key)
 
     def _from_disk(self, key: tuple[str, int]) -> list[Piece]:
         try:
@@ -50,9 +68,8 @@ class Gaps:
         except (OSError, RuntimeError):
             return []
 
-    def _pass(self, key: tuple[str, int]) -> list[Piece]:
-        pieces = self._held.pop(key, [])
+    def _pass(self, key: tuple[str, int]) -> None:
         self._since.pop(key, None)
-        for seq, columns in pieces:
+        for seq, columns in self._held.pop(key, []):
             self.next[key] = max(self.next[key], seq + len(columns["rank"]))
-        return pieces
+            self._append(*key, seq, columns)

@@ -50,9 +50,7 @@ class Live:
         self._until = float("inf")  # when ranks that have not left by then are given up
         self._released = False
         self._orders: queue.Queue[tuple[Any, ...]] = queue.Queue()
-        self._gaps = Gaps(dict(run._following), self._missed)
-        self._due: dict[int, int] = {}  # marks that each rank had sent when it was asked last
-        self._taking = threading.Lock()
+        self._gaps = Gaps(dict(run._following), self._missed, self._append)
         self._lock = threading.RLock()
         self.over = threading.Event()
         run.live, run._control = True, self
@@ -61,22 +59,8 @@ class Live:
 
     def take(self, batch: Batch) -> None:
         """Puts a batch into the run, in order and without gaps."""
-        if batch.generation != self.generation:
-            return
-        with self._taking:
-            for seq, columns in self._gaps.put(batch):
-                self._append(batch.kind, batch.rank, seq, columns)
-
-    def _mend(self, rank: int, sent: int) -> None:
-        """Marks sent before the last question and not here yet are fetched: no later ones may come to show the gap."""
-        due, self._due[rank] = self._due.get(rank, 0), sent
-        if self._gaps.next["marks", rank] < due:
-            self._fill("marks", rank, due)
-
-    def _fill(self, kind: str, rank: int, sent: int) -> None:
-        with self._taking:
-            for seq, columns in self._gaps.mend(kind, rank, sent):
-                self._append(kind, rank, seq, columns)
+        if batch.generation == self.generation:
+            self._gaps.put(batch)
 
     def _append(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
         new = self.run.append(kind, rank, seq, columns)
@@ -143,8 +127,13 @@ class Live:
                 self.cluster.line.ask_all(what, timeout=1.0, ranks=self.ranks, **rest)
             else:
                 self.cluster.line.ask(0, what, timeout=1.0, **rest)
-        except ClusterError as silence:
-            self.notes.append(str(silence))
+        except Exception as failure:  # one order that fails must not keep the next from going out
+            self._note(failure)
+
+    def _note(self, failure: Exception) -> None:
+        text = str(failure) if isinstance(failure, ClusterError) else f"{type(failure).__name__}: {failure}"
+        if text not in self.notes[-5:]:
+            self.notes.append(text)
 
     def _carry(self) -> None:
         while not self.over.is_set():
@@ -195,10 +184,14 @@ class Live:
     def _watch(self) -> None:
         asked = 0.0
         while not self.over.is_set():
-            self._look()
-            if time.monotonic() - asked > (ASK if self.state in ("running", "paused") and not self._errors else LOOK):
-                asked = time.monotonic()
-                self._ask()
+            try:
+                self._look()
+                quiet = self.state in ("running", "paused") and not self._errors
+                if time.monotonic() - asked > (ASK if quiet else LOOK):
+                    asked = time.monotonic()
+                    self._ask()
+            except Exception as failure:  # a run that nobody watches would never end
+                self._note(failure)
             self.over.wait(LOOK)
 
     def _look(self) -> None:
@@ -214,7 +207,7 @@ class Live:
         for rank, answer in self.cluster.line.ask_all("status", timeout=0.8, ranks=set(self.ranks) - dead).items():
             if isinstance(answer, dict) and answer["generation"] == self.generation:
                 self.status[rank] = answer
-                self._mend(rank, answer["sent"].get("marks", 0))
+                self._gaps.remind("marks", rank, answer["sent"].get("marks", 0))  # no later one may show a gap
                 if answer["error"]:
                     self._failed(rank, answer["error"])
         inside = [r for r in self.ranks if r not in dead and not self.status.get(r, {}).get("over")]
@@ -251,7 +244,7 @@ class Live:
         for rank in self.ranks:
             sent = self.status.get(rank, {}).get("sent", {})
             for kind in KINDS:
-                self._fill(kind, rank, sent.get(kind, 0))
+                self._gaps.mend(kind, rank, sent.get(kind, 0))
             if rank not in dead and self.elsewhere(rank):
                 self._fetch(rank)
 
