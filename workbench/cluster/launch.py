@@ -56,7 +56,7 @@ def open_run(experiment: Experiment, out: Path | str | None) -> Run:
 
 
 def _claimed(path: Path) -> Path:
-    """`path`, or the first of `path`-2, `path`-3, … that nobody had: made here, so that no other kernel takes it, too."""
+    """`path`, or the first of `path`-2, `path`-3, … that nobody had; made here, so that no other kernel takes it."""
     for number in itertools.count(1):
         tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from workbench.engine.lane import Lane, StrategyError
 from workbench.engine.layout import Layout
 from workbench.engine.shaping import Pace
+from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
 from workbench.ops import Bucket, Handle, Op, Rank
 
@@ -43,7 +44,7 @@ class Host:
         self.losses: list[Tensor] = []
         self._loss: Tensor | None = None
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
-        self._tap = _Tap(self)
+        self._tap = Tap(self)
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
         self._stash: Op | None = None
@@ -81,7 +82,7 @@ class Host:
     def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Op:
         """Backward with buckets handed out; returns the next Op that is not about buckets."""
         self._coro, self._stash, self._ended = coro, None, None
-        self._tap.open()
+        self._tap.open(learn=self._order is not None)
         try:
             self._backward(*op.args)
             self._tap.flush()
@@ -166,6 +167,7 @@ class Host:
         self.pace.begin("update", self.rank.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.layout.let_go()
         self.pace.reach(1.0)
         self.watch.span(self.rank.step, "update", began)
 
@@ -202,82 +204,6 @@ class Host:
         values = [float(v) for v in self.losses]
         self.losses.clear()
         return sum(values) / len(values) if values else math.nan
-
-
-class _Tap:
-    """Catches gradients as autograd finishes them, copies each once into its bucket, emits full buckets in order."""
-
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        self.listening = False
-        self.arrived: list[str] = []
-        self._left: list[int] = []
-        self._seen: set[int] = set()
-        self._next = 0
-        self._ready = 0
-        self._removers: list[Any] = []
-
-    def open(self) -> None:
-        layout = self.host.layout
-        if not self._removers:
-            self._attach()
-        self._left = [len(b.parts) for b in layout.buckets]
-        self._seen, self.arrived = set(), []
-        self._next = self._ready = 0
-        self.listening = True
-
-    def shut(self) -> None:
-        self.listening = False
-
-    def _attach(self) -> None:
-        for place in self.host.layout.order:
-            take = self._taker(place)
-            self._removers.append(place.param.register_post_accumulate_grad_hook(take))
-
-    def detach(self) -> None:
-        for remover in self._removers:
-            remover.remove()
-        self._removers = []
-
-    def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
-        def take(param: nn.Parameter) -> None:
-            if self.listening:
-                self._take(place, param)
-
-        return take
-
-    def _take(self, place: Any, param: nn.Parameter) -> None:
-        if id(place) in self._seen:
-            raise StrategyError(
-                f"parameter {place.name} received a gradient twice in one backward (re-entrant checkpointing?): "
-                f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"
-            )
-        self._seen.add(id(place))
-        grad = param.grad
-        place.grad.copy_(grad.to_dense() if grad.is_sparse else grad)
-        param.grad = place.grad
-        self.arrived.append(place.name)
-        self._ready += place.numel
-        self._left[place.bucket] -= 1
-        if self._left[place.bucket] == 0 and place.bucket == self._next:
-            self._emit()
-
-    def _emit(self) -> None:
-        buckets = self.host.layout.buckets
-        self.host.pace.reach(self._ready / self.host.layout.numel)
-        while self._next < len(buckets) and self._left[self._next] == 0:
-            bucket = buckets[self._next]
-            self._next += 1
-            self.host.hand_out(bucket)
-
-    def flush(self) -> None:
-        """After backward: parameters without a gradient count as zero, and their buckets go out, too."""
-        for place in self.host.layout.order:
-            if id(place) not in self._seen:
-                place.grad.zero_()
-                place.param.grad = place.grad
-                self._left[place.bucket] -= 1
-        self._emit()
 
 
 def _what(loss: Any) -> str:

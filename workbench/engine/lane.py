@@ -31,9 +31,9 @@ class Job:
 
     __slots__ = ("asked", "child", "done", "error", "flight", "name", "resumed", "value")
 
-    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: float) -> None:
+    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: float, done: threading.Event | None) -> None:
         self.child, self.name, self.asked = child, name, asked
-        self.done = threading.Event()
+        self.done = done  # None where the thread that waits also runs it
         self.value: Any = None
         self.error: BaseException | None = None
         self.flight: Flight | None = None
@@ -76,8 +76,9 @@ class Lane:
 
     def start(self, child: Coroutine[Op, Any, Any], name: str) -> Handle:
         handle = Handle(name, self.name)
-        job = handle._state = Job(child, name, self.clock.now())
-        if self.eager or self.size == 1:
+        here = self.eager or self.size == 1
+        job = handle._state = Job(child, name, self.clock.now(), None if here else threading.Event())
+        if here:
             self._advance(job, finish=False)
         else:
             if self._thread is None:
@@ -89,7 +90,8 @@ class Lane:
         job: Job = handle._state
         if job.flight is not None:
             self._land(job)
-        job.done.wait()
+        if job.done is not None:
+            job.done.wait()
         if job.error is not None:
             raise job.error
         return job.value
@@ -132,7 +134,8 @@ class Lane:
             job.value = stop.value
         except BaseException as error:
             job.error = error
-        job.done.set()
+        if job.done is not None:
+            job.done.set()
 
     def _land(self, job: Job) -> None:
         """Finishes a child whose first collective went on by itself."""
@@ -141,7 +144,6 @@ class Lane:
             value = self._complete(flight)
         except BaseException as error:
             job.error = error
-            job.done.set()
             return
         self._advance(job, finish=True, value=value)
 

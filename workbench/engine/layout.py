@@ -1,30 +1,35 @@
 """Where every parameter and gradient lies: flat vectors, and buckets that are slices of them.
 
 No wire and no clock here. Parameters live as views of one flat vector per dtype, so that averaging, hashing and
-handing over never copy; gradients are copied once, as they appear, into flat vectors of the same order.
+handing over never copy. Gradients are copied once, as they appear, into their bucket's vector; the gradient of a
+parameter that is a bucket of its own already is that vector, and is not copied at all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from workbench.ops import Bucket, Part
 
+SMALL = 32_768  # bytes of a gradient that may wait to be copied with others
+ALONE = 0.5  # of a bucket's size: a parameter from there on is a bucket of its own
+
 
 class Place:
     """One parameter: its name and where it lies."""
 
-    __slots__ = ("bucket", "grad", "name", "numel", "offset", "param")
+    __slots__ = ("bucket", "grad", "name", "numel", "param", "round", "small")
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         self.name, self.param, self.numel = name, param, param.numel()
-        self.offset = 0  # in the flat vector of its dtype
         self.bucket = 0
-        self.grad = param.data  # view of the flat gradients, set by Layout
+        self.grad: Tensor | None = None  # where its gradient is copied to; None: nowhere, the bucket takes it as it is
+        self.small = False  # is its gradient copied with the others of its bucket?
+        self.round = 0  # the backward in which its gradient came last
 
 
 class Layout:
@@ -40,7 +45,6 @@ class Layout:
         self.bucket_mb = bucket_mb
         self.order = [Place(n, p) for n, p in reversed(named)]
         self.weights: dict[torch.dtype, Tensor] = {}
-        self.grads: dict[torch.dtype, Tensor] = {}
         self._place()
 
     def reorder(self, names: Iterable[str]) -> None:
@@ -50,54 +54,76 @@ class Layout:
         self._place()
 
     def rebucket(self, bucket_mb: float) -> None:
-        """Cuts the same vectors into buckets of another size."""
+        """Lays everything out anew in buckets of another size."""
         self.bucket_mb = bucket_mb
-        self._cut()
+        self._place()
 
     def _place(self) -> None:
+        """Moves the parameters into vectors in which every bucket is one slice."""
+        self.groups = grouped(self.order, self.bucket_mb * 1e6)
         total: dict[torch.dtype, int] = {}
-        for place in self.order:
-            dtype = place.param.dtype
-            place.offset = total.get(dtype, 0)
-            total[dtype] = place.offset + place.numel
-        device = self.order[0].param.device
-        weights = {d: torch.empty(n, dtype=d, device=device) for d, n in total.items()}
-        if {d: len(g) for d, g in self.grads.items()} != total:
-            self.grads = {d: torch.zeros(n, dtype=d, device=device) for d, n in total.items()}
-        for place in self.order:
-            param = place.param
-            view = weights[param.dtype][place.offset : place.offset + place.numel].view(param.shape)
-            view.copy_(param.data)
-            param.data = view
+        for group in self.groups:
+            total[_dtype(group)] = total.get(_dtype(group), 0) + _numel(group)
+        weights = {d: torch.empty(n, dtype=d, device=self.order[0].param.device) for d, n in total.items()}
+        at = dict.fromkeys(total, 0)
+        self._slices, self.buckets = [], []
+        for index, group in enumerate(self.groups):
+            dtype, begin = _dtype(group), at[_dtype(group)]
+            at[dtype] = begin + _numel(group)
+            whole = weights[dtype][begin : at[dtype]]
+            parts = tuple(_parts(group))
+            for place, part in zip(group, parts, strict=True):
+                view = whole[part.start : part.stop].view(place.param.shape)
+                view.copy_(place.param.data)
+                place.param.data = view
+                place.bucket = index
+            self._slices.append(Bucket(index, whole, parts, begin))
+            self.buckets.append(Bucket(index, self._home(group, parts), parts, begin))
         self.weights = weights
-        self._cut()
 
-    def _cut(self) -> None:
-        """A bucket closes once it holds `bucket_mb` (so, as in torch's DDP, it may be fuller), or at a new dtype."""
-        limit = self.bucket_mb * 1e6
-        groups: list[list[Place]] = []
-        filled = limit
-        for place in self.order:
-            if filled >= limit or groups[-1][-1].param.dtype != place.param.dtype:
-                groups.append([])
-                filled = 0.0
-            groups[-1].append(place)
-            filled += place.numel * place.param.element_size()
-            place.bucket = len(groups) - 1
-            flat = self.grads[place.param.dtype]
-            place.grad = flat[place.offset : place.offset + place.numel].view(place.param.shape)
-        self.groups = groups
-        self.buckets = [self._bucket(i, g, self.grads) for i, g in enumerate(groups)]
+    def _home(self, group: list[Place], parts: tuple[Part, ...]) -> Tensor:
+        """Where the gradients of a group go, and for one that goes nowhere a stand-in of its size without memory."""
+        param = group[0].param
+        if len(group) == 1:
+            group[0].grad, group[0].small = None, False
+            return torch.zeros(1, dtype=param.dtype, device=param.device).expand(param.numel())
+        home = torch.zeros(_numel(group), dtype=param.dtype, device=param.device)
+        for place, part in zip(group, parts, strict=True):
+            place.grad = home[part.start : part.stop].view(place.param.shape)
+            place.small = home.element_size() * place.numel <= SMALL
+        return home
 
-    def _bucket(self, index: int, group: list[Place], flats: dict[torch.dtype, Tensor]) -> Bucket:
-        first, last = group[0], group[-1]
-        base = first.offset
-        parts = tuple(Part(p.name, tuple(p.param.shape), p.offset - base, p.offset - base + p.numel) for p in group)
-        return Bucket(index, flats[first.param.dtype][base : last.offset + last.numel], parts, base)
+    def keep(self, place: Place, grad: Tensor) -> None:
+        """The gradient of `place` has come: it goes into its bucket, and `param.grad` is what lies there."""
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        home = place.grad
+        if home is not None:
+            home.copy_(grad)
+            place.param.grad = home
+        else:
+            place.param.grad = grad = grad.contiguous()
+            self.buckets[place.bucket].data = grad.view(-1)
+
+    def full(self, index: int) -> Bucket:
+        """Bucket `index`, whose gradients have all come: the small ones are copied now, in one call."""
+        small = [p for p in self.groups[index] if p.small]
+        if small:
+            grads = [p.param.grad.to_dense() if p.param.grad.is_sparse else p.param.grad for p in small]
+            torch._foreach_copy_([p.grad for p in small], grads)
+            for place in small:
+                place.param.grad = place.grad
+        return self.buckets[index]
+
+    def let_go(self) -> None:
+        """The gradients are used up: what was not copied is held no longer."""
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            if len(group) == 1 and bucket.data.stride(0):
+                bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
 
     def params(self) -> list[Bucket]:
         """The parameters, cut like the gradients; writing into them changes the model."""
-        return [self._bucket(i, g, self.weights) for i, g in enumerate(self.groups)]
+        return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
 
     @property
     def numel(self) -> int:
@@ -106,6 +132,43 @@ class Layout:
     @property
     def nbytes(self) -> int:
         return sum(p.numel * p.param.element_size() for p in self.order)
+
+
+def grouped(order: list[Place], limit: float) -> list[list[Place]]:
+    """The buckets of parameters that come in `order`, in the order in which they fill.
+
+    A bucket closes once it holds `limit` bytes (so, as in torch's DDP, it may be fuller) and never mixes dtypes. A
+    parameter of at least half of that is alone, so that its gradient needs no copy.
+    """
+    closed: list[list[Place]] = []
+    open_: dict[torch.dtype, list[Place]] = {}
+    filled: dict[torch.dtype, int] = {}
+    for place in order:
+        dtype, nbytes = place.param.dtype, place.numel * place.param.element_size()
+        if nbytes >= ALONE * limit:
+            closed.append([place])
+            continue
+        open_.setdefault(dtype, []).append(place)
+        filled[dtype] = filled.get(dtype, 0) + nbytes
+        if filled[dtype] >= limit:
+            closed.append(open_.pop(dtype))
+            filled[dtype] = 0
+    return closed + list(open_.values())
+
+
+def _parts(group: list[Place]) -> Iterator[Part]:
+    at = 0
+    for place in group:
+        yield Part(place.name, tuple(place.param.shape), at, at + place.numel)
+        at += place.numel
+
+
+def _numel(group: list[Place]) -> int:
+    return sum(p.numel for p in group)
+
+
+def _dtype(group: list[Place]) -> torch.dtype:
+    return group[0].param.dtype
 
 
 def signature(model: nn.Module) -> int:

@@ -1,0 +1,105 @@
+"""The tap: catches gradients as autograd finishes them, and hands on buckets as they fill, strictly in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.engine.lane import StrategyError
+
+_ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
+
+
+class Tap:
+    """Hooks on the gradients of one host's model, listening while a backward is exchanged.
+
+    A hook runs among megabytes of arithmetic that push it out of the caches, so it does little: small gradients
+    are only counted, and copied together once their bucket is full.
+    """
+
+    def __init__(self, host: Any) -> None:
+        self.host = host
+        self.arrived: list[str] = []  # names in the order in which gradients appeared, where that is being learned
+        self._learn = False
+        self._round = 0  # the number of this backward, 0 between them
+        self._left: list[int] = []  # gradients that each bucket still waits for
+        self._next = 0
+        self._removers: list[Any] = []
+
+    def open(self, learn: bool) -> None:
+        """A backward begins whose gradients are exchanged. learn: note the order in which they appear."""
+        if learn != self._learn:
+            self.detach()
+            self._learn = learn
+        if not self._removers:
+            self._attach()
+        self.arrived, self._next = [], 0
+        self._left = [len(b.parts) for b in self.host.layout.buckets]
+        self._round = next(_ROUNDS)
+
+    def shut(self) -> None:
+        """From here on gradients stay where autograd puts them."""
+        self._round = 0
+
+    def _attach(self) -> None:
+        for place in self.host.layout.order:
+            self._removers.append(place.param.register_post_accumulate_grad_hook(self._taker(place)))
+
+    def detach(self) -> None:
+        """Takes the hooks off, until a backward is exchanged again."""
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+
+    def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
+        keep, learn = self.host.layout.keep, self._learn
+
+        def take(param: nn.Parameter) -> None:
+            now = self._round
+            if not now:
+                return
+            if place.round == now:
+                raise _twice(place.name)
+            place.round = now
+            if learn:
+                self.arrived.append(place.name)
+            if not place.small:
+                keep(place, param.grad)
+            left, bucket = self._left, place.bucket
+            left[bucket] -= 1
+            if not left[bucket] and bucket == self._next:
+                self._emit()
+
+        return take
+
+    def _emit(self) -> None:
+        layout, pace = self.host.layout, self.host.pace
+        if pace.active:
+            pace.reach(sum(p.numel for p in layout.order if p.round == self._round) / layout.numel)
+        while self._next < len(self._left) and not self._left[self._next]:
+            self._next += 1
+            self.host.hand_out(layout.full(self._next - 1))
+
+    def flush(self) -> None:
+        """After backward: parameters without a gradient count as zero, and their buckets go out, too."""
+        for place in self.host.layout.order:
+            if place.round != self._round:
+                place.round = self._round
+                zero = torch.zeros_like(place.param)
+                if place.small:
+                    place.param.grad = zero
+                else:
+                    self.host.layout.keep(place, zero)
+                self._left[place.bucket] -= 1
+        self._emit()
+
+
+def _twice(name: str) -> StrategyError:
+    return StrategyError(
+        f"parameter {name} received a gradient twice in one backward (re-entrant checkpointing?): "
+        f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"
+    )
