@@ -20,11 +20,17 @@ from torch import Tensor, nn
 from workbench.engine.lane import Lane, StrategyError
 from workbench.engine.layout import Layout
 from workbench.engine.shaping import Pace
+from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
 from workbench.ops import Bucket, Handle, Op, Rank
 
 Span = Callable[..., None]
-_INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params"}
+_INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params",
+           "clock"}
+_NOT_YET = {
+    "forward_buckets": "cannot stop before each bucket's layers: await `rank.forward()` whole, or simulate",
+    "hold": "keeps every parameter whole on every rank: simulate a strategy that shards them",
+}
 
 
 class Host:
@@ -43,7 +49,7 @@ class Host:
         self.losses: list[Tensor] = []
         self._loss: Tensor | None = None
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
-        self._tap = _Tap(self)
+        self._tap = Tap(self)
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
         self._stash: Op | None = None
@@ -51,6 +57,7 @@ class Host:
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
+            "batch": lambda: self.batches(), "clock": self.clock.now,
         }
 
     # -- driving --
@@ -76,6 +83,8 @@ class Host:
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args)
+        if op.verb in _NOT_YET:
+            raise StrategyError(f"the engine {_NOT_YET[op.verb]}")
         return self._collective(op)
 
     def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Op:
@@ -145,11 +154,13 @@ class Host:
         self.watch.span(self.rank.step, "forward", began)
         return self.losses[-1]
 
-    def _backward_home(self, grad: float | None, micro: int) -> None:
+    def _backward_home(self, grad: Any, micro: int) -> None:
         self._backward(grad, micro)
 
-    def _backward(self, grad: float | None, micro: int) -> None:
+    def _backward(self, grad: Any, micro: int) -> None:
         self.op = "backward"
+        if isinstance(grad, Tensor):
+            raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
         if self._loss is None:
             raise StrategyError("backward was asked for before forward")
         loss, self._loss = self._loss, None
@@ -159,7 +170,9 @@ class Host:
         self.pace.reach(1.0)
         self.watch.span(self.rank.step, "backward", began)
 
-    def _update(self) -> None:
+    def _update(self, bucket: Bucket | None = None) -> None:
+        if bucket is not None:
+            raise StrategyError("the engine updates the whole model at once: `rank.update()`, or simulate")
         self.before_update()
         self.op = "update"
         began = self.watch.now()
@@ -174,7 +187,9 @@ class Host:
 
     # -- communication --
 
-    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str) -> Handle:
+    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0) -> Handle:
+        if priority:
+            raise StrategyError("the engine runs children in the order of their start: priority=0, or simulate")
         self.met = True
         return self.lane.start(child, name)
 
@@ -204,85 +219,7 @@ class Host:
         return sum(values) / len(values) if values else math.nan
 
 
-class _Tap:
-    """Catches gradients as autograd finishes them, copies each once into its bucket, emits full buckets in order."""
-
-    def __init__(self, host: Host) -> None:
-        self.host = host
-        self.listening = False
-        self.arrived: list[str] = []
-        self._left: list[int] = []
-        self._seen: set[int] = set()
-        self._next = 0
-        self._ready = 0
-        self._removers: list[Any] = []
-
-    def open(self) -> None:
-        layout = self.host.layout
-        if not self._removers:
-            self._attach()
-        self._left = [len(b.parts) for b in layout.buckets]
-        self._seen, self.arrived = set(), []
-        self._next = self._ready = 0
-        self.listening = True
-
-    def shut(self) -> None:
-        self.listening = False
-
-    def _attach(self) -> None:
-        for place in self.host.layout.order:
-            take = self._taker(place)
-            self._removers.append(place.param.register_post_accumulate_grad_hook(take))
-
-    def detach(self) -> None:
-        for remover in self._removers:
-            remover.remove()
-        self._removers = []
-
-    def _taker(self, place: Any) -> Callable[[nn.Parameter], None]:
-        def take(param: nn.Parameter) -> None:
-            if self.listening:
-                self._take(place, param)
-
-        return take
-
-    def _take(self, place: Any, param: nn.Parameter) -> None:
-        if id(place) in self._seen:
-            raise StrategyError(
-                f"parameter {place.name} received a gradient twice in one backward (re-entrant checkpointing?): "
-                f"use_reentrant=False, or a strategy that does not exchange gradients (LocalSGD)"
-            )
-        self._seen.add(id(place))
-        grad = param.grad
-        place.grad.copy_(grad.to_dense() if grad.is_sparse else grad)
-        param.grad = place.grad
-        self.arrived.append(place.name)
-        self._ready += place.numel
-        self._left[place.bucket] -= 1
-        if self._left[place.bucket] == 0 and place.bucket == self._next:
-            self._emit()
-
-    def _emit(self) -> None:
-        buckets = self.host.layout.buckets
-        self.host.pace.reach(self._ready / self.host.layout.numel)
-        while self._next < len(buckets) and self._left[self._next] == 0:
-            bucket = buckets[self._next]
-            self._next += 1
-            self.host.hand_out(bucket)
-
-    def flush(self) -> None:
-        """After backward: parameters without a gradient count as zero, and their buckets go out, too."""
-        for place in self.host.layout.order:
-            if id(place) not in self._seen:
-                place.grad.zero_()
-                place.param.grad = place.grad
-                self._left[place.bucket] -= 1
-        self._emit()
-
-
 def _what(loss: Any) -> str:
     if isinstance(loss, Tensor):
         return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
     return f"a {type(loss).__name__}"
-
-
