@@ -8,10 +8,14 @@ host's answer. See "The trampoline" in workbench/DESIGN.md.
 from __future__ import annotations
 
 from collections.abc import Coroutine, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from workbench.bucket import Bucket, Memory, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank"]
 
 
 class Op:
@@ -30,88 +34,6 @@ class Op:
         return f"{self.verb}({', '.join(map(str, self.args))})"
 
 
-class Part(NamedTuple):
-    """One parameter's place inside a bucket: elements [start, stop) of the bucket's flat data."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-class Bucket:
-    """A flat, named slice of the model's gradients or parameters.
-
-    `data` is 1-D and contiguous; `offset` is where it begins in the model's flat vector. State that belongs
-    to it is kept in a `Memory`, by place in the model, so it survives a change of bucket size.
-    """
-
-    __slots__ = ("data", "index", "offset", "parts")
-
-    def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
-        self.index = index
-        self.data = data  # (n,) of one dtype; buckets never mix dtypes
-        self.parts = parts
-        self.offset = offset
-
-    @property
-    def name(self) -> str:
-        return f"bucket {self.index}"
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
-
-    def like(self, data: Tensor) -> Bucket:
-        """The same place in the model holding other data of the same length."""
-        return Bucket(self.index, data, self.parts, self.offset)
-
-    def __repr__(self) -> str:
-        return f"{self.name} ({self.nbytes / 1e6:.2f} MB, {len(self.parts)} parameters)"
-
-
-class Memory:
-    """What a compressor or a strategy remembers per element or per parameter, on one rank.
-
-    `flat` keeps one value per element of the model (an error-feedback residual, an anchor); `parts` keeps
-    one object per parameter (a PowerSGD factor). Both are addressed by place in the model, never by bucket.
-    """
-
-    def __init__(self) -> None:
-        self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> (n,)
-        self.parts: dict[str, dict[str, Any]] = {}  # slot -> parameter -> anything
-        self._joined: dict[tuple[str, str], Tensor] = {}
-
-    def flat(self, slot: str, bucket: Bucket) -> Tensor:
-        """The slot's values for `bucket`: (n,) in the bucket's dtype, zero when first asked for.
-
-        Contiguous and shared: writing into it is remembered. Cut anew when the bucket's parameters change.
-        """
-        key = (slot, "/".join(part.name for part in bucket.parts))
-        if key not in self._joined:
-            self._join(slot, key, bucket)
-        return self._joined[key]
-
-    def _join(self, slot: str, key: tuple[str, str], bucket: Bucket) -> None:
-        pieces = self.slots.setdefault(slot, {})
-        whole = bucket.data.new_zeros(bucket.data.numel())
-        for part in bucket.parts:
-            if part.name in pieces:
-                whole[part.start : part.stop] = pieces[part.name]
-        here = {part.name for part in bucket.parts}
-        for old in [k for k in self._joined if k[0] == slot and here & set(k[1].split("/"))]:
-            del self._joined[old]
-        for part in bucket.parts:
-            pieces[part.name] = whole[part.start : part.stop]
-        self._joined[key] = whole
-
-    def drop(self, slot: str) -> None:
-        """Forgets a slot."""
-        self.slots.pop(slot, None)
-        self.parts.pop(slot, None)
-        self._joined = {k: v for k, v in self._joined.items() if k[0] != slot}
-
-
 class Handle:
     """A child that was started and has not been waited for; `wait` it once."""
 
@@ -123,12 +45,43 @@ class Handle:
         self._state: Any = None  # the host's own
 
 
+class Forward:
+    """The forward pass: await it for the loss, or iterate to be asked before each bucket's layers are computed.
+
+    Iterating hands out the parameters, bucket by bucket, in the order in which layers use them (the last bucket
+    first); the layers of a bucket run when the next one is asked for. The host sets `loss` at the end.
+    """
+
+    __slots__ = ("_begun", "loss", "micro", "x")
+
+    def __init__(self, x: Any, micro: int) -> None:
+        self.x = x
+        self.micro = micro
+        self.loss: Any = None
+        self._begun = False
+
+    def __await__(self) -> Generator[Op, Any, Any]:
+        return (yield Op("forward", self.x, self.micro))
+
+    def __aiter__(self) -> Forward:
+        return self
+
+    def __anext__(self) -> Op:
+        if self._begun:
+            return Op("next_params", self)
+        self._begun = True
+        return Op("forward_buckets", self)
+
+
 class Backward:
-    """The backward pass: iterate to receive buckets as they fill, or await it to keep gradients at home."""
+    """The backward pass: iterate to receive buckets as they fill, or await it to keep gradients at home.
+
+    Awaited, it returns the gradient of the forward's `x` if that was an activation, else None.
+    """
 
     __slots__ = ("_begun", "grad", "micro")
 
-    def __init__(self, grad: float | None, micro: int) -> None:
+    def __init__(self, grad: Any, micro: int) -> None:
         self.grad = grad
         self.micro = micro
         self._begun = False
@@ -150,6 +103,8 @@ class Rank:
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and how many there are
+    worker:       which of the strategy's `workers` on this rank runs, from 0
+    role:         "trainer", or "server" where the strategy's `trains` says no
     step:         the number of the present step, from 0
     lr:           the present learning rate
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
@@ -159,27 +114,49 @@ class Rank:
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.size = size
+        self.worker = 0
+        self.role = "trainer"
         self.step = 0
         self.lr = 0.0
         self.compressor: Any = None
         self.memory = Memory()
 
     # compute
-    def forward(self, x: Any = None, micro: int = 0) -> Op:
-        """The loss of the next batch, or of `x`."""
-        return Op("forward", x, micro)
+    def batch(self) -> Op:
+        """The next batch of this rank's data, to be looked at before `forward(batch)`."""
+        return Op("batch")
 
-    def backward(self, grad: float | None = None, micro: int = 0) -> Backward:
-        """Gradients of the last forward's loss times `grad`; `async for` hands out buckets as they fill."""
+    def forward(self, x: Any = None, micro: int = 0) -> Forward:
+        """The loss of the next batch, or of `x`; on a pipeline stage but the last, the activation made of `x`.
+
+        `micro` names this forward for the backward that belongs to it; several may be open at once.
+        """
+        return Forward(x, micro)
+
+    def backward(self, grad: float | Tensor | None = None, micro: int = 0) -> Backward:
+        """Gradients of `micro`'s forward times `grad` (a number for a loss, a tensor for an activation).
+
+        They add up until `update`; `async for` hands out buckets as they fill, with what has been added so far.
+        """
         return Backward(grad, micro)
 
-    def update(self) -> Op:
-        """One step of the optimizer with the gradients that are there; gradients are cleared after."""
-        return Op("update")
+    def update(self, bucket: Bucket | None = None) -> Op:
+        """One step of the optimizer with the gradients that are there; gradients are cleared after.
+
+        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters.
+        """
+        return Op("update", bucket)
 
     def params(self) -> Op:
         """The parameters as a list of Buckets that view them: writing into `data` changes the model."""
         return Op("params")
+
+    def hold(self, bucket: Bucket, start: int = 0, stop: int | None = None) -> Op:
+        """From now on only elements [start, stop) of a parameter bucket are in memory here; all by default.
+
+        What was not held is undefined until it is written. Returns the Bucket as `params` would.
+        """
+        return Op("hold", bucket, start, stop)
 
     # collective; `x` is a flat tensor, changed in place where it says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:
@@ -204,25 +181,37 @@ class Rank:
 
     # point to point
     def send(self, tensor: Tensor, to: int, kind: str = "") -> Op:
-        """Posts `tensor` to rank `to` and returns at once."""
+        """Posts a copy of `tensor` to rank `to` and returns None at once; it never occupies a lane."""
         return Op("send", tensor, to, kind)
 
-    def recv(self, into: Tensor, source: int | None = None, kind: str = "") -> Op:
-        """-> (data, source) of the next message of `kind` (from anyone if source is None), None if stopped."""
+    def recv(self, into: Tensor | None, source: int | None = None, kind: str = "") -> Op:
+        """-> (data, source) of the next message of `kind`, from anyone if source is None.
+
+        `into` None takes the shape that was sent (it travels ahead). Returns None when the run is stopping or
+        the strategy is being left, and nothing more can come.
+        """
         return Op("recv", into, source, kind)
 
     # concurrency
-    def start(self, child: Coroutine[Op, Any, Any], lane: str = "comm", name: str = "") -> Op:
-        """Starts `child` on `lane`, behind what was started there before; returns a Handle to `wait` for."""
-        return Op("start", child, lane, name)
+    def start(self, child: Coroutine[Op, Any, Any], lane: str = "comm", name: str = "", priority: int = 0) -> Op:
+        """Starts `child` on `lane`; returns a Handle to `wait` for, in this step or a later one.
+
+        Children of a lane run in the order of their start; a higher `priority` overtakes those that have not
+        begun, in rank 0's order on every rank.
+        """
+        return Op("start", child, lane, name, priority)
 
     def wait(self, handle: Handle) -> Op:
         """The result of a started child."""
         return Op("wait", handle)
 
     def again(self) -> Op:
-        """In a background loop: True while the run goes on, the same answer on every rank."""
+        """In `Strategy.background`: True while the run goes on, the same answer on every rank."""
         return Op("again")
+
+    def clock(self) -> Op:
+        """Seconds since the run began, on the host's clock: for deadlines."""
+        return Op("clock")
 
     def sample(self, name: str, value: float) -> Op:
         """Writes one number into the record."""

@@ -25,7 +25,12 @@ from workbench.engine.watch import Watch
 from workbench.ops import Bucket, Handle, Op, Rank
 
 Span = Callable[..., None]
-_INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params"}
+_INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params",
+           "clock"}
+_NOT_YET = {
+    "forward_buckets": "cannot stop before each bucket's layers: await `rank.forward()` whole, or simulate",
+    "hold": "keeps every parameter whole on every rank: simulate a strategy that shards them",
+}
 
 
 class Host:
@@ -52,6 +57,7 @@ class Host:
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
+            "batch": lambda: self.batches(), "clock": self.clock.now,
         }
 
     # -- driving --
@@ -77,6 +83,8 @@ class Host:
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args)
+        if op.verb in _NOT_YET:
+            raise StrategyError(f"the engine {_NOT_YET[op.verb]}")
         return self._collective(op)
 
     def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Op:
@@ -146,11 +154,13 @@ class Host:
         self.watch.span(self.rank.step, "forward", began)
         return self.losses[-1]
 
-    def _backward_home(self, grad: float | None, micro: int) -> None:
+    def _backward_home(self, grad: Any, micro: int) -> None:
         self._backward(grad, micro)
 
-    def _backward(self, grad: float | None, micro: int) -> None:
+    def _backward(self, grad: Any, micro: int) -> None:
         self.op = "backward"
+        if isinstance(grad, Tensor):
+            raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
         if self._loss is None:
             raise StrategyError("backward was asked for before forward")
         loss, self._loss = self._loss, None
@@ -160,7 +170,9 @@ class Host:
         self.pace.reach(1.0)
         self.watch.span(self.rank.step, "backward", began)
 
-    def _update(self) -> None:
+    def _update(self, bucket: Bucket | None = None) -> None:
+        if bucket is not None:
+            raise StrategyError("the engine updates the whole model at once: `rank.update()`, or simulate")
         self.before_update()
         self.op = "update"
         began = self.watch.now()
@@ -176,7 +188,9 @@ class Host:
 
     # -- communication --
 
-    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str) -> Handle:
+    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0) -> Handle:
+        if priority:
+            raise StrategyError("the engine runs children in the order of their start: priority=0, or simulate")
         self.met = True
         return self.lane.start(child, name)
 
@@ -210,5 +224,3 @@ def _what(loss: Any) -> str:
     if isinstance(loss, Tensor):
         return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
     return f"a {type(loss).__name__}"
-
-

@@ -21,6 +21,11 @@ class Strategy(Family):
     periodic:   ranks may differ between rounds; the canonical state is their mean
     exchanges:  "gradients", "displacements" or "parameters"; compressors act on the first two only
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
+    workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
+    shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
+    staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
+
+    `lockstep` = False means asynchronous: ranks do not meet each step, and changes wait until all have drained.
     """
 
     home: ClassVar[str] = "workbench.strategies"
@@ -29,6 +34,13 @@ class Strategy(Family):
     periodic: ClassVar[bool] = False
     opaque: ClassVar[bool] = False
     exchanges: ClassVar[str] = "gradients"
+    workers: ClassVar[int] = 1
+    shared: ClassVar[bool] = False
+    staged: ClassVar[bool] = False
+
+    def trains(self, index: int, size: int) -> bool:
+        """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
+        return True
 
     def init(self, rank: Rank) -> Any:
         """What this strategy remembers between steps on one rank; None for nothing."""
@@ -37,6 +49,18 @@ class Strategy(Family):
     @abstractmethod
     async def step(self, rank: Rank, state: Any) -> None:
         """One step of training on one rank."""
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        """A second coroutine beside `step`, with a thread and a wire of its own; it changes parameters by `params`.
+
+        Symmetric ones loop `while await rank.again()`; a server loops on `recv` and counts the messages that
+        trainers send in `leave`, so that nobody is left waiting.
+        """
+
+    @property
+    def has_background(self) -> bool:
+        """Does this strategy run anything beside `step`?"""
+        return type(self).background is not Strategy.background
 
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes what is under way, so that the mean of the ranks is the canonical state."""

@@ -1,0 +1,128 @@
+"""The verbs of a Rank: what they ask, what a shard of a bucket is, and what the engine refuses in words."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.ranks import experiment, live
+from workbench.ops import Bucket, Op, Part, Rank
+from workbench.strategies import DDP, Strategy
+
+
+def test_shards_cover_a_bucket_once_and_keep_its_places() -> None:
+    parts = (Part("a", (2, 3), 0, 6), Part("b", (4,), 6, 10))
+    whole = Bucket(2, torch.arange(10.0), parts, 100)
+    shards = [whole.shard(i, 4) for i in range(4)]
+    assert torch.equal(torch.cat([s.data for s in shards]), whole.data)
+    assert [s.offset for s in shards] == [100, 103, 106, 109]
+    assert [len(s.data) for s in shards] == [3, 3, 3, 1]
+    assert shards[1].parts == (Part("a", (3,), 0, 3),)
+    assert shards[2].parts == (Part("b", (3,), 0, 3),)
+    shards[3].data.fill_(-1)
+    assert whole.data[9] == -1, "a shard is a view"
+
+
+def test_more_shards_than_elements_are_empty() -> None:
+    whole = Bucket(0, torch.arange(2.0), (Part("a", (2,), 0, 2),), 0)
+    assert [len(whole.shard(i, 3).data) for i in range(3)] == [1, 1, 0]
+    assert whole.shard(2, 3).parts == ()
+
+
+def test_forward_is_awaited_whole_or_iterated_bucket_by_bucket() -> None:
+    rank = Rank(0, 2)
+    asked = []
+
+    async def step() -> None:
+        await rank.forward(micro=3)
+        both = rank.forward("x")
+        async for bucket in both:
+            asked.append(bucket)
+        asked.append(both.loss)
+
+    coro = step()
+    first = coro.send(None)
+    assert (first.verb, first.args) == ("forward", (None, 3))
+    begin = coro.send(None)
+    assert begin.verb == "forward_buckets"
+    assert coro.send("bucket 1").verb == "next_params"
+    begin.args[0].loss = 7.0
+    with pytest.raises(StopIteration):
+        coro.throw(StopAsyncIteration())
+    assert asked == ["bucket 1", 7.0]
+
+
+class AsksForTooMuch(Strategy):
+    """Asks the engine for one verb that only the simulator performs."""
+
+    asks: ClassVar[Any] = None
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await type(self).asks(rank, await rank.params())
+
+
+async def _iterate(rank: Rank, params: list[Bucket]) -> None:
+    async for _ in rank.forward():
+        pass
+
+
+async def _idle() -> None:
+    await Op("all_reduce", torch.zeros(1), "sum", "")
+
+
+REFUSED = [
+    (_iterate, "cannot stop before each bucket's layers"),
+    (lambda rank, params: rank.hold(params[0], 0, 1), "keeps every parameter whole"),
+    (lambda rank, params: rank.update(params[0]), "updates the whole model at once"),
+    (lambda rank, params: rank.start(_idle(), priority=1), "in the order of their start"),
+    (lambda rank, params: rank.backward(torch.ones(3)), "runs no pipeline stages"),
+]
+
+
+@pytest.mark.parametrize(("asks", "words"), REFUSED, ids=["forward", "hold", "update", "priority", "stages"])
+@pytest.mark.filterwarnings("ignore:coroutine '_idle' was never awaited")
+def test_the_engine_refuses_in_words(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(asks))
+    (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
+    assert session.join(20)
+    assert session.error is not None
+    assert words in session.error["text"]
+    assert session.error["step"] == 0
+
+
+class LooksAtItsBatch(Strategy):
+    """Takes the batch itself and reads the clock."""
+
+    seen: ClassVar[list[float]] = []
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        self.seen.append(await rank.clock())
+        await rank.forward(await rank.batch())
+        await rank.backward()
+        await rank.update()
+
+
+def test_a_batch_and_the_clock_can_be_asked_for() -> None:
+    LooksAtItsBatch.seen.clear()
+    looked, plain = (live(experiment(1, 3, strategy=s))[0] for s in (LooksAtItsBatch(), DDP()))
+    assert looked.join(20)
+    assert plain.join(20)
+    assert looked.record.losses() == plain.record.losses()
+    assert LooksAtItsBatch.seen == sorted(set(LooksAtItsBatch.seen))
+    assert len(LooksAtItsBatch.seen) == 3
+
+
+def test_only_a_strategy_that_says_so_has_a_background() -> None:
+    class WithShadow(DDP):
+        """DDP with a shadow."""
+
+        async def background(self, rank: Rank, state: Any) -> None:
+            while await rank.again():
+                pass
+
+    assert not DDP().has_background
+    assert WithShadow().has_background
+    assert DDP().trains(0, 4)

@@ -1,0 +1,98 @@
+"""A slice of the model that travels together, and what is remembered about places in the model. No verb lives here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Part(NamedTuple):
+    """One parameter's place inside a bucket: elements [start, stop) of the bucket's flat data."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Bucket:
+    """A flat, named slice of the model's gradients or parameters.
+
+    `data` is 1-D and contiguous; `offset` is where it begins in the model's flat vector. State that belongs
+    to it is kept in a `Memory`, by place in the model, so it survives a change of bucket size.
+    """
+
+    __slots__ = ("data", "index", "offset", "parts")
+
+    def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
+        self.index = index
+        self.data = data  # (n,) of one dtype; buckets never mix dtypes
+        self.parts = parts
+        self.offset = offset
+
+    @property
+    def name(self) -> str:
+        return f"bucket {self.index}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def shard(self, index: int, size: int) -> Bucket:
+        """The `index`-th of `size` slices of ceil(n / size) elements (the last may be shorter), at its place."""
+        n, whole = -(-self.data.numel() // size), self.data.numel()
+        start, stop = min(index * n, whole), min((index + 1) * n, whole)
+        cut = [(p.name, max(p.start, start) - start, min(p.stop, stop) - start) for p in self.parts]
+        parts = tuple(Part(name, (to - at,), at, to) for name, at, to in cut if to > at)
+        return Bucket(self.index, self.data[start:stop], parts, self.offset + start)
+
+    def like(self, data: Tensor) -> Bucket:
+        """The same place in the model holding other data of the same length."""
+        return Bucket(self.index, data, self.parts, self.offset)
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.nbytes / 1e6:.2f} MB, {len(self.parts)} parameters)"
+
+
+class Memory:
+    """What a compressor or a strategy remembers per element or per parameter, on one rank.
+
+    `flat` keeps one value per element of the model (an error-feedback residual, an anchor); `parts` keeps
+    one object per parameter (a PowerSGD factor). Both are addressed by place in the model, never by bucket.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> (n,)
+        self.parts: dict[str, dict[str, Any]] = {}  # slot -> parameter -> anything
+        self._joined: dict[tuple[str, str], Tensor] = {}
+
+    def flat(self, slot: str, bucket: Bucket) -> Tensor:
+        """The slot's values for `bucket`: (n,) in the bucket's dtype, zero when first asked for.
+
+        Contiguous and shared: writing into it is remembered. Cut anew when the bucket's parameters change.
+        """
+        key = (slot, "/".join(part.name for part in bucket.parts))
+        if key not in self._joined:
+            self._join(slot, key, bucket)
+        return self._joined[key]
+
+    def _join(self, slot: str, key: tuple[str, str], bucket: Bucket) -> None:
+        pieces = self.slots.setdefault(slot, {})
+        whole = bucket.data.new_zeros(bucket.data.numel())
+        for part in bucket.parts:
+            if part.name in pieces:
+                whole[part.start : part.stop] = pieces[part.name]
+        here = {part.name for part in bucket.parts}
+        for old in [k for k in self._joined if k[0] == slot and here & set(k[1].split("/"))]:
+            del self._joined[old]
+        for part in bucket.parts:
+            pieces[part.name] = whole[part.start : part.stop]
+        self._joined[key] = whole
+
+    def drop(self, slot: str) -> None:
+        """Forgets a slot."""
+        self.slots.pop(slot, None)
+        self.parts.pop(slot, None)
+        self._joined = {k: v for k, v in self._joined.items() if k[0] != slot}
