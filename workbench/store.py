@@ -26,7 +26,7 @@ from pyarrow import ipc
 from workbench.timeline import KINDS, SCHEMA, Coded, Table, Timeline, Words
 
 _PART = re.compile(r"(spans|samples|marks)-(\d+)(?:\.(\d+))?\.arrow")
-_OPTIONS = {"compression": pa.Codec("zstd", compression_level=3), "emit_dictionary_deltas": True}
+_OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
 _READING = ipc.IpcReadOptions(use_threads=False)  # whole files are read side by side instead
 
 

@@ -1,6 +1,6 @@
 """Rows of many ranks released in real time by a process of its own, and a live Run that takes them in.
 
-    python dashboard_source.py PORT     # publishes what ends as it ends, 5 times a second per rank
+    python dashboard_source.py PORT     # publishes what ends as it ends, 4 times a second per rank
     run = live_run()                    # in a notebook: starts that process, relays its rows as a Lab does
 
 Ranks publish at their own moments, as engines do. The numbers are made up; their rate and their shape are real.
@@ -23,7 +23,7 @@ from workbench.cluster.relay import Relay
 from workbench.cluster.wire import Batch, encode
 from workbench.run import Run
 
-RANKS, RATE, BUCKETS, PUSHES = 8, 20.0, 4, 5.0
+RANKS, RATE, BUCKETS, PUSHES = 8, 20.0, 4, 4.0
 NBYTES = 1_500_000
 
 
@@ -73,13 +73,13 @@ class Rank:
             text = '{"id": "x", "path": "strategy.every", "value": 8, "text": "every = 8"}'
             self.rows["marks"].append((0, self.step, "change", t, text))
 
-    def batches(self) -> list[list[bytes]]:
-        """What is new as messages; nothing is kept."""
-        out = []
+    def message(self) -> list[bytes]:
+        """What is new as one message, as a rank sends it; nothing is kept."""
+        out: list[bytes] = []
         for kind, rows in self.rows.items():
             if rows:
                 columns = dict(zip(_NAMES[kind], map(list, zip(*rows, strict=True)), strict=True))
-                out.append(encode(Batch("bench", kind, self.rank, self.sent[kind], columns)))
+                out += encode(Batch("bench", kind, self.rank, self.sent[kind], columns))
                 self.sent[kind] += len(rows)
                 rows.clear()
         return out
@@ -99,10 +99,10 @@ def publish(port: int, epoch: float) -> None:
     out.bind(f"tcp://127.0.0.1:{port}")
     ranks = [Rank(r) for r in range(RANKS)]
     while True:
-        for rank in ranks:  # one after the other within 200 ms, as engines that do not know of each other
+        for rank in ranks:  # one after the other within a push, as engines that do not know of each other
             time.sleep(1 / PUSHES / RANKS)
             rank.until(time.time() - epoch)
-            for frames in rank.batches():
+            if frames := rank.message():
                 out.send_multipart(frames)
 
 

@@ -25,8 +25,8 @@ class Page:
     def __init__(self) -> None:
         self.got: list[tuple[str, int, dict[str, Any]]] = []
 
-    def __call__(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
-        self.got.append((kind, seq, columns))
+    def __call__(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
+        self.got += new
 
     def values(self, kind: str, column: str) -> list[Any]:
         return [v for k, _, columns in self.got if k == kind for v in list(columns[column])]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from workbench.cluster.keys import Keys
-from workbench.cluster.wire import Batch, decode
+from workbench.cluster.wire import Batch, batches
 
-PAUSE = 0.1  # seconds between two looks at a busy wire: ten a second are enough for the eye
+PAUSE = 0.15  # seconds between two looks at a busy wire: six a second are enough for the eye
 
 
 class Relay:
@@ -50,7 +50,8 @@ class Relay:
             except zmq.Again:
                 return
             try:
-                self.take(decode(frames))
+                for batch in batches(frames):
+                    self.take(batch)
             except Exception as error:
                 self.errors.append(f"{type(error).__name__}: {error}")
                 del self.errors[:-20]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import store
-from workbench.cluster.wire import Batch, cut, decode, encode
+from workbench.cluster.wire import Batch, batches, cut, encode
 
 CHUNK = 1 << 20  # bytes of a file in one message
 
@@ -45,8 +45,7 @@ def unpack(blob: bytes) -> Pieces:
         n = int.from_bytes(blob[at : at + 8], "little")
         frames.append(blob[at + 8 : at + 8 + n])
         at += 8 + n
-    batches = [decode(frames[i : i + 2]) for i in range(0, len(frames), 2)]
-    return [(b.seq, b.columns) for b in batches]
+    return [(b.seq, b.columns) for b in batches(frames)]
 
 
 def files(path: Path, rank: int) -> list[list[Any]]:

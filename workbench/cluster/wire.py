@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def encode(batch: Batch) -> list[bytes]:
-    """The frames of one message: header, then the rows."""
+    """The two frames of a batch: header, then the rows."""
     few = _TABLES[batch.kind].words
     rows = np.empty(len(batch), _ROWS[batch.kind])
     words: dict[str, list[str]] = {}
@@ -64,6 +64,11 @@ def _numbered(values: Sequence[str] | Coded) -> tuple[np.ndarray, list[str]]:
         return numbers, [str(t) for t in values.words.texts[used]]
     words = Words()
     return words.encode(values), [str(t) for t in words.texts]
+
+
+def batches(frames: Sequence[bytes]) -> list[Batch]:
+    """All batches of a message that is several of them, one after the other."""
+    return [decode(frames[i : i + 2]) for i in range(0, len(frames), 2)]
 
 
 def decode(frames: Sequence[bytes]) -> Batch:

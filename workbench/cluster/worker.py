@@ -134,13 +134,16 @@ class Bench:
         self.session.start()
         return str(self.where)
 
-    def push(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
-        """Publishes rows; where nobody listens they are dropped here and stay on disk."""
-        batch = Batch(self.job["generation"], kind, self.job["rank"], seq, columns)
-        self.sent[kind] = seq + len(batch)
+    def push(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
+        """Publishes rows in one message; where nobody listens they are dropped here and stay on disk."""
+        frames = []
+        for kind, seq, columns in new:
+            batch = Batch(self.job["generation"], kind, self.job["rank"], seq, columns)
+            self.sent[kind] = seq + len(batch)
+            frames += encode(batch)
         with self._lock:
             if not self._rows.closed:
-                self._rows.send_multipart(encode(batch))
+                self._rows.send_multipart(frames)
 
     def _log(self, stream: str, text: str) -> None:
         if self.session is not None:

@@ -20,9 +20,10 @@ import numpy as np
 from workbench.store import Writer
 from workbench.timeline import KINDS, Table
 
-Push = Callable[[str, int, dict[str, Any]], None]
-PUSH_EVERY = 0.2  # seconds
-SPOOL_EVERY = 4  # pushes: somewhat more often than once a second
+Stretch = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
+Push = Callable[[list[Stretch]], None]
+PUSH_EVERY = 0.25  # seconds: each wake-up costs more than the rows it takes along
+SPOOL_EVERY = 3  # pushes: somewhat more often than once a second
 RETRY_EVERY = 5.0  # seconds until a disk that failed is tried again
 
 _log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ _log = logging.getLogger(__name__)
 class Recorder:
     """Records spans, samples and marks of one rank.
 
-    run_dir: where to spool (None: nowhere). push: called 5 times a second from this recorder's thread as
-    push(kind, seq, columns), where `seq` is the number of the first row among this rank's rows of that kind.
+    run_dir: where to spool (None: nowhere). push: called 4 times a second from this recorder's thread with
+    all that is new, as (kind, number of the first row among this rank's rows of that kind, columns).
     limit: rows that may wait for the thread; what exceeds it is dropped and counted in Samples "dropped".
     """
 
@@ -44,6 +45,7 @@ class Recorder:
         self._pending: dict[str, list[tuple[Any, ...]]] = {kind: [] for kind in KINDS}
         self._spans, self._samples, self._marks = self._pending.values()
         self._push = push
+        self._new: list[Stretch] = []  # to be pushed
         self._spool = _Spool(Path(run_dir), rank) if run_dir is not None else None
         self._types = {kind: Table(kind).types for kind in KINDS}
         self._sent = dict.fromkeys(KINDS, 0)
@@ -106,6 +108,7 @@ class Recorder:
             for detail in self._spool.said():
                 self.mark(*self._now_as(), detail)
                 self._carry("marks")
+        self._send()
         self.lost = self._spool.lost if self._spool else 0
         self.cpu_seconds = time.thread_time()
 
@@ -113,7 +116,7 @@ class Recorder:
         return self._now[0], "spool", self._now[1]
 
     def _carry(self, kind: str) -> None:
-        """Takes the pending rows of a kind, as columns, to the push and to the spool."""
+        """Takes the pending rows of a kind, as columns, to the spool and to what is pushed next."""
         pending = self._pending[kind]
         n = len(pending)
         if not n:
@@ -125,13 +128,19 @@ class Recorder:
         self._now = int(columns["step"][-1]), float(columns["t1" if kind == "spans" else "t"][-1])
         if self._spool:
             self._spool.take(kind, seq, columns)
-        if self._push:
-            try:
-                self._push(kind, seq, columns)
-            except Exception:
-                if not self._complained:
-                    _log.exception("rank %d: rows from %d on of %s were not taken; said once", self.rank, seq, kind)
-                self._complained = True
+        self._new.append((kind, seq, columns))
+
+    def _send(self) -> None:
+        new, self._new = self._new, []
+        if not new or not self._push:
+            return
+        try:
+            self._push(new)
+        except Exception:
+            if not self._complained:
+                rows = ", ".join(f"{kind} from {seq} on" for kind, seq, _ in new)
+                _log.exception("rank %d: rows were not taken (%s); said once", self.rank, rows)
+            self._complained = True
 
     def _columns(self, kind: str, rows: list[tuple[Any, ...]]) -> dict[str, Any]:
         types = self._types[kind]
