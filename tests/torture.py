@@ -1,0 +1,217 @@
+"""A seeded random sequence of live changes on a real lab, and what must hold however they fall.
+
+    python -m tests.torture --turns 1000 [--seed 7] [--ranks 4]
+
+The sequence depends on the seed alone, never on timing, so that a failure is replayed by its seed. Nothing may
+hang, no step may mix settings, ranks agree after each change of strategy (they check that themselves and fail
+otherwise), and a second run leaves no more threads and descriptors behind than the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from workbench.compressors import Compressor, Dense
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
+from workbench.family import members
+from workbench.knobs import KnobError, knobs
+from workbench.lab import Lab
+from workbench.run import Run
+from workbench.strategies import Strategy
+from workbench.tasks import Digits
+
+ANSWER = 30.0  # seconds within which a turn is answered: a hang, not a slow machine, takes longer
+SPARE = 3  # threads or descriptors that a process may open on its own
+
+Turn = tuple[str, Any]  # (what, value): a knob's path, or "pause", "step", "rest"
+
+
+def sequence(seed: int, turns: int, ranks: int) -> list[list[Turn]]:
+    """Bursts of turns that are asked at once."""
+    dice, left, out = random.Random(seed), turns, []
+    while left:
+        burst = min(left, dice.choice((1, 1, 1, 2, 3)))
+        out.append([one(dice, ranks) for _ in range(burst)])
+        left -= burst
+    return out
+
+
+def one(dice: random.Random, ranks: int) -> Turn:
+    kind = dice.choice(("strategy", "strategy", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault"))
+    match kind:
+        case "strategy":
+            return "strategy", settings(dice, shipped(Strategy))
+        case "compressor":
+            return "compressor", settings(dice, shipped(Compressor))
+        case "knob":
+            return dice.choice((("density", dice.uniform(0.01, 1.0)), ("every", dice.randint(1, 12)),
+                                ("accumulate", dice.randint(1, 3))))
+        case "bucket":
+            return "bucket_mb", 10 ** dice.uniform(-2, 0.5)
+        case "link":
+            return dice.choice((("link.bandwidth", dice.choice((0.0, dice.uniform(100, 2000)))),
+                                ("link.latency", dice.choice((0.0, dice.uniform(0.0, 1.0)))),
+                                ("pace", dice.choice((0.0, dice.uniform(1, 20))))))
+        case "lr":
+            return "lr", 10 ** dice.uniform(-4, -2.5)
+        case "batch":
+            return "batch", dice.randint(1, 32)
+        case "pause":
+            return dice.choice((("pause", dice.uniform(0, 0.3)), ("step", dice.randint(1, 3))))
+    rank = dice.randrange(ranks)
+    return "faults", dice.choice(((), (Slow(rank=rank, factor=dice.uniform(1, 3)),), (Noisy(spread=0.5),),
+                                  (Freeze(rank=rank, seconds=0.2),)))
+
+
+def shipped(family: Any) -> list[type]:
+    return [m for m in members(family).values() if m.__module__.startswith("workbench.")]
+
+
+def settings(dice: random.Random, family: list[type]) -> Any:
+    """One member with one of its knobs turned, as a person would name it."""
+    member = dice.choice(family)
+    usual = member.usual()
+    own = [k for k in knobs(member) if k.kind in (int, float) and k.live]
+    if type(usual) is not member or not own:
+        return usual
+    k = dice.choice(own)
+    low, high = k.low or 0, min(k.high if k.high is not None else 16, (k.low or 0) + 16)
+    return member(**{k.name: dice.randint(int(low), int(high)) if k.kind is int else dice.uniform(low, high)})
+
+
+def play(lab: Lab, run: Run, bursts: list[list[Turn]], dice: random.Random, say: Any) -> dict[str, int]:
+    """Turns everything; returns how many turns were applied and how many refused in words."""
+    count = {"applied": 0, "refused": 0, "others": 0}
+    for number, burst in enumerate(bursts):
+        say(f"{number}: {burst}")
+        asked = []
+        for what, value in burst:
+            if what in ("pause", "step"):
+                pause(lab, what, value)
+                count["others"] += 1
+                continue
+            try:
+                asked.append(lab.turn(what, value))
+            except KnobError:
+                count["refused"] += 1
+        for turn in asked:
+            try:
+                turn.wait(ANSWER)
+                count["applied"] += 1
+            except KnobError as refusal:
+                if "the run ended" in str(refusal):
+                    run.wait(5)
+                    raise
+                count["refused"] += 1
+        time.sleep(dice.uniform(0, 0.15))
+    return count
+
+
+def pause(lab: Lab, what: str, value: Any) -> None:
+    lab.pause() if what == "pause" else lab.step(value)
+    until(lambda: lab.state == "paused", "the run to pause")
+    time.sleep(value if what == "pause" else 0.05)
+    lab.resume()
+    until(lambda: lab.state == "running", "the run to go on")
+
+
+def until(true: Any, what: str) -> None:
+    end = time.monotonic() + ANSWER
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {ANSWER:g} s for {what}")
+        time.sleep(0.02)
+
+
+def mixed(run: Run) -> Iterator[str]:
+    """Steps in which ranks that move in lockstep did not communicate alike, in words."""
+    spans = run.spans
+    kinds = members(Strategy)
+    steps = spans[spans.lane == "step"].groupby("step").name.agg(["nunique", "first", "count"])
+    lock = [s for s, row in steps.iterrows() if row["nunique"] == 1 and kinds[row["first"]].lockstep]
+    yield from (f"step {s}: ranks under different strategies" for s in steps.index[steps["nunique"] > 1])
+    comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
+    said = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]].apply(lambda g: tuple(map(tuple, g.values)))
+    for step in lock:
+        if step in said.index:
+            here = said.loc[step]
+            if here.nunique() != 1 or len(here) != steps.loc[step, "count"]:
+                yield f"step {step}: {dict(here)}"
+
+
+def left_behind(lab: Lab) -> list[tuple[int, int]]:
+    """(threads, descriptors) of each engine, once the last run has gone."""
+    until(lambda: not lab.live, "the run to end")
+    time.sleep(0.5)
+    found = [psutil.Process(e.pid) for e in lab.cluster.engines]
+    return [(p.num_threads(), p.num_fds()) for p in found]
+
+
+def torture(lab: Lab, seed: int, turns: int, say: Any = print) -> dict[str, Any]:
+    """Two runs of half the turns each; raises AssertionError, TimeoutError or RankError where something is wrong."""
+    say(f"seed {seed}, {turns} turns, {lab.ranks} ranks")
+    began, behind, total = time.monotonic(), [], {"applied": 0, "refused": 0, "others": 0}
+    for half in range(2):
+        run = lab.run(start(lab.ranks))
+        until(lambda: lab.state == "running", "the first step")
+        bursts = sequence(seed * 2 + half, turns // 2, lab.ranks)
+        for k, n in play(lab, run, bursts, random.Random(seed + half), say).items():
+            total[k] += n
+        for path, value in (("compressor", Dense()), ("strategy", "DDP"), ("fabric", Fabric()), ("pace", 0.0)):
+            lab.turn(path, value).wait(ANSWER)
+        agree(lab)
+        lab.stop()
+        run.wait(ANSWER)
+        assert run.state == "stopped", run.state
+        wrong = list(mixed(run))
+        assert not wrong, wrong[:3]
+        assert run.missing == 0
+        behind.append(left_behind(lab))
+    more = [(b - a, d - c) for (a, c), (b, d) in zip(*behind, strict=True)]
+    assert all(t <= SPARE and f <= SPARE for t, f in more), f"threads and descriptors left behind: {behind}"
+    return {**total, "seed": seed, "left behind": behind, "seconds": round(time.monotonic() - began)}
+
+
+def start(ranks: int) -> Experiment:
+    return Experiment(task=Digits(), ranks=ranks, eval_every=10, pace=5, fabric=Fabric(link=Link(bandwidth=1000)))
+
+
+def agree(lab: Lab) -> None:
+    """All ranks hold the same parameters, bit by bit."""
+    lab.pause()
+    until(lambda: lab.state == "paused", "the run to pause")
+    hashes = lab.cluster.view.apply_sync(parameters)
+    lab.resume()
+    assert len(set(hashes)) == 1 and len(hashes) == lab.ranks, hashes
+
+
+def parameters() -> int:
+    """Runs on an engine, beside its training thread."""
+    from workbench.cluster import worker
+    from workbench.engine.canonical import state_hash
+
+    return state_hash(worker._bench.session.layout)  # type: ignore[union-attr]
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--turns", type=int, default=1000)
+    ask.add_argument("--seed", type=int, default=None, help="default: another each time; printed")
+    ask.add_argument("--ranks", type=int, default=4)
+    a = ask.parse_args()
+    seed = a.seed if a.seed is not None else random.SystemRandom().randrange(10**6)
+    with Lab(ranks=a.ranks, name="torture") as lab:
+        print(torture(lab, seed, a.turns, lambda line: print(line, flush=True)))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
