@@ -28,6 +28,7 @@ COMMANDS = {
     "live": ["tests.bench.live"],
     "slow_link": ["tests.bench.slow_link"],
     "record": ["tests.bench.record_size"],
+    "memory": ["tests.bench.memory"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
     "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],
 }
