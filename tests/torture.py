@@ -31,6 +31,8 @@ from workbench.tasks import Digits
 ANSWER = 30.0  # seconds within which a turn is answered: a hang, not a slow machine, takes longer
 SPARE = 3  # threads or descriptors that a process may open on its own
 
+KINDS = ("strategy", "strategy", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault")
+
 Turn = tuple[str, Any]  # (what, value): a knob's path, or "pause", "step", "rest"
 
 
@@ -45,8 +47,7 @@ def sequence(seed: int, turns: int, ranks: int) -> list[list[Turn]]:
 
 
 def one(dice: random.Random, ranks: int) -> Turn:
-    kind = dice.choice(("strategy", "strategy", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault"))
-    match kind:
+    match dice.choice(KINDS):
         case "strategy":
             return "strategy", settings(dice, shipped(Strategy))
         case "compressor":
@@ -139,7 +140,8 @@ def mixed(run: Run) -> Iterator[str]:
     lock = [s for s, row in steps.iterrows() if row["nunique"] == 1 and kinds[row["first"]].lockstep]
     yield from (f"step {s}: ranks under different strategies" for s in steps.index[steps["nunique"] > 1])
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
-    said = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]].apply(lambda g: tuple(map(tuple, g.values)))
+    by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
+    said = by_rank.apply(lambda g: tuple(map(tuple, g.values)))
     for step in lock:
         if step in said.index:
             here = said.loc[step]

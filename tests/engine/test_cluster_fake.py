@@ -61,7 +61,7 @@ class FakeSession:
     def hurry(self) -> None:
         self.hurried = self.stopping = True
 
-    def abort(self) -> None:
+    def abort(self, asked: bool = False) -> None:
         self.left = True
 
     def join(self, timeout: float | None = None) -> bool:

@@ -84,6 +84,15 @@ def test_stop_ends_all_ranks_at_the_same_step(three: list[Session]) -> None:
     assert {s.phase for s in three} == {"stopped"} and len({s.rank.step for s in three}) == 1
 
 
+def test_an_abort_that_was_asked_is_no_failure_even_while_paused(three: list[Session]) -> None:
+    three[0].request({"kind": "pause"})
+    until(lambda: all(s.phase == "paused" for s in three))
+    for s in three:
+        s.abort(asked=True)
+    assert all(s.join(20) for s in three)
+    assert {s.phase for s in three} == {"stopped"} and not any(s.error for s in three)
+
+
 def test_stop_reaches_a_rank_blocked_in_a_collective_within_a_second() -> None:
     hang = threading.Event()
 

@@ -173,7 +173,7 @@ class Live:
         """Leaves at once, on every rank."""
         self.state = "stopping"
         self._until = min(self._until, time.monotonic() + PATIENCE)
-        self.order("abort", everyone=True)
+        self.order("abort", everyone=True, asked=True)
 
     def wait(self, timeout: float | None = None) -> Run:
         """Waits for the end, with a line of progress; raises RankError if ranks failed. See `waiting`."""

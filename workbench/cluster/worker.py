@@ -187,9 +187,9 @@ class Bench:
         if self.busy:
             self.session.hurry()
 
-    def on_abort(self, blob: bytes) -> None:
+    def on_abort(self, blob: bytes, asked: bool = False) -> None:
         if self.busy:
-            self.session.abort()
+            self.session.abort(asked)
 
     def on_learn(self, blob: bytes) -> None:
         """Takes in classes defined in the notebook, before a change names them."""

@@ -77,9 +77,10 @@ class Session:
         self.naps.hurried = True
         threading.Thread(target=self._release, args=(self.rank.step,), daemon=True).start()
 
-    def abort(self) -> None:
-        """Leave at once; the peers are freed, too."""
+    def abort(self, asked: bool = False) -> None:
+        """Leave at once; the peers are freed, too. asked: by a person, so that it is no failure."""
         self.naps.hurried = True
+        self.stopping |= asked
         self.leaving.set()
         for wire in self.wires:
             wire.cut()
