@@ -25,6 +25,12 @@ class Aborted(RuntimeError):
     """This rank was told to leave a collective that its peers did not finish."""
 
 
+def peer_left(error: BaseException) -> bool:
+    """Whether `error` is what a rank meets whose peer has failed or was told to leave."""
+    signs = ("onnection closed by peer", "onnection reset", "ead error", "rite error", "roken pipe", "pair closure")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 class Leaving(threading.Event):
     """Set when a rank must leave at once; every wait hears it within a slice."""
 
@@ -94,8 +100,10 @@ class Wire:
 
         gloo's own abort frees nobody. Only connected sockets are shut: shutting the listener ends the process.
         """
-        for fd in self._fds:
+        for fd, inode in self._fds:
             try:
+                if os.fstat(fd).st_ino != inode:
+                    continue  # closed, and its number is another's by now
                 with socket.socket(fileno=os.dup(fd)) as s:
                     s.getpeername()
                     s.shutdown(socket.SHUT_RDWR)
@@ -104,7 +112,7 @@ class Wire:
 
     def close(self) -> None:
         self.group = None
-        self._fds = set()  # their numbers may soon be others'
+        self._fds = set()
 
 
 def _group(store: Any, rank: int, size: int, kind: str, loopback: bool, timeout: float, precise: bool) -> Any:
@@ -132,14 +140,14 @@ def _group(store: Any, rank: int, size: int, kind: str, loopback: bool, timeout:
     return group
 
 
-def _sockets() -> set[int]:
-    """This process's open socket descriptors, found without /proc."""
+def _sockets() -> set[tuple[int, int]]:
+    """(descriptor, inode) of this process's open sockets, found without /proc. Numbers alone are soon reused."""
     found = set()
-    top = 1024
-    for fd in range(3, top):
+    for fd in range(3, 1024):
         try:
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                found.add(fd)
+            about = os.fstat(fd)
+            if stat.S_ISSOCK(about.st_mode):
+                found.add((fd, about.st_ino))
         except OSError:
             continue
     return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from workbench.engine import changes
-from workbench.engine.collectives import Aborted, Leaving, Wire, host_store
+from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, peer_left
 from workbench.engine.evaluate import held_out
 from workbench.engine.host import Host
 from workbench.engine.recorder import Recorder
@@ -50,6 +50,7 @@ class Session:
         self.phase = "starting"
         self.error: dict[str, Any] | None = None
         self.paused, self.credit, self.stopping = False, 0, False
+        self._asked = threading.Event()  # a person asked for an abort
         self.pending_pause = 0.0
         self.flushing = False
         self.model: Any = None
@@ -80,7 +81,9 @@ class Session:
     def abort(self, asked: bool = False) -> None:
         """Leave at once; the peers are freed, too. asked: by a person, so that it is no failure."""
         self.naps.hurried = True
-        self.stopping |= asked
+        if asked:
+            self.stopping = True
+            self._asked.set()
         self.leaving.set()
         for wire in self.wires:
             wire.cut()
@@ -258,13 +261,16 @@ class Session:
             self.mark("state", {"state": phase, "detail": detail})
 
     def _fail(self, error: BaseException) -> None:
+        consequence = peer_left(error)
+        if consequence and not self.stopping:  # a peer left: if it was told to, so are we, any moment now
+            self._asked.wait(0.4)
         if self.stopping and self.naps.hurried:
             return self._say("stopped", f"left in the middle of step {self.rank.step}")
         op = (self.host.lane.busy or self.host.op) if self.host else "set-up"
         self.error = {
             "rank": self.rank.index, "step": self.rank.step, "op": op, "type": type(error).__name__,
             "text": str(error), "traceback": "".join(traceback.format_exception(error)),
-            "consequence": isinstance(error, RuntimeError) and any(w in str(error) for w in _CONSEQUENCES),
+            "consequence": consequence,
         }
         error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
         self.mark("error", self.error)
@@ -291,7 +297,3 @@ class Session:
         if self.rank.index == 0:
             board_path(self).unlink(missing_ok=True)
         self.record.close()
-
-
-# what a rank says whose peer has failed
-_CONSEQUENCES = ("onnection closed by peer", "onnection reset", "ead error", "rite error", "roken pipe", "pair closure")
