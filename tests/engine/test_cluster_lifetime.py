@@ -216,7 +216,8 @@ def by_hand(tmp_path: Path) -> Iterator[Any]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(what: str, env: dict[str, str], *arguments: str) -> None:
-        command = [sys.executable, "-m", f"ipyparallel.{what}", f"--profile-dir={tmp_path}", *arguments]
+        profile = f"--profile-dir={tmp_path / 'profile_hand'}"
+        command = [sys.executable, "-m", f"ipyparallel.{what}", profile, *arguments]
         own = {"IPYTHONDIR": str(tmp_path), "PYTHONPATH": f"{env.pop('PYTHONPATH', '')}{os.pathsep}{ROOT}", **env}
         with open(tmp_path / f"{what}.log", "ab") as log:
             started.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **own}))
@@ -224,8 +225,9 @@ def by_hand(tmp_path: Path) -> Iterator[Any]:
     def engine(**env: str) -> None:
         start("engine", dict(env), "--IPEngine.wait_for_url_file=30")
 
+    (tmp_path / "profile_hand").mkdir()  # two processes that both make it get in each other's way
     start("controller", {}, "--HeartMonitor.period=500", "--IPController.use_threads=True")
-    yield tmp_path / "security" / "ipcontroller-client.json", engine, started
+    yield tmp_path / "profile_hand" / "security" / "ipcontroller-client.json", engine, started
     for process in reversed(started):
         for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
             child.kill()
@@ -243,7 +245,9 @@ def ready(file: Path, engines: int) -> None:
         client.wait_for_engines(engines, timeout=60)
 
 
-def test_a_cluster_started_by_hand_is_used_and_left(by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_started_by_hand_is_used_and_left(
+    by_hand: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, engine, started = by_hand
     engine()
     engine()
@@ -255,7 +259,8 @@ def test_a_cluster_started_by_hand_is_used_and_left(by_hand: Any, monkeypatch: p
         assert lab.run(Experiment(steps=10)).wait(60).state == "done"
         assert lab.cluster.place.read()["processes"] == []
     assert all(process.poll() is None for process in started)
-    with Lab(ranks=1, name="again", cluster=file) as lab:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    with Lab(ranks=1, name="again", profile="hand") as lab:
         run = lab.run(Experiment())
         psutil.Process(lab.wait(30).status[0]["pid"]).kill()
         with pytest.raises(Exception, match="is gone"):
