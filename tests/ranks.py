@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
+from workbench.compressors import Compressor
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.family import members
 from workbench.knobs import Change
+from workbench.ops import Bucket, Memory, Part, Rank
 from workbench.tasks import Task
 
 
@@ -137,3 +141,37 @@ def experiment(ranks: int = 2, steps: int = 12, **rest: Any) -> Experiment:
     """A toy experiment with small buckets and no evaluation unless asked for."""
     rest = {"eval_every": 0, "bucket_mb": 0.01, "task": toy(), **rest}
     return Experiment(ranks=ranks, steps=steps, **rest).checked()
+
+
+def placed(*shapes: tuple[int, ...]) -> list[Part]:
+    """Parameters of these shapes, one after the other."""
+    ends = list(accumulate(math.prod(shape) for shape in shapes))
+    return [Part(f"p{i}", s, end - math.prod(s), end) for i, (s, end) in enumerate(zip(shapes, ends, strict=True))]
+
+
+def exchange(compressor: Compressor, g: torch.Tensor, group: list[Part], memories: list[Memory]) -> torch.Tensor:
+    """One bucket's reduce on all ranks at once, without a wire: (n,) the sum that every rank is given."""
+    lo, hi = group[0].start, group[-1].stop
+    parts = tuple(Part(p.name, p.shape, p.start - lo, p.stop - lo) for p in group)
+    buckets = [Bucket(0, g[r, lo:hi].clone(), parts, lo) for r in range(len(memories))]
+    ranks = [Rank(r, len(memories)) for r in range(len(memories))]
+    coros = [compressor.reduce(k, b, m) for k, b, m in zip(ranks, buckets, memories, strict=True)]
+    asked = [c.send(None) for c in coros]
+    while asked:
+        xs = [op.args[0] for op in asked]
+        if asked[0].verb == "all_reduce":
+            total = torch.stack(xs).sum(0)
+            for x in xs:
+                x.copy_(total)
+            answers = xs
+        else:
+            answers = [torch.stack(xs)] * len(xs)
+        after = []
+        for c, answer in zip(coros, answers, strict=True):
+            try:
+                after.append(c.send(answer))
+            except StopIteration:
+                continue
+        asked = after
+    assert all(torch.allclose(b.data, buckets[0].data, rtol=0, atol=0, equal_nan=True) for b in buckets)
+    return buckets[0].data.double()

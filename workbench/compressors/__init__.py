@@ -5,6 +5,7 @@ from workbench.compressors._base import Compressor as Compressor
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
+from workbench.compressors.power_sgd import PowerSGD as PowerSGD
 from workbench.compressors.top_k import TopK as TopK
 
-__all__ = ["Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "TopK"]
+__all__ = ["Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "PowerSGD", "TopK"]

@@ -1,0 +1,261 @@
+"""PowerSGD against the paper's algorithm box, linear algebra, and what the record must say."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import batch, exchange, experiment, mse, net, placed, run, toy, weights
+from workbench.compressors import Dense, ErrorFeedback, PowerSGD
+from workbench.engine.canonical import state_hash
+from workbench.fabric import traffic
+from workbench.knobs import Change
+from workbench.ops import Bucket, Memory, Rank
+from workbench.strategies import DDP, LocalSGD
+
+MATRIX = placed((40, 30))
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def low_rank(seed: int, r: int) -> torch.Tensor:
+    """(1200,): a 40 x 30 matrix of rank r, flat."""
+    return (noise(seed, 40, r) @ noise(seed + 1, r, 30)).reshape(-1)
+
+
+def plain_power_sgd(gradients: list[np.ndarray], q: np.ndarray) -> list[np.ndarray]:
+    """The paper's box for one process, with error feedback and Gram-Schmidt: the update of each step."""
+    error, out = np.zeros_like(gradients[0]), []
+    for gradient in gradients:
+        m = gradient + error
+        p = m @ q
+        for j in range(p.shape[1]):
+            for i in range(j):
+                p[:, j] -= (p[:, i] @ p[:, j]) * p[:, i]
+            p[:, j] /= np.sqrt(p[:, j] @ p[:, j])
+        q = m.T @ p
+        out.append(p @ q.T)
+        error = m - out[-1]
+    return out
+
+
+@pytest.mark.parametrize(("ranks", "r"), [(1, 1), (3, 2), (4, 5)])
+def test_it_is_the_algorithm_of_the_paper_applied_to_the_summed_gradient(ranks: int, r: int) -> None:
+    steps = [noise(9, ranks, 1200) + k * noise(k, ranks, 1200) for k in range(8)]
+    first = noise(77, 30, r)
+    memories = [Memory() for _ in range(ranks)]
+    for memory in memories:
+        memory.parts[PowerSGD.slot] = {"p0": first.clone()}
+    got = [exchange(ErrorFeedback(of=PowerSGD(rank=r)), g, MATRIX, memories) for g in steps]
+    want = plain_power_sgd([g.sum(0).view(40, 30).numpy() for g in steps], first.numpy().copy())
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a.view(40, 30).numpy(), b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_result_does_not_depend_on_how_the_gradient_is_spread_over_ranks(ranks: int) -> None:
+    alone, many = [Memory()], [Memory() for _ in range(ranks)]
+    for step in range(4):
+        g = noise(step, ranks, 1200)
+        one = exchange(PowerSGD(rank=3), g.sum(0, keepdim=True), MATRIX, alone)
+        torch.testing.assert_close(exchange(PowerSGD(rank=3), g, MATRIX, many), one)
+
+
+def test_a_gradient_of_low_rank_is_recovered_in_its_first_step() -> None:
+    memory = [Memory(), Memory()]
+    g = torch.stack([low_rank(3, 2), 2 * low_rank(3, 2)])
+    torch.testing.assert_close(exchange(PowerSGD(rank=2), g, MATRIX, memory), g.sum(0))
+
+
+def test_repeated_steps_converge_to_the_best_approximation_at_the_rate_of_power_iteration() -> None:
+    u, _ = torch.linalg.qr(noise(1, 40, 30))
+    v, _ = torch.linalg.qr(noise(2, 30, 30))
+    sigma = torch.tensor([8.0, 4.0, *[2.0 * 0.9**k for k in range(28)]], dtype=torch.float64)
+    m, memory = ((u * sigma) @ v.T).reshape(1, -1), [Memory()]
+    tail = sigma[2:].square().sum().sqrt()
+    excess = [float((m[0] - exchange(PowerSGD(rank=2), m, MATRIX, memory)).norm() - tail) for _ in range(9)]
+    assert all(x >= -1e-9 for x in excess), "below the bound of Eckart and Young"
+    # the subspace's error shrinks by (sigma_3 / sigma_2)^2 = 1/4 each step, and the excess is quadratic in it
+    assert all(b < 0.1 * a for a, b in pairwise(excess[3:])) and excess[-1] < 1e-5 * tail
+
+
+def test_what_the_ranks_contribute_adds_up_to_the_result() -> None:
+    parts, ranks = placed((40, 30), (7,), (30, 40), (40, 30), (3, 2), (), (10, 4, 3)), 3
+    memories = [Memory() for _ in range(ranks)]
+    g = noise(5, ranks, parts[-1].stop)
+    out = exchange(ErrorFeedback(of=PowerSGD(rank=2)), g, parts, memories)
+    left = torch.cat([sum(m.slots["residual"][p.name] for m in memories) for p in parts])
+    torch.testing.assert_close(out + left, g.sum(0))
+    for p in parts:
+        whole = p.shape in [(7,), (3, 2), ()]
+        assert bool((left[p.start : p.stop] == 0).all()) == whole, "vectors and small matrices cross whole"
+
+
+def test_nothing_is_lost_while_the_rank_changes() -> None:
+    dice = torch.Generator().manual_seed(0)
+    memories, parts = [Memory(), Memory()], placed((40, 30), (9,), (12, 50))
+    sent = owed = torch.zeros(parts[-1].stop, dtype=torch.float64)
+    for step in range(60):
+        r = int(torch.randint(1, 40, (), generator=dice))
+        g = noise(step, 2, parts[-1].stop)
+        owed = owed + g.sum(0)
+        for group in (parts,) if step % 2 else (parts[:1], parts[1:]):
+            out = exchange(ErrorFeedback(of=PowerSGD(rank=r)), g, group, memories)
+            sent = sent + torch.cat([g.new_zeros(group[0].start), out, g.new_zeros(owed.numel() - group[-1].stop)])
+    left = sum(torch.cat([m.slots["residual"][p.name] for p in parts]) for m in memories)
+    torch.testing.assert_close(sent + left, owed)
+
+
+def test_another_rank_keeps_the_columns_that_are_known() -> None:
+    memory, g = [Memory()], torch.stack([low_rank(3, 2)])
+    exchange(PowerSGD(rank=2), g, MATRIX, memory)
+    for r in (5, 9, 2):
+        torch.testing.assert_close(exchange(PowerSGD(rank=r), g, MATRIX, memory), g[0])
+        assert memory[0].parts[PowerSGD.slot]["p0"].shape == (30, r)
+    cold = [Memory()]
+    tilted = torch.stack([low_rank(3, 2) + 0.3 * noise(8, 1200)])
+    warm_error = (exchange(PowerSGD(rank=2), tilted, MATRIX, memory) - tilted[0]).norm()
+    assert warm_error < 0.9 * (exchange(PowerSGD(rank=2), tilted, MATRIX, cold) - tilted[0]).norm()
+
+
+@pytest.mark.parametrize("r", [1, 3])
+def test_zero_gradients_give_zero_and_leave_it_able_to_learn(r: int) -> None:
+    memory, zero = [Memory(), Memory()], torch.zeros(2, 1200)
+    for _ in range(3):
+        assert torch.equal(exchange(PowerSGD(rank=r), zero, MATRIX, memory), torch.zeros(1200).double())
+    # then only a corner that the first unit vectors do not see
+    corner = torch.zeros(2, 40, 30)
+    corner[:, 20:, 15:] = noise(1, 20, 1).float() @ noise(2, 1, 15).float()
+    for _ in range(2):
+        out = exchange(PowerSGD(rank=r), corner.view(2, -1), MATRIX, memory)
+    torch.testing.assert_close(out.float(), corner.sum(0).view(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12])
+def test_it_does_not_depend_on_the_scale_of_gradients(scale: float) -> None:
+    memory, g = [Memory(), Memory()], torch.stack([low_rank(3, 3).float()] * 2) * scale
+    for _ in range(3):
+        out = exchange(PowerSGD(rank=3), g, MATRIX, memory)
+    torch.testing.assert_close(out.float() / scale, g.sum(0) / scale, rtol=1e-3, atol=1e-3)
+
+
+def test_a_non_finite_gradient_is_passed_on_and_not_remembered() -> None:
+    memory, g = [Memory(), Memory()], torch.stack([low_rank(3, 2).float()] * 2)
+    bad = g.clone()
+    bad[1, 5] = float("inf")
+    assert not exchange(PowerSGD.usual(), bad, MATRIX, memory).isfinite().all()
+    for _ in range(2):
+        out = exchange(PowerSGD.usual(), g, MATRIX, memory)
+    assert bool(out.isfinite().all()) and bool(memory[0].parts[PowerSGD.slot]["p0"].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_gradients_stay_sixteen_bits_on_the_wire(dtype: torch.dtype) -> None:
+    g = (0.1 * noise(1, 1, 1200)).to(dtype)
+    bucket = Bucket(0, g[0].clone(), tuple(MATRIX), 0)
+    child = PowerSGD(rank=2).reduce(Rank(0, 1), bucket, Memory())
+    op = child.send(None)
+    while True:
+        assert op.args[0].dtype == dtype
+        try:
+            op = child.send(op.args[0])
+        except StopIteration as stop:
+            assert stop.value.dtype == dtype and torch.equal(stop.value, bucket.data)
+            break
+
+
+def test_sizes_are_known_without_the_numbers() -> None:
+    parts = placed((40, 30), (9,), (12, 50))
+    asked = []
+    for device in ("cpu", "meta"):
+        memory, sizes = Memory(), []
+        for _ in range(2):
+            bucket = Bucket(0, torch.zeros(parts[-1].stop, device=device), tuple(parts), 0)
+            child = PowerSGD.usual().reduce(Rank(0, 4), bucket, memory)
+            value = None
+            while True:
+                try:
+                    value = child.send(value).args[0]
+                    sizes.append((value.shape, value.dtype))
+                except StopIteration:
+                    break
+        asked.append(sizes)
+    assert asked[0] == asked[1] and asked[0][:2] == [((4 * (40 + 12) + 9,), torch.float32), ((4 * 80,), torch.float32)]
+
+
+def deep() -> nn.Module:
+    """Twenty-four square layers: as many buckets at 0.01 MB."""
+    return nn.Sequential(nn.Linear(8, 50), *[nn.Linear(50, 50) for _ in range(24)], nn.Linear(50, 4))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=str)
+def test_many_buckets_on_several_ranks_end_and_agree(strategy: object, ranks: int) -> None:
+    e = experiment(ranks, 9, strategy=strategy, compressor=PowerSGD.usual(), task=toy(model=partial(net, deep)))
+    sessions = run(e, Change(4, "rank", 2), Change(6, "bucket_mb", 0.05))
+    assert len(sessions[0].record.noted("buckets")) >= 2
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+def formula(session: object, r: int) -> int:
+    """Bytes that one of four ranks sends per step, from the shapes alone."""
+    total = 0
+    for bucket in session.layout.buckets:
+        first = second = 0
+        for part in bucket.parts:
+            n, m = (part.shape[0], part.stop - part.start) if part.shape else (1, 1)
+            m //= n
+            if r * (n + m) < n * m:
+                first, second = first + r * n, second + r * m
+            else:
+                first += n * m
+        total += sum(traffic("all_reduce", 4 * k, 4)[0] for k in (first, second) if k)
+    return total
+
+
+def test_bytes_on_the_record_are_the_formula_before_and_after_a_change_of_rank() -> None:
+    e = experiment(4, 9, compressor=PowerSGD(rank=1), task=toy(model=partial(net, deep)), bucket_mb=0.02)
+    session = run(e, Change(5, "rank", 7))[0]
+    for step, r in ((3, 1), (4, 1), (5, 7), (8, 7)):
+        assert sum(n for k, _, n in session.record.comm() if k == step) == formula(session, r)
+    assert formula(session, 1) < formula(session, 7) < formula(session, 1024)
+
+
+def test_a_rank_as_large_as_the_matrices_is_plain_averaging() -> None:
+    dense, full = (run(experiment(3, 10, compressor=c)) for c in (Dense(), PowerSGD(rank=64)))
+    torch.testing.assert_close(weights(full[0]), weights(dense[0]), rtol=1e-6, atol=1e-7)
+
+
+def test_under_error_feedback_it_trains_as_far_as_plain_averaging() -> None:
+    rest = {"task": toy(partial(torch.optim.SGD, lr=0.05)), "eval_every": 150}
+    ends = {}
+    for c in (Dense(), PowerSGD.usual(), ErrorFeedback(of=PowerSGD(rank=1))):
+        session = run(experiment(2, 151, compressor=c, **rest), within=50)[0]
+        held = [v for _, name, _, v in session.record.samples if name == "held_out"]
+        ends[str(c)] = held[-1]
+        assert held[-1] < 0.6 * held[0]
+    assert max(ends.values()) < 1.1 * min(ends.values()), ends
+
+
+def test_one_rank_takes_the_approximation_of_its_own_gradient() -> None:
+    """The reference: torch's optimizer on gradients put through the paper's box, one process, no engine."""
+    session = run(experiment(1, 6, compressor=PowerSGD.usual()))[0]
+    model, memory = net(), [Memory()]
+    parts = {p.name: p for b in session.layout.buckets for p in b.parts}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step in range(6):
+        optimizer.zero_grad()
+        mse(model, batch(0, step, 0)).backward()
+        for name, p in model.named_parameters():
+            only = [parts[name]._replace(start=0, stop=p.numel())]
+            p.grad = exchange(PowerSGD.usual(), p.grad.reshape(1, -1), only, memory).float().view(p.shape)
+        optimizer.step()
+    want = torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
+    torch.testing.assert_close(weights(session), want, rtol=1e-5, atol=1e-6)
