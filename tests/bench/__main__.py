@@ -27,6 +27,7 @@ COMMANDS = {
     "bound": ["tests.bench.bound"],
     "live": ["tests.bench.live"],
     "slow_link": ["tests.bench.slow_link"],
+    "netns": ["tests.bench.netns"],
     "record": ["tests.bench.record_size"],
     "memory": ["tests.bench.memory"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],

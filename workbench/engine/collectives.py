@@ -123,8 +123,7 @@ def _group(store: Any, rank: int, size: int, kind: str, loopback: bool, timeout:
         name, devices = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
         options = dist.ProcessGroupGloo._Options()
-        device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1") if loopback else None
-        options._devices = [device or dist.ProcessGroupGloo.create_default_device()]
+        options._devices = [_device(loopback)]
         options._timeout = limit
         backend = dist.ProcessGroupGloo(store, rank, size, options)
         name, devices = dist.ProcessGroup.BackendType.GLOO, ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -138,6 +137,15 @@ def _group(store: Any, rank: int, size: int, kind: str, loopback: bool, timeout:
     for device_type in devices:
         group._register_backend(torch.device(device_type), name, backend)
     return group
+
+
+def _device(loopback: bool) -> Any:
+    """Where gloo listens: the loopback, the interface that GLOO_SOCKET_IFNAME names, or that of the host's name."""
+    if loopback:
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def _sockets() -> set[tuple[int, int]]:

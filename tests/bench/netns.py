@@ -1,0 +1,237 @@
+"""The emulated Link against a real network: paced DDP on both, the same bandwidth, no latency.
+
+Real: a process per rank in a network namespace of its own, gloo over its port, tc tbf on the port. Modelled: the
+same processes on the loopback, slowed to a Link. Also the record's bytes against what the port counted.
+
+    python -m tests.bench.netns --out docs/data/netns.json          (Linux, root, iproute2)
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.network import INTERFACE, Network
+from tests.ranks import Rows
+from workbench.engine.collectives import host_store
+from workbench.engine.session import Session
+from workbench.engine.setup import set_up
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.tasks import Task
+
+WARM = 3  # steps before those that count
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One setting: `layers` square layers of `width`, in buckets of `bucket_mb`, over ports of `mbit` Mbit/s."""
+
+    mbit: float
+    width: int
+    bucket_mb: float
+    layers: int = 16
+    pace: float = 100.0  # ms of compute per step
+    steps: int = 12
+    real: bool = True  # false: on an emulated Link
+
+    def experiment(self, ranks: int) -> Experiment:
+        task = Task(
+            model=partial(layered, self.layers, self.width), data=partial(rows, self.width),
+            loss=squares, optimizer=partial(torch.optim.SGD, lr=1e-4),
+        )  # fmt: skip
+        fabric = Fabric() if self.real else Fabric(link=Link(bandwidth=self.mbit))
+        return Experiment(task=task, ranks=ranks, bucket_mb=self.bucket_mb, pace=self.pace, fabric=fabric, eval_every=0)
+
+
+def layered(layers: int, width: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+
+def rows(width: int, rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
+    return [torch.randn(1, width, generator=torch.Generator().manual_seed(seed + rank))]
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def cells(*rates: float, steps: int = 12) -> list[Cell]:
+    """Two bucket sizes at each rate; models whose exchange takes about as long as their compute."""
+    size = {50: 128, 200: 256, 1000: 512}
+    buckets = {128: (0.26, 0.52), 256: (0.26, 1.04), 512: (1.04, 4.19)}
+    return [Cell(mbit=r, width=size[r], bucket_mb=b, steps=steps) for r in rates for b in buckets[size[r]]]
+
+
+# -- a rank --
+
+
+def measure(cell: Cell, rank: int, size: int, store: tuple[str, int], generation: str) -> dict[str, Any]:
+    """One rank's step times, the bytes of its record, and what its port sent meanwhile."""
+    session = Session(cell.experiment(size), rank=rank, size=size, store=store, generation=generation,
+                      epoch=time.time(), loopback=not cell.real)
+    session.record.close()
+    session.record = Rows()
+    set_up(session)
+    for step in range(WARM + cell.steps):
+        if step == WARM:
+            before, idle, began = counted(), idled(), time.perf_counter()
+        session._boundary()
+        session._step()
+    sent, busy = counted() - before, 1 - (idled() - idle) / (time.perf_counter() - began)
+    lasted = [r[5] - r[4] for r in session.record if r[1] == "step" and r[0] >= WARM]
+    payload = sum(n for step, _, n in session.record.comm() if step >= WARM)
+    session._tear_down()
+    return {"steps": lasted, "payload": payload, "sent": sent, "busy": busy}
+
+
+def idled() -> float:
+    """Seconds that this machine's cores have been idle, on average over cores."""
+    return float(Path("/proc/uptime").read_text().split()[1]) / (os.cpu_count() or 1)
+
+
+def counted() -> int:
+    """Bytes that this namespace's port has sent, headers included; 0 where there is no such port."""
+    file = Path("/sys/class/net", INTERFACE, "statistics/tx_bytes")
+    return int(file.read_text()) if file.exists() else 0
+
+
+def rank_main(rank: int, size: int, address: str) -> None:
+    """Answers one line of JSON per cell, until there are no more. Rank 0 keeps the store and says its port first."""
+    torch.set_num_threads(1)
+    os.nice(-10)  # what else the machine does shall disturb neither side
+    if rank == 0:
+        _store, _, port = host_store(address)
+        print(json.dumps(port), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        found = measure(Cell(**asked["cell"]), rank, size, (address, asked["port"]), asked["generation"])
+        print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+# -- all ranks --
+
+
+class Ranks:
+    """A process for each rank, in the namespaces of `network` or, without one, side by side on the loopback."""
+
+    def __init__(self, size: int, network: Network | None = None) -> None:
+        self.size, self.network = size, network
+        address = Network.address(0) if network else "127.0.0.1"
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.processes = []
+        for rank in range(size):
+            argv = [sys.executable, "-m", "tests.bench.netns", "--rank", str(rank), str(size), address]
+            argv = network.command(rank, argv) if network else argv
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+            self.processes.append(subprocess.Popen(argv, cwd=ROOT, env=env, **pipes))
+
+    def __enter__(self) -> Ranks:
+        self.port = self._answer(0, 60)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for p in self.processes:
+            p.kill()
+        for p in self.processes:
+            p.communicate()
+
+    def run(self, cell: Cell, within: float = 120) -> list[dict[str, Any]]:
+        """What each rank measured; raises TimeoutError."""
+        if self.network:
+            self.network.set_rate(cell.mbit)
+        asked = json.dumps({"cell": asdict(cell), "port": self.port, "generation": uuid.uuid4().hex})
+        for p in self.processes:
+            p.stdin.write(asked + "\n")
+        ends = time.monotonic() + within
+        return [self._answer(rank, ends - time.monotonic()) for rank in range(self.size)]
+
+    def _answer(self, rank: int, within: float) -> Any:
+        pipe = self.processes[rank].stdout
+        if not select.select([pipe], [], [], max(within, 0))[0]:
+            raise TimeoutError(f"rank {rank} said nothing for {within:.0f} s")
+        line = pipe.readline()
+        if not line:
+            raise RuntimeError(f"rank {rank} ended with {self.processes[rank].wait()}")
+        return json.loads(line)
+
+
+def compare(real: Ranks, modelled: Ranks, cell: Cell) -> dict[str, Any]:
+    """Both sides of one cell, and what the port sends when there is next to nothing to exchange."""
+    found = {"real": real.run(cell), "modelled": modelled.run(replace(cell, real=False))}
+    found["control"] = real.run(replace(cell, layers=1, width=1, pace=10.0))
+    return {"cell": asdict(cell), "ranks": real.size, **found}
+
+
+def ratio(found: dict[str, Any], quartile: int = 1) -> float:
+    """The modelled step over the real one."""
+    return step(found["modelled"], quartile) / step(found["real"], quartile)
+
+
+def step(ranks: list[dict[str, Any]], quartile: int = 1) -> float:
+    """Seconds of a step: a quartile over steps of the mean over ranks.
+
+    The first is that of a step that nobody disturbed: one that shares the cores with something else takes longer,
+    on either side, and none takes less time.
+    """
+    means = [statistics.fmean(s) for s in zip(*(r["steps"] for r in ranks), strict=True)]
+    return statistics.quantiles(means, n=4)[quartile - 1]
+
+
+def excess(found: dict[str, Any]) -> list[float]:
+    """For each rank, by what share its port sent more than the record says, the control run taken off both."""
+    pairs = zip(found["real"], found["control"], strict=True)
+    return [(a["sent"] - b["sent"]) / (a["payload"] - b["payload"]) - 1 for a, b in pairs]
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """One cell on one line."""
+    cell, over = found["cell"], excess(found)
+    return (
+        f"{found['ranks']} ranks, frames of {found['frame']}, {cell['mbit']:g} Mbit/s, {cell['bucket_mb']:g} MB: "
+        f"real {step(found['real']) * 1e3:.0f} ms, modelled / real {ratio(found):.3f}, port over record "
+        f"{min(over):+.3f} to {max(over):+.3f}, cores busy {found['real'][0]['busy']:.2f}"
+    )
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--rank", nargs=3, default=None, help=argparse.SUPPRESS)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    ask.add_argument("--frames", nargs="*", type=int, default=[9000, 1500])
+    ask.add_argument("--rates", nargs="*", type=int, default=[50, 200, 1000])
+    ask.add_argument("--steps", type=int, default=12)
+    a = ask.parse_args()
+    if a.rank:
+        return rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2])
+    out = []
+    for size, frame in itertools.product(a.ranks, a.frames):
+        with Network(size, frame) as network, Ranks(size, network) as real, Ranks(size) as modelled:
+            for cell in cells(*a.rates, steps=a.steps):
+                found = {**compare(real, modelled, cell), "frame": frame}
+                out.append(found)
+                print(in_words(found), flush=True)
+                if a.out:
+                    a.out.write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
