@@ -165,7 +165,7 @@ class Lane:
         self.busy = what
         now = self.clock.now()
         if self.shaper.active:
-            self.shaper.ready(now)
+            self.shaper.ready(now, job.asked)
         work, hold, nbytes = issue(op)
         flight = Flight(op, what, work, job.resumed, now, nbytes, hold)
         if self.eager and self._device == "cpu":  # on CUDA "done" would mean enqueued

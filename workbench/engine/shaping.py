@@ -76,14 +76,20 @@ class Shaper:
         self.fabric = Fabric()
         self.free = 0.0  # when the port is free again
         self.number = 0
+        self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
 
     @property
     def active(self) -> bool:
         return self.size > 1 and self.fabric.link.shaped
 
-    def ready(self, arrived: float) -> float:
-        """Posts when this rank and its port are ready for the next operation."""
+    def ready(self, arrived: float, asked: float) -> float:
+        """Posts when this rank and its port are ready for the next operation, whose child was `asked` for then.
+
+        A sleep ends a little late. A child that was there by then counts as begun on time: a real port would not
+        have paused between two operations.
+        """
         self.number += 1
+        arrived -= max(self._woke - max(asked, self._ended), 0.0)
         ready = max(arrived, self.free)
         if self.board:
             self.board.post(self.number, ready)
@@ -95,7 +101,9 @@ class Shaper:
         mine, slowest = self.cost(verb, nbytes)
         noise = self.fabric.link.noise(self.seed, self.number)
         self.free = began + slowest * noise
+        self._ended = max(self.free, self.naps.clock.now())
         self.naps.until(self.free)
+        self._woke = self.naps.clock.now()
         return began, began + mine * noise, self.free
 
     def cost(self, verb: str, nbytes: int) -> tuple[float, float]:
