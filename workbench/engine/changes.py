@@ -29,7 +29,7 @@ def apply(run: Any, wanted: Experiment) -> None:
     if wanted.bucket_mb != was.bucket_mb:
         run.layout.rebucket(wanted.bucket_mb)
         run.mark_buckets()
-    if type(wanted.strategy) is not type(was.strategy):
+    if needs_switch(was.strategy, wanted.strategy):
         switch(run, was, wanted)
     elif wanted.compressor != was.compressor:
         set_compressor(run, was, wanted)
@@ -39,9 +39,14 @@ def apply(run: Any, wanted: Experiment) -> None:
     choose_lane(run)
 
 
+def needs_switch(was: Any, wanted: Any) -> bool:
+    """Is `wanted` another way for ranks to agree? A background remembers by its knobs, so a turned one is new."""
+    return type(wanted) is not type(was) or (wanted != was and bool(wanted.has_background))
+
+
 def set_fabric(run: Any, was: Experiment | None, wanted: Experiment) -> None:
     """The Link, the pace and the faults; a fault that is new may stand its rank still."""
-    run.lane.shaper.fabric = wanted.fabric
+    run.port.fabric = wanted.fabric
     run.host.pace.seconds = wanted.pace * 1e-3
     run.host.pace.faults = wanted.fabric.faults
     old = list(was.fabric.faults) if was else []
@@ -104,7 +109,10 @@ def switch(run: Any, was: Experiment, wanted: Experiment) -> None:
     run.host.forget_hooks()
     if wanted.strategy.opaque:
         enter_opaque(run)
+    if wanted.strategy.lockstep and not was.strategy.lockstep:
+        run.rank.step = run.meeting.latest  # those that fell behind go on with the step of the first
     run.state = wanted.strategy.init(run.rank)
+    run.meeting.enter()
     check_equal(run.control, state_hash(run.layout), "after the switch the parameters")
     run.record.span(run.rank.step, "switch", type(wanted.strategy).__name__, began, began, run.clock.now(),
                     run.lane.sent - sent)
@@ -117,6 +125,19 @@ def drop_foreign_residual(run: Any, was: Experiment, wanted: Experiment) -> None
         norm = sum(float(p.float().square().sum()) for p in pieces) ** 0.5
         run.rank.memory.drop(ErrorFeedback.slot)
         run.mark("residual", {"dropped": norm, "unit": was.strategy.exchanges})
+
+
+def adopt(run: Any, names: list[str]) -> None:
+    """Rank 0's order of gradients on all ranks, once, as torch's DDP rebuilds its buckets once."""
+    index = {p.name: i for i, p in enumerate(run.layout.order)}
+    order = torch.tensor([index[n] for n in names], dtype=torch.int64)
+    if run.control is not None:
+        if run.tickets.asked:
+            run.pocket = run.tickets.take()
+        run.control.wait(run.control.broadcast(order, 0))
+    run.host.forget_hooks()
+    run.layout.reorder([run.layout.order[i].name for i in order.tolist()])
+    run.mark_buckets()
 
 
 def share_optimizer(run: Any) -> None:

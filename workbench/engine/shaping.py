@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,23 +69,73 @@ class Board:
         return float(self._cells[number % RING].max())
 
 
-class Shaper:
-    """This rank's port on the emulated Link. One operation at a time, in the order asked."""
+class Port:
+    """This rank's port on the emulated Link, shared by all its wires and messages: what is sent queues here.
 
-    def __init__(self, rank: int, size: int, naps: Naps, board: Board | None, seed: int) -> None:
-        self.rank, self.size, self.naps, self.board, self.seed = rank, size, naps, board, seed
+    In and out do not disturb each other (full duplex). A message leaves when the sender's port is free, and has
+    come once the receiver's has taken it in; both take as long as the slower of the two ports needs.
+    """
+
+    def __init__(self, rank: int, size: int, naps: Naps, seed: int) -> None:
+        self.rank, self.size, self.naps, self.seed = rank, size, naps, seed
         self.fabric = Fabric()
-        self.free = 0.0  # when the port is free again
-        self.number = 0
+        self.free = 0.0  # when the port is free again to send
+        self._taken = 0.0  # and to take in
+        self._letters = 0
+        self._lock = threading.Lock()
 
     @property
     def active(self) -> bool:
         return self.size > 1 and self.fabric.link.shaped
 
+    def now(self) -> float:
+        return self.naps.clock.now()
+
+    def post(self, nbytes: int) -> tuple[float, float, float]:
+        """A message goes out: (when it begins, seconds on a healthy port, when the port is free again)."""
+        now = self.now()
+        if not self.active:
+            return now, 0.0, now
+        with self._lock:
+            self._letters += 1
+            seconds = self.fabric.link.seconds(nbytes * (self.size if self.fabric.shared else 1), 1)
+            seconds *= self.fabric.link.noise(self.seed + self.rank, self._letters)
+            begun = max(now, self.free)
+            self.free = begun + seconds * self.choke(self.rank)
+            return begun, seconds, self.free
+
+    def take(self, source: int, begun: float, seconds: float) -> float:
+        """A message comes in that began to be sent at `begun`: when it has come, on the Link."""
+        if not seconds:
+            return 0.0
+        with self._lock:
+            slower = max(self.choke(source), self.choke(self.rank))
+            self._taken = max(begun, self._taken) + seconds * slower
+            return self._taken
+
+    def choke(self, rank: int) -> float:
+        """How many times longer than healthy this rank's port is busy."""
+        factor = 1.0
+        for fault in self.fabric.faults:
+            factor *= fault.choke(rank)
+        return factor
+
+
+class Shaper:
+    """One wire's use of this rank's port. One collective at a time, in the order asked."""
+
+    def __init__(self, port: Port, board: Board | None) -> None:
+        self.port, self.board, self.naps, self.size = port, board, port.naps, port.size
+        self.number = 0
+
+    @property
+    def active(self) -> bool:
+        return self.port.active
+
     def ready(self, arrived: float) -> float:
         """Posts when this rank and its port are ready for the next operation."""
         self.number += 1
-        ready = max(arrived, self.free)
+        ready = max(arrived, self.port.free)
         if self.board:
             self.board.post(self.number, ready)
         return ready
@@ -93,25 +144,21 @@ class Shaper:
         """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
         began = self.board.last(self.number) if self.board else last()
         mine, slowest = self.cost(verb, nbytes)
-        noise = self.fabric.link.noise(self.seed, self.number)
-        self.free = began + slowest * noise
-        self.naps.until(self.free)
-        return began, began + mine * noise, self.free
+        noise = self.port.fabric.link.noise(self.port.seed, self.number)
+        end = began + slowest * noise
+        self.port.free = max(self.port.free, end)
+        self.naps.until(end)
+        return began, began + mine * noise, end
 
     def cost(self, verb: str, nbytes: int) -> tuple[float, float]:
         """Seconds that this rank's port, and the slowest port, would be busy."""
+        fabric = self.port.fabric
         sent, messages = traffic(verb, nbytes, self.size)
-        if self.fabric.shared:
+        if fabric.shared:
             sent *= self.size
-        plain = self.fabric.link.seconds(sent, messages)
-        chokes = [self._choke(r) for r in range(self.size)]
-        return plain * chokes[self.rank], plain * max(chokes)
-
-    def _choke(self, rank: int) -> float:
-        factor = 1.0
-        for fault in self.fabric.faults:
-            factor *= fault.choke(rank)
-        return factor
+        plain = fabric.link.seconds(sent, messages)
+        chokes = [self.port.choke(r) for r in range(self.size)]
+        return plain * chokes[self.port.rank], plain * max(chokes)
 
 
 class Pace:

@@ -2,7 +2,9 @@
 
 from workbench.strategies._base import Strategy as Strategy
 from workbench.strategies.ddp import DDP as DDP
+from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
+from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
-__all__ = ["DDP", "LocalSGD", "Strategy", "TorchDDP"]
+__all__ = ["DDP", "Gossip", "LocalSGD", "ShadowMA", "Strategy", "TorchDDP"]
