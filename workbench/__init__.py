@@ -39,9 +39,9 @@ _HOMES = {
 __version__ = "0.1.0"
 __all__ = [
     "DDP", "Bucket", "ByteGPT", "Cast", "Change", "Codec", "Compressor", "Dense", "Digits", "ErrorFeedback",
-    "Experiment", "Fabric", "Fault", "Freeze", "Gossip", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "Mark", "Memory",
-    "Noisy", "Rank", "Run", "RunError", "Sample", "ShadowMA", "Slow", "Span", "Strategy", "Task", "Timeline", "TopK",
-    "TorchDDP", "knob", "recipe",
+    "Experiment", "Fabric", "Fault", "Freeze", "Gossip", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "Mark",
+    "Memory", "Noisy", "Rank", "Run", "RunError", "Sample", "ShadowMA", "Slow", "Span", "Strategy", "Task", "Timeline",
+    "TopK", "TorchDDP", "knob", "recipe",
 ]  # fmt: skip
 
 
