@@ -116,7 +116,7 @@ class Meeting:
     def assemble(self) -> None:
         """Waits for all ranks, and for their backgrounds to end."""
         run, size = self.run, self.run.rank.size
-        facts = [run.rank.step, len(self.planned()), self.over, run.post.meet]
+        facts = [run.rank.step, len(self.planned()), self.over, run.post.meet, run.paused]
         mine = torch.tensor([*facts, *run.post.sent], dtype=torch.int64)
         table = mine.view(1, -1)
         if run.control is not None:
@@ -124,6 +124,8 @@ class Meeting:
             run.control.wait(run.control.all_gather(table.view(-1), mine))
         self.latest, self._due, self.over = int(table[:, 0].max()), int(table[0, 1]), bool(table[0, 2])
         run.post.meet = int(table[:, 3].max())  # a meeting that some have heard of is known to all
+        run.paused = bool(table[0, 4])
+        run.credit = 0 if run.paused else run.credit
         if self.background is not None:
             self.background.drain(int(table[:, len(facts) + run.rank.index].sum()))
         self._number += 1
@@ -151,6 +153,8 @@ class Meeting:
         if self.heard and (step == run.post.meet or (not self.trains and step < run.post.meet)):
             run.rank.step = max(step, run.post.meet)
             return True
+        if run.credit and not self._idle and not self.strategy.lockstep:
+            return False  # the single steps that were asked for come first
         if run.rank.index == 0:
             return self._call()
         if any(number == self._number for _, number in run.post.heard("come")):

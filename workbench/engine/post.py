@@ -181,6 +181,7 @@ class Post:
         self._end(hurry=False)
         if self._thread is not None:
             self._thread.join(5.0)
+        self.store = None
 
     # -- inside --
 

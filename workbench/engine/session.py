@@ -289,6 +289,7 @@ class Session:
             self.host.post.close()
         for wire in self.wires:
             wire.close()
+        self.store = None
         for path in self.boards if self.rank.index == 0 else ():
             path.unlink(missing_ok=True)
         self.record.close()
