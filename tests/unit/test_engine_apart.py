@@ -23,9 +23,9 @@ from workbench.engine.session import Session
 from workbench.fabric import Slow
 from workbench.knobs import Change, to_plain
 from workbench.ops import Rank
-from workbench.strategies import LocalSGD, ShadowMA, Strategy
+from workbench.strategies import AsyncServer, LocalSGD, ShadowMA, Strategy
 
-APART = [ShadowMA()]
+APART = [ShadowMA(), AsyncServer(), AsyncServer(synchronous=True), AsyncServer(servers=1, push=2, fetch=3)]
 apart = pytest.mark.parametrize("strategy", APART, ids=str)
 SLOW = (Slow(rank=1, factor=3.0),)
 
@@ -60,6 +60,10 @@ def steered(strategy: Strategy, ranks: int = 3, steps: int = 0, **rest: Any) -> 
     return sessions
 
 
+def with_servers(trainers: int, strategy: Strategy) -> int:
+    return trainers + getattr(strategy, "servers", 0)
+
+
 def plain(strategy: Strategy | str) -> Any:
     """As an order carries it."""
     return strategy if isinstance(strategy, str) else to_plain(strategy)
@@ -71,9 +75,10 @@ def over(sessions: list[Session]) -> None:
     assert all(s.join(20) for s in sessions)
 
 
-@apart
+@pytest.mark.parametrize("strategy", [s for s in APART if not getattr(s, "synchronous", False)], ids=str)
 def test_nobody_waits_for_the_slow_one_and_all_make_their_steps(strategy: Strategy) -> None:
-    sessions = run(experiment(3, 24, strategy=strategy, pace=10.0).turn("faults", SLOW))
+    sessions = run(experiment(with_servers(3, strategy), 24, strategy=strategy, pace=20.0).turn("faults", SLOW))
+    sessions = [s for s in sessions if s.rank.role == "trainer"]
     ends = [max(r[5] for r in s.record if r[1] == "step") for s in sessions]
     begins = [min(r[4] for r in s.record if r[1] == "step") for s in sessions]
     lasted = [e - b for e, b in zip(ends, begins, strict=True)]
@@ -93,14 +98,15 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all(strategy: Strategy) ->
         sessions[0].request({"kind": "pause"})
         until(lambda: all(s.phase == "paused" for s in sessions), sessions)
         assert len({(s.experiment.lr, s.experiment.bucket_mb, s.experiment.eval_every) for s in sessions}) == 1
-        steps = [s.rank.step for s in sessions]
+        trainers = [s for s in sessions if s.rank.role == "trainer"]
+        steps = [s.rank.step for s in trainers]
         time.sleep(0.7)
-        assert [s.rank.step for s in sessions] == steps
+        assert [s.rank.step for s in trainers] == steps
         sessions[0].request({"kind": "step", "n": 2})
-        until(lambda: [s.rank.step for s in sessions] == [n + 2 for n in steps], sessions)
+        until(lambda: [s.rank.step for s in trainers] == [n + 2 for n in steps], sessions)
         until(lambda: all(s.phase == "paused" for s in sessions), sessions)
         sessions[0].request({"kind": "resume"})
-        until(lambda: all(s.rank.step > n + 4 for s, n in zip(sessions, steps, strict=True)), sessions)
+        until(lambda: all(s.rank.step > n + 4 for s, n in zip(trainers, steps, strict=True)), sessions)
         sessions[0].request({"kind": "stop"})
         assert all(s.join(20) for s in sessions)
         assert {s.phase for s in sessions} == {"stopped"}
@@ -153,7 +159,8 @@ def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, ran
         return mse(model, pair)
 
     poison = batch(rank, 5, 0)[0]
-    sessions = live(experiment(3, 0, task=toy(loss=loss), strategy=strategy, pace=4.0))
+    ranks = with_servers(3, strategy)
+    sessions = live(experiment(ranks, 0, task=toy(loss=loss), strategy=strategy, pace=4.0))
     assert all(s.join(20) for s in sessions), [s.status() for s in sessions]
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(rank, 5, "a bad example")]

@@ -71,6 +71,11 @@ class Background:
                 raise Aborted("left while the background was ending")
         self.check()
 
+    def retire(self, patience: float = 1.0) -> None:
+        """Lets the round under way end, for a group that is cut in the middle of one may not hear of it."""
+        self.idle()
+        self._done.wait(patience)
+
     def check(self) -> None:
         """Raises what the background failed with."""
         if self.error is not None:
@@ -82,6 +87,8 @@ class Background:
         self.idle()
         self._thread.join(5.0)
         self.lane.close()
+        if self.error is not None:
+            self.error.__traceback__ = None  # a kept traceback keeps the group's sockets open
         if self.wire is not None:
             self.wire.close()
 
@@ -132,6 +139,8 @@ class Background:
         while not self._idle.is_set() and not self._moved.wait(SLICE):
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
+        if self.run.post.gone:  # this rank's step will hear of it at its end
+            self._idle.set()
         self._moved.clear()
         if self.wire is None:
             return not self._idle.is_set()

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from workbench.compressors import Dense, ErrorFeedback
-from workbench.engine.canonical import buffers, check_equal, flattened, optimizer_tensors, scatter_back, state_hash
+from workbench.engine.canonical import (
+    all_equal,
+    buffers,
+    check_equal,
+    flattened,
+    optimizer_tensors,
+    prime,
+    scatter_back,
+    state_hash,
+)
 from workbench.engine.opaque import unwrap, wrap
 from workbench.experiment import Experiment
 from workbench.tasks import at_rate
@@ -98,24 +107,29 @@ def switch(run: Any, was: Experiment, wanted: Experiment) -> None:
     began = run.clock.now()
     run.host.op = f"switch from {was.strategy} to {wanted.strategy}"
     sent = run.lane.sent
+    if not in_step(was, run.rank.size):
+        run.rank.step = run.meeting.latest  # those that fell behind go on with the step of the first
     if was.strategy.opaque:
         leave_opaque(run)
     else:
         run.host.drive(was.strategy.leave(run.rank, run.state))
         if was.strategy.periodic:
-            share_optimizer(run)
+            share_optimizer(run, was)
     drop_foreign_residual(run, was, wanted)
     set_compressor(run, was, wanted)
     run.host.forget_hooks()
     if wanted.strategy.opaque:
         enter_opaque(run)
-    if wanted.strategy.lockstep and not was.strategy.lockstep:
-        run.rank.step = run.meeting.latest  # those that fell behind go on with the step of the first
     run.state = wanted.strategy.init(run.rank)
     run.meeting.enter()
     check_equal(run.control, state_hash(run.layout), "after the switch the parameters")
     run.record.span(run.rank.step, "switch", type(wanted.strategy).__name__, began, began, run.clock.now(),
                     run.lane.sent - sent)
+
+
+def in_step(e: Experiment, size: int) -> bool:
+    """Have all ranks a step in common, whether they meet in it or wait for neighbours or a server only?"""
+    return e.strategy.lockstep or e.strategy.heard(size) > 0
 
 
 def drop_foreign_residual(run: Any, was: Experiment, wanted: Experiment) -> None:
@@ -140,13 +154,17 @@ def adopt(run: Any, names: list[str]) -> None:
     run.mark_buckets()
 
 
-def share_optimizer(run: Any) -> None:
-    """The mean of the ranks' optimizer states everywhere: diverged momenta would pull replicas apart again."""
+def share_optimizer(run: Any, was: Experiment) -> None:
+    """The mean of the trainers' optimizer states everywhere: diverged momenta would pull replicas apart again."""
     if run.rank.size == 1:
         return
+    trainers = sum(was.strategy.trains(r, run.rank.size) for r in range(run.rank.size))
+    sizes = all_equal(run.control, sum(t.numel() for t in optimizer_tensors(run.layout, run.host.optimizer)))
+    if sizes[run.rank.index] < max(sizes):
+        prime(run.layout, run.host.optimizer)
     tensors = optimizer_tensors(run.layout, run.host.optimizer) + buffers(run.host.model)
     check_equal(run.control, sum(t.numel() for t in tensors), "sizes of the optimizer state")
-    flat = flattened(tensors).div_(run.rank.size)
+    flat = flattened(tensors).mul_(run.rank.role == "trainer").div_(trainers)
     if flat.numel():
         run.host.drive(_sum(run.rank, flat))
         with torch.no_grad():

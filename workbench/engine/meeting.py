@@ -62,8 +62,14 @@ class Meeting:
         self.leave()
         run.post.turn_page()
         run.rank.role = "trainer" if self.trains else "server"
+        serve = [r for r in range(run.rank.size) if not self._trains(r)]
+        if serve and run.rank.index == 0:
+            text = f"{run.rank.size - len(serve)} of {run.rank.size} ranks train; {len(serve)} serve"
+            run.mark("roles", {"serve": serve, "text": text})
         if self.apart:
             run.post.open()
+        if not self.strategy.lockstep and run.rank.index == 0:
+            run.post.reach(range(1, run.rank.size))  # to call them, and to hear when one is gone
         if not self.strategy.has_background:
             return
         self._stays += 1
@@ -81,6 +87,12 @@ class Meeting:
         background.close()
         if background.wire in self.run.wires:
             self.run.wires.remove(background.wire)
+
+    def retire(self) -> None:
+        """This rank has failed: the others hear of it, and backgrounds end their round in good order if they can."""
+        self.run.post.cut()
+        if self.background is not None:
+            self.background.retire()
 
     def go_on(self) -> None:
         """The ranks go on, each at its own pace."""
@@ -128,6 +140,8 @@ class Meeting:
         run.credit = 0 if run.paused else run.credit
         if self.background is not None:
             self.background.drain(int(table[:, len(facts) + run.rank.index].sum()))
+            if run.control is not None:  # nobody goes on, and sends, before all backgrounds have ended
+                run.control.wait(run.control.all_reduce(mine))
         self._number += 1
         self._done.clear()
         self._told = False

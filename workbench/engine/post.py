@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +171,11 @@ class Post:
         """Makes whoever waits look at its `over` again."""
         with self._news:
             self._news.notify_all()
+
+    def reach(self, ranks: Iterable[int]) -> None:
+        """Connects to `ranks` before there is anything to say: whoever of the two goes, the other hears of it."""
+        for other in ranks:
+            self._line(other)
 
     def cut(self) -> None:
         """Closes all lines at once; the peers hear of it."""

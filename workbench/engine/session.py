@@ -267,6 +267,8 @@ class Session:
         error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
         self.mark("error", self.error)
         self._say("failed", self.error["text"])
+        if self.meeting is not None:
+            self.meeting.retire()
         self._cut()
 
     _cpu = 0.0
