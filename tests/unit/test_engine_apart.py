@@ -143,6 +143,22 @@ def test_planned_changes_act_where_ranks_are_apart(strategy: Strategy) -> None:
     assert {s.experiment.lr for s in sessions} == {0.02} and {s.phase for s in sessions} == {"done"}
 
 
+def test_strategies_asked_for_at_once_follow_one_another_at_one_step() -> None:
+    sessions = live(experiment(3, 0, pace=4.0))
+    try:
+        until(lambda: sessions[0].rank.step > 4, sessions)
+        for k, name in enumerate(["ShadowMA", "AsyncServer", "Gossip", "AsyncServer", "LocalSGD"]):
+            sessions[0].request({"kind": "turn", "id": str(k), "path": "strategy", "value": name})
+        until(lambda: len(sessions[0].record.noted("change")) > 4, sessions)
+        step = sessions[0].record.noted("change")[-1][0]
+        until(lambda: all(s.rank.step > step + 4 for s in sessions), sessions)
+        for s in sessions:
+            steps = [r[0] for r in s.record if r[1] == "step"]
+            assert steps == sorted(set(steps)), "no step twice"
+    finally:
+        over(sessions)
+
+
 @apart
 def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
     sessions = steered(strategy, pace=30.0)

@@ -20,10 +20,17 @@ from workbench.ops import Rank
 Spans = list[tuple]
 
 
-@pytest.fixture
-def posts() -> Iterator[list[Post]]:
-    """Three ranks' posts."""
+@pytest.fixture(scope="module")
+def where() -> Iterator[tuple[str, int]]:
     store, host, port = host_store()
+    yield host, port
+    del store
+
+
+@pytest.fixture
+def posts(where: tuple[str, int]) -> Iterator[list[Post]]:
+    """Three ranks' posts."""
+    host, port = where
     token = uuid.uuid4().hex
     clock = Clock(time.time())
     made = []
@@ -41,7 +48,6 @@ def posts() -> Iterator[list[Post]]:
     for post in made:
         post.close()
     assert threading.active_count() <= before, "a thread was left behind"
-    assert store
 
 
 def test_messages_of_one_sender_come_in_order_and_kinds_do_not_mix(posts: list[Post]) -> None:

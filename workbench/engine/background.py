@@ -122,7 +122,7 @@ class Background:
                 error = wrong
 
     def _perform(self, op: Op) -> Any:
-        self.lane.step = self.run.rank.step
+        self.lane.step = self.run.lane.step  # what is done after a step and before the next belongs to the former
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args)
@@ -149,7 +149,7 @@ class Background:
         return bool(flag)
 
     def _sample(self, name: str, value: float) -> None:
-        self.run.record.sample(self.run.rank.step, name, self.run.clock.now(), float(value))
+        self.run.record.sample(self.run.lane.step, name, self.run.clock.now(), float(value))
 
     def _send(self, tensor: torch.Tensor, to: int, kind: str) -> None:
         self.run.post.send(tensor, to, kind, BACKGROUND)

@@ -107,8 +107,9 @@ def switch(run: Any, was: Experiment, wanted: Experiment) -> None:
     began = run.clock.now()
     run.host.op = f"switch from {was.strategy} to {wanted.strategy}"
     sent = run.lane.sent
-    if not in_step(was, run.rank.size):
-        run.rank.step = run.meeting.latest  # those that fell behind go on with the step of the first
+    if in_step(was, run.rank.size):
+        run.meeting.latest = run.rank.step
+    run.rank.step = run.meeting.latest  # those that fell behind go on with the step of the first
     if was.strategy.opaque:
         leave_opaque(run)
     else:

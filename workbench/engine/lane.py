@@ -101,6 +101,8 @@ class Lane:
             self._jobs.put(None)
             self._thread.join(5)
             self._thread = None
+        if self.shaper.board is not None:
+            self.shaper.board.close()
 
     def _open(self) -> None:
         self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} {self.name}", daemon=True)

@@ -68,6 +68,11 @@ class Board:
         """The last arrival; call it once the operation itself has completed, so that all have posted."""
         return float(self._cells[number % RING].max())
 
+    def close(self) -> None:
+        """Gives the file's descriptor back."""
+        self._cells = np.zeros((RING, 1))
+        self._map.close()
+
 
 class Port:
     """This rank's port on the emulated Link, shared by all its wires and messages: what is sent queues here.
