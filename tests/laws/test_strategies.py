@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import batch, experiment, mse, net, run, shipped, weights
+from workbench.canonical import state_hash
 from workbench.compressors import Compressor
-from workbench.engine.canonical import state_hash
 from workbench.fabric import traffic
 from workbench.knobs import Change, KnobError, knobs
 from workbench.strategies import Strategy

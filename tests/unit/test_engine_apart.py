@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from tests.ranks import batch, experiment, live, mse, run, toy, weights
-from workbench.engine.canonical import optimizer_tensors, state_hash
-from workbench.engine.layout import fingerprint
+from workbench.canonical import optimizer_tensors, state_hash
 from workbench.engine.session import Session
 from workbench.fabric import Slow
 from workbench.knobs import Change, to_plain
+from workbench.layout import fingerprint
 from workbench.ops import Rank
 from workbench.strategies import AsyncServer, LocalSGD, ShadowMA, Strategy
 

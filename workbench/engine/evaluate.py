@@ -10,7 +10,7 @@ import torch
 
 from workbench.engine.canonical import mean_model
 from workbench.engine.collectives import Wire
-from workbench.engine.layout import Layout
+from workbench.layout import Layout
 
 
 def evaluate(run: Any, together: bool) -> None:

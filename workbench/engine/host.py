@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.lane import Lane, StrategyError
-from workbench.engine.layout import Layout
 from workbench.engine.post import Post
 from workbench.engine.shaping import Pace
 from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
+from workbench.layout import Layout
 from workbench.ops import Bucket, Handle, Op, Rank
 
 Span = Callable[..., None]

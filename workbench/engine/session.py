@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.engine import changes
+from workbench import changes
+from workbench.engine.changes import Turnable, adopt
 from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, peer_left
 from workbench.engine.evaluate import evaluate
 from workbench.engine.host import Host
@@ -28,7 +29,7 @@ from workbench.knobs import Change, KnobError, in_words
 from workbench.ops import Rank
 
 
-class Session:
+class Session(Turnable):
     """A run as one rank lives it. Constructing costs nothing; `start` returns at once."""
 
     def __init__(
@@ -160,7 +161,7 @@ class Session:
         if self.flushing and host.met:
             changes.flushed(self)
         if (names := host.learned_order()) is not None:
-            changes.adopt(self, names)
+            adopt(self, names)
         if host.met and not self.tickets.asked:
             self.tickets.ask()
         self.rank.step += 1
@@ -228,7 +229,7 @@ class Session:
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})
             return
-        changes.apply(self, wanted)
+        self.host.drive(changes.apply(self, wanted))
         if self.rank.index == 0:
             self.mark("change", {**about, "text": f"{what['path']} = {in_words(what['value'])}"})
 
@@ -286,7 +287,7 @@ class Session:
             if self.meeting is not None:
                 self.meeting.leave()
             self.host.forget_hooks()
-            changes.leave_opaque(self)
+            self.leave_opaque()
             self.lane.close()
             self.host.post.close()
         for wire in self.wires:

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from workbench.engine import changes
-from workbench.engine.batches import Batches
+from workbench import changes
+from workbench.batches import Batches
 from workbench.engine.canonical import broadcast_model, check_equal
 from workbench.engine.clocks import agree_on_time
 from workbench.engine.collectives import Wire, connect_store
 from workbench.engine.host import Host
 from workbench.engine.lane import Lane
-from workbench.engine.layout import Layout, signature
 from workbench.engine.meeting import Meeting
 from workbench.engine.post import Post
 from workbench.engine.shaping import Board, Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
+from workbench.layout import Layout, signature
 
 
 def set_up(run: Any) -> None:
@@ -36,11 +36,11 @@ def set_up(run: Any) -> None:
     run.tickets = Tickets(run.control, run.rank.index, run.inbox)
     _model(run)
     _host(run)
-    changes.set_fabric(run, None, run.experiment)
+    run.set_fabric(None, run.experiment)
     changes.set_compressor(run, None, run.experiment)
-    changes.choose_lane(run)
+    run.choose_lane()
     if run.experiment.strategy.opaque:
-        changes.enter_opaque(run)
+        run.enter_opaque()
     run.state = run.experiment.strategy.init(run.rank)
     run.board = partial(board, run)
     run.meeting = Meeting(run)

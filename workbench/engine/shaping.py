@@ -17,7 +17,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from workbench.fabric import Fabric, traffic
+from workbench.fabric import Fabric
+from workbench.fabric.load import SHARES, choke, port_seconds, stretch
 
 RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
 
@@ -106,7 +107,7 @@ class Port:
             seconds = self.fabric.link.seconds(nbytes * (self.size if self.fabric.shared else 1), 1)
             seconds *= self.fabric.link.noise(self.seed + self.rank, self._letters)
             begun = max(now, self.free)
-            self.free = begun + seconds * self.choke(self.rank)
+            self.free = begun + seconds * choke(self.fabric.faults, self.rank)
             return begun, seconds, self.free
 
     def take(self, source: int, begun: float, seconds: float) -> float:
@@ -114,16 +115,9 @@ class Port:
         if not seconds:
             return 0.0
         with self._lock:
-            slower = max(self.choke(source), self.choke(self.rank))
+            slower = max(choke(self.fabric.faults, source), choke(self.fabric.faults, self.rank))
             self._taken = max(begun, self._taken) + seconds * slower
             return self._taken
-
-    def choke(self, rank: int) -> float:
-        """How many times longer than healthy this rank's port is busy."""
-        factor = 1.0
-        for fault in self.fabric.faults:
-            factor *= fault.choke(rank)
-        return factor
 
 
 class Shaper:
@@ -158,11 +152,8 @@ class Shaper:
     def cost(self, verb: str, nbytes: int) -> tuple[float, float]:
         """Seconds that this rank's port, and the slowest port, would be busy."""
         fabric = self.port.fabric
-        sent, messages = traffic(verb, nbytes, self.size)
-        if fabric.shared:
-            sent *= self.size
-        plain = fabric.link.seconds(sent, messages)
-        chokes = [self.port.choke(r) for r in range(self.size)]
+        plain = port_seconds(fabric, verb, nbytes, self.size)
+        chokes = [choke(fabric.faults, r) for r in range(self.size)]
         return plain * chokes[self.port.rank], plain * max(chokes)
 
 
@@ -173,7 +164,7 @@ class Pace:
     backward the slices end in proportion to the gradients that are ready.
     """
 
-    shares: ClassVar[dict[str, float]] = {"forward": 0.3, "backward": 0.6, "update": 0.1}
+    shares: ClassVar[dict[str, float]] = SHARES
 
     def __init__(self, rank: int, naps: Naps) -> None:
         self.rank, self.naps = rank, naps
@@ -192,9 +183,7 @@ class Pace:
         if not self.active:
             return
         self._phase, self._began, self._slept = phase, self.naps.clock.now(), 0.0
-        self._stretch = 1.0
-        for fault in self.faults:
-            self._stretch *= fault.stretch(self.rank, step, phase)
+        self._stretch = stretch(self.faults, self.rank, step, phase)
         self._target = self.seconds * self.shares[phase] * share * self._stretch
 
     def reach(self, fraction: float) -> None:
