@@ -15,7 +15,11 @@ from workbench.bucket import Bucket, Memory, Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank"]
+__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank", "StrategyError"]
+
+
+class StrategyError(RuntimeError):
+    """A strategy or compressor asked for something that cannot be."""
 
 
 class Op:

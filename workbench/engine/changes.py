@@ -51,6 +51,7 @@ class Turnable:
     def switching(self: Any, was: Experiment, wanted: Experiment) -> Iterator[None]:
         """A switch of strategy happens inside, and is recorded as one span."""
         began, sent = self.clock.now(), self.lane.sent
+        self.lane.step = self.rank.step
         self.host.op = f"switch from {was.strategy} to {wanted.strategy}"
         yield
         self.host.forget_hooks()

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.lane import Lane, StrategyError
+from workbench.engine.lane import Lane
 from workbench.engine.post import Post
 from workbench.engine.shaping import Pace
 from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
 from workbench.layout import Layout
-from workbench.ops import Bucket, Handle, Op, Rank
+from workbench.ops import Bucket, Handle, Op, Rank, StrategyError
 
 Span = Callable[..., None]
 _INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params",

@@ -17,13 +17,9 @@ from torch import Tensor
 from workbench.engine.collectives import Wire
 from workbench.engine.shaping import Clock, Shaper
 from workbench.fabric import traffic
-from workbench.ops import Handle, Op
+from workbench.ops import Handle, Op, StrategyError
 
 CODEC_FLOOR = 100e-6  # shorter stretches of a child's own work are not worth a span
-
-
-class StrategyError(RuntimeError):
-    """A strategy or compressor asked for something that cannot be."""
 
 
 class Job:

@@ -1,0 +1,210 @@
+"""Fibers: coroutines under way on one rank, and the lanes on which children run one after the other.
+
+A fiber is resumed with an answer and runs until it asks for something that takes time. A step is a fiber, and so
+are its background and every child. See "The trampoline" in workbench/DESIGN.md; here nothing is unusual.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from workbench.ops import Op
+
+if TYPE_CHECKING:
+    from workbench.sim.host import Host
+    from workbench.sim.meeting import Meeting
+
+PARK = object()  # a verb's answer: go on later
+END = object()  # a verb's answer: the loop over buckets is over
+_PERFORM = object()
+
+
+class Fiber:
+    """A coroutine under way."""
+
+    __slots__ = ("asked", "coro", "done", "error", "host", "lane", "name", "on", "origin", "passing", "resumed",
+                 "since", "step", "value", "waiter")
+
+    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str = "") -> None:
+        self.host, self.coro, self.name, self.origin = host, coro, name, origin
+        self.resumed = self.asked = host.clock.now
+        self.step = host.rank.step
+        self.lane: Lane | None = None  # whose turn this is; None for a step
+        self.done = False
+        self.value: Any = None
+        self.waiter: Fiber | None = None
+        self.since = 0.0  # when the waiter began to wait
+        self.on: Any = None  # what it waits for, to say so when nothing can happen any more
+        self.passing: Any = None  # the pass over buckets that it iterates
+
+    def resume(self, value: Any) -> None:
+        """Runs on with the answer to what it asked for."""
+        coro, verbs = self.coro, self.host.verbs
+        send = coro.send
+        while True:
+            try:
+                op = send(value) if value is not END else coro.throw(StopAsyncIteration())
+            except StopIteration as stop:
+                value = stop.value
+                break
+            value = verbs[op.verb](self, op)
+            if value is PARK:
+                return
+        self.end(value)
+
+    def end(self, value: Any) -> None:
+        """The coroutine has returned."""
+        self.done, self.value = True, value
+        self.host.ended(self)
+
+
+class Child(Fiber):
+    """A child on its lane. Its own work between two operations takes the time that codecs are known to take."""
+
+    __slots__ = ("codec", "op", "priority", "stretch")
+
+    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int) -> None:
+        super().__init__(host, coro, name, origin)
+        self.priority, self.stretch = priority, 0
+        self.codec = host.codec(name)  # seconds of each stretch
+        self.op: Op | None = None
+
+    def resume(self, value: Any) -> None:
+        if not self.codec:
+            return super().resume(value)
+        while value is not PARK:
+            if value is _PERFORM:
+                op, self.op = self.op, None
+                assert op is not None
+                value = self.host.verbs[op.verb](self, op)
+                continue
+            try:
+                self.op = self.coro.send(value)
+            except StopIteration as stop:
+                return self._work(lambda value=stop.value: self.end(value))
+            return self._work(lambda: self.resume(_PERFORM))
+
+    def _work(self, then: Any) -> None:
+        """A stretch of own work has been done; it takes its time before `then`."""
+        seconds = self.codec[min(self.stretch, len(self.codec) - 1)]
+        self.stretch += 1
+        clock = self.host.clock
+        if seconds:
+            self.host.span("codec", self.name, clock.now, clock.now, clock.now + seconds, 0, self.step)
+            clock.at(clock.now + seconds, _Then(then))
+        else:
+            then()
+
+    def end(self, value: Any) -> None:
+        self.done, self.value = True, value
+        assert self.lane is not None
+        self.lane.next()
+        waiter = self.waiter
+        if waiter is not None:
+            now = self.host.clock.now
+            self.host.span("wait", self.name, self.since, self.since, now, 0)
+            waiter.on = None
+            waiter.resume(value)
+
+
+class _Then:
+    """Calls something when its time has come."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def resume(self, _: Any) -> None:
+        self.call()
+
+
+class Lane:
+    """One lane of one rank: children run one after the other; collectives on it meet those of the other ranks.
+
+    Children run in the order of their start until one comes with a priority. From then on rank 0 decides: what it
+    begins next is what every rank begins next, so that ranks whose children come at different times still agree.
+    """
+
+    __slots__ = ("begun", "busy", "host", "met", "name", "open", "order", "queue", "started")
+
+    def __init__(self, host: Host, name: str) -> None:
+        self.host, self.name = host, name
+        self.busy: Child | None = None
+        self.queue: deque[Child] = deque()
+        self.met = 0  # collectives asked for so far
+        self.open: dict[int, Meeting] = host.world.open.setdefault(name, {})  # collectives under way, by number
+        self.order = host.world.orders.setdefault(name, Order())
+        self.started = self.begun = 0
+
+    def add(self, child: Child) -> None:
+        """Puts a child behind those that were started before it."""
+        child.lane = self
+        self.started += 1
+        if self.order.led or child.priority:
+            return self.order.add(self, child, self.started - 1)
+        if self.busy is None:
+            self.busy = child
+            self.begun += 1
+            child.resume(None)
+        else:
+            self.queue.append(child)
+
+    def next(self) -> None:
+        """The child on this lane is over."""
+        if self.order.led:
+            self.busy = None
+            self.order.go(self)
+        elif self.queue:
+            self.busy = self.queue.popleft()
+            self.begun += 1
+            self.busy.resume(None)
+        else:
+            self.busy = None
+
+
+class Order:
+    """The order in which children of a lane begin on every rank, once one of them has a priority: rank 0's."""
+
+    def __init__(self) -> None:
+        self.led = False
+        self.begun: list[int] = []  # the numbers of the children that rank 0 has begun, in that order
+        self._ready: dict[Lane, dict[int, Child]] = {}
+
+    def add(self, lane: Lane, child: Child, number: int) -> None:
+        if not self.led:
+            self._take_over(lane)
+        self._ready.setdefault(lane, {})[number] = child
+        self.go(lane)
+
+    def _take_over(self, asking: Lane) -> None:
+        """What any rank has begun so far was in order of start; what waits in queues is taken over."""
+        self.led = True
+        lanes = [h.lanes[asking.name] for h in asking.host.world.hosts if asking.name in h.lanes]
+        for lane in lanes:
+            self._ready[lane] = {lane.begun + i: child for i, child in enumerate(lane.queue)}
+            lane.queue.clear()
+        self.begun = list(range(max(lane.begun for lane in lanes)))
+
+    def go(self, lane: Lane) -> None:
+        """Begins the next child of a lane, if its turn has come."""
+        ready = self._ready.setdefault(lane, {})
+        if lane.busy is not None:
+            return
+        if lane.begun == len(self.begun):
+            if lane.host.index or not ready:
+                return
+            self.begun.append(max(ready, key=lambda n: (ready[n].priority, -n)))
+            self._begin(lane, ready)
+            for other in list(self._ready):
+                if other is not lane:
+                    self.go(other)
+        elif self.begun[lane.begun] in ready:
+            self._begin(lane, ready)
+
+    def _begin(self, lane: Lane, ready: dict[int, Child]) -> None:
+        lane.busy = ready.pop(self.begun[lane.begun])
+        lane.begun += 1
+        lane.busy.resume(None)

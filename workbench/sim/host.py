@@ -1,0 +1,270 @@
+"""The simulator's host: performs on the virtual clock what one rank's coroutines ask for, and writes it down.
+
+Computing takes the rank's one device: what is asked while it is busy queues. Everything else costs what Ports and
+Costs say. A verb's answer is given at once, or PARK: whoever the verb waits for will resume the fiber.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from workbench.experiment import Experiment
+from workbench.fabric.load import SHARES, stretch
+from workbench.ops import Handle, Op, Rank, StrategyError
+from workbench.sim.fiber import END, PARK, Child, Fiber, Lane
+from workbench.sim.meeting import Meeting
+
+if TYPE_CHECKING:
+    from workbench.sim.world import World
+
+
+class Pass:
+    """A forward or backward that is handed out bucket by bucket."""
+
+    __slots__ = ("about", "began", "last", "next", "phase", "seconds", "shares")
+
+    def __init__(self, phase: str, began: float, seconds: float, shares: list[float], about: Any = None) -> None:
+        self.phase, self.began, self.seconds, self.shares, self.about = phase, began, seconds, shares, about
+        self.next = 0
+        self.last = began
+
+
+class Host:
+    """One rank on the virtual clock."""
+
+    def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
+        self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
+        self.rank = Rank(index, world.size)
+        self.experiment, self.body = experiment, body
+        self.lanes: dict[str, Lane] = {}
+        self.free: dict[str, float] = {}  # when each worker's device is free again
+        self.met = False  # did this rank start a child in this step?
+        self.sent = 0  # bytes so far
+        self.leaving = False  # does the background have to end?
+        self.ended: Callable[[Fiber], None] = lambda fiber: None
+        self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches
+        meet = self._collective
+        self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
+            "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
+            "all_gather": meet, "reduce_scatter": meet, "all_to_all": meet, "broadcast": meet,
+            "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
+            "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
+            "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
+            "hold": self._hold, "send": self._send, "recv": self._recv, "again": self._again,
+            "stand": self._stand, "together": self._together, "park": self._park,
+        }  # fmt: skip
+
+    def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
+        self.record.span(self.index, self.rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
+
+    # -- compute --
+
+    def seconds(self, phase: str) -> float:
+        """How long a phase of compute lasts on this rank in this step."""
+        e, costs, step = self.experiment, self.world.costs, self.rank.step
+        lasts = e.pace * 1e-3 * SHARES[phase]
+        if costs is not None:
+            lasts = max(lasts, costs.seconds(phase, self.index, step, e.seed))
+        if e.fabric.faults:
+            lasts *= stretch(e.fabric.faults, self.index, step, phase)
+        return lasts / self.size if e.strategy.staged else lasts
+
+    def _occupy(self, fiber: Fiber, seconds: float) -> float:
+        """The device works for so long, from when it is free; returns when it begins."""
+        began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
+        self.free[fiber.origin] = began + seconds
+        return began
+
+    def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0) -> Any:
+        lasts = self.seconds(phase) * share
+        began = self._occupy(fiber, lasts)
+        self.span("compute", phase, self.clock.now, began, began + lasts, 0)
+        self.clock.at(began + lasts, fiber, value)
+        return PARK
+
+    def _forward(self, fiber: Fiber, op: Op) -> Any:
+        return self._compute(fiber, "forward", self.body.forward(*op.args))
+
+    def _backward(self, fiber: Fiber, op: Op) -> Any:
+        return self._compute(fiber, "backward", self.body.backward(*op.args, False))
+
+    def _update(self, fiber: Fiber, op: Op) -> Any:
+        (bucket,) = op.args
+        share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
+        self.body.update(bucket)
+        return self._compute(fiber, "update", None, share)
+
+    def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
+        self.body.backward(*op.args, True)
+        lasts = self.seconds("backward")
+        passing = fiber.passing = Pass("backward", 0.0, lasts, self.body.cut.ready)
+        passing.began = passing.last = self._occupy(fiber, lasts)
+        return self._next_bucket(fiber, op)
+
+    def _next_bucket(self, fiber: Fiber, op: Op) -> Any:
+        """The next full bucket, at the time at which it is full."""
+        passing: Pass = fiber.passing
+        index, now = passing.next, self.clock.now
+        if index == len(passing.shares):
+            return self._over(fiber, passing)
+        passing.next = index + 1
+        if not self.experiment.pace and now > passing.last:
+            passing.began += now - passing.last  # the strategy stood in the way of what is computed next
+        t = passing.last = max(now, passing.began + passing.seconds * passing.shares[index])
+        self.clock.at(t, fiber, self.body.full(index))
+        return PARK
+
+    def _over(self, fiber: Fiber, passing: Pass) -> Any:
+        """A pass has been handed out whole; it ends when its time is over."""
+        now, end = self.clock.now, passing.began + passing.seconds
+        if end > now + 1e-12:
+            self.clock.at(end, _Ended(self, fiber))
+            return PARK
+        fiber.passing = None
+        self.span("compute", passing.phase, passing.began, passing.began, max(now, end), 0)
+        return END
+
+    def _forward_buckets(self, fiber: Fiber, op: Op) -> Any:
+        lasts = self.seconds("forward")
+        passing = fiber.passing = Pass("forward", 0.0, lasts, self.body.cut.needed, op.args[0])
+        passing.began = passing.last = self._occupy(fiber, lasts)
+        return self._next_params(fiber, op)
+
+    def _next_params(self, fiber: Fiber, op: Op) -> Any:
+        """The next bucket of parameters, just before its layers are computed: waiting for it puts all later ones off."""
+        passing: Pass = fiber.passing
+        index, now = passing.next, self.clock.now
+        if now > passing.last:
+            passing.began += now - passing.last
+            self.free[fiber.origin] = passing.began + passing.seconds
+        if index == len(passing.shares):
+            if passing.about is not None:
+                passing.about.loss = self.body.forward(passing.about.x, passing.about.micro)
+                passing.about = None
+            passing.last = passing.began + passing.seconds
+            return self._over(fiber, passing)
+        passing.next = index + 1
+        t = passing.last = max(now, passing.began + passing.seconds * passing.shares[index])
+        params = self.body.params()
+        self.clock.at(t, fiber, params[len(params) - 1 - index])
+        return PARK
+
+    def _params(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.params()
+
+    def _hold(self, fiber: Fiber, op: Op) -> Any:
+        (bucket,) = op.args
+        held = self.world.held.setdefault(self.index, dict(self.body.cut.nbytes))
+        held[bucket.name] = bucket.nbytes
+        self.record.sample(self.index, self.rank.step, "held", self.clock.now, float(sum(held.values())))
+        return bucket
+
+    def _batch(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.batch()
+
+    # -- communication --
+
+    def lane(self, name: str) -> Lane:
+        found = self.lanes.get(name)
+        if found is None:
+            found = self.lanes[name] = Lane(self, name)
+        return found
+
+    def codec(self, name: str) -> tuple[float, ...]:
+        """Seconds of each stretch of a compressor's own work on the bucket called `name`."""
+        if not self.kinds:
+            return ()
+        nbytes = self.body.cut.nbytes.get(name, 0)
+        return tuple(per_byte * nbytes for per_byte in self.kinds) if nbytes else ()
+
+    def _start(self, fiber: Fiber, op: Op) -> Any:
+        coro, lane, name, priority = op.args
+        self.met = True
+        handle = Handle(name, lane)
+        child = handle._state = Child(self, coro, name, fiber.origin, priority)
+        self.lane(fiber.origin + lane).add(child)
+        return handle
+
+    def _wait(self, fiber: Fiber, op: Op) -> Any:
+        child: Child = op.args[0]._state
+        if child.done:
+            return child.value
+        if fiber.lane is not None and fiber.lane is child.lane:
+            raise StrategyError(f"{fiber.name} waits for {child.name} on its own lane, which can never begin")
+        if child.waiter is not None:
+            raise StrategyError(f"{child.name} is waited for twice: a handle is waited for once")
+        child.waiter, child.since = fiber, self.clock.now
+        fiber.on = child
+        return PARK
+
+    def _collective(self, fiber: Fiber, op: Op) -> Any:
+        if self.size == 1:
+            x = op.args[0]
+            return x.unsqueeze(0) if op.verb == "all_gather" else x
+        lane = fiber.lane
+        if lane is None:
+            name = str(op.args[-1] or op.verb)
+            handle = self._start(fiber, Op("start", _asked(op), "comm", name, 0))
+            return self._wait(fiber, Op("wait", handle))
+        number, lane.met = lane.met, lane.met + 1
+        meeting = lane.open.get(number)
+        if meeting is None:
+            meeting = lane.open[number] = Meeting(self.world, lane.name, fiber, op)
+        if meeting.left == 1:
+            del lane.open[number]
+        meeting.join(fiber, op)
+        return PARK
+
+    def _send(self, fiber: Fiber, op: Op) -> Any:
+        self.world.mail.send(fiber, *op.args)
+
+    def _recv(self, fiber: Fiber, op: Op) -> Any:
+        return self.world.mail.recv(fiber, *op.args)
+
+    def _again(self, fiber: Fiber, op: Op) -> Any:
+        if fiber.origin != "background ":
+            raise StrategyError("`again` belongs in a background coroutine, not in `step`")
+        return self.world.ask_again(fiber)
+
+    # -- the rest --
+
+    def _sample(self, fiber: Fiber, op: Op) -> Any:
+        name, value = op.args
+        self.record.sample(self.index, self.rank.step, name, self.clock.now, float(value))
+
+    def _now(self, fiber: Fiber, op: Op) -> Any:
+        return self.clock.now
+
+    def _stand(self, fiber: Fiber, op: Op) -> Any:
+        """Stands still for so many seconds."""
+        self.clock.at(self.clock.now + op.args[0], fiber)
+        return PARK
+
+    def _together(self, fiber: Fiber, op: Op) -> Any:
+        """All ranks meet beside the network; the last to come does something for all and answers each."""
+        return self.world.together(fiber, *op.args)
+
+    def _park(self, fiber: Fiber, op: Op) -> Any:
+        """Waits until somebody who knows resumes it: `op.args[0]` takes the fiber; the rest says what for."""
+        fiber.on = op.args[1]
+        op.args[0](fiber)
+        return PARK
+
+
+class _Ended:
+    """The end of a pass's time, at which its loop is left."""
+
+    __slots__ = ("fiber", "host")
+
+    def __init__(self, host: Host, fiber: Fiber) -> None:
+        self.host, self.fiber = host, fiber
+
+    def resume(self, _: Any) -> None:
+        passing, self.fiber.passing = self.fiber.passing, None
+        self.host.span("compute", passing.phase, passing.began, passing.began, self.host.clock.now, 0)
+        self.fiber.resume(END)
+
+
+async def _asked(op: Op) -> Any:
+    return await op
