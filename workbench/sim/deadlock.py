@@ -18,10 +18,8 @@ def told(world: Any) -> str:
         for meeting in meetings.values():
             here = [r for r, fiber in enumerate(meeting.fibers) if fiber is not None]
             gone = [r for r, fiber in enumerate(meeting.fibers) if fiber is None]
-            step = meeting.fibers[here[0]].step
-            lines.append(
-                f"  {_ranks(here)} {_wait(here)} in {meeting.name} (step {step}, lane {lane.strip()!r}) for {_ranks(gone)}"
-            )
+            where = f"(step {meeting.fibers[here[0]].step}, lane {lane.strip()!r})"
+            lines.append(f"  {_ranks(here)} {_wait(here)} in {meeting.name} {where} for {_ranks(gone)}")
     for what, here in world._gathered.items():
         gone = [r for r in range(world.size) if r not in here]
         lines.append(f"  {_ranks(sorted(here))} {_wait(list(here))} to {what} together with {_ranks(gone)}")

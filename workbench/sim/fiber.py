@@ -24,12 +24,12 @@ _PERFORM = object()
 class Fiber:
     """A coroutine under way."""
 
-    __slots__ = ("asked", "coro", "done", "error", "host", "lane", "name", "on", "origin", "passing", "resumed",
-                 "since", "step", "value", "waiter")
+    __slots__ = ("coro", "done", "host", "lane", "name", "on", "origin", "passing", "resumed", "since", "step", "value",
+                 "waiter")
 
     def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str = "") -> None:
         self.host, self.coro, self.name, self.origin = host, coro, name, origin
-        self.resumed = self.asked = host.clock.now
+        self.resumed = host.clock.now
         self.step = host.rank.step
         self.lane: Lane | None = None  # whose turn this is; None for a step
         self.done = False
@@ -61,41 +61,16 @@ class Fiber:
 
 
 class Child(Fiber):
-    """A child on its lane. Its own work between two operations takes the time that codecs are known to take."""
+    """A child on its lane."""
 
-    __slots__ = ("codec", "op", "priority", "stretch")
+    __slots__ = ("priority",)
 
     def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int) -> None:
-        super().__init__(host, coro, name, origin)
-        self.priority, self.stretch = priority, 0
-        self.codec = host.codec(name)  # seconds of each stretch
-        self.op: Op | None = None
-
-    def resume(self, value: Any) -> None:
-        if not self.codec:
-            return super().resume(value)
-        while value is not PARK:
-            if value is _PERFORM:
-                op, self.op = self.op, None
-                assert op is not None
-                value = self.host.verbs[op.verb](self, op)
-                continue
-            try:
-                self.op = self.coro.send(value)
-            except StopIteration as stop:
-                return self._work(lambda value=stop.value: self.end(value))
-            return self._work(lambda: self.resume(_PERFORM))
-
-    def _work(self, then: Any) -> None:
-        """A stretch of own work has been done; it takes its time before `then`."""
-        seconds = self.codec[min(self.stretch, len(self.codec) - 1)]
-        self.stretch += 1
-        clock = self.host.clock
-        if seconds:
-            self.host.span("codec", self.name, clock.now, clock.now, clock.now + seconds, 0, self.step)
-            clock.at(clock.now + seconds, _Then(then))
-        else:
-            then()
+        self.host, self.coro, self.name, self.origin, self.priority = host, coro, name, origin, priority
+        self.resumed = host.clock.now
+        self.step = host.rank.step
+        self.done = False
+        self.value = self.waiter = self.on = self.passing = None
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
@@ -103,22 +78,60 @@ class Child(Fiber):
         self.lane.next()
         waiter = self.waiter
         if waiter is not None:
-            now = self.host.clock.now
-            self.host.span("wait", self.name, self.since, self.since, now, 0)
+            host, since = self.host, self.since
+            host.record.span(host.index, host.rank.step, "wait", self.name, since, since, host.clock.now, 0)
             waiter.on = None
             waiter.resume(value)
+
+
+class CodedChild(Child):
+    """A child whose own work between two operations takes the time that its codec is known to take.
+
+    codec: seconds of each stretch of work, the last one for all further ones
+    """
+
+    __slots__ = ("codec", "op", "stretch")
+
+    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int,
+                 codec: tuple[float, ...]) -> None:
+        super().__init__(host, coro, name, origin, priority)
+        self.codec, self.stretch = codec, 0
+        self.op: Op | None = None
+
+    def resume(self, value: Any) -> None:
+        if value is _PERFORM:
+            op, self.op = self.op, None
+            assert op is not None
+            value = self.host.verbs[op.verb](self, op)
+            if value is PARK:
+                return
+        try:
+            self.op = self.coro.send(value)
+        except StopIteration as stop:
+            self._work(_Then(self.end, stop.value))
+        else:
+            self._work(_Then(self.resume, _PERFORM))
+
+    def _work(self, then: _Then) -> None:
+        """A stretch of own work has been done; it takes its time before `then`."""
+        seconds = self.codec[min(self.stretch, len(self.codec) - 1)]
+        self.stretch += 1
+        clock = self.host.clock
+        if seconds:
+            self.host.span("codec", self.name, clock.now, clock.now, clock.now + seconds, 0, self.step)
+        clock.at(clock.now + seconds, then)
 
 
 class _Then:
     """Calls something when its time has come."""
 
-    __slots__ = ("call",)
+    __slots__ = ("call", "value")
 
-    def __init__(self, call: Any) -> None:
-        self.call = call
+    def __init__(self, call: Any, value: Any) -> None:
+        self.call, self.value = call, value
 
     def resume(self, _: Any) -> None:
-        self.call()
+        self.call(self.value)
 
 
 class Lane:

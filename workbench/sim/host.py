@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.experiment import Experiment
 from workbench.fabric.load import SHARES, stretch
 from workbench.ops import Handle, Op, Rank, StrategyError
-from workbench.sim.fiber import END, PARK, Child, Fiber, Lane
+from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Host:
         return self._next_params(fiber, op)
 
     def _next_params(self, fiber: Fiber, op: Op) -> Any:
-        """The next bucket of parameters, just before its layers are computed: waiting for it puts all later ones off."""
+        """The next bucket of parameters, just before its layers; waiting for it puts off all later ones."""
         passing: Pass = fiber.passing
         index, now = passing.next, self.clock.now
         if now > passing.last:
@@ -173,8 +173,6 @@ class Host:
 
     def codec(self, name: str) -> tuple[float, ...]:
         """Seconds of each stretch of a compressor's own work on the bucket called `name`."""
-        if not self.kinds:
-            return ()
         nbytes = self.body.cut.nbytes.get(name, 0)
         return tuple(per_byte * nbytes for per_byte in self.kinds) if nbytes else ()
 
@@ -182,7 +180,11 @@ class Host:
         coro, lane, name, priority = op.args
         self.met = True
         handle = Handle(name, lane)
-        child = handle._state = Child(self, coro, name, fiber.origin, priority)
+        if self.kinds and (codec := self.codec(name)):
+            child: Child = CodedChild(self, coro, name, fiber.origin, priority, codec)
+        else:
+            child = Child(self, coro, name, fiber.origin, priority)
+        handle._state = child
         self.lane(fiber.origin + lane).add(child)
         return handle
 
