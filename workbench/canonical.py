@@ -34,6 +34,21 @@ def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
     return found
 
 
+def prime(layout: Layout, optimizer: Any) -> None:
+    """Gives an optimizer that has never stepped the state that it would have: on a rank that did not train."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for place in layout.order:
+        place.param.grad = torch.zeros_like(place.param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def buffers(model: nn.Module) -> list[Tensor]:
     """The running statistics and the like that can be averaged."""
     return [b for b in model.buffers() if b.is_floating_point()]
@@ -57,5 +72,7 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def state_hash(layout: Layout) -> int:
-    """A hash of all trainable parameters."""
+    """A hash of all trainable parameters; 0 where they are sizes only."""
+    if any(w.is_meta for w in layout.weights.values()):
+        return 0
     return fingerprint(layout.weights.values())

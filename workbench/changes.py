@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workbench.canonical import buffers, flattened, optimizer_tensors, scatter_back
+from workbench.canonical import buffers, check_same, flattened, optimizer_tensors, prime, scatter_back, state_hash
 from workbench.compressors import Dense, ErrorFeedback
 from workbench.experiment import Experiment
 from workbench.ops import Rank
@@ -38,8 +38,8 @@ class Changing(Protocol):
     def mark(self, name: str, detail: dict[str, Any]) -> None: ...
     def switching(self, was: Experiment, wanted: Experiment) -> Any: ...
     async def leave(self, strategy: Any) -> None: ...
-    def enter(self, was: Any, strategy: Any) -> None: ...
-    async def agree(self, number: int | None, what: str) -> None: ...
+    def enter(self, was: Experiment, wanted: Experiment) -> None: ...
+    async def gather(self, number: int) -> list[int]: ...  # every rank's number, by rank
 
 
 async def apply(run: Changing, wanted: Experiment) -> None:
@@ -107,13 +107,13 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         else:
             await run.leave(was.strategy)
             if was.strategy.periodic:
-                await _share_optimizer(run)
+                await _share_optimizer(run, was)
         _drop_foreign_residual(run, was, wanted)
         set_compressor(run, was, wanted)
         if wanted.strategy.opaque:
             run.enter_opaque()
-        run.enter(was.strategy, wanted.strategy)
-        await run.agree(None, "after the switch the parameters")
+        run.enter(was, wanted)
+        check_same(await run.gather(state_hash(run.layout)), "after the switch the parameters")
 
 
 def _drop_foreign_residual(run: Changing, was: Experiment, wanted: Experiment) -> None:
@@ -127,17 +127,27 @@ def _drop_foreign_residual(run: Changing, was: Experiment, wanted: Experiment) -
         run.mark("residual", {"dropped": norm, "unit": was.strategy.exchanges})
 
 
-async def _share_optimizer(run: Changing) -> None:
-    """The mean of the ranks' optimizer states everywhere: diverged momenta would pull replicas apart again."""
-    if run.rank.size == 1:
+async def _share_optimizer(run: Changing, was: Experiment) -> None:
+    """The mean of the trainers' optimizer states everywhere: diverged momenta would pull replicas apart again."""
+    size = run.rank.size
+    if size == 1:
         return
+    trainers = sum(was.strategy.trains(r, size) for r in range(size))
+    numbers = await run.gather(sum(t.numel() for t in optimizer_tensors(run.layout, run.optimizer)))
+    if numbers[run.rank.index] < max(numbers):
+        prime(run.layout, run.optimizer)
     tensors = optimizer_tensors(run.layout, run.optimizer) + buffers(run.model)
-    flat = flattened(tensors).div_(run.rank.size)
-    await run.agree(flat.numel(), "sizes of the optimizer state")
+    check_same(await run.gather(sum(t.numel() for t in tensors)), "sizes of the optimizer state")
+    flat = flattened(tensors).mul_(run.rank.role == "trainer").div_(trainers)
     if flat.numel():
         await run.rank.all_reduce(flat, "sum", "optimizer state")
         with torch.no_grad():
             scatter_back(flat, tensors)
 
 
-__all__ = ["Changing", "apply", "flushed", "remembers", "set_compressor"]
+def in_step(e: Experiment) -> bool:
+    """Have all ranks a step in common, whether they meet in it or wait for neighbours or a server only?"""
+    return e.strategy.lockstep or e.strategy.heard(e.ranks) > 0
+
+
+__all__ = ["Changing", "apply", "flushed", "in_step", "needs_switch", "remembers", "set_compressor"]

@@ -70,7 +70,7 @@ class CollectorOfAny(_Plain):
 def test_messages_come_in_order_of_time_and_queue_at_the_receivers_port() -> None:
     run = simulate(paced(4, 1, strategy=CollectorOfAny(), faults=(Slow(rank=1, factor=1.5), Slow(rank=2, factor=1.1))))
     assert [samples(run, f"place {k}")[0] for k in range(3)] == [3, 2, 1]
-    assert samples(run, "clock")[0] == pytest.approx(15e-3 + 3 * 3.2e-3 - 1.8e-3, abs=2e-3)
+    assert samples(run, "clock")[0] == pytest.approx(10e-3 + 3 * 3.2e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,43 +101,37 @@ def test_a_background_runs_beside_the_steps_and_ends_with_them_on_all_ranks(chan
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneServes(_Plain):
-    """Rank 0 trains nothing: it answers until every trainer has said good-bye."""
+class LastServes(_Plain):
+    """The last rank trains nothing: it answers until nothing more can come."""
 
     lockstep: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
 
     def trains(self, index: int, size: int) -> bool:
-        return index > 0
+        return index < size - 1
 
     async def step(self, rank: Rank, state: Any) -> None:
         await self.train(rank)
-        await rank.send(_blank(10), 0, "push")
-        await rank.recv(_blank(10), 0, "pull")
-
-    async def leave(self, rank: Rank, state: Any) -> None:
-        if rank.index:
-            await rank.send(_blank(1), 0, "push")
+        await rank.send(_blank(10), rank.size - 1, "push")
+        await rank.recv(_blank(10), rank.size - 1, "pull")
 
     async def background(self, rank: Rank, state: Any) -> None:
-        left = rank.size - 1 if rank.index == 0 else 0
-        while left:
-            came = await rank.recv(None, kind="push")
-            if came is None:
-                return
-            data, source = came
-            if data.numel() == 1:
-                left -= 1
-            else:
-                await rank.send(_blank(10), source, "pull")
+        if rank.role == "server":
+            while (came := await rank.recv(None, kind="push")) is not None:
+                await rank.send(_blank(10), came[1], "pull")
 
 
 @pytest.mark.parametrize("changes", [(), (Change(3, "strategy", "DDP"),)])
-def test_a_server_answers_until_all_trainers_have_left(changes: tuple[Change, ...]) -> None:
-    run = simulate(paced(4, 6, strategy=OneServes(), faults=(Slow(rank=3, factor=3.0),)), changes=changes)
+def test_a_server_answers_until_all_trainers_are_done(changes: tuple[Change, ...]) -> None:
+    run = simulate(paced(4, 6, strategy=LastServes(), faults=(Slow(rank=2, factor=3.0),)), changes=changes)
     assert run.state == "done"
-    assert seconds(run, 1)[0] == pytest.approx(10e-3, rel=0.01) and seconds(run, 3)[0] == pytest.approx(30e-3, rel=0.01)
-    assert len(rows(run, "step", 0)) == (3 if changes else 0) and len(rows(run, "step", 2)) == 6
+    assert seconds(run, 1)[0] == pytest.approx(10e-3, rel=0.01) and seconds(run, 2)[0] == pytest.approx(30e-3, rel=0.01)
+    served = rows(run, "step", 3)
+    assert len(served) == (3 if changes else 0) and len(rows(run, "step", 0)) == 6
+    if changes:  # rank 0 called at its step 3; those behind go on with the step of the first
+        assert set(served.name) == {"DDP"} and served.step.tolist() == [3, 4, 5]
+        assert rows(run, "step", 2, "DDP").step.tolist() == [3, 4, 5]
+        assert len(rows(run, "step", 2, "LastServes")) < 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,15 @@ def rows(run: Run, lane: str, rank: int | None = None, name: str | None = None) 
 
 
 def comm(run: Run, rank: int) -> list[tuple[int, str, int]]:
-    """(step, name, nbytes) of a rank's collectives in order, as `Rows.comm` says it of the engine."""
+    """(step, name, nbytes) of a rank's collectives and messages, in the order in which they began."""
     found = rows(run, "comm", rank)
+    found = found[np.argsort(found.t0, kind="stable")]
     return list(zip(found.step.tolist(), found.name.tolist(), found.nbytes.tolist(), strict=True))
+
+
+def begun(record: Any) -> list[tuple[int, str, int]]:
+    """The same of what the engine recorded."""
+    return [(r[0], r[2], r[6]) for r in sorted(record, key=lambda r: r[4]) if r[1] == "comm"]
 
 
 def samples(run: Run, name: str, rank: int | None = None) -> np.ndarray:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from workbench.canonical import state_hash
-from workbench.engine.canonical import check_equal
+from workbench.changes import in_step
+from workbench.engine.canonical import all_equal
 from workbench.engine.opaque import unwrap, wrap
 from workbench.experiment import Experiment
 from workbench.fabric.load import pauses
@@ -36,16 +36,16 @@ class Turnable:
     async def leave(self: Any, strategy: Any) -> None:
         await strategy.leave(self.rank, self.state)
 
-    def enter(self: Any, was: Any, strategy: Any) -> None:
-        """`strategy` takes over; ranks that fell behind go on with the step of the first."""
-        if strategy.lockstep and not was.lockstep:
+    def enter(self: Any, was: Experiment, wanted: Experiment) -> None:
+        """Another strategy takes over; ranks that fell behind go on with the step of the first."""
+        if in_step(wanted) and not in_step(was):
             self.rank.step = self.meeting.latest
-        self.state = strategy.init(self.rank)
+        self.state = wanted.strategy.init(self.rank)
         self.meeting.enter()
 
-    async def agree(self: Any, number: int | None, what: str) -> None:
-        """Raises Disagreement unless all ranks have the same number (None: hash of the parameters)."""
-        check_equal(self.control, state_hash(self.layout) if number is None else number, what)
+    async def gather(self: Any, number: int) -> list[int]:
+        """Every rank's number, by rank."""
+        return all_equal(self.control, number)
 
     @contextmanager
     def switching(self: Any, was: Experiment, wanted: Experiment) -> Iterator[None]:

@@ -177,6 +177,10 @@ class Lane:
         else:
             self.busy = None
 
+    def unfinished(self) -> list[Child]:
+        """The child whose turn it is and those that wait."""
+        return [*([self.busy] if self.busy else []), *self.queue, *self.order.waiting(self)]
+
 
 class Order:
     """The order in which children of a lane begin on every rank, once one of them has a priority: rank 0's."""
@@ -200,6 +204,9 @@ class Order:
             self._ready[lane] = {lane.begun + i: child for i, child in enumerate(lane.queue)}
             lane.queue.clear()
         self.begun = list(range(max(lane.begun for lane in lanes)))
+
+    def waiting(self, lane: Lane) -> list[Child]:
+        return list(self._ready.get(lane, {}).values())
 
     def go(self, lane: Lane) -> None:
         """Begins the next child of a lane, if its turn has come."""

@@ -14,20 +14,10 @@ from workbench.fabric.load import SHARES, stretch
 from workbench.ops import Handle, Op, Rank, StrategyError
 from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.meeting import Meeting
+from workbench.sim.passing import Ended, Pass
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
-
-
-class Pass:
-    """A forward or backward that is handed out bucket by bucket."""
-
-    __slots__ = ("about", "began", "last", "next", "phase", "seconds", "shares")
-
-    def __init__(self, phase: str, began: float, seconds: float, shares: list[float], about: Any = None) -> None:
-        self.phase, self.began, self.seconds, self.shares, self.about = phase, began, seconds, shares, about
-        self.next = 0
-        self.last = began
 
 
 class Host:
@@ -42,6 +32,10 @@ class Host:
         self.met = False  # did this rank start a child in this step?
         self.sent = 0  # bytes so far
         self.leaving = False  # does the background have to end?
+        self.is_idle = False  # will the step not move on before a meeting?
+        self._steps_seen = 0  # by the background
+        self._steps = 0
+        self._resting: Fiber | None = None  # the background, until there is something new
         self.ended: Callable[[Fiber], None] = lambda fiber: None
         self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches
         meet = self._collective
@@ -119,7 +113,7 @@ class Host:
         """A pass has been handed out whole; it ends when its time is over."""
         now, end = self.clock.now, passing.began + passing.seconds
         if end > now + 1e-12:
-            self.clock.at(end, _Ended(self, fiber))
+            self.clock.at(end, Ended(self, fiber))
             return PARK
         fiber.passing = None
         self.span("compute", passing.phase, passing.began, passing.began, max(now, end), 0)
@@ -170,6 +164,10 @@ class Host:
         if found is None:
             found = self.lanes[name] = Lane(self, name)
         return found
+
+    def unfinished(self) -> list[Fiber]:
+        """Children that wait for their turn, or are in it."""
+        return [child for lane in self.lanes.values() for child in lane.unfinished()]
 
     def codec(self, name: str) -> tuple[float, ...]:
         """Seconds of each stretch of a compressor's own work on the bucket called `name`."""
@@ -225,9 +223,32 @@ class Host:
         return self.world.mail.recv(fiber, *op.args)
 
     def _again(self, fiber: Fiber, op: Op) -> Any:
+        """At most once per step: sooner there is nothing new."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
+        if self._steps == self._steps_seen and not self.is_idle:
+            self._resting = fiber
+            fiber.on = "the step to move on"
+            return PARK
+        self._steps_seen, fiber.step = self._steps, self.rank.step
         return self.world.ask_again(fiber)
+
+    def moved(self) -> None:
+        """The step has moved on."""
+        self._steps += 1
+        self._wake()
+
+    def idle(self) -> None:
+        """The step will not move on before a meeting."""
+        self.is_idle = True
+        self._wake()
+
+    def _wake(self) -> None:
+        resting, self._resting = self._resting, None
+        if resting is not None:
+            resting.on = None
+            self._steps_seen, resting.step = self._steps, self.rank.step
+            self.world.ask_again(resting)
 
     # -- the rest --
 
@@ -252,20 +273,6 @@ class Host:
         fiber.on = op.args[1]
         op.args[0](fiber)
         return PARK
-
-
-class _Ended:
-    """The end of a pass's time, at which its loop is left."""
-
-    __slots__ = ("fiber", "host")
-
-    def __init__(self, host: Host, fiber: Fiber) -> None:
-        self.host, self.fiber = host, fiber
-
-    def resume(self, _: Any) -> None:
-        passing, self.fiber.passing = self.fiber.passing, None
-        self.host.span("compute", passing.phase, passing.began, passing.began, self.host.clock.now, 0)
-        self.fiber.resume(END)
 
 
 async def _asked(op: Op) -> Any:

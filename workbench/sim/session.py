@@ -6,27 +6,22 @@ with the same kind of Op that a strategy uses.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench import changes
-from workbench.canonical import check_same, state_hash
 from workbench.experiment import Experiment
-from workbench.fabric.load import pauses
 from workbench.knobs import Change, KnobError, in_words, to_plain
 from workbench.ops import Op
-from workbench.sim.costs import Costs
+from workbench.sim.changes import Turnable, refused
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
-from workbench.sim.tensors import evaluated, mean_evaluated
+from workbench.sim.tensors import known_evaluated, mean_evaluated
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Session:
+class Session(Turnable):
     """A run as one virtual rank lives it. Part of it is what a change sees (workbench.changes.Changing)."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
@@ -53,19 +48,20 @@ class Session:
         self.mark("start", {"host": "simulated", "device": "sizes only" if self.body.layout.buckets[0].data.is_meta
                             else "cpu", "parameters": self.layout.numel, "nbytes": self.layout.nbytes})
         self.mark_buckets()
-        self.enter(self.experiment.strategy)
-        await self._evaluate()
-        self._say("running")
+        self.enter(None, self.experiment)
+        await self._evaluate(together=True)
+        self.say("running")
+        self._go_on()
         while True:
             await self._boundary()
-            if self.rank.step >= self.experiment.steps:
+            lockstep = self.experiment.strategy.lockstep
+            if self.world.over or (lockstep and self.rank.step >= self.experiment.steps):
                 break
             await self._step()
             if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
-                await self._evaluate()
-        if self.experiment.strategy.has_background:
-            await self.leave(self.experiment.strategy)
-        self._say("done")
+                await self._evaluate(together=self.experiment.strategy.lockstep)
+        await self.stop_background()
+        self.say("done")
 
     async def _step(self) -> None:
         host, strategy, clock = self.host, self.experiment.strategy, self.host.clock
@@ -90,6 +86,7 @@ class Session:
         if self.body.learn():
             self.mark_buckets()
         self.rank.step += 1
+        host.moved()
 
     async def _all_workers(self) -> None:
         """Every worker of this rank makes the step; it is over when all have."""
@@ -103,8 +100,85 @@ class Session:
             await Op("park", self._await, "its workers")
 
     async def _boundary(self) -> None:
-        while self.planned and self.planned[0].at_step <= self.rank.step:
-            await self._turn(self.planned.pop(0))
+        """Takes the changes that are due before the next step; ranks that go on apart come together for them."""
+        if self.apart:
+            if not await self._called():
+                return
+            await self._assemble()
+        for change in self._due():
+            await self._turn(change)
+        self._go_on()
+
+    def _due(self) -> list[Change]:
+        """The changes that act now; where ranks keep no common step, those that are due on rank 0."""
+        if changes.in_step(self.experiment):
+            due = sum(c.at_step <= self.rank.step for c in self.planned)
+        else:
+            due = self.world.due
+        taken, self.planned = self.planned[:due], self.planned[due:]
+        return taken
+
+    async def _called(self) -> bool:
+        """Is there a meeting now? Waits for one where this rank has nothing else to do. See the engine's meeting."""
+        world, strategy, step = self.world, self.experiment.strategy, self.rank.step
+        due = bool(self.planned) and self.planned[0].at_step <= step
+        if strategy.lockstep:
+            return due
+        idle = self.rank.role == "server" or step >= self.experiment.steps
+        heard = strategy.heard(self.rank.size)
+        if idle:
+            world.done.add(self.rank.index)
+            self.host.idle()
+            if len(world.done) == self.rank.size:
+                world.over = True
+                world.call(step)
+        if self.rank.index == 0 and due and world.meets < 0:
+            world.call(step + heard)
+        while True:
+            if world.meets >= 0 and (not heard or step == world.meets or idle):
+                self.rank.step = max(step, world.meets) if heard else step
+                return True
+            if not idle:
+                return False
+            await Op("park", world.listen, "a meeting or the end")
+
+    async def _assemble(self) -> None:
+        """Waits for all ranks, and for their backgrounds to end."""
+        world = self.world
+
+        def joint(steps: list[int]) -> list[None]:
+            world.latest, world.meets = max(steps), -1
+            world.done.clear()
+            world.due = sum(c.at_step <= steps[0] for c in self.planned)
+            return [None] * len(steps)
+
+        await Op("together", "meet between steps", self.rank.step, joint, 0.0)
+        await self.stop_background()
+        await self.gather(0)
+
+    async def stop_background(self) -> None:
+        self.host.idle()
+        self.host.leaving = True
+        if self.background is not None:
+            await Op("park", self._await, "its background")
+        self.host.leaving = False
+
+    def _go_on(self) -> None:
+        """The background begins, or begins again after a meeting."""
+        strategy = self.experiment.strategy
+        if self.background is not None or not strategy.has_background or self.world.over:
+            return
+        host = self.host
+        host.leaving = host.is_idle = False
+        self.background = Fiber(host, strategy.background(self.rank, self.state), "background", "background ")
+        self.background.lane = host.lane("background ")
+        host.clock.at(host.clock.now, self.background)
+
+    @property
+    def apart(self) -> bool:
+        """Do the ranks go on without meeting in every round?"""
+        strategy = self.experiment.strategy
+        return not strategy.lockstep or strategy.heard(self.rank.size) > 0
 
     async def _turn(self, change: Change) -> None:
         value = to_plain(change.value)
@@ -121,13 +195,14 @@ class Session:
         if self.rank.index == 0:
             self.mark("change", {**about, "text": f"{change.path} = {in_words(value)}"})
 
-    async def _evaluate(self) -> None:
-        """The held-out loss of the mean model, outside step time; with sizes only just the meeting."""
-        began = self.host.clock.now
-        if self.experiment.strategy.lockstep:
-            numbers, drift = await Op("together", "evaluate", self.body, self._mean, self._costs_of_evaluation())
+    async def _evaluate(self, together: bool) -> None:
+        """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
+        began, costs = self.host.clock.now, self.world.costs
+        if together:
+            lasts = costs.evaluate if costs else 0.0
+            numbers, drift = await Op("together", "evaluate", self.body, self._mean, lasts)
         else:
-            numbers, drift = self._alone()
+            numbers, drift = await self._known()
         record, step, now = self.world.record, self.rank.step, self.host.clock.now
         self.host.span("eval", "evaluate", began, began, now, 0)
         if self.world.real:
@@ -135,19 +210,16 @@ class Session:
         for name, value in numbers.items():
             record.sample(self.rank.index, step, "held_out" if name == "loss" else f"held_out:{name}", now, value)
 
-    def _costs_of_evaluation(self) -> float:
-        return self.world.costs.evaluate if self.world.costs else 0.0
-
     def _mean(self, bodies: list[Any]) -> list[Any]:
         if not self.world.real:
             return [({}, 0.0)] * len(bodies)
         numbers, drifts = mean_evaluated(bodies)
         return [(numbers if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
-    def _alone(self) -> tuple[dict[str, float], float]:
-        if not self.world.real or self.rank.index:
-            return {}, 0.0
-        return evaluated(self.body.learner.evaluate, self.body.model), 0.0
+    async def _known(self) -> tuple[dict[str, float], float]:
+        """As on the engine: rank 0 evaluates what its strategy knows, and nobody waits."""
+        known = await self.experiment.strategy.known(self.rank, self.state) or self.body.params()
+        return known_evaluated(self.body, known, self.rank.index == 0) if self.world.real else ({}, 0.0)
 
     def _await(self, fiber: Fiber) -> None:
         self._awaiting = fiber
@@ -162,107 +234,3 @@ class Session:
             waiting, self._awaiting = self._awaiting, None
             waiting.on = None
             waiting.resume(None)
-
-    # -- what a change reaches into --
-
-    @property
-    def experiment(self) -> Experiment:
-        return self.host.experiment
-
-    @experiment.setter
-    def experiment(self, wanted: Experiment) -> None:
-        self.host.experiment = wanted
-
-    @property
-    def layout(self) -> Any:
-        return self.body.layout
-
-    @property
-    def model(self) -> Any:
-        return self.body.model
-
-    @property
-    def optimizer(self) -> Any:
-        return self.body.optimizer
-
-    def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.index)
-
-    def choose_lane(self) -> None:
-        """Children run as on the engine's own thread; what their codec costs is looked up anew."""
-        costs = self.world.costs
-        self.host.kinds = costs.stretches(self.rank.compressor) if costs else ()
-
-    def restart_data(self) -> None:
-        self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
-
-    def rebucket(self, bucket_mb: float) -> None:
-        self.body.rebucket(bucket_mb)
-        self.mark_buckets()
-
-    async def leave(self, strategy: Any) -> None:
-        self.host.leaving = True
-        await strategy.leave(self.rank, self.state)
-        if self.background is not None:
-            await Op("park", self._await, "its background")
-        self.host.leaving = False
-
-    def enter(self, strategy: Any) -> None:
-        self.rank.role = "trainer" if strategy.trains(self.rank.index, self.rank.size) else "server"
-        self.state = strategy.init(self.rank)
-        if strategy.has_background:
-            self.background = Fiber(self.host, strategy.background(self.rank, self.state), "background", "background ")
-            self.background.lane = self.host.lane("background ")
-            self.host.clock.at(self.host.clock.now, self.background)
-
-    def enter_opaque(self) -> None:
-        raise AssertionError("refused before it starts")
-
-    leave_opaque = enter_opaque
-
-    @contextmanager
-    def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        began, sent = self.host.clock.now, self.host.sent
-        yield
-        name = type(wanted.strategy).__name__
-        self.host.span("switch", name, began, began, self.host.clock.now, self.host.sent - sent)
-
-    async def agree(self, number: int | None, what: str) -> None:
-        """Raises Disagreement unless all ranks have the same number (None: hash of the parameters)."""
-        if number is None:
-            number = state_hash(self.layout) if self.world.real else 0
-
-        def check(numbers: list[int]) -> list[None]:
-            check_same(numbers, what)
-            return [None] * len(numbers)
-
-        await Op("together", what, number, check, 0.0)
-
-    # -- saying --
-
-    def mark(self, name: str, detail: dict[str, Any]) -> None:
-        self.world.record.mark(self.rank.index, self.rank.step, name, self.host.clock.now, json.dumps(detail))
-
-    def mark_buckets(self) -> None:
-        if self.rank.index == 0:
-            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
-
-    def _say(self, phase: str) -> None:
-        if self.rank.index == 0:
-            self.mark("state", {"state": phase, "detail": ""})
-
-
-def refused(e: Experiment, costs: Costs | None) -> str | None:
-    """Why `e` cannot be simulated, in a sentence that says what would do; or None."""
-    name = type(e.strategy).__name__
-    if e.strategy.opaque:
-        return (
-            f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "
-            f"DDP, which sends the same bytes"
-        )
-    if not e.pace and costs is None:
-        return (
-            "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run) of a run that was recorded, "
-            "or an experiment with a pace in ms"
-        )
-    return None

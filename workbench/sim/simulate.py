@@ -13,9 +13,11 @@ import torch
 
 from workbench.experiment import Experiment
 from workbench.knobs import Change, KnobError
+from workbench.ops import StrategyError
 from workbench.run import Run
+from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
-from workbench.sim.session import Session, refused
+from workbench.sim.session import Session
 from workbench.sim.sizes import Outline, Sizes, outline
 from workbench.sim.tensors import Tensors
 from workbench.sim.world import World
@@ -48,7 +50,17 @@ def simulate(
     with _apart(real):
         world = World(experiment.ranks, costs, experiment.seed, planned, real)
         bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner)
-        world.run([Session(world, r, experiment, body) for r, body in enumerate(bodies)])
+        try:
+            world.run([Session(world, r, experiment, body) for r, body in enumerate(bodies)])
+        except (RuntimeError, NotImplementedError) as error:
+            if real or "meta" not in str(error):
+                raise
+            raise StrategyError(
+                f"sizes only: {experiment.strategy} or {experiment.compressor} looks at the values of a tensor, which "
+                f"only real ones have; simulate with real=True"
+            ) from error
+        finally:
+            world.close()
     return Run(experiment, timeline=world.record.timeline(), environment=_environment(real), name="simulated")
 
 

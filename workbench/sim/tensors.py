@@ -176,3 +176,19 @@ def evaluated(evaluate: Any, model: torch.nn.Module) -> dict[str, float]:
     model.train()
     numbers = dict(answer) if isinstance(answer, dict) else {"loss": answer}
     return {k: float(v) for k, v in numbers.items()}
+
+
+def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> tuple[dict[str, float], float]:
+    """(held-out numbers of the parameters in `known` if `evaluate`, this rank's RMS distance from them)."""
+    own = rank.layout.params()
+    squares = sum(float((k.data - o.data).float().square().sum()) for k, o in zip(known, own, strict=True))
+    drift = (squares / max(1, rank.layout.numel)) ** 0.5
+    if not evaluate:
+        return {}, drift
+    kept = [bucket.data.clone() for bucket in own]
+    for bucket, other in zip(own, [k.data.clone() for k in known], strict=True):
+        bucket.data.copy_(other)
+    numbers = evaluated(rank.learner.evaluate, rank.model)
+    for bucket, data in zip(own, kept, strict=True):
+        bucket.data.copy_(data)
+    return numbers, drift

@@ -25,11 +25,18 @@ class World:
         self.ports = Ports(size, costs, seed)
         self.mail = Mail(self)
         self.sessions: list[Any] = []
+        self.lives: list[Fiber] = []
+        self._hosts: list[Any] = []
         self.open: dict[str, dict[int, Meeting]] = {}  # collectives under way, by lane and number
         self.orders: dict[str, Order] = {}
         self.held: dict[int, dict[str, int]] = {}  # bytes of parameters that each rank holds, by bucket
         self._gathered: dict[str, dict[int, tuple[Fiber, Any]]] = {}
         self.ended = 0
+        self.over = False  # have all ranks done their steps?
+        self.done: set[int] = set()  # ranks that have nothing to do until the next meeting
+        self.latest = self.due = 0  # at the last meeting: the highest step, the planned changes due
+        self.meets = -1  # the step at which ranks that are apart meet next; -1: at none
+        self._listening: list[Fiber] = []
 
     @property
     def hosts(self) -> list[Any]:
@@ -39,7 +46,7 @@ class World:
         """Lets all ranks live; raises Deadlock when they wait for each other."""
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
-        self.lives = [Fiber(s.host, _counted(self, s.live()), "step") for s in sessions]
+        self.lives += [Fiber(s.host, _counted(self, s.live()), "step") for s in sessions]
         for fiber in self.lives:
             fiber.resume(None)
         self.clock.run()
@@ -47,6 +54,14 @@ class World:
             self.clock.run()
         if self.ended < self.size:
             raise Deadlock(told(self))
+
+    def close(self) -> None:
+        """Closes what has not run to its end, so that nothing is left over after a failure."""
+        for host in self._hosts:
+            for fiber in host.unfinished():
+                fiber.coro.close()
+        for fiber in self.lives:
+            fiber.coro.close()
 
     # -- meeting beside the network --
 
@@ -67,12 +82,24 @@ class World:
         return PARK
 
     def ask_again(self, fiber: Fiber) -> Any:
-        """True while no rank is about to leave: the same answer on every rank."""
-        def answer(leaving: list[Any]) -> list[bool]:
-            go_on = not any(host.leaving for host in self.hosts)
-            return [go_on] * self.size
+        """True while any rank's step goes on: the same answer on every rank."""
+
+        def answer(_: list[Any]) -> list[bool]:
+            return [not all(host.is_idle for host in self.hosts)] * self.size
 
         return self.together(fiber, "again", None, answer, self.ports.flag())
+
+    def listen(self, fiber: Fiber) -> None:
+        """A rank that has nothing to do waits for the next call."""
+        self._listening.append(fiber)
+
+    def call(self, step: int) -> None:
+        """Rank 0 calls all ranks together, at their step `step` where they have one in common."""
+        self.meets = step
+        listening, self._listening = self._listening, []
+        for fiber in listening:
+            fiber.on = None
+            self.clock.at(self.clock.now, fiber)
 
 
 async def _counted(world: World, life: Any) -> None:
