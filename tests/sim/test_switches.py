@@ -47,7 +47,7 @@ def test_each_strategy_runs_with_sizes_and_with_tensors_in_the_same_time(name: s
 def test_all_ordered_pairs_leave_equal_parameters_and_no_held_out_loss_behind(
     before: str, after: str, sessions: list[Session]
 ) -> None:
-    """With no learning to speak of around the switch, the canonical state's held-out loss is the same before and after."""
+    """With no learning to speak of around it, a switch leaves the canonical state's held-out loss as it was."""
     e = paced(4, 14, strategy=ALL[before](), faults=(Noisy(spread=0.5),), eval_every=1)
     still = [Change(5, "lr", 1e-9), Change(8, "strategy", after)]
     run = simulate(e, changes=still, real=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from workbench.sim.fiber import Fiber
+
 MANY = 8  # ranks that are listed one by one
 
 
@@ -35,10 +37,10 @@ def _others(world: Any) -> list[str]:
     """What the ranks do that are in no operation of the network."""
     found: dict[str, list[int]] = {}
     for session, life in zip(world.sessions, world.lives, strict=True):
-        on = life.on
+        on = life.on.on if isinstance(life.on, Fiber) else life.on
         if life.done:
             found.setdefault(f"finished all {session.rank.step} steps", []).append(session.rank.index)
-        elif on is not None and hasattr(on, "lane"):
+        elif on is not None and isinstance(on, Fiber):
             begun = "" if on.lane is None or on.lane.busy is on else ", which has not begun"
             where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
             found.setdefault(where, []).append(session.rank.index)

@@ -74,7 +74,7 @@ class Session(Turnable):
         if strategy.workers > 1:
             await self._all_workers()
         else:
-            await strategy.step(self.rank, self.state)
+            await Op("drive", strategy.step(self.rank, self.state))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
@@ -226,6 +226,8 @@ class Session(Turnable):
 
     def _ended(self, fiber: Fiber) -> None:
         """A worker or the background has returned."""
+        if fiber.waiter is not None:
+            return fiber.waiter.resume(None)
         if fiber is self.background:
             self.background = None
         elif fiber.origin.startswith("worker"):

@@ -61,6 +61,8 @@ class World:
             for fiber in host.unfinished():
                 fiber.coro.close()
         for fiber in self.lives:
+            if isinstance(fiber.on, Fiber):
+                fiber.on.coro.close()
             fiber.coro.close()
 
     # -- meeting beside the network --
