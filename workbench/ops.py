@@ -155,12 +155,12 @@ class Rank:
         """The parameters as a list of Buckets that view them: writing into `data` changes the model."""
         return Op("params")
 
-    def hold(self, bucket: Bucket, start: int = 0, stop: int | None = None) -> Op:
-        """From now on only elements [start, stop) of a parameter bucket are in memory here; all by default.
+    def hold(self, bucket: Bucket) -> Op:
+        """Keeps of a parameter bucket only these elements in memory: a shard's, or all again with the whole.
 
-        What was not held is undefined until it is written. Returns the Bucket as `params` would.
+        Returns the bucket with its data as it lies now; what was not held before is undefined until written.
         """
-        return Op("hold", bucket, start, stop)
+        return Op("hold", bucket)
 
     # collective; `x` is a flat tensor, changed in place where it says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:
