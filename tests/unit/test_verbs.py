@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.ranks import experiment, live
+from tests.ranks import batch, experiment, live, mse, net
 from workbench.ops import Bucket, Op, Part, Rank
 from workbench.strategies import DDP, Strategy
 
@@ -113,6 +113,41 @@ def test_a_batch_and_the_clock_can_be_asked_for() -> None:
     assert looked.record.losses() == plain.record.losses()
     assert LooksAtItsBatch.seen == sorted(set(LooksAtItsBatch.seen))
     assert len(LooksAtItsBatch.seen) == 3
+
+
+class TwoForwards(Strategy):
+    """Keeps two forwards open; their backwards come in the other order."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward(micro=0)
+        await rank.forward(micro=1)
+        for micro in (1, 0):
+            async for bucket in rank.backward(micro=micro):
+                self.seen.append(bucket.data.clone())
+        await rank.update()
+
+
+def test_a_backward_belongs_to_the_forward_of_its_micro_batch() -> None:
+    TwoForwards.seen.clear()
+    (session,) = live(experiment(1, 1, bucket_mb=1.0, strategy=TwoForwards()))
+    assert session.join(20)
+    assert session.error is None
+    second, both = TwoForwards.seen
+    for step, expected in ((1, second), (0, both - second)):
+        model = net()
+        mse(model, batch(0, step, 0)).backward()
+        grads = [p.grad.view(-1) for p in reversed(list(model.parameters())) if p.grad is not None]
+        torch.testing.assert_close(torch.cat(grads), expected)
+
+
+def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(lambda rank, params: rank.backward(micro=3)))
+    (session,) = live(experiment(1, 1, strategy=AsksForTooMuch()))
+    assert session.join(20)
+    assert session.error is not None
+    assert "backward of micro-batch 3 was asked for before its forward" in session.error["text"]
 
 
 def test_only_a_strategy_that_says_so_has_a_background() -> None:

@@ -51,7 +51,7 @@ class Host:
         self.met = False  # did all ranks meet in this step?
         self.op = ""  # what is being done now, for errors and for the status line
         self.losses: list[Tensor] = []
-        self._loss: Tensor | None = None
+        self._open: dict[int, Tensor] = {}  # losses whose backward has not been asked for, by micro-batch
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._tap = Tap(self)
         self._begun = False  # has backward emitted a first bucket?
@@ -155,7 +155,7 @@ class Host:
         loss = self.loss_of(self.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
-        self._loss = loss
+        self._open[micro] = loss
         self.losses.append(loss.detach())
         self.pace.reach(1.0)
         self.watch.span(self.rank.step, "forward", began)
@@ -168,9 +168,9 @@ class Host:
         self.op = "backward"
         if isinstance(grad, Tensor):
             raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
-        if self._loss is None:
-            raise StrategyError("backward was asked for before forward")
-        loss, self._loss = self._loss, None
+        loss = self._open.pop(micro, None)
+        if loss is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         began = self.watch.now()
         self.pace.begin("backward", self.rank.step)
         loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
