@@ -53,19 +53,27 @@ class Forward:
     """The forward pass: await it for the loss, or iterate to be asked before each bucket's layers are computed.
 
     Iterating hands out the parameters, bucket by bucket, in the order in which layers use them (the last bucket
-    first); the layers of a bucket run when the next one is asked for. The host sets `loss` at the end.
+    first); the layers of a bucket run when the next one is asked for. Awaited then, it computes what is left. The
+    host sets `loss` at the end.
     """
 
-    __slots__ = ("_begun", "loss", "micro", "x")
+    __slots__ = ("_begun", "_state", "loss", "micro", "x")
 
     def __init__(self, x: Any, micro: int) -> None:
         self.x = x
         self.micro = micro
         self.loss: Any = None
+        self._state: Any = None  # the host's own
         self._begun = False
 
     def __await__(self) -> Generator[Op, Any, Any]:
-        return (yield Op("forward", self.x, self.micro))
+        if not self._begun:
+            return (yield Op("forward", self.x, self.micro))
+        try:
+            while True:
+                yield Op("next_params", self)
+        except StopAsyncIteration:
+            return self.loss
 
     def __aiter__(self) -> Forward:
         return self

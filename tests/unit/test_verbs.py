@@ -41,6 +41,9 @@ def test_forward_is_awaited_whole_or_iterated_bucket_by_bucket() -> None:
         async for bucket in both:
             asked.append(bucket)
         asked.append(both.loss)
+        third = rank.forward()
+        asked.append(await anext(third))
+        asked.append(await third)
 
     coro = step()
     first = coro.send(None)
@@ -49,9 +52,12 @@ def test_forward_is_awaited_whole_or_iterated_bucket_by_bucket() -> None:
     assert begin.verb == "forward_buckets"
     assert coro.send("bucket 1").verb == "next_params"
     begin.args[0].loss = 7.0
+    begin = coro.throw(StopAsyncIteration())
+    assert coro.send("bucket 1").verb == "next_params", "what is left is computed"
+    begin.args[0].loss = 8.0
     with pytest.raises(StopIteration):
         coro.throw(StopAsyncIteration())
-    assert asked == ["bucket 1", 7.0]
+    assert asked == ["bucket 1", 7.0, "bucket 1", 8.0]
 
 
 class AsksForTooMuch(Strategy):

@@ -14,7 +14,7 @@ from workbench.fabric.load import SHARES, stretch
 from workbench.ops import Handle, Op, Rank, StrategyError
 from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.meeting import Meeting
-from workbench.sim.passing import Ended, Pass
+from workbench.sim.passing import Pass
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
@@ -62,7 +62,7 @@ class Host:
             lasts = max(lasts, costs.seconds(phase, self.index, step, e.seed))
         if e.fabric.faults:
             lasts *= stretch(e.fabric.faults, self.index, step, phase)
-        return lasts / self.size if e.strategy.staged else lasts
+        return lasts * self.body.share
 
     def _occupy(self, fiber: Fiber, seconds: float) -> float:
         """The device works for so long, from when it is free; returns when it begins."""
@@ -91,57 +91,65 @@ class Host:
 
     def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
         self.body.backward(*op.args, True)
-        lasts = self.seconds("backward")
-        passing = fiber.passing = Pass("backward", 0.0, lasts, self.body.cut.ready)
-        passing.began = passing.last = self._occupy(fiber, lasts)
+        fiber.passing = self._passing(fiber, "backward", self.body.cut.ready)
         return self._next_bucket(fiber, op)
 
     def _next_bucket(self, fiber: Fiber, op: Op) -> Any:
         """The next full bucket, at the time at which it is full."""
         passing: Pass = fiber.passing
-        index, now = passing.next, self.clock.now
+        index = passing.next
         if index == len(passing.shares):
             return self._over(fiber, passing)
         passing.next = index + 1
-        if not self.experiment.pace and now > passing.last:
-            passing.began += now - passing.last  # the strategy stood in the way of what is computed next
-        t = passing.last = max(now, passing.began + passing.seconds * passing.shares[index])
-        self.clock.at(t, fiber, self.body.full(index))
+        self.clock.at(self._reach(fiber, passing, passing.shares[index]), fiber, self.body.full(index))
         return PARK
 
-    def _over(self, fiber: Fiber, passing: Pass) -> Any:
-        """A pass has been handed out whole; it ends when its time is over."""
-        now, end = self.clock.now, passing.began + passing.seconds
-        if end > now + 1e-12:
-            self.clock.at(end, Ended(self, fiber))
-            return PARK
-        fiber.passing = None
-        self.span("compute", passing.phase, passing.began, passing.began, max(now, end), 0)
-        return END
-
     def _forward_buckets(self, fiber: Fiber, op: Op) -> Any:
-        lasts = self.seconds("forward")
-        passing = fiber.passing = Pass("forward", 0.0, lasts, self.body.cut.needed, op.args[0])
-        passing.began = passing.last = self._occupy(fiber, lasts)
+        (forward,) = op.args
+        forward._state = self._passing(fiber, "forward", self.body.cut.needed)
         return self._next_params(fiber, op)
 
     def _next_params(self, fiber: Fiber, op: Op) -> Any:
-        """The next bucket of parameters, just before its layers; waiting for it puts off all later ones."""
-        passing: Pass = fiber.passing
-        index, now = passing.next, self.clock.now
-        if now > passing.last:
-            passing.began += now - passing.last
-            self.free[fiber.origin] = passing.began + passing.seconds
+        """The next bucket of parameters, just before its layers are computed."""
+        (forward,) = op.args
+        passing: Pass | None = forward._state
+        if passing is None:
+            return END
+        index = passing.next
         if index == len(passing.shares):
-            if passing.about is not None:
-                passing.about.loss = self.body.forward(passing.about.x, passing.about.micro)
-                passing.about = None
-            passing.last = passing.began + passing.seconds
+            forward.loss, forward._state = self.body.forward(forward.x, forward.micro), None
             return self._over(fiber, passing)
         passing.next = index + 1
-        t = passing.last = max(now, passing.began + passing.seconds * passing.shares[index])
         params = self.body.params()
-        self.clock.at(t, fiber, params[len(params) - 1 - index])
+        self.clock.at(self._reach(fiber, passing, passing.shares[index]), fiber, params[len(params) - 1 - index])
+        return PARK
+
+    def _passing(self, fiber: Fiber, phase: str, shares: list[float]) -> Pass:
+        began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
+        return Pass(phase, began, self.seconds(phase), shares)
+
+    def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
+        """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""
+        free = max(self.clock.now, self.free.get(fiber.origin, 0.0))
+        if free > passing.last:
+            self._stretch(passing)
+            passing.began += free - passing.last
+            passing.since = free
+        passing.last = self.free[fiber.origin] = passing.began + passing.seconds * share
+        return passing.last
+
+    def _stretch(self, passing: Pass) -> None:
+        """Writes down what was computed without a break."""
+        if passing.last > passing.since:
+            self.span("compute", passing.phase, passing.since, passing.since, passing.last, 0)
+
+    def _over(self, fiber: Fiber, passing: Pass) -> Any:
+        """A pass has been handed out whole: its loop is left when its time is over."""
+        end = self._reach(fiber, passing, 1.0)
+        self._stretch(passing)
+        if end <= self.clock.now:
+            return END
+        self.clock.at(end, fiber, END)
         return PARK
 
     def _params(self, fiber: Fiber, op: Op) -> Any:
