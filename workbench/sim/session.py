@@ -187,6 +187,9 @@ class Session(Turnable):
             wanted = self.experiment.turn(change.path, change.value)
             if reason := refused(wanted, self.world.costs):
                 raise KnobError(reason)
+            if wanted.strategy.staged != self.experiment.strategy.staged:
+                raise KnobError(f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, "
+                                f"when a run begins; begin another run with it")
         except KnobError as reason:
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})

@@ -19,6 +19,7 @@ from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
 from workbench.sim.session import Session
 from workbench.sim.sizes import Outline, Sizes, outline
+from workbench.sim.stages import staged
 from workbench.sim.tensors import Tensors
 from workbench.sim.world import World
 from workbench.tasks import Learner
@@ -45,6 +46,9 @@ def simulate(
         raise KnobError(reason)
     if not experiment.steps:
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
+    if experiment.strategy.staged and real:
+        name = type(experiment.strategy).__name__
+        raise KnobError(f"strategy={name}: pipeline stages are simulated with sizes only; take real=False")
     learner = experiment.task.build()
     planned = sorted(changes, key=lambda c: c.at_step)
     with _apart(real):
@@ -70,6 +74,8 @@ def _environment(real: bool) -> dict[str, Any]:
 
 def _sizes(experiment: Experiment, learner: Learner) -> list[Any]:
     whole = Outline(experiment, learner)
+    if experiment.strategy.staged:
+        return staged(whole, experiment, learner)
     return [Sizes(whole, experiment.bucket_mb) for _ in range(experiment.ranks)]
 
 

@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.batches import Batches
 from workbench.experiment import Experiment
@@ -84,6 +84,7 @@ class Sizes:
     """What one rank computes with, as sizes only."""
 
     losses: tuple[()] = ()
+    share = 1.0  # of the model that this rank computes
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline, self._bucket_mb, self._learned = whole, bucket_mb, False
@@ -118,7 +119,6 @@ class Sizes:
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> Any:
         self.learning = self.learning or exchanged
-        return grad if isinstance(grad, Tensor) else None
 
     def full(self, index: int) -> Bucket:
         return self.cut.buckets[index]

@@ -22,6 +22,8 @@ from workbench.tasks import Learner
 class Tensors:
     """One rank's model, data and optimizer, seeded as on the engine."""
 
+    share = 1.0  # of the model that this rank computes
+
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
