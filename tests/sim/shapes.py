@@ -65,9 +65,8 @@ class Wavelet(Strategy):
         await rank.forward(micro=0)
         tock = rank.forward(micro=1)
         async for _ in rank.backward(share, micro=0):  # tick falls, bucket by bucket,
-            await anext(tock, None)  # while tock rises
-        async for _ in tock:
-            pass
+            await anext(tock)  # while tock rises to the next
+        await tock
         pending = []
         async for bucket in rank.backward(share, micro=1):  # now with the gradients of both
             exchange = rank.compressor.reduce(rank, bucket, rank.memory)
@@ -163,7 +162,7 @@ class OneFOneB(Strategy):
     2021, https://arxiv.org/abs/2104.04473
     """
 
-    micros: int = knob(8, 1, 256, unit="micro-batches", doc="m: parts of a step's batch that follow each other")
+    micros: int = knob(8, 1, 256, unit="micro-batches", doc="m: batches that follow each other in a step")
 
     lockstep: ClassVar[bool] = False
     staged: ClassVar[bool] = True
