@@ -27,6 +27,9 @@ class ByteScheduler(Strategy):
     2019, https://doi.org/10.1145/3341301.3359642
     """
 
+    exact: ClassVar[bool] = True
+    crosses: ClassVar[bool] = True
+
     def init(self, rank: Rank) -> dict[int, Handle]:
         return {}  # bucket -> its exchange, under way across the step's end
 
@@ -88,6 +91,7 @@ class ZeRO3(Strategy):
     """
 
     exact: ClassVar[bool] = True
+    crosses: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
     def init(self, rank: Rank) -> list[Bucket]:

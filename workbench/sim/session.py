@@ -83,7 +83,10 @@ class Session(Turnable):
             losses.clear()
         if self.flushing and host.met:
             changes.flushed(self)
-        if self.body.learn():
+        if self.body.to_learn:
+            if strategy.crosses:
+                await strategy.leave(self.rank, self.state)
+            self.body.learn()
             self.mark_buckets()
         self.rank.step += 1
         host.moved()

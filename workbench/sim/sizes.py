@@ -100,13 +100,15 @@ class Sizes:
         self._bucket_mb = bucket_mb
         self.cut = self._outline.cut(bucket_mb, self._learned)
 
-    def learn(self) -> bool:
-        """Takes the order of gradients over, once one backward has shown it; True if the buckets may differ now."""
-        if self._learned or not self.learning:
-            return False
+    @property
+    def to_learn(self) -> bool:
+        """Has a backward shown in which order gradients appear, for the first time?"""
+        return self.learning and not self._learned
+
+    def learn(self) -> None:
+        """Takes the order of gradients over; the buckets may differ from now on."""
         self._learned = True
         self.cut = self._outline.cut(self._bucket_mb, True)
-        return True
 
     def restart_data(self, batch: int, seed: int, step: int) -> None:
         pass

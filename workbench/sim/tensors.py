@@ -54,14 +54,17 @@ class Tensors:
         self.layout.rebucket(bucket_mb)
         self._cut()
 
-    def learn(self) -> bool:
-        """Takes the order of gradients over, once one backward has shown it; True if the buckets may differ now."""
-        if self._learned or self._arrival is None:
-            return False
+    @property
+    def to_learn(self) -> bool:
+        """Has a backward shown in which order gradients appear, for the first time?"""
+        return self._arrival is not None and not self._learned
+
+    def learn(self) -> None:
+        """Takes the order of gradients over; the buckets may differ from now on."""
+        assert self._arrival is not None
         self._learned = True
         self.layout.reorder(self._arrival)
         self._cut()
-        return True
 
     def restart_data(self, batch: int, seed: int, step: int) -> None:
         self.batches.restart(batch, seed, step)

@@ -23,6 +23,8 @@ class Strategy(Family):
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
     shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
+    crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `leave` settles them before
+                anything is changed, and before buckets are cut anew
     staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
 
     `lockstep` = False means asynchronous: ranks do not meet each step, and changes wait until all have drained.
@@ -37,6 +39,7 @@ class Strategy(Family):
     workers: ClassVar[int] = 1
     shared: ClassVar[bool] = False
     staged: ClassVar[bool] = False
+    crosses: ClassVar[bool] = False
 
     def trains(self, index: int, size: int) -> bool:
         """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
