@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.ranks import experiment, run, weights
+from tests.ranks import experiment, run, toy, weights
 from tests.sim.shapes import ByteScheduler, Wavelet
+from tests.sim.test_shapes import LAYER, LAYERS, data, deep, exchange
 from workbench import simulate
 from workbench.fabric import Fabric, Link
 from workbench.knobs import Change
@@ -88,3 +89,24 @@ def test_the_engine_settles_what_crosses_before_anything_changes() -> None:
     torch.testing.assert_close(weights(late[0]), weights(plain[0]), rtol=1e-6, atol=1e-7)
     assert torch.equal(weights(late[0]), weights(late[1]))
     assert LateByOne.left == [0, 3, 5, 8], "and once when the order of gradients is learned"
+
+
+class WaitsAtOnce(DDP):
+    """DDP that hides nothing: it waits for each bucket inside backward."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        async for bucket in rank.backward(1 / rank.size):
+            await rank.wait(await rank.start(rank.compressor.reduce(rank, bucket, rank.memory), name=bucket.name))
+        await rank.update()
+
+
+def test_who_waits_inside_backward_puts_the_rest_of_it_off_on_both_hosts() -> None:
+    layers = {"task": toy(model=deep, data=data, evaluate=None), "bucket_mb": LAYER / 1e6}
+    wanted = experiment(2, 4, strategy=WaitsAtOnce(), pace=30.0, fabric=exchange(10.0), **layers)
+    simulated = simulate(wanted).spans.query("lane == 'step' and rank == 0")
+    session = run(wanted)[0]
+    closed_form = 0.030 + LAYERS * 0.010
+    assert (simulated["t1"] - simulated["t0"]).to_list() == pytest.approx([closed_form] * 4)
+    lasted = [row[5] - row[4] for row in session.record if row[1] == "step"]
+    assert min(lasted) > closed_form - 1e-4

@@ -206,7 +206,9 @@ class Host:
         self.op = f"wait for {handle.name}"
         began = self.clock.now()
         value = self.lane.wait(handle)
-        self.record.span(self.rank.step, "wait", handle.name, began, began, self.clock.now(), 0)
+        now = self.clock.now()
+        self.pace.put_off(now - began)
+        self.record.span(self.rank.step, "wait", handle.name, began, began, now, 0)
         return value
 
     def _collective(self, op: Op) -> Any:

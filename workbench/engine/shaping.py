@@ -186,6 +186,10 @@ class Pace:
         self._stretch = stretch(self.faults, self.rank, step, phase)
         self._target = self.seconds * self.shares[phase] * share * self._stretch
 
+    def put_off(self, seconds: float) -> None:
+        """The strategy stood in the way for so long: nothing was computed meanwhile, so it does not count."""
+        self._began += seconds
+
     def reach(self, fraction: float) -> None:
         """`fraction` of the phase is computed: sleep until as much of its time is over."""
         if not self.active:
