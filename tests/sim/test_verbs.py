@@ -307,3 +307,20 @@ def test_values_are_there_with_real_tensors_and_missed_in_words_without() -> Non
     assert (samples(simulate(paced(2, 1, strategy=ReadsValues()), real=True), "norm") > 0).all()
     with pytest.raises(StrategyError, match="real=True"):
         simulate(paced(2, 1, strategy=ReadsValues()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TripsOver(_Plain):
+    """Fails on one rank, in one step."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await self.train(rank)
+        await rank.all_reduce(_blank(), "sum", "all")
+        if (rank.index, rank.step) == (1, 2):
+            raise ZeroDivisionError("oh")
+
+
+def test_an_error_says_on_which_rank_and_when() -> None:
+    with pytest.raises(ZeroDivisionError) as said:
+        simulate(paced(3, 4, strategy=TripsOver()))
+    assert said.value.__notes__ == [n for n in said.value.__notes__ if "virtual rank 1 in step 2, step, at 0.0" in n]

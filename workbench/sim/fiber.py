@@ -43,16 +43,26 @@ class Fiber:
         """Runs on with the answer to what it asked for."""
         coro, verbs = self.coro, self.host.verbs
         send = coro.send
-        while True:
-            try:
-                op = send(value) if value is not END else coro.throw(StopAsyncIteration())
-            except StopIteration as stop:
-                value = stop.value
-                break
-            value = verbs[op.verb](self, op)
-            if value is PARK:
-                return
+        try:
+            while True:
+                try:
+                    op = send(value) if value is not END else coro.throw(StopAsyncIteration())
+                except StopIteration as stop:
+                    value = stop.value
+                    break
+                value = verbs[op.verb](self, op)
+                if value is PARK:
+                    return
+        except Exception as error:
+            self.name_in(error)
+            raise
         self.end(value)
+
+    def name_in(self, error: Exception) -> None:
+        """Notes in an error where it happened, once."""
+        if not getattr(error, "__notes__", None):
+            rank, now = self.host.rank, self.host.clock.now
+            error.add_note(f"on virtual rank {rank.index} in step {rank.step}, {self.name}, at {now:.6f} s")
 
     def end(self, value: Any) -> None:
         """The coroutine has returned."""
@@ -99,16 +109,19 @@ class CodedChild(Child):
         self.op: Op | None = None
 
     def resume(self, value: Any) -> None:
-        if value is _PERFORM:
-            op, self.op = self.op, None
-            assert op is not None
-            value = self.host.verbs[op.verb](self, op)
-            if value is PARK:
-                return
         try:
+            if value is _PERFORM:
+                op, self.op = self.op, None
+                assert op is not None
+                value = self.host.verbs[op.verb](self, op)
+                if value is PARK:
+                    return
             self.op = self.coro.send(value)
         except StopIteration as stop:
             self._work(_Then(self.end, stop.value))
+        except Exception as error:
+            self.name_in(error)
+            raise
         else:
             self._work(_Then(self.resume, _PERFORM))
 

@@ -130,13 +130,15 @@ class Host:
 
     def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
         """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""
-        free = max(self.clock.now, self.free.get(fiber.origin, 0.0))
+        origin, free = fiber.origin, self.clock.now
+        if (until := self.free.get(origin, 0.0)) > free:
+            free = until
         if free > passing.last:
             self._stretch(passing)
             passing.began += free - passing.last
             passing.since = free
-        passing.last = self.free[fiber.origin] = passing.began + passing.seconds * share
-        return passing.last
+        last = passing.last = self.free[origin] = passing.began + passing.seconds * share
+        return last
 
     def _stretch(self, passing: Pass) -> None:
         """Writes down what was computed without a break."""
@@ -168,10 +170,9 @@ class Host:
     # -- communication --
 
     def lane(self, name: str) -> Lane:
-        found = self.lanes.get(name)
-        if found is None:
-            found = self.lanes[name] = Lane(self, name)
-        return found
+        if name not in self.lanes:
+            self.lanes[name] = Lane(self, name)
+        return self.lanes[name]
 
     def unfinished(self) -> list[Fiber]:
         """Children that wait for their turn, or are in it."""
@@ -191,7 +192,8 @@ class Host:
         else:
             child = Child(self, coro, name, fiber.origin, priority)
         handle._state = child
-        self.lane(fiber.origin + lane).add(child)
+        name = fiber.origin + lane if fiber.origin else lane
+        (self.lanes.get(name) or self.lane(name)).add(child)
         return handle
 
     def _wait(self, fiber: Fiber, op: Op) -> Any:

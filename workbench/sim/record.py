@@ -37,8 +37,10 @@ class Record:
         return found
 
     def span(self, rank: int, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
-        code = self.code
-        self._single.extend((rank, step, code(lane), code(name), asked, t0, t1, nbytes))
+        known, code = self._code, self.code
+        which = known[lane] if lane in known else code(lane)
+        what = known[name] if name in known else code(name)
+        self._single.extend((rank, step, which, what, asked, t0, t1, nbytes))
 
     def block(self, lane: str, name: str, steps: Sequence[int], asked: np.ndarray, t0: np.ndarray,
               t1: np.ndarray | float, nbytes: float) -> None:
