@@ -12,8 +12,8 @@ import torch
 
 from tests.ranks import batch, experiment, live, run, toy, weights
 from tests.unit.test_engine_apart import SLOW, over, until
-from workbench.compressors import TopK
 from workbench.canonical import state_hash
+from workbench.compressors import TopK
 from workbench.engine.session import Session
 from workbench.knobs import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD

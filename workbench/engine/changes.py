@@ -37,9 +37,7 @@ class Turnable:
         await strategy.leave(self.rank, self.state)
 
     def enter(self: Any, was: Experiment, wanted: Experiment) -> None:
-        """Another strategy takes over; ranks that fell behind go on with the step of the first."""
-        if in_step(wanted) and not in_step(was):
-            self.rank.step = self.meeting.latest
+        """Another strategy takes over."""
         self.state = wanted.strategy.init(self.rank)
         self.meeting.enter()
 
@@ -49,7 +47,9 @@ class Turnable:
 
     @contextmanager
     def switching(self: Any, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """A switch of strategy happens inside, and is recorded as one span."""
+        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        if not in_step(was):
+            self.rank.step = self.meeting.latest
         began, sent = self.clock.now(), self.lane.sent
         self.lane.step = self.rank.step
         self.host.op = f"switch from {was.strategy} to {wanted.strategy}"

@@ -71,10 +71,8 @@ class Turnable:
         await strategy.leave(self.rank, self.state)
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
-        """A strategy takes over; ranks that fell behind go on with the step of the first."""
+        """A strategy takes over."""
         strategy, size = wanted.strategy, self.rank.size
-        if was is not None and in_step(wanted) and not in_step(was):
-            self.rank.step = self.world.latest
         self.rank.role = "trainer" if strategy.trains(self.rank.index, size) else "server"
         serve = [r for r in range(size) if not strategy.trains(r, size)] if self.rank.index == 0 else []
         if serve:
@@ -89,6 +87,9 @@ class Turnable:
 
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
+        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        if not in_step(was):
+            self.rank.step = self.world.latest
         began, sent = self.host.clock.now, self.host.sent
         yield
         name = type(wanted.strategy).__name__
