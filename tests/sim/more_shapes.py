@@ -25,16 +25,15 @@ class Ask(IntEnum):
     LOOK_UP = 0
     PUSH = 1
     CENTRE = 2
-    LEAVE = 3
 
 
 class Shadowed:
-    """What a rank remembers: a server its tables and centres, a trainer whether it is being left."""
+    """What a rank remembers: a server its table and the centre by bucket, a trainer whether its shadow is idle."""
 
     def __init__(self) -> None:
         self.table = torch.Tensor()
         self.centre: dict[int, Tensor] = {}
-        self.leaving = False
+        self.idle = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,8 @@ class ShadowSync(Strategy):
         rows <- look_up(ids);  push(ids, gradient of rows)              each worker, each step
         centre <- (1-a) centre + a params;  params <- (1-a) params + a centre        the shadow, all the time
 
-    A batch is (ids, rest); the loss takes ((ids, rest), rows). No worker ever waits for the shadow.
+    A batch is (ids, rest); the loss takes ((ids, rest), rows). No worker ever waits for the shadow, which begins
+    another round when it is through with one and a step has been made since.
 
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477
@@ -86,12 +86,15 @@ class ShadowSync(Strategy):
             await rank.send(self._asked(Ask.PUSH, rank.worker, ids[its]), server, "ask")
             await rank.send(rows.grad[its], server, f"push {rank.worker}")
         await rank.update()
+        if state.idle:
+            state.idle = False
+            await rank.send(torch.zeros(1), rank.index, "stepped")
 
     async def background(self, rank: Rank, state: Shadowed) -> None:
         await (self._serve(rank, state) if rank.role == "server" else self._shadow(rank, state))
 
     async def _shadow(self, rank: Rank, state: Shadowed) -> None:
-        while not state.leaving:
+        while await rank.recv(None, rank.index, "stepped") is not None:
             for bucket in await rank.params():
                 server = bucket.index % self.servers
                 await rank.send(self._asked(Ask.CENTRE, bucket.index), server, "ask")
@@ -99,12 +102,10 @@ class ShadowSync(Strategy):
                 if (got := await rank.recv(None, server, f"centre {bucket.index}")) is None:
                     return
                 bucket.data.lerp_(got[0], self.alpha)
-        for server in range(self.servers):
-            await rank.send(self._asked(Ask.LEAVE), server, "ask")
+            state.idle = True
 
     async def _serve(self, rank: Rank, state: Shadowed) -> None:
-        trainers = rank.size - self.servers
-        while trainers and (got := await rank.recv(None, kind="ask")) is not None:
+        while (got := await rank.recv(None, kind="ask")) is not None:
             (what, which, *ids), source = got[0].tolist(), got[1]
             rows = torch.tensor(ids, dtype=torch.int64) // self.servers
             match what:
@@ -117,11 +118,11 @@ class ShadowSync(Strategy):
                     theirs, _ = await rank.recv(None, source, f"params {which}")
                     centre = state.centre.setdefault(which, theirs.clone()).lerp_(theirs, self.alpha)
                     await rank.send(centre, source, f"centre {which}")
-                case Ask.LEAVE:
-                    trainers -= 1
 
     async def leave(self, rank: Rank, state: Shadowed) -> None:
-        state.leaving = True  # the shadow ends its round, says so to the servers, and they end, too
+        for bucket in await rank.params():
+            bucket.data.mul_(rank.role == "trainer").div_(rank.size - self.servers)
+            await rank.all_reduce(bucket.data, "sum", bucket.name)
 
     def _asked(self, what: int, which: int = 0, ids: Tensor | None = None) -> Tensor:
         head = torch.tensor([what, which])
@@ -147,6 +148,9 @@ class DABMD(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
+    def heard(self, size: int) -> int:
+        return size // 2  # the word goes round the ring one rank per step
+
     async def step(self, rank: Rank, state: Any) -> None:
         deadline = await rank.clock() + self.window * 1e-3
         done = 0
@@ -160,6 +164,10 @@ class DABMD(Strategy):
         await rank.sample("batches", done)
         for _ in range(self.rounds):
             await self._average(rank)
+
+    async def leave(self, rank: Rank, state: Any) -> None:
+        for bucket in await rank.params():
+            await rank.all_reduce(bucket.data.div_(rank.size), "sum", bucket.name)
 
     async def _average(self, rank: Rank) -> None:
         neighbours = sorted({(rank.index - 1) % rank.size, (rank.index + 1) % rank.size} - {rank.index})

@@ -78,18 +78,22 @@ class Host:
         return PARK
 
     def _forward(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
         return self._compute(fiber, "forward", self.body.forward(*op.args))
 
     def _backward(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
         return self._compute(fiber, "backward", self.body.backward(*op.args, False))
 
     def _update(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
+        self.body.turn(fiber.origin)
         self.body.update(bucket)
         return self._compute(fiber, "update", None, share)
 
     def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
         self.body.backward(*op.args, True)
         fiber.passing = self._passing(fiber, "backward", self.body.cut.ready)
         return self._next_bucket(fiber, op)

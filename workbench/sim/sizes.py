@@ -116,6 +116,9 @@ class Sizes:
     def batch(self) -> Any:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
+    def turn(self, worker: str) -> None:
+        pass
+
     def forward(self, x: Any, micro: int) -> Any:
         return x
 

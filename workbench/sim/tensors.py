@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class Tensors:
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._dice = torch.get_rng_state()
         self.losses: list[float] = []
-        self._open: dict[int, Tensor] = {}  # losses whose backward is to come, by micro-batch
+        self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
+        self._worker = ""
+        self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
         self._learned = False
         self._cut()
@@ -77,17 +79,28 @@ class Tensors:
             loss = self.learner.loss(self.model, self.batches.next() if x is None else x)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
-        self._open[micro] = loss
+        self._open[self._worker, micro] = loss
         self.losses.append(float(loss.detach()))
         return loss.detach()
+
+    def turn(self, worker: str) -> None:
+        """What comes now is `worker`'s: parameters are common to all workers of a rank, gradients are not."""
+        if worker != self._worker:
+            params = [place.param for place in self.layout.order]
+            self._grads[self._worker] = [p.grad for p in params]
+            for p, grad in zip(params, self._grads.pop(worker, [None] * len(params)), strict=True):
+                p.grad = grad
+            self._worker = worker
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         """Gradients of a forward; if they are `exchanged` they go into the buckets."""
         if isinstance(grad, Tensor):
             raise StrategyError("pipeline stages are simulated with sizes only: real=False")
-        if micro not in self._open:
-            raise StrategyError("backward was asked for before forward")
-        loss = self._open.pop(micro)
+        loss = self._open.pop((self._worker, micro), None)
+        if loss is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        if exchanged and self._worker:
+            raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         learning = exchanged and self._arrival is None
         with self._own_dice(), torch.enable_grad():
             if learning:
@@ -119,7 +132,8 @@ class Tensors:
 
     def update(self, bucket: Bucket | None) -> None:
         if bucket is None:
-            self.optimizer.step()
+            with self._unnoticed():
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             return self.layout.let_go()
         names = {part.name for part in bucket.parts}
@@ -137,6 +151,11 @@ class Tensors:
 
     def params(self) -> list[Bucket]:
         return self.layout.params()
+
+    def _unnoticed(self) -> Any:
+        """A worker's update may fall between another's forward and backward, as without locks it does."""
+        params = tuple(place.param for place in self.layout.order)
+        return torch.autograd._unsafe_preserve_version_counter(params) if self._worker else nullcontext()
 
     @contextmanager
     def _own_dice(self) -> Iterator[None]:
