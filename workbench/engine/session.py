@@ -21,7 +21,7 @@ from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, pee
 from workbench.engine.evaluate import evaluate
 from workbench.engine.host import Host
 from workbench.engine.recorder import Recorder
-from workbench.engine.setup import set_up
+from workbench.engine.setup import able, set_up
 from workbench.engine.shaping import Clock, Naps
 from workbench.engine.ticket import Tickets
 from workbench.experiment import Experiment
@@ -224,7 +224,7 @@ class Session(Turnable):
     def _turn(self, what: dict[str, Any]) -> None:
         about = {k: what.get(k) for k in ("id", "path", "value", "requested_at")}
         try:
-            wanted = self.experiment.turn(what["path"], what["value"])
+            wanted = able(self.experiment.turn(what["path"], what["value"]))
         except KnobError as reason:
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})

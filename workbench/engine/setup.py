@@ -24,11 +24,26 @@ from workbench.engine.post import Post
 from workbench.engine.shaping import Board, Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
+from workbench.experiment import Experiment
+from workbench.knobs import KnobError
 from workbench.layout import Layout, signature
+
+
+def able(experiment: Experiment) -> Experiment:
+    """`experiment` if the engine performs what its strategy claims. Raises KnobError."""
+    strategy = experiment.strategy
+    if strategy.staged:
+        what = "every rank computes the whole model"
+    elif strategy.workers > 1 or strategy.shared:
+        what = "every rank has one worker with parameters of its own"
+    else:
+        return experiment
+    raise KnobError(f"strategy={type(strategy).__name__}: on the engine {what}; simulate it, or take another strategy")
 
 
 def set_up(run: Any) -> None:
     """Fills in what a Session needs to train; raises in words what cannot be trained."""
+    able(run.experiment)
     torch.set_num_threads(1)
     if run.device.startswith("cuda"):
         torch.cuda.set_device(run.device)
