@@ -138,7 +138,7 @@ class DABMD(Strategy):
     A round takes T plus the exchange, however slow one rank is. This is the Euclidean mirror map.
 
     Reference: Eshraghi and Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch
-    Mirror Descent", ICML 2020, https://proceedings.mlr.press/v119/eshraghi20a.html
+    Mirror Descent", ICML 2020, https://icml.cc/virtual/2020/poster/6727
     """
 
     window: float = knob(50.0, 0.1, 60000.0, unit="ms", log=True, doc="T: how long everyone computes in a round")

@@ -58,7 +58,7 @@ class Wavelet(Strategy):
     activations of tock take the place of those that tick's backward lets go.
 
     Reference: Wang et al., "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys 2021,
-    https://proceedings.mlsys.org/paper_files/paper/2021
+    https://proceedings.mlsys.org/paper_files/paper/2021/hash/099268c3121d49937a67a052c51f865d-Abstract.html
     """
 
     exact: ClassVar[bool] = True

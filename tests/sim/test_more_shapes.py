@@ -13,7 +13,7 @@ from tests.ranks import batch, experiment, mse, net, toy
 from tests.sim.more_shapes import DABMD, Hogwild, ShadowSync
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
-from workbench.knobs import Change
+from workbench.knobs import Change, KnobError
 
 LINK = Link(bandwidth=1000.0, latency=0.1)
 
@@ -66,6 +66,12 @@ def test_workers_add_to_one_vector_without_waiting_for_each_other() -> None:
             p -= 0.02 * (first + second)
         expected = float(mse(model, batch(1000, 0, 0, 64)))
     assert sampled(run, "held_out", 0)[-1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_real_tensors_of_several_ranks_are_not_shared_and_that_is_said() -> None:
+    with pytest.raises(KnobError, match="take ranks=1, or real=False"):
+        simulate(experiment(2, 1, strategy=Hogwild(), pace=10.0), real=True)
+    assert lasted(simulate(experiment(2, 1, strategy=Hogwild(), pace=10.0)), "step", 1) == pytest.approx([10e-3])
 
 
 # -- ShadowSync

@@ -114,13 +114,20 @@ class Turnable:
             self.mark("state", {"state": phase, "detail": ""})
 
 
-def refused(e: Experiment, costs: Costs | None) -> str | None:
+def refused(e: Experiment, costs: Costs | None, real: bool) -> str | None:
     """Why `e` cannot be simulated, in a sentence that says what would do; or None."""
     name = type(e.strategy).__name__
     if e.strategy.opaque:
         return (
             f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "
             f"DDP, which sends the same bytes"
+        )
+    if real and e.strategy.staged:
+        return f"strategy={name}: pipeline stages are simulated with sizes only; take real=False"
+    if real and e.strategy.shared and e.ranks > 1:
+        return (
+            f"strategy={name}: with real tensors the workers of one rank share its parameters, those of several do "
+            f"not; take ranks=1, or real=False"
         )
     if not e.pace and costs is None:
         return (

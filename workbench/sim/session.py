@@ -188,7 +188,7 @@ class Session(Turnable):
         about = {"id": f"planned {change.at_step}", "path": change.path, "value": value, "requested_at": None}
         try:
             wanted = self.experiment.turn(change.path, change.value)
-            if reason := refused(wanted, self.world.costs):
+            if reason := refused(wanted, self.world.costs, self.world.real):
                 raise KnobError(reason)
             if wanted.strategy.staged != self.experiment.strategy.staged:
                 raise KnobError(f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, "

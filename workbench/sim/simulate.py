@@ -42,13 +42,10 @@ def simulate(
     they ask for different things.
     """
     experiment = experiment.checked()
-    if reason := refused(experiment, costs):
+    if reason := refused(experiment, costs, real):
         raise KnobError(reason)
     if not experiment.steps:
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
-    if experiment.strategy.staged and real:
-        name = type(experiment.strategy).__name__
-        raise KnobError(f"strategy={name}: pipeline stages are simulated with sizes only; take real=False")
     learner = experiment.task.build()
     planned = sorted(changes, key=lambda c: c.at_step)
     with _apart(real):
