@@ -24,10 +24,14 @@ class Changing(Protocol):
     experiment: Experiment
     rank: Rank
     state: Any  # what the strategy remembers
-    layout: Any
-    model: Any
-    optimizer: Any  # None where there is nothing to optimize
     flushing: bool
+
+    @property
+    def layout(self) -> Any: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def optimizer(self) -> Any: ...
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None: ...
     def choose_lane(self) -> None: ...

@@ -48,8 +48,9 @@ class Turnable:
     @contextmanager
     def switching(self: Any, was: Experiment, wanted: Experiment) -> Iterator[None]:
         """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
-        if not in_step(was):
-            self.rank.step = self.meeting.latest
+        if in_step(was):
+            self.meeting.latest = self.rank.step
+        self.rank.step = self.meeting.latest
         began, sent = self.clock.now(), self.lane.sent
         self.lane.step = self.rank.step
         self.host.op = f"switch from {was.strategy} to {wanted.strategy}"

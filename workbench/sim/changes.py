@@ -88,8 +88,9 @@ class Turnable:
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
         """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
-        if not in_step(was):
-            self.rank.step = self.world.latest
+        if in_step(was):
+            self.world.latest = self.rank.step
+        self.rank.step = self.world.latest
         began, sent = self.host.clock.now, self.host.sent
         yield
         name = type(wanted.strategy).__name__

@@ -185,8 +185,8 @@ def mean_evaluated(ranks: list[Tensors]) -> tuple[dict[str, float], list[float]]
     for x, mean in zip(every[0], means, strict=True):
         x.data.copy_(mean)
     numbers = evaluated(evaluate, ranks[0].model)
-    for x, own in zip(every[0], kept, strict=True):
-        x.data.copy_(own)
+    for x, before in zip(every[0], kept, strict=True):
+        x.data.copy_(before)
     return numbers, drifts
 
 
