@@ -38,7 +38,7 @@ torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture $(if $(SEED),--seed $(SEED))
 
 tables: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.tables README.md
+	@$(BIN)/python -m tests.tables README.md docs/shapes.md
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/mypy

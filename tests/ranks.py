@@ -43,8 +43,8 @@ class Rows(list):
         pass
 
     def comm(self) -> list[tuple[int, str, int]]:
-        """(step, name, nbytes) of every collective in the order in which it ended."""
-        return [(r[0], r[2], r[6]) for r in self if r[1] == "comm"]
+        """(step, name, nbytes) of every collective and message in the order in which it was asked for."""
+        return [(r[0], r[2], r[6]) for r in sorted(self, key=lambda r: r[3]) if r[1] == "comm"]
 
     def losses(self) -> list[float]:
         return [v for _, name, _, v in self.samples if name == "loss"]

@@ -1,10 +1,12 @@
-"""The README's tables of strategies and compressors, written from the code: `python -m tests.tables README.md`.
+"""What pages copy from the code, written by `python -m tests.tables PAGE ...`.
 
-Text between `<!-- strategies -->` and `<!-- end -->` (and likewise for other families) is replaced.
+Text between `<!-- strategies -->` and `<!-- end -->` (and likewise for other families) becomes a table; between
+`<!-- code FILE NAME ... -->` and `<!-- end -->` the source of these classes and functions.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from workbench.knobs import Knob, describe
 from workbench.strategies import Strategy
 from workbench.tasks import TaskBase
 
+ROOT = Path(__file__).parent.parent
 FAMILIES: dict[str, tuple[type[Family], tuple[str, ...]]] = {
     "strategies": (Strategy, ("exact", "lockstep", "periodic")),
     "compressors": (Compressor, ("linear", "unbiased", "contraction")),
@@ -45,16 +48,33 @@ def word(k: Knob) -> str:
 
 
 def filled(text: str) -> str:
-    """`text` with every table between its markers as the code says now."""
+    """`text` with every table and every piece of code between its markers as the code says now."""
     for name in FAMILIES:
         now = f"<!-- {name} -->\n{table(name)}\n<!-- end -->"
         text = re.sub(f"<!-- {name} -->.*?<!-- end -->", lambda _, now=now: now, text, flags=re.S)
-    return text
+    return re.sub("<!-- code (\\S+) (.*?) -->.*?<!-- end -->", _shown, text, flags=re.S)
 
 
-def main(path: Path) -> None:
-    path.write_text(filled(path.read_text()))
+def code(path: str, names: list[str]) -> str:
+    """The source of these top-level classes and functions of a file, decorators and all."""
+    text = (ROOT / path).read_text()
+    lines, found = text.splitlines(), {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return "\n\n\n".join(found[name] for name in names)
+
+
+def _shown(match: re.Match[str]) -> str:
+    path, names = match.groups()
+    return f"<!-- code {path} {names} -->\n```python\n{code(path, names.split())}\n```\n<!-- end -->"
+
+
+def main(*pages: Path) -> None:
+    for page in pages:
+        page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -197,8 +197,8 @@ def agree(lab: Lab) -> None:
 
 def parameters() -> int:
     """Runs on an engine, beside its training thread."""
+    from workbench.canonical import state_hash
     from workbench.cluster import worker
-    from workbench.engine.canonical import state_hash
 
     return state_hash(worker._bench.session.layout)  # type: ignore[union-attr]
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from workbench.ops import Bucket, Memory, Rank
     from workbench.recipes import recipe
     from workbench.run import Run, RunError
-    from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP
+    from workbench.sim import Costs, Deadlock, simulate
+    from workbench.strategies import DDP, AsyncServer, Gossip, LocalSGD, ShadowMA, Strategy, TorchDDP
     from workbench.tasks import ByteGPT, Digits, Task
     from workbench.timeline import Mark, Sample, Span, Timeline
 
@@ -31,17 +32,18 @@ _HOMES = {
     "ops": ("Bucket", "Memory", "Rank"),
     "recipes": ("recipe",),
     "run": ("Run", "RunError"),
-    "strategies": ("DDP", "LocalSGD", "Strategy", "TorchDDP"),
+    "sim": ("Costs", "Deadlock", "simulate"),
+    "strategies": ("DDP", "AsyncServer", "Gossip", "LocalSGD", "ShadowMA", "Strategy", "TorchDDP"),
     "tasks": ("ByteGPT", "Digits", "Task"),
     "timeline": ("Mark", "Sample", "Span", "Timeline"),
 }
 
 __version__ = "0.1.0"
 __all__ = [
-    "DDP", "Bucket", "ByteGPT", "Cast", "Change", "Codec", "Compressor", "Dense", "Digits", "ErrorFeedback",
-    "Experiment", "Fabric", "Fault", "Freeze", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "Mark", "Memory",
-    "Noisy", "Rank", "Run", "RunError", "Sample", "Slow", "Span", "Strategy", "Task", "Timeline", "TopK",
-    "TorchDDP", "knob", "recipe",
+    "DDP", "AsyncServer", "Bucket", "ByteGPT", "Cast", "Change", "Codec", "Compressor", "Costs", "Deadlock", "Dense",
+    "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze", "Gossip", "Knob", "KnobError", "Lab",
+    "Link", "LocalSGD", "Mark", "Memory", "Noisy", "Rank", "Run", "RunError", "Sample", "ShadowMA", "Slow", "Span",
+    "Strategy", "Task", "Timeline", "TopK", "TorchDDP", "knob", "recipe", "simulate",
 ]  # fmt: skip
 
 

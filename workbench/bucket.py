@@ -24,17 +24,14 @@ class Bucket:
     to it is kept in a `Memory`, by place in the model, so it survives a change of bucket size.
     """
 
-    __slots__ = ("data", "index", "offset", "parts")
+    __slots__ = ("data", "index", "name", "offset", "parts")
 
     def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
         self.index = index
+        self.name = f"bucket {index}"
         self.data = data  # (n,) of one dtype; buckets never mix dtypes
         self.parts = parts
         self.offset = offset
-
-    @property
-    def name(self) -> str:
-        return f"bucket {self.index}"
 
     @property
     def nbytes(self) -> int:

@@ -45,6 +45,8 @@ class Experiment:
         good = checked(self)
         if reason := good.strategy.refuses(good.compressor):
             raise KnobError(reason)
+        if reason := good.strategy.refuses_size(good.ranks):
+            raise KnobError(reason)
         if reason := good.task.refuses(good.batch):
             raise KnobError(reason)
         for fault in good.fabric.faults:

@@ -15,7 +15,11 @@ from workbench.bucket import Bucket, Memory, Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank"]
+__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank", "StrategyError"]
+
+
+class StrategyError(RuntimeError):
+    """A strategy or compressor asked for something that cannot be."""
 
 
 class Op:
@@ -49,19 +53,27 @@ class Forward:
     """The forward pass: await it for the loss, or iterate to be asked before each bucket's layers are computed.
 
     Iterating hands out the parameters, bucket by bucket, in the order in which layers use them (the last bucket
-    first); the layers of a bucket run when the next one is asked for. The host sets `loss` at the end.
+    first); the layers of a bucket run when the next one is asked for. Awaited then, it computes what is left. The
+    host sets `loss` at the end.
     """
 
-    __slots__ = ("_begun", "loss", "micro", "x")
+    __slots__ = ("_begun", "_state", "loss", "micro", "x")
 
     def __init__(self, x: Any, micro: int) -> None:
         self.x = x
         self.micro = micro
         self.loss: Any = None
+        self._state: Any = None  # the host's own
         self._begun = False
 
     def __await__(self) -> Generator[Op, Any, Any]:
-        return (yield Op("forward", self.x, self.micro))
+        if not self._begun:
+            return (yield Op("forward", self.x, self.micro))
+        try:
+            while True:
+                yield Op("next_params", self)
+        except StopAsyncIteration:
+            return self.loss
 
     def __aiter__(self) -> Forward:
         return self
@@ -151,12 +163,12 @@ class Rank:
         """The parameters as a list of Buckets that view them: writing into `data` changes the model."""
         return Op("params")
 
-    def hold(self, bucket: Bucket, start: int = 0, stop: int | None = None) -> Op:
-        """From now on only elements [start, stop) of a parameter bucket are in memory here; all by default.
+    def hold(self, bucket: Bucket) -> Op:
+        """Keeps of a parameter bucket only these elements in memory: a shard's, or all again with the whole.
 
-        What was not held is undefined until it is written. Returns the Bucket as `params` would.
+        Returns the bucket with its data as it lies now; what was not held before is undefined until written.
         """
-        return Op("hold", bucket, start, stop)
+        return Op("hold", bucket)
 
     # collective; `x` is a flat tensor, changed in place where it says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:

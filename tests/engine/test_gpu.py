@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ranks import experiment, live, toy
-from workbench.engine.canonical import state_hash
+from workbench.canonical import state_hash
 from workbench.knobs import Change
 
 pytestmark = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import exchange, experiment, placed, run, shipped
+from workbench.canonical import state_hash
 from workbench.compressors import Codec, Compressor, ErrorFeedback, TopK
-from workbench.engine.canonical import state_hash
 from workbench.fabric import traffic
 from workbench.knobs import Change, KnobError, knobs
 from workbench.ops import Memory, Part

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import batch, experiment, mse, net, run, shipped, weights
+from workbench.canonical import state_hash
 from workbench.compressors import Compressor
-from workbench.engine.canonical import state_hash
 from workbench.fabric import traffic
 from workbench.knobs import Change, KnobError, knobs
 from workbench.strategies import Strategy
@@ -17,9 +17,14 @@ from workbench.strategies import Strategy
 ALL = shipped(Strategy)
 EXPECTED = {  # the claims each shipped member must carry
     "DDP": {"exact": True, "lockstep": True, "periodic": False, "opaque": False, "exchanges": "gradients"},
+    "AsyncServer": {"exact": False, "lockstep": False, "periodic": True, "opaque": False,
+                    "exchanges": "displacements"},
+    "Gossip": {"exact": False, "lockstep": True, "periodic": True, "opaque": False, "exchanges": "parameters"},
     "LocalSGD": {"exact": False, "lockstep": True, "periodic": True, "opaque": False, "exchanges": "displacements"},
+    "ShadowMA": {"exact": False, "lockstep": False, "periodic": True, "opaque": False, "exchanges": "parameters"},
     "TorchDDP": {"exact": True, "lockstep": True, "periodic": False, "opaque": True, "exchanges": "gradients"},
 }
+NEIGHBOURS = {"Gossip": 2}  # messages of a whole bucket that a rank sends per step on 4 ranks; others all-reduce
 every = pytest.mark.parametrize("name", ALL)
 
 
@@ -61,19 +66,20 @@ def test_exact_ones_equal_the_joined_batch(name: str, ranks: int) -> None:
         torch.testing.assert_close(weights(session), joined(ranks, 10), rtol=1e-5, atol=1e-6)
 
 
-@every
+@claiming("lockstep")
 def test_every_live_knob_changes_operations_or_parameters(name: str) -> None:
     for k in knobs(ALL[name]):
         if not k.live:
             continue
-        other = next(v for v in (k.low, 3, k.high) if v is not None and v != k.default)
-        plain = run(experiment(2, 12, strategy=ALL[name]()))[0]
-        turned = run(experiment(2, 12, strategy=ALL[name]()), Change(5, f"strategy.{k.name}", k.check(other)))[0]
+        other = next(v for v in (*(k.choices or ()), k.low, 3, k.high) if v is not None and v != k.default)
+        ranks = 4 if k.choices else 2  # any two ranks are neighbours in every graph
+        plain = run(experiment(ranks, 12, strategy=ALL[name]()))[0]
+        turned = run(experiment(ranks, 12, strategy=ALL[name]()), Change(5, f"strategy.{k.name}", k.check(other)))[0]
         same = plain.record.comm() == turned.record.comm() and torch.equal(weights(plain), weights(turned))
         assert not same, f"{k.name} from {k.default} to {other} changed nothing"
 
 
-@pytest.mark.parametrize("name", [n for n, cls in ALL.items() if not cls.opaque])
+@pytest.mark.parametrize("name", [n for n, cls in ALL.items() if cls.lockstep and not cls.opaque])
 def test_bytes_on_the_record_are_the_formula(name: str) -> None:
     session = run(experiment(4, 8, strategy=ALL[name]()))[0]
     sizes = [b.nbytes for b in session.layout.buckets]
@@ -82,7 +88,23 @@ def test_bytes_on_the_record_are_the_formula(name: str) -> None:
     rounds = set(per_bucket.values())
     assert len(rounds) == 1 or name == "DDP"
     sent = sum(n for step, _, n in session.record.comm() if step == 7)
-    assert sent == sum(traffic("all_reduce", n, 4)[0] for n in sizes)
+    assert sent == sum(NEIGHBOURS[name] * n if name in NEIGHBOURS else traffic("all_reduce", n, 4)[0] for n in sizes)
+
+
+@pytest.mark.parametrize("name", [n for n, cls in ALL.items() if not cls.lockstep])
+def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str) -> None:
+    for session in run(experiment(4, 8, strategy=ALL[name]())):
+        sizes = {b.name: b.nbytes for b in session.layout.buckets}
+        carried = Counter()
+        for _, what, sent in session.record.comm():
+            verb, bucket = what.split()[0], " ".join(what.split()[-2:])
+            if bucket in sizes:
+                assert sent == traffic(verb, sizes[bucket], 4)[0], what
+                carried[what] += 1
+            else:
+                assert sent <= 64, f"{what} is more than a heading"
+        assert carried, "nothing was exchanged"
+        assert len(set(carried.values())) <= 2, "every bucket travels equally often, but for the last round"
 
 
 @every

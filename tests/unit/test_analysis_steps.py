@@ -71,6 +71,14 @@ def test_a_collective_inside_an_evaluation_is_not_part_of_a_step() -> None:
     assert analysis.breakdown(tl, 0, 1).transferring.tolist() == [1.0, 1.0]
 
 
+def test_a_message_is_sent_by_one_rank_and_waited_for_by_no_other_sender() -> None:
+    tl = by_hand()
+    tl.spans.add([Span(r, 0, "comm", "send bucket 0", t, t, t + 0.5, 100) for r, t in ((0, 1.0), (1, 5.0))])
+    assert analysis.arrivals(tl, 0, 1).name.tolist() == ["all_reduce bucket 0"]
+    assert analysis.breakdown(tl, 0, 1).waiting.tolist() == [2.0, 0.0]
+    assert analysis.bytes_per_step(tl, 0, 1).tolist() == [[900, 900]]
+
+
 def test_the_same_collective_twice_in_a_step_is_told_apart() -> None:
     tl = Timeline()
     for rank in (0, 1):

@@ -11,12 +11,12 @@ import torch
 
 from tests.ranks import batch as examples
 from tests.ranks import experiment, live, mse, run, toy
+from workbench.canonical import optimizer_tensors
 from workbench.compressors import TopK
-from workbench.engine.canonical import optimizer_tensors
-from workbench.engine.layout import fingerprint
 from workbench.engine.session import Session
 from workbench.fabric import Freeze, Slow
 from workbench.knobs import Change
+from workbench.layout import fingerprint
 from workbench.strategies import LocalSGD
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.ranks import Net, batch, experiment, live, mse, net, run, toy, weights
-from workbench.engine.canonical import state_hash
+from workbench.canonical import state_hash
 from workbench.knobs import Change
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.engine.shaping import Shaper
+from workbench.engine.shaping import Port, Shaper
 from workbench.fabric import Fabric, Link
 
 
@@ -27,9 +27,9 @@ class HandClock:
 
 def shaper(late: float) -> Shaper:
     """Rank 0 of two on 8 Mbit/s: an all-reduce of 10,000 bytes takes 10 ms."""
-    made = Shaper(0, 2, HandClock(late), None, 0)
-    made.fabric = Fabric(link=Link(bandwidth=8))
-    return made
+    port = Port(0, 2, HandClock(late), 0)
+    port.fabric = Fabric(link=Link(bandwidth=8))
+    return Shaper(port, None)
 
 
 def operation(s: Shaper, asked: float, codec: float = 0.0, transfer: float = 1e-3) -> float:

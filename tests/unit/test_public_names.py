@@ -57,8 +57,9 @@ def test_opening_a_run_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_readmes_tables_are_current() -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/shapes.md"])
+def test_what_a_page_copies_from_the_code_is_current(page: str) -> None:
+    text = (ROOT / page).read_text()
     assert text == filled(text), "run: make tables"
 
 

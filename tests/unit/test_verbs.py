@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.ranks import experiment, live
+from tests.ranks import batch, experiment, live, mse, net
+from workbench.knobs import Change
 from workbench.ops import Bucket, Op, Part, Rank
 from workbench.strategies import DDP, Strategy
 
@@ -41,6 +42,9 @@ def test_forward_is_awaited_whole_or_iterated_bucket_by_bucket() -> None:
         async for bucket in both:
             asked.append(bucket)
         asked.append(both.loss)
+        third = rank.forward()
+        asked.append(await anext(third))
+        asked.append(await third)
 
     coro = step()
     first = coro.send(None)
@@ -49,9 +53,12 @@ def test_forward_is_awaited_whole_or_iterated_bucket_by_bucket() -> None:
     assert begin.verb == "forward_buckets"
     assert coro.send("bucket 1").verb == "next_params"
     begin.args[0].loss = 7.0
+    begin = coro.throw(StopAsyncIteration())
+    assert coro.send("bucket 1").verb == "next_params", "what is left is computed"
+    begin.args[0].loss = 8.0
     with pytest.raises(StopIteration):
         coro.throw(StopAsyncIteration())
-    assert asked == ["bucket 1", 7.0]
+    assert asked == ["bucket 1", 7.0, "bucket 1", 8.0]
 
 
 class AsksForTooMuch(Strategy):
@@ -75,7 +82,7 @@ async def _idle() -> None:
 
 REFUSED = [
     (_iterate, "cannot stop before each bucket's layers"),
-    (lambda rank, params: rank.hold(params[0], 0, 1), "keeps every parameter whole"),
+    (lambda rank, params: rank.hold(params[0].shard(0, 2)), "keeps every parameter whole"),
     (lambda rank, params: rank.update(params[0]), "updates the whole model at once"),
     (lambda rank, params: rank.start(_idle(), priority=1), "in the order of their start"),
     (lambda rank, params: rank.backward(torch.ones(3)), "runs no pipeline stages"),
@@ -113,6 +120,63 @@ def test_a_batch_and_the_clock_can_be_asked_for() -> None:
     assert looked.record.losses() == plain.record.losses()
     assert LooksAtItsBatch.seen == sorted(set(LooksAtItsBatch.seen))
     assert len(LooksAtItsBatch.seen) == 3
+
+
+class TwoForwards(Strategy):
+    """Keeps two forwards open; their backwards come in the other order."""
+
+    seen: ClassVar[list[torch.Tensor]] = []
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward(micro=0)
+        await rank.forward(micro=1)
+        for micro in (1, 0):
+            async for bucket in rank.backward(micro=micro):
+                self.seen.append(bucket.data.clone())
+        await rank.update()
+
+
+def test_a_backward_belongs_to_the_forward_of_its_micro_batch() -> None:
+    TwoForwards.seen.clear()
+    (session,) = live(experiment(1, 1, bucket_mb=1.0, strategy=TwoForwards()))
+    assert session.join(20)
+    assert session.error is None
+    second, both = TwoForwards.seen
+    for step, expected in ((1, second), (0, both - second)):
+        model = net()
+        mse(model, batch(0, step, 0)).backward()
+        grads = [p.grad.view(-1) for p in reversed(list(model.parameters())) if p.grad is not None]
+        torch.testing.assert_close(torch.cat(grads), expected)
+
+
+def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(lambda rank, params: rank.backward(micro=3)))
+    (session,) = live(experiment(1, 1, strategy=AsksForTooMuch()))
+    assert session.join(20)
+    assert session.error is not None
+    assert "backward of micro-batch 3 was asked for before its forward" in session.error["text"]
+
+
+@pytest.mark.parametrize(("claims", "words"), [
+    ({"staged": True}, "every rank computes the whole model"),
+    ({"workers": 2}, "every rank has one worker"),
+    ({"shared": True}, "with parameters of its own"),
+])  # fmt: skip
+def test_the_engine_refuses_claims_that_it_does_not_perform(
+    claims: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in claims.items():
+        monkeypatch.setattr(AsksForTooMuch, name, value)
+    (begun,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
+    assert begun.join(20)
+    assert begun.error is not None
+    assert words in begun.error["text"]
+    assert "simulate it" in begun.error["text"]
+    (turned,) = live(experiment(1, 3), (Change(1, "strategy", "AsksForTooMuch"),))
+    assert turned.join(20)
+    assert turned.phase == "done", "a refused change leaves the run as it is"
+    (refusal,) = turned.record.noted("refused")
+    assert words in refusal[3]
 
 
 def test_only_a_strategy_that_says_so_has_a_background() -> None:

@@ -62,9 +62,9 @@ def arrivals(tl: Timeline, first: int, stop: int) -> Arrivals:
 
 
 def lined_up(w: Window) -> Arrivals:
-    """As `arrivals`, for a window that is already cut out. Evaluations and hand-overs are left out."""
+    """As `arrivals`, for a window that is already cut out. Evaluations, hand-overs and messages are left out."""
     rows, ports = w.lane("comm"), w.lane("port")
-    rows, ports = rows[~w.outside(rows)], ports[~w.outside(ports)]
+    rows, ports = rows[~w.outside(rows) & ~_messages(rows)], ports[~w.outside(ports)]
     key, first, inverse = np.unique(_key(rows), return_index=True, return_inverse=True)
     c, p = len(key), len(w.ranks)
     where = inverse, w.column(rows.rank)
@@ -79,6 +79,13 @@ def lined_up(w: Window) -> Arrivals:
     found = Arrivals(w.ranks, rows.step[first], rows.name[first], asked, t0, t1, nbytes, port)
     order = np.argsort(found.last, kind="stable")
     return Arrivals(w.ranks, *(column[order] for column in found[1:]))
+
+
+def _messages(rows: Rows) -> np.ndarray:
+    """A mask over `rows`: messages from one rank to another, which nobody else takes part in."""
+    names = rows.coded("name")
+    kinds = np.array([str(text).startswith("send") for text in names.words.texts], bool)
+    return kinds[names.codes] if len(names) else np.zeros(0, bool)
 
 
 def against_others(values: np.ndarray) -> np.ndarray:

@@ -1,23 +1,16 @@
-"""The canonical state: one value of parameters, buffers and optimizer state, agreed on by all ranks.
-
-Every strategy leaves into it and enters from it, so a live switch needs no knowledge of the pair.
-"""
+"""How the engine's ranks come to agree on the canonical state: over the control wire."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from workbench.canonical import buffers, check_same
 from workbench.engine.collectives import Wire
-from workbench.engine.layout import Layout, fingerprint
-
-
-class Disagreement(RuntimeError):
-    """Ranks that should hold the same state do not."""
+from workbench.layout import Layout
 
 
 def all_equal(wire: Wire | None, number: int) -> list[int]:
@@ -32,10 +25,7 @@ def all_equal(wire: Wire | None, number: int) -> list[int]:
 
 def check_equal(wire: Wire | None, number: int, what: str) -> None:
     """Raises Disagreement naming the ranks whose `number` differs from rank 0's."""
-    numbers = all_equal(wire, number)
-    odd = [r for r, n in enumerate(numbers) if n != numbers[0]]
-    if odd:
-        raise Disagreement(f"{what} of rank {', '.join(map(str, odd))} differ from rank 0's")
+    check_same(all_equal(wire, number), what)
 
 
 def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None:
@@ -48,38 +38,6 @@ def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None
         if flat.numel():
             wire.wait(wire.broadcast(flat, 0))
             x.copy_(flat.view(x.shape))
-
-
-def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
-    """The optimizer's floating-point state in an order that is the same on all ranks."""
-    found = []
-    for place in layout.order:
-        slots = optimizer.state.get(place.param, {})
-        found += [slots[k] for k in sorted(slots) if isinstance(slots[k], Tensor) and slots[k].is_floating_point()]
-    return found
-
-
-def buffers(model: nn.Module) -> list[Tensor]:
-    """The running statistics and the like that can be averaged."""
-    return [b for b in model.buffers() if b.is_floating_point()]
-
-
-def flattened(tensors: list[Tensor]) -> Tensor:
-    """One fp32 vector of them all: a hand-over tensor by tensor takes ten times as long."""
-    return torch.cat([t.detach().reshape(-1).float() for t in tensors]) if tensors else torch.zeros(0)
-
-
-def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
-    """Writes what `flattened` made back into the tensors."""
-    at = 0
-    for t in tensors:
-        t.copy_(flat[at : at + t.numel()].view(t.shape))
-        at += t.numel()
-
-
-def state_hash(layout: Layout) -> int:
-    """A hash of all trainable parameters."""
-    return fingerprint(layout.weights.values())
 
 
 @contextmanager

@@ -1,153 +1,88 @@
-"""Applying a change between two steps, the same on every rank, and the hand-over of a change of strategy.
-
-Leaving brings every rank to the canonical state (one value of parameters and optimizer state), entering starts
-from it; so S strategies need 2 S adapters and not S squared. Afterwards a hash of the parameters must agree.
-"""
+"""What a change asks of the engine; what it consists of is in workbench/changes.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from workbench.compressors import Dense, ErrorFeedback
-from workbench.engine.canonical import buffers, check_equal, flattened, optimizer_tensors, scatter_back, state_hash
+from workbench.changes import in_step
+from workbench.engine.canonical import all_equal
 from workbench.engine.opaque import unwrap, wrap
 from workbench.experiment import Experiment
-from workbench.tasks import at_rate
+from workbench.fabric.load import pauses
 
 
-def apply(run: Any, wanted: Experiment) -> None:
-    """Makes `run` (a Session) go on as `wanted` says; the ranks stand at the same step boundary."""
-    was, run.experiment = run.experiment, wanted
-    set_fabric(run, was, wanted)
-    if wanted.lr != was.lr:
-        at_rate(run.host.optimizer, wanted.lr)
-        run.rank.lr = wanted.lr
-    if wanted.batch != was.batch:
-        run.restart_data()
-    if wanted.bucket_mb != was.bucket_mb:
-        run.layout.rebucket(wanted.bucket_mb)
-        run.mark_buckets()
-    if type(wanted.strategy) is not type(was.strategy):
-        switch(run, was, wanted)
-    elif wanted.compressor != was.compressor:
-        set_compressor(run, was, wanted)
-    elif wanted.strategy.opaque and (wanted.bucket_mb, wanted.fabric) != (was.bucket_mb, was.fabric):
-        leave_opaque(run)
-        enter_opaque(run)
-    choose_lane(run)
+class Turnable:
+    """The part of a Session that changes reach into."""
+
+    def set_fabric(self: Any, was: Experiment | None, wanted: Experiment) -> None:
+        """The Link, the pace and the faults; a fault that is new may stand its rank still."""
+        self.port.fabric = wanted.fabric
+        self.host.pace.seconds = wanted.pace * 1e-3
+        self.host.pace.faults = wanted.fabric.faults
+        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.index)
+
+    def choose_lane(self: Any) -> None:
+        """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
+        self.lane.eager = self.rank.compressor.immediate and not self.lane.shaper.active
+
+    def rebucket(self: Any, bucket_mb: float) -> None:
+        self.layout.rebucket(bucket_mb)
+        self.mark_buckets()
+
+    async def leave(self: Any, strategy: Any) -> None:
+        await strategy.leave(self.rank, self.state)
+
+    def enter(self: Any, was: Experiment, wanted: Experiment) -> None:
+        """Another strategy takes over."""
+        self.state = wanted.strategy.init(self.rank)
+        self.meeting.enter()
+
+    async def gather(self: Any, number: int) -> list[int]:
+        """Every rank's number, by rank."""
+        return all_equal(self.control, number)
+
+    @contextmanager
+    def switching(self: Any, was: Experiment, wanted: Experiment) -> Iterator[None]:
+        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        if in_step(was):
+            self.meeting.latest = self.rank.step
+        self.rank.step = self.meeting.latest
+        began, sent = self.clock.now(), self.lane.sent
+        self.lane.step = self.rank.step
+        self.host.op = f"switch from {was.strategy} to {wanted.strategy}"
+        yield
+        self.host.forget_hooks()
+        self.record.span(self.rank.step, "switch", type(wanted.strategy).__name__, began, began, self.clock.now(),
+                         self.lane.sent - sent)
+
+    def enter_opaque(self: Any) -> None:
+        """Wraps the model in torch's own DDP; on an emulated Link its buckets go over our lane."""
+        if self.rank.size == 1:
+            return
+        self.host.forget_hooks()
+        lane = self.lane if self.lane.shaper.active else None
+        self.host.module = wrap(self.host.model, self.data_wire, self.experiment.bucket_mb, lane)
+
+    def leave_opaque(self: Any) -> None:
+        if self.host.module is not self.host.model:
+            unwrap(self.host.module)
+            self.host.module = self.host.model
 
 
-def set_fabric(run: Any, was: Experiment | None, wanted: Experiment) -> None:
-    """The Link, the pace and the faults; a fault that is new may stand its rank still."""
-    run.lane.shaper.fabric = wanted.fabric
-    run.host.pace.seconds = wanted.pace * 1e-3
-    run.host.pace.faults = wanted.fabric.faults
-    old = list(was.fabric.faults) if was else []
-    for fault in wanted.fabric.faults:
-        if fault in old:
-            old.remove(fault)
-        elif seconds := fault.pause(run.rank.index):
-            run.pending_pause += seconds
-
-
-def choose_lane(run: Any) -> None:
-    """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
-    compressor = run.rank.compressor
-    run.lane.eager = compressor.immediate and not run.lane.shaper.active
-
-
-def set_compressor(run: Any, was: Experiment | None, wanted: Experiment) -> None:
-    """A residual that the new compressor would not feed back is sent once, uncompressed, and then gone."""
-    run.rank.compressor = wanted.compressor
-    run.flushing = False
-    if was is not None and has_residual(run) and not remembers(wanted.compressor):
-        run.rank.compressor = ErrorFeedback(of=Dense())
-        run.flushing = True
-
-
-def flushed(run: Any) -> None:
-    """The residual has been sent: the compressor that was asked for takes over."""
-    run.flushing = False
-    run.rank.memory.drop(ErrorFeedback.slot)
-    run.rank.compressor = run.experiment.compressor
-    choose_lane(run)
-
-
-def remembers(compressor: Any) -> bool:
-    """Does `compressor`, or what it wraps, feed a residual back?"""
-    while compressor is not None:
-        if isinstance(compressor, ErrorFeedback):
-            return True
-        compressor = getattr(compressor, "of", None)
-    return False
-
-
-def has_residual(run: Any) -> bool:
-    return ErrorFeedback.slot in run.rank.memory.slots
-
-
-def switch(run: Any, was: Experiment, wanted: Experiment) -> None:
-    """Leave, consolidate, enter, check. Its bytes cross the Link and it is one span of its own."""
-    began = run.clock.now()
-    run.host.op = f"switch from {was.strategy} to {wanted.strategy}"
-    sent = run.lane.sent
-    if was.strategy.opaque:
-        leave_opaque(run)
-    else:
-        run.host.drive(was.strategy.leave(run.rank, run.state))
-        if was.strategy.periodic:
-            share_optimizer(run)
-    drop_foreign_residual(run, was, wanted)
-    set_compressor(run, was, wanted)
+def adopt(run: Any, names: list[str]) -> None:
+    """Rank 0's order of gradients on all ranks, once, as torch's DDP rebuilds its buckets once."""
+    index = {p.name: i for i, p in enumerate(run.layout.order)}
+    order = torch.tensor([index[n] for n in names], dtype=torch.int64)
+    if run.control is not None:
+        if run.tickets.asked:
+            run.pocket = run.tickets.take()
+        run.control.wait(run.control.broadcast(order, 0))
+    if (strategy := run.experiment.strategy).crosses:
+        run.host.drive(strategy.leave(run.rank, run.state))
     run.host.forget_hooks()
-    if wanted.strategy.opaque:
-        enter_opaque(run)
-    run.state = wanted.strategy.init(run.rank)
-    check_equal(run.control, state_hash(run.layout), "after the switch the parameters")
-    run.record.span(run.rank.step, "switch", type(wanted.strategy).__name__, began, began, run.clock.now(),
-                    run.lane.sent - sent)
-
-
-def drop_foreign_residual(run: Any, was: Experiment, wanted: Experiment) -> None:
-    """A residual of gradients means nothing among displacements: it is dropped, and the record says how much."""
-    if has_residual(run) and was.strategy.exchanges != wanted.strategy.exchanges:
-        pieces = run.rank.memory.slots[ErrorFeedback.slot].values()
-        norm = sum(float(p.float().square().sum()) for p in pieces) ** 0.5
-        run.rank.memory.drop(ErrorFeedback.slot)
-        run.mark("residual", {"dropped": norm, "unit": was.strategy.exchanges})
-
-
-def share_optimizer(run: Any) -> None:
-    """The mean of the ranks' optimizer states everywhere: diverged momenta would pull replicas apart again."""
-    if run.rank.size == 1:
-        return
-    tensors = optimizer_tensors(run.layout, run.host.optimizer) + buffers(run.host.model)
-    check_equal(run.control, sum(t.numel() for t in tensors), "sizes of the optimizer state")
-    flat = flattened(tensors).div_(run.rank.size)
-    if flat.numel():
-        run.host.drive(_sum(run.rank, flat))
-        with torch.no_grad():
-            scatter_back(flat, tensors)
-
-
-async def _sum(rank: Any, flat: torch.Tensor) -> None:
-    await rank.all_reduce(flat, "sum", "optimizer state")
-
-
-def enter_opaque(run: Any) -> None:
-    """Wraps the model in torch's own DDP; on an emulated Link its buckets go over our lane."""
-    if run.rank.size == 1:
-        return
-    lane = run.lane if run.lane.shaper.active else None
-    run.host.module = wrap(run.host.model, run.data_wire, run.experiment.bucket_mb, lane)
-
-
-def leave_opaque(run: Any) -> None:
-    if run.host.module is not run.host.model:
-        unwrap(run.host.module)
-        run.host.module = run.host.model
-
-
-__all__ = ["apply", "choose_lane", "enter_opaque", "flushed", "set_compressor", "set_fabric", "switch"]
+    run.layout.reorder([run.layout.order[i].name for i in order.tolist()])
+    run.mark_buckets()

@@ -28,7 +28,7 @@ class Aborted(RuntimeError):
 def peer_left(error: BaseException) -> bool:
     """Whether `error` is what a rank meets whose peer has failed or was told to leave."""
     signs = ("onnection closed by peer", "onnection reset", "ead error", "rite error", "roken pipe", "pair closure")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in str(error) for sign in signs)
 
 
 class Leaving(threading.Event):
@@ -57,6 +57,7 @@ class Wire:
     def __init__(self, store: Any, rank: int, size: int, tag: str, leaving: Leaving, kind: str = "gloo",
                  loopback: bool = True, timeout: float = 600.0, precise: bool = False) -> None:
         self.rank, self.size, self.leaving, self.tag = rank, size, leaving, tag
+        self._torn = False
         before = _sockets()
         self.group = _group(dist.PrefixStore(tag, store), rank, size, kind, loopback, timeout, precise)
         self._fds = _sockets() - before if size > 1 else set()
@@ -100,6 +101,7 @@ class Wire:
 
         gloo's own abort frees nobody. Only connected sockets are shut: shutting the listener ends the process.
         """
+        self._torn = True
         for fd, inode in self._fds:
             try:
                 if os.fstat(fd).st_ino != inode:
@@ -111,8 +113,16 @@ class Wire:
                 continue
 
     def close(self) -> None:
-        self.group = None
+        """Gives the group back. One that was cut may miss that its sockets are gone (seen in gloo's waitSend), and
+        then ends only at its time limit: it does so on a thread that nobody waits for.
+        """
+        last, self.group = [self.group], None
         self._fds = set()
+        if not self._torn:
+            return last.clear()
+        thread = threading.Thread(target=last.clear, name=f"rank {self.rank} giving back {self.tag}", daemon=True)
+        thread.start()
+        thread.join(2.0)
 
 
 def _group(store: Any, rank: int, size: int, kind: str, loopback: bool, timeout: float, precise: bool) -> Any:

@@ -11,22 +11,24 @@ aside until backward has ended.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.lane import Lane, StrategyError
-from workbench.engine.layout import Layout
+from workbench.engine.lane import Lane
+from workbench.engine.post import Post
 from workbench.engine.shaping import Pace
 from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
-from workbench.ops import Bucket, Handle, Op, Rank
+from workbench.layout import Layout
+from workbench.ops import Bucket, Handle, Op, Rank, StrategyError
 
 Span = Callable[..., None]
 _INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params",
-           "clock"}
+           "clock", "send", "recv"}
 _NOT_YET = {
     "forward_buckets": "cannot stop before each bucket's layers: await `rank.forward()` whole, or simulate",
     "hold": "keeps every parameter whole on every rank: simulate a strategy that shards them",
@@ -37,17 +39,19 @@ class Host:
     """One rank: model, optimizer, layout and lane, and the performing of every verb."""
 
     def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
-                 lane: Lane, pace: Pace, watch: Watch) -> None:
+                 lane: Lane, post: Post, pace: Pace, watch: Watch) -> None:
         self.rank, self.model, self.loss_of, self.optimizer = rank, model, loss, optimizer
-        self.layout, self.lane, self.pace, self.watch = layout, lane, pace, watch
+        self.layout, self.lane, self.post, self.pace, self.watch = layout, lane, post, pace, watch
+        self.alone = threading.Lock()  # held while a coroutine of this rank runs, or the optimizer
         self.clock, self.record = watch.clock, watch.record
         self.module: Callable[..., Any] = model  # what forward calls: the model, or torch's wrapper around it
         self.batches: Callable[[], Any] = lambda: None
         self.before_update: Callable[[], None] = lambda: None
+        self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
         self.met = False  # did all ranks meet in this step?
         self.op = ""  # what is being done now, for errors and for the status line
         self.losses: list[Tensor] = []
-        self._loss: Tensor | None = None
+        self._open: dict[int, Tensor] = {}  # losses whose backward has not been asked for, by micro-batch
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._tap = Tap(self)
         self._begun = False  # has backward emitted a first bucket?
@@ -57,7 +61,7 @@ class Host:
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
-            "batch": lambda: self.batches(), "clock": self.clock.now,
+            "batch": lambda: self.batches(), "clock": self.clock.now, "send": post.send, "recv": self._recv,
         }
 
     # -- driving --
@@ -68,7 +72,8 @@ class Host:
         error: BaseException | None = None
         while True:
             try:
-                op = coro.throw(error) if error is not None else coro.send(value)
+                with self.alone:
+                    op = coro.throw(error) if error is not None else coro.send(value)
                 while op is not None and op.verb == "backward_buckets":
                     op = self._backward_out(coro, op)
             except StopIteration as stop:
@@ -102,7 +107,8 @@ class Host:
         if self._stash is not None:
             stash, self._stash = self._stash, None
             return stash
-        return coro.throw(StopAsyncIteration())
+        with self.alone:
+            return coro.throw(StopAsyncIteration())
 
     def hand_out(self, bucket: Bucket) -> None:
         """Resumes the strategy with a full bucket until it asks for the next one. Called inside autograd."""
@@ -112,7 +118,8 @@ class Host:
         value: Any = bucket
         try:
             while True:
-                op = self._coro.send(value)
+                with self.alone:
+                    op = self._coro.send(value)
                 if op.verb == "next_bucket":
                     return
                 if op.verb not in _INSIDE:
@@ -148,7 +155,7 @@ class Host:
         loss = self.loss_of(self.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
-        self._loss = loss
+        self._open[micro] = loss
         self.losses.append(loss.detach())
         self.pace.reach(1.0)
         self.watch.span(self.rank.step, "forward", began)
@@ -161,9 +168,9 @@ class Host:
         self.op = "backward"
         if isinstance(grad, Tensor):
             raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
-        if self._loss is None:
-            raise StrategyError("backward was asked for before forward")
-        loss, self._loss = self._loss, None
+        loss = self._open.pop(micro, None)
+        if loss is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         began = self.watch.now()
         self.pace.begin("backward", self.rank.step)
         loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
@@ -177,7 +184,8 @@ class Host:
         self.op = "update"
         began = self.watch.now()
         self.pace.begin("update", self.rank.step)
-        self.optimizer.step()
+        with self.alone:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()
         self.pace.reach(1.0)
@@ -198,7 +206,9 @@ class Host:
         self.op = f"wait for {handle.name}"
         began = self.clock.now()
         value = self.lane.wait(handle)
-        self.record.span(self.rank.step, "wait", handle.name, began, began, self.clock.now(), 0)
+        now = self.clock.now()
+        self.pace.put_off(now - began)
+        self.record.span(self.rank.step, "wait", handle.name, began, began, now, 0)
         return value
 
     def _collective(self, op: Op) -> Any:
@@ -206,6 +216,18 @@ class Host:
             return await op
 
         return self._wait(self._start(child(), "comm", str(op.args[-1] or op.verb)))
+
+    def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
+        self.op = f"recv {kind}".rstrip()
+        began, name = self.clock.now(), self.op
+
+        def over() -> bool:
+            self.still_well()
+            return False
+
+        got = self.post.recv(into, source, kind, over)
+        self.record.span(self.rank.step, "wait", name, began, began, self.clock.now(), 0)
+        return got
 
     def _sample(self, name: str, value: float) -> None:
         self.record.sample(self.rank.step, name, self.clock.now(), float(value))

@@ -17,13 +17,9 @@ from torch import Tensor
 from workbench.engine.collectives import Wire
 from workbench.engine.shaping import Clock, Shaper
 from workbench.fabric import traffic
-from workbench.ops import Handle, Op
+from workbench.ops import Handle, Op, StrategyError
 
 CODEC_FLOOR = 100e-6  # shorter stretches of a child's own work are not worth a span
-
-
-class StrategyError(RuntimeError):
-    """A strategy or compressor asked for something that cannot be."""
 
 
 class Job:
@@ -101,6 +97,8 @@ class Lane:
             self._jobs.put(None)
             self._thread.join(5)
             self._thread = None
+        if self.shaper.board is not None:
+            self.shaper.board.close()
 
     def _open(self) -> None:
         self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} {self.name}", daemon=True)

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from workbench.engine import changes
+from workbench import changes
+from workbench.engine.changes import Turnable, adopt
 from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, peer_left
-from workbench.engine.evaluate import held_out
+from workbench.engine.evaluate import evaluate
 from workbench.engine.host import Host
 from workbench.engine.recorder import Recorder
-from workbench.engine.setup import board_path, set_up
+from workbench.engine.setup import able, set_up
 from workbench.engine.shaping import Clock, Naps
 from workbench.engine.ticket import Tickets
 from workbench.experiment import Experiment
@@ -30,7 +29,7 @@ from workbench.knobs import Change, KnobError, in_words
 from workbench.ops import Rank
 
 
-class Session:
+class Session(Turnable):
     """A run as one rank lives it. Constructing costs nothing; `start` returns at once."""
 
     def __init__(
@@ -57,6 +56,8 @@ class Session:
         self.optimizer: Any = None
         self.host: Host | None = None
         self.wires: list[Wire] = []
+        self.boards: list[Path] = []  # files of this run that rank 0 removes at the end
+        self.meeting: Any = None
         self.where = store
         self.tickets: Tickets | None = None
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -85,8 +86,13 @@ class Session:
             self.stopping = True
             self._asked.set()
         self.leaving.set()
+        self._cut()
+
+    def _cut(self) -> None:
         for wire in self.wires:
             wire.cut()
+        if self.host is not None:
+            self.host.post.cut()
 
     def join(self, timeout: float | None = None) -> bool:
         self._thread.join(timeout)
@@ -122,17 +128,21 @@ class Session:
 
     def _train(self) -> None:
         self._cpu = time.process_time()
-        self._evaluate()
+        evaluate(self, together=True)
         self._say("running")
+        self.meeting.go_on()
         while True:
             self._boundary()
             if self.stopping:
                 return self._say("stopped")
-            if self.experiment.steps and self.rank.step >= self.experiment.steps:
+            if self.meeting.over or (self._at_last_step() and self.experiment.strategy.lockstep):
                 return self._say("done")
             self._step()
             if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
-                self._evaluate()
+                evaluate(self, together=self.experiment.strategy.lockstep)
+
+    def _at_last_step(self) -> bool:
+        return 0 < self.experiment.steps <= self.rank.step
 
     def _step(self) -> None:
         host, strategy = self.host, self.experiment.strategy
@@ -151,7 +161,7 @@ class Session:
         if self.flushing and host.met:
             changes.flushed(self)
         if (names := host.learned_order()) is not None:
-            self._adopt(names)
+            adopt(self, names)
         if host.met and not self.tickets.asked:
             self.tickets.ask()
         self.rank.step += 1
@@ -169,31 +179,22 @@ class Session:
         if self.host.met and not self.tickets.asked:
             self.tickets.ask()
 
-    def _adopt(self, names: list[str]) -> None:
-        """Rank 0's order of gradients on all ranks, once, as torch's DDP rebuilds its buckets once."""
-        index = {p.name: i for i, p in enumerate(self.layout.order)}
-        order = torch.tensor([index[n] for n in names], dtype=torch.int64)
-        if self.control is not None:
-            if self.tickets.asked:
-                self._pocket = self.tickets.take()
-            self.control.wait(self.control.broadcast(order, 0))
-        self.host.forget_hooks()
-        self.layout.reorder([self.layout.order[i].name for i in order.tolist()])
-        self.mark_buckets()
-
     # -- between steps --
 
-    _pocket: list[dict[str, Any]] | None = None
+    pocket: list[dict[str, Any]] | None = None
 
     def _boundary(self) -> None:
-        due = [c for c in self.planned if c.at_step <= self.rank.step]
-        self.planned = self.planned[len(due):]
-        for change in due:
+        apart = self.meeting.apart
+        if apart:
+            if not self.meeting.called():
+                return
+            self.meeting.assemble()
+        for change in self.meeting.take_planned():
             self._turn({"kind": "turn", "id": f"planned {change.at_step}", "path": change.path, "value": change.value})
-        if self._pocket is not None:
-            requests, self._pocket = self._pocket, None
+        if self.pocket is not None:
+            requests, self.pocket = self.pocket, None
             self._obey(requests)
-        elif self.tickets.asked or self.rank.step == 0 or self.control is None:
+        elif apart or self.tickets.asked or self.rank.step == 0 or self.control is None:
             if not self.tickets.asked:
                 self.tickets.ask()
             self._obey(self.tickets.take())
@@ -203,6 +204,8 @@ class Session:
                 self.tickets.ask(wait=0.5)
                 self._obey(self.tickets.take())
             self._say("stopping" if self.stopping else "running")
+        if apart or self.meeting.apart:
+            self.meeting.go_on()
 
     def _obey(self, requests: list[dict[str, Any]]) -> None:
         for what in requests:
@@ -221,24 +224,14 @@ class Session:
     def _turn(self, what: dict[str, Any]) -> None:
         about = {k: what.get(k) for k in ("id", "path", "value", "requested_at")}
         try:
-            wanted = self.experiment.turn(what["path"], what["value"])
+            wanted = able(self.experiment.turn(what["path"], what["value"]))
         except KnobError as reason:
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})
             return
-        changes.apply(self, wanted)
+        self.host.drive(changes.apply(self, wanted))
         if self.rank.index == 0:
             self.mark("change", {**about, "text": f"{what['path']} = {in_words(what['value'])}"})
-
-    def _evaluate(self) -> None:
-        began, step = self.clock.now(), self.rank.step
-        self.host.op = "evaluate"
-        numbers, drift = held_out(self.learner.evaluate, self.model, self.layout, self.control)
-        now = self.clock.now()
-        self.record.span(step, "eval", "evaluate", began, began, now, 0)
-        self.record.sample(step, "drift", now, drift)
-        for name, value in numbers.items():
-            self.record.sample(step, "held_out" if name == "loss" else f"held_out:{name}", now, value)
 
     def _not_finite(self, loss: float) -> None:
         self.mark("nan", {"loss": str(loss)})
@@ -275,8 +268,9 @@ class Session:
         error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
         self.mark("error", self.error)
         self._say("failed", self.error["text"])
-        for wire in self.wires:
-            wire.cut()
+        if self.meeting is not None:
+            self.meeting.retire()
+        self._cut()
 
     _cpu = 0.0
 
@@ -289,11 +283,16 @@ class Session:
     def _tear_down(self) -> None:
         if self.host is not None:
             self._count_cost()
+            self.leaving.set()  # whatever still waits beside this thread
+            if self.meeting is not None:
+                self.meeting.leave()
             self.host.forget_hooks()
-            changes.leave_opaque(self)
+            self.leave_opaque()
             self.lane.close()
+            self.host.post.close()
         for wire in self.wires:
             wire.close()
-        if self.rank.index == 0:
-            board_path(self).unlink(missing_ok=True)
+        self.store = None
+        for path in self.boards if self.rank.index == 0 else ():
+            path.unlink(missing_ok=True)
         self.record.close()

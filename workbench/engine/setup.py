@@ -6,55 +6,80 @@ import os
 import platform
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.engine import changes
-from workbench.engine.batches import Batches
+from workbench import changes
+from workbench.batches import Batches
 from workbench.engine.canonical import broadcast_model, check_equal
 from workbench.engine.clocks import agree_on_time
 from workbench.engine.collectives import Wire, connect_store
 from workbench.engine.host import Host
 from workbench.engine.lane import Lane
-from workbench.engine.layout import Layout, signature
-from workbench.engine.shaping import Board, Pace, Shaper
+from workbench.engine.meeting import Meeting
+from workbench.engine.post import Post
+from workbench.engine.shaping import Board, Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
+from workbench.experiment import Experiment
+from workbench.knobs import KnobError
+from workbench.layout import Layout, signature
+
+
+def able(experiment: Experiment) -> Experiment:
+    """`experiment` if the engine performs what its strategy claims. Raises KnobError."""
+    strategy = experiment.strategy
+    if strategy.staged:
+        what = "every rank computes the whole model"
+    elif strategy.workers > 1 or strategy.shared:
+        what = "every rank has one worker with parameters of its own"
+    else:
+        return experiment
+    raise KnobError(f"strategy={type(strategy).__name__}: on the engine {what}; simulate it, or take another strategy")
 
 
 def set_up(run: Any) -> None:
     """Fills in what a Session needs to train; raises in words what cannot be trained."""
+    able(run.experiment)
     torch.set_num_threads(1)
     if run.device.startswith("cuda"):
         torch.cuda.set_device(run.device)
-    local, doubt = _wires(run)
+    run.local, doubt = _wires(run)
     run.tickets = Tickets(run.control, run.rank.index, run.inbox)
     _model(run)
-    _host(run, local)
-    changes.set_fabric(run, None, run.experiment)
+    _host(run)
+    run.set_fabric(None, run.experiment)
     changes.set_compressor(run, None, run.experiment)
-    changes.choose_lane(run)
+    run.choose_lane()
     if run.experiment.strategy.opaque:
-        changes.enter_opaque(run)
+        run.enter_opaque()
     run.state = run.experiment.strategy.init(run.rank)
+    run.board = partial(board, run)
+    run.meeting = Meeting(run)
+    run.meeting.enter()
     run.mark("start", _environment(run, doubt))
     run.mark_buckets()
 
 
-def board_path(run: Any) -> Path:
-    """Where the ranks of this host post their arrivals."""
-    return Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}-{run.generation}.board"
+def board(run: Any, name: str = "") -> Board | None:
+    """Where the ranks of this host post their arrivals at the collectives of one wire; rank 0 removes it at the end."""
+    if not run.local or run.rank.size == 1:
+        return None
+    path = Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}-{run.generation}{name}.board"
+    run.boards.append(path)
+    return Board(path, run.rank.index, run.rank.size)
 
 
 def _wires(run: Any) -> tuple[bool, float]:
     """One wire for control and one for data; returns (all ranks on one host, error of this rank's clock)."""
     rank = run.rank
     if rank.size == 1:
-        run.control = run.data_wire = None
+        run.store = run.control = run.data_wire = None
         return True, 0.0
-    store = connect_store(*run.where, run.generation)
+    run.store = store = connect_store(*run.where, run.generation)
     rest = {"leaving": run.leaving, "loopback": run.loopback, "precise": run.experiment.precise}
     run.control = Wire(store, rank.index, rank.size, "control", **rest)
     run.data_wire = Wire(store, rank.index, rank.size, "data", kind=run.kind, **rest)
@@ -81,13 +106,16 @@ def _model(run: Any) -> None:
     run.restart_data()
 
 
-def _host(run: Any, local: bool) -> None:
+def _host(run: Any) -> None:
     rank = run.rank
-    board = Board(board_path(run), rank.index, rank.size) if local and rank.size > 1 else None
-    shaper = Shaper(rank.index, rank.size, run.naps, board, run.experiment.seed)
-    run.lane = Lane("comm", run.data_wire, run.clock, shaper, run.record.span, run.device)
-    run.host = Host(rank, run.model, run.learner.loss, run.optimizer, run.layout, run.lane,
+    run.port = Port(rank.index, rank.size, run.naps, run.experiment.seed)
+    run.post = Post(rank, run.store, run.where, run.generation, run.port, run.leaving, run.record.span,
+                    local=run.loopback)
+    run.post.step = lambda: run.lane.step
+    run.lane = Lane("comm", run.data_wire, run.clock, Shaper(run.port, board(run)), run.record.span, run.device)
+    run.host = Host(rank, run.model, run.learner.loss, run.optimizer, run.layout, run.lane, run.post,
                     Pace(rank.index, run.naps), watch(run.device, run.clock, run.record))
+    run.host.still_well = lambda: run.meeting.check()
     run.host.batches = run.batches.next
     run.host.before_update = run.before_update
 

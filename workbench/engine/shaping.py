@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from workbench.fabric import Fabric, traffic
+from workbench.fabric import Fabric
+from workbench.fabric.load import SHARES, choke, port_seconds, stretch
 
 RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
 
@@ -67,20 +69,68 @@ class Board:
         """The last arrival; call it once the operation itself has completed, so that all have posted."""
         return float(self._cells[number % RING].max())
 
+    def close(self) -> None:
+        """Gives the file's descriptor back."""
+        self._cells = np.zeros((RING, 1))
+        self._map.close()
+
+
+class Port:
+    """This rank's port on the emulated Link, shared by all its wires and messages: what is sent queues here.
+
+    In and out do not disturb each other (full duplex). A message leaves when the sender's port is free, and has
+    come once the receiver's has taken it in; both take as long as the slower of the two ports needs.
+    """
+
+    def __init__(self, rank: int, size: int, naps: Naps, seed: int) -> None:
+        self.rank, self.size, self.naps, self.seed = rank, size, naps, seed
+        self.fabric = Fabric()
+        self.free = 0.0  # when the port is free again to send
+        self._taken = 0.0  # and to take in
+        self._letters = 0
+        self._lock = threading.Lock()
+
+    @property
+    def active(self) -> bool:
+        return self.size > 1 and self.fabric.link.shaped
+
+    def now(self) -> float:
+        return self.naps.clock.now()
+
+    def post(self, nbytes: int) -> tuple[float, float, float]:
+        """A message goes out: (when it begins, seconds on a healthy port, when the port is free again)."""
+        now = self.now()
+        if not self.active:
+            return now, 0.0, now
+        with self._lock:
+            self._letters += 1
+            seconds = self.fabric.link.seconds(nbytes * (self.size if self.fabric.shared else 1), 1)
+            seconds *= self.fabric.link.noise(self.seed + self.rank, self._letters)
+            begun = max(now, self.free)
+            self.free = begun + seconds * choke(self.fabric.faults, self.rank)
+            return begun, seconds, self.free
+
+    def take(self, source: int, begun: float, seconds: float) -> float:
+        """A message comes in that began to be sent at `begun`: when it has come, on the Link."""
+        if not seconds:
+            return 0.0
+        with self._lock:
+            slower = max(choke(self.fabric.faults, source), choke(self.fabric.faults, self.rank))
+            self._taken = max(begun, self._taken) + seconds * slower
+            return self._taken
+
 
 class Shaper:
-    """This rank's port on the emulated Link. One operation at a time, in the order asked."""
+    """One wire's use of this rank's port. One collective at a time, in the order asked."""
 
-    def __init__(self, rank: int, size: int, naps: Naps, board: Board | None, seed: int) -> None:
-        self.rank, self.size, self.naps, self.board, self.seed = rank, size, naps, board, seed
-        self.fabric = Fabric()
-        self.free = 0.0  # when the port is free again
+    def __init__(self, port: Port, board: Board | None) -> None:
+        self.port, self.board, self.naps, self.size = port, board, port.naps, port.size
         self.number = 0
         self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
 
     @property
     def active(self) -> bool:
-        return self.size > 1 and self.fabric.link.shaped
+        return self.port.active
 
     def ready(self, arrived: float, asked: float) -> float:
         """Posts when this rank and its port are ready for the next operation, whose child was `asked` for then.
@@ -90,7 +140,7 @@ class Shaper:
         """
         self.number += 1
         arrived -= max(self._woke - max(asked, self._ended), 0.0)
-        ready = max(arrived, self.free)
+        ready = max(arrived, self.port.free)
         if self.board:
             self.board.post(self.number, ready)
         return ready
@@ -99,27 +149,20 @@ class Shaper:
         """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
         began = self.board.last(self.number) if self.board else last()
         mine, slowest = self.cost(verb, nbytes)
-        noise = self.fabric.link.noise(self.seed, self.number)
-        self.free = began + slowest * noise
-        self._ended = max(self.free, self.naps.clock.now())
-        self.naps.until(self.free)
+        noise = self.port.fabric.link.noise(self.port.seed, self.number)
+        end = began + slowest * noise
+        self.port.free = max(self.port.free, end)
+        self._ended = max(end, self.naps.clock.now())
+        self.naps.until(end)
         self._woke = self.naps.clock.now()
-        return began, began + mine * noise, self.free
+        return began, began + mine * noise, end
 
     def cost(self, verb: str, nbytes: int) -> tuple[float, float]:
         """Seconds that this rank's port, and the slowest port, would be busy."""
-        sent, messages = traffic(verb, nbytes, self.size)
-        if self.fabric.shared:
-            sent *= self.size
-        plain = self.fabric.link.seconds(sent, messages)
-        chokes = [self._choke(r) for r in range(self.size)]
-        return plain * chokes[self.rank], plain * max(chokes)
-
-    def _choke(self, rank: int) -> float:
-        factor = 1.0
-        for fault in self.fabric.faults:
-            factor *= fault.choke(rank)
-        return factor
+        fabric = self.port.fabric
+        plain = port_seconds(fabric, verb, nbytes, self.size)
+        chokes = [choke(fabric.faults, r) for r in range(self.size)]
+        return plain * chokes[self.port.rank], plain * max(chokes)
 
 
 class Pace:
@@ -129,7 +172,7 @@ class Pace:
     backward the slices end in proportion to the gradients that are ready.
     """
 
-    shares: ClassVar[dict[str, float]] = {"forward": 0.3, "backward": 0.6, "update": 0.1}
+    shares: ClassVar[dict[str, float]] = SHARES
 
     def __init__(self, rank: int, naps: Naps) -> None:
         self.rank, self.naps = rank, naps
@@ -148,10 +191,12 @@ class Pace:
         if not self.active:
             return
         self._phase, self._began, self._slept = phase, self.naps.clock.now(), 0.0
-        self._stretch = 1.0
-        for fault in self.faults:
-            self._stretch *= fault.stretch(self.rank, step, phase)
+        self._stretch = stretch(self.faults, self.rank, step, phase)
         self._target = self.seconds * self.shares[phase] * share * self._stretch
+
+    def put_off(self, seconds: float) -> None:
+        """The strategy stood in the way for so long: nothing was computed meanwhile, so it does not count."""
+        self._began += seconds
 
     def reach(self, fraction: float) -> None:
         """`fraction` of the phase is computed: sleep until as much of its time is over."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.engine.lane import StrategyError
+from workbench.ops import StrategyError
 
 _ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
 

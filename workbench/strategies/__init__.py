@@ -1,8 +1,11 @@
 """How ranks agree: one strategy per file, each a frozen dataclass with one coroutine."""
 
 from workbench.strategies._base import Strategy as Strategy
+from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.ddp import DDP as DDP
+from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
+from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
-__all__ = ["DDP", "LocalSGD", "Strategy", "TorchDDP"]
+__all__ = ["DDP", "AsyncServer", "Gossip", "LocalSGD", "ShadowMA", "Strategy", "TorchDDP"]

@@ -23,6 +23,8 @@ class Strategy(Family):
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
     shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
+    crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `leave` settles them before
+                anything is changed, and before buckets are cut anew
     staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
 
     `lockstep` = False means asynchronous: ranks do not meet each step, and changes wait until all have drained.
@@ -37,10 +39,19 @@ class Strategy(Family):
     workers: ClassVar[int] = 1
     shared: ClassVar[bool] = False
     staged: ClassVar[bool] = False
+    crosses: ClassVar[bool] = False
 
     def trains(self, index: int, size: int) -> bool:
         """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
         return True
+
+    def heard(self, size: int) -> int:
+        """Steps until every rank has heard, through messages, what rank 0 says; 0: they meet, or come when called.
+
+        For strategies whose ranks only wait for those they exchange messages with: all of them act on a change at
+        a step that rank 0 names, and each message tells it.
+        """
+        return 0
 
     def init(self, rank: Rank) -> Any:
         """What this strategy remembers between steps on one rank; None for nothing."""
@@ -53,8 +64,8 @@ class Strategy(Family):
     async def background(self, rank: Rank, state: Any) -> None:
         """A second coroutine beside `step`, with a thread and a wire of its own; it changes parameters by `params`.
 
-        Symmetric ones loop `while await rank.again()`; a server loops on `recv` and counts the messages that
-        trainers send in `leave`, so that nobody is left waiting.
+        Symmetric ones loop `while await rank.again()`, which comes round at most once per step; a server loops on
+        `recv` until it gets None. It ends when all steps stand still, before `leave` is asked, and begins again.
         """
 
     @property
@@ -64,6 +75,17 @@ class Strategy(Family):
 
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes what is under way, so that the mean of the ranks is the canonical state."""
+
+    async def known(self, rank: Rank, state: Any) -> Any:
+        """Where ranks keep no common step: the parameters that all agree on, as far as this rank knows, as Buckets.
+
+        It asks nobody, so that no rank waits when rank 0 evaluates; None for this rank's own.
+        """
+        return None
+
+    def refuses_size(self, size: int) -> str | None:
+        """Why it cannot run on `size` ranks, in a sentence that says what would do; or None."""
+        return None
 
     def refuses(self, compressor: Any) -> str | None:
         """Why `compressor` cannot work under this strategy, in a sentence that says what would; or None."""

@@ -1,0 +1,117 @@
+"""A deadline, shared memory, servers with workers and a shadow: what each is about, in the simulator."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import batch, experiment, mse, net, toy
+from tests.sim.more_shapes import DABMD, Hogwild, ShadowSync
+from workbench import simulate
+from workbench.fabric import Fabric, Link, Slow
+from workbench.knobs import Change, KnobError
+
+LINK = Link(bandwidth=1000.0, latency=0.1)
+
+
+def sampled(run: Any, name: str, rank: int) -> list[float]:
+    samples = run.samples
+    return samples[(samples["name"] == name) & (samples["rank"] == rank)].sort_values("t")["value"].to_list()
+
+
+def lasted(run: Any, lane: str, rank: int) -> list[float]:
+    spans = run.spans[(run.spans["lane"] == lane) & (run.spans["rank"] == rank)]
+    return (spans["t1"] - spans["t0"]).to_list()
+
+
+# -- DABMD: at pace 10 ms a batch takes 9 ms and the update 1 ms
+
+
+def test_everyone_computes_until_the_deadline_as_many_batches_as_it_can() -> None:
+    slow = Fabric(link=LINK, faults=(Slow(rank=1, factor=3.0),))
+    run = simulate(experiment(4, 5, strategy=DABMD(window=50.0), pace=10.0, fabric=slow))
+    assert [sampled(run, "batches", r) for r in range(4)] == [[6.0] * 5, [2.0] * 5, [6.0] * 5, [6.0] * 5]
+    healthy = simulate(experiment(4, 5, strategy=DABMD(window=50.0), pace=10.0, fabric=Fabric(link=LINK)))
+    assert max(lasted(run, "step", 0)) < 1.05 * max(lasted(healthy, "step", 0)), "a round is as long as without"
+
+
+def test_it_learns_and_is_left_by_all_at_one_step() -> None:
+    wanted = experiment(4, 24, strategy=DABMD(window=30.0), pace=10.0, fabric=Fabric(link=LINK), eval_every=20)
+    run = simulate(wanted, changes=(Change(8, "strategy", "DDP"),), real=True)
+    held_out = sampled(run, "held_out", 0)
+    assert held_out[-1] < 0.5 * held_out[0]
+    switches = run.spans[run.spans["lane"] == "switch"]
+    assert switches["step"].to_list() == [switches["step"].iloc[0]] * 4
+
+
+# -- Hogwild
+
+
+def test_workers_add_to_one_vector_without_waiting_for_each_other() -> None:
+    plain = toy(partial(torch.optim.SGD, lr=0.02))
+    run = simulate(experiment(1, 1, strategy=Hogwild(), pace=10.0, eval_every=1, task=plain), real=True)
+    assert lasted(run, "step", 0) == pytest.approx([10e-3]), "as long as one worker alone"
+    model = net()
+    grads: list[list[torch.Tensor]] = []
+    for step in range(2):  # both read what was there before either wrote
+        model.zero_grad()
+        mse(model, batch(0, step, 0)).backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    with torch.no_grad():
+        for p, first, second in zip(model.parameters(), *grads, strict=True):
+            p -= 0.02 * (first + second)
+        expected = float(mse(model, batch(1000, 0, 0, 64)))
+    assert sampled(run, "held_out", 0)[-1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_real_tensors_of_several_ranks_are_not_shared_and_that_is_said() -> None:
+    with pytest.raises(KnobError, match="take ranks=1, or real=False"):
+        simulate(experiment(2, 1, strategy=Hogwild(), pace=10.0), real=True)
+    assert lasted(simulate(experiment(2, 1, strategy=Hogwild(), pace=10.0)), "step", 1) == pytest.approx([10e-3])
+
+
+# -- ShadowSync
+
+
+def clicks(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each of twenty ids is worth has to be learned by its embedding."""
+    dice = torch.Generator().manual_seed(100 * seed + rank)
+    ids = [torch.randint(0, 20, (8,), generator=dice) for _ in range(32)]
+    return [(i, (i.float() / 10 - 1)[:, None]) for i in ids]
+
+
+def tower(model: nn.Module, x: Any) -> torch.Tensor:
+    (_, worth), rows = x
+    return nn.functional.mse_loss(model(rows), worth)
+
+
+def shadowed(steps: int = 30, servers: int = 2, wide: int = 16, **rest: Any) -> Any:
+    dense = partial(net, lambda: nn.Sequential(nn.Linear(4, wide), nn.Tanh(), nn.Linear(wide, 1)))
+    task = toy(model=dense, data=clicks, loss=tower, evaluate=None)
+    strategy = ShadowSync(servers=servers, rows=20, width=4)
+    rest = {"fabric": Fabric(link=LINK), **rest}
+    return simulate(experiment(4, steps, strategy=strategy, pace=10.0, task=task, lr=0.1, **rest), real=True)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_embeddings_on_servers_learn_with_two_workers_and_a_shadow(servers: int) -> None:
+    run = shadowed(servers=servers)
+    for rank in range(servers, 4):
+        losses = sampled(run, "loss", rank)
+        assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    trained = run.spans[run.spans["lane"] == "compute"]
+    assert set(trained["rank"]) == set(range(servers, 4)), "servers do not train"
+    assert len(trained[trained["name"] == "forward"]) == 2 * 30 * (4 - servers), "two workers"
+
+
+def test_the_shadow_averages_as_often_as_the_link_lets_it() -> None:
+    fast, slow = (shadowed(wide=10_000, fabric=Fabric(link=Link(bandwidth=b))) for b in (10_000.0, 100.0))
+    rounds = [
+        len(run.spans[(run.spans["rank"] == 2) & (run.spans["name"] == "send params 0")]) for run in (fast, slow)
+    ]
+    assert rounds[0] == 30, "one a step"
+    assert 3 < rounds[1] < 20, "less often, on a slow one"

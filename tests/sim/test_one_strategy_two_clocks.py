@@ -1,0 +1,81 @@
+"""The law of the two hosts: the same strategies ask the same operations, in the same order, with the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.ranks import experiment, run, shipped
+from tests.sim.virtual import begun, comm, rows, samples
+from workbench import simulate
+from workbench.compressors import Compressor
+from workbench.knobs import Change, KnobError, to_plain
+from workbench.strategies import DDP, LocalSGD, Strategy
+
+LOCKSTEP = {n: cls for n, cls in shipped(Strategy).items() if cls.lockstep and not cls.opaque}
+COMPRESSORS = shipped(Compressor)
+
+
+@pytest.mark.parametrize("name", LOCKSTEP)
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_both_hosts_are_asked_the_same_operations(name: str, compressor: str) -> None:
+    try:
+        e = experiment(3, 9, strategy=LOCKSTEP[name](), compressor=COMPRESSORS[compressor].usual(), eval_every=4)
+    except KnobError as refusal:
+        assert "use " in str(refusal)
+        return
+    sessions = run(e)
+    for real in (False, True):
+        simulated = simulate(e.turn("pace", 5.0), real=real)
+        for s in sessions:
+            assert comm(simulated, s.rank.index) == begun(s.record)
+
+
+@pytest.mark.parametrize(("strategy", "other"), [(DDP(), LocalSGD(every=3)), (LocalSGD(every=3), DDP(accumulate=2))])
+def test_and_across_every_kind_of_change(strategy: Strategy, other: Strategy) -> None:
+    changes = (
+        Change(3, "bucket_mb", 0.02), Change(4, "strategy", to_plain(other)),
+        Change(6, "compressor", {"TopK": {"density": 0.1}}), Change(8, "compressor", "Dense"),
+        Change(10, "strategy", to_plain(strategy)), Change(11, "lr", 0.01),
+    )  # fmt: skip
+    e = experiment(3, 14, strategy=strategy, eval_every=5)
+    sessions = run(e, *changes)
+    simulated = simulate(e.turn("pace", 5.0), changes=changes, real=True)
+    for s in sessions:
+        assert comm(simulated, s.rank.index) == begun(s.record)
+        np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4)
+    assert [m[1] for m in sessions[0].record.marks] == [
+        name for rank, name in zip(simulated.marks["rank"], simulated.marks["name"], strict=True) if rank == 0
+    ]
+
+
+@pytest.mark.parametrize("strategy", [DDP(), DDP(accumulate=2), LocalSGD(every=3)], ids=str)
+def test_with_real_tensors_losses_are_the_engines(strategy: Strategy) -> None:
+    e = experiment(4, 12, strategy=strategy, eval_every=4)
+    sessions = run(e)
+    simulated = simulate(e.turn("pace", 5.0), real=True)
+    for s in sessions:
+        np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5, atol=1e-6)
+    for name in ("held_out", "drift"):
+        engine = [v for _, n, _, v in sessions[0].record.samples if n == name]
+        np.testing.assert_allclose(samples(simulated, name, 0), engine, rtol=1e-5, atol=1e-6)
+
+
+def test_both_hosts_write_the_same_kinds_of_rows() -> None:
+    e = experiment(2, 6, strategy=DDP(), pace=5.0, eval_every=3).turn("fabric.link.bandwidth", 50.0)
+    (first, _) = run(e)
+    simulated = simulate(e, real=True)
+    engine = {(r[1], r[2]) for r in first.record if r[1] != "codec"}
+    found = rows(simulated, "step", 0), *(rows(simulated, k, 0) for k in ("compute", "comm", "port", "wait", "eval"))
+    assert {(str(k), str(n)) for r in found for k, n in zip(r.lane, r.name, strict=True)} == engine
+    assert {n for _, n, _, _ in first.record.samples} - {"cpu_process", "cpu_recording"} == set(
+        simulated.timeline.samples.rows().name
+    )
+
+
+def test_paced_on_a_link_both_hosts_take_about_the_same_time() -> None:
+    e = experiment(3, 10, strategy=DDP(), pace=60.0).turn("fabric.link.bandwidth", 5.0)
+    sessions = run(e)
+    engine = np.median([r[5] - r[4] for r in sessions[0].record if r[1] == "step"])
+    steps = rows(simulate(e), "step", 0)
+    assert engine == pytest.approx(float(np.median(steps.t1 - steps.t0)), rel=0.15)

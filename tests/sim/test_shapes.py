@@ -1,0 +1,193 @@
+"""The four hard shapes in the simulator, sizes only: that each does what its paper is about, with its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import experiment, toy
+from tests.sim.shapes import ByteScheduler, OneFOneB, Wavelet, ZeRO3
+from workbench import simulate
+from workbench.fabric import Fabric, Link
+from workbench.knobs import Change, KnobError
+from workbench.strategies import DDP
+
+LAYERS, WIDTH = 8, 64
+LAYER = 4 * WIDTH * WIDTH  # bytes of a layer, which is a bucket of its own
+PACE = 100.0  # ms: 30 forward, 60 backward, 10 update
+
+
+def deep() -> nn.Module:
+    """Equal layers, a bucket each."""
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+
+
+def data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One batch of four examples."""
+    return [(torch.ones(4, WIDTH), torch.zeros(4, WIDTH))]
+
+
+def exchange(ms: float, ranks: int = 2) -> Fabric:
+    """A Link on which the all-reduce of one bucket takes so long."""
+    return Fabric(link=Link(bandwidth=2 * (ranks - 1) / ranks * LAYER * 8e-6 / (ms * 1e-3)))
+
+
+def simulated(strategy: Any, ranks: int = 2, steps: int = 6, changes: tuple[Change, ...] = (), **rest: Any) -> Any:
+    """A simulated run, sizes only."""
+    rest = {"pace": PACE, "bucket_mb": LAYER / 1e6, "task": toy(model=deep, data=data), **rest}
+    return simulate(experiment(ranks, steps, strategy=strategy, **rest), changes=changes)
+
+
+def compute(run: Any, name: str, rank: int = 0) -> Any:
+    """The spans of one phase of compute on a rank, in order of time."""
+    spans = run.spans
+    return spans[(spans["rank"] == rank) & (spans["lane"] == "compute") & (spans["name"] == name)].sort_values("t0")
+
+
+def comm(run: Any, rank: int = 0) -> Any:
+    spans = run.spans
+    return spans[(spans["rank"] == rank) & (spans["lane"] == "comm")].sort_values("t0")
+
+
+def period(run: Any) -> float:
+    """Seconds between the begins of the last two steps' forwards on rank 0."""
+    begins = compute(run, "forward").groupby("step")["t0"].min().to_numpy()
+    return float(begins[-1] - begins[-2])
+
+
+# -- ByteScheduler
+
+
+def test_the_next_forward_begins_before_the_last_gradient_has_been_sent() -> None:
+    run = simulated(ByteScheduler(), fabric=exchange(20.0))
+    for step in range(2, 6):  # after the first, exchanges are settled once, for the order of gradients is learned
+        begins = float(compute(run, "forward").query(f"step == {step}")["t0"].min())
+        sent = float(comm(run)["t1"].to_numpy()[LAYERS * step - 1])
+        assert begins < sent
+
+
+def test_what_the_next_forward_needs_first_overtakes_what_has_not_begun() -> None:
+    order = comm(simulated(ByteScheduler(), fabric=exchange(20.0)))["name"].to_list()[:LAYERS]
+    # at 20 ms each: of those that are ready whenever the wire is free, the one whose layers come first
+    assert order == [f"all_reduce bucket {i}" for i in (0, 2, 5, 7, 6, 4, 3, 1)]
+
+
+@pytest.mark.parametrize("ms", [10.0, 20.0, 40.0])
+def test_it_is_faster_than_ddp_where_the_tail_is_exposed_and_never_below_the_bound(ms: float) -> None:
+    scheduled, plain = (period(simulated(s, fabric=exchange(ms))) for s in (ByteScheduler(), DDP()))
+    assert plain == pytest.approx((30 + 60 / LAYERS + LAYERS * ms + 10) * 1e-3, rel=1e-3)
+    assert scheduled < 0.97 * plain
+    assert scheduled >= max(PACE, LAYERS * ms) * 1e-3 - 1e-9
+
+
+def test_it_gains_nothing_where_the_exchange_is_hidden() -> None:
+    hidden = exchange(1.0)
+    assert period(simulated(ByteScheduler(), fabric=hidden)) == pytest.approx(PACE * 1e-3, rel=0.02)
+
+
+# -- Wavelet
+
+
+def test_the_two_waves_interleave_layer_by_layer() -> None:
+    run = simulated(Wavelet(), steps=2)
+    first = run.spans[(run.spans["rank"] == 0) & (run.spans["step"] == 0) & (run.spans["lane"] == "compute")]
+    names = first.sort_values("t0")["name"].to_list()
+    assert names[0] == "forward", "tick rises alone"
+    assert names[1 : 2 * LAYERS - 1] == ["backward", "forward"] * (LAYERS - 1)
+    assert names[2 * LAYERS - 1 :] == ["backward", "update"], "tock falls alone"
+    assert float((first["t1"] - first["t0"]).sum()) == pytest.approx((2 * 30 + 2 * 60 + 10) * 1e-3)
+
+
+def test_both_waves_travel_as_one_gradient() -> None:
+    wavelet, plain = (simulated(s, steps=3) for s in (Wavelet(), DDP(accumulate=2)))
+    assert comm(wavelet)["nbytes"].to_list() == comm(plain)["nbytes"].to_list()
+    assert period(wavelet) == pytest.approx(period(plain))
+
+
+# -- ZeRO-3
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zero_sends_three_halves_of_ddp_and_holds_one_share(ranks: int) -> None:
+    zero, plain = (simulated(s, ranks, 4) for s in (ZeRO3(), DDP()))
+    sent, usual = (comm(r).query("step == 2")["nbytes"].sum() for r in (zero, plain))
+    assert sent / usual == 1.5
+    held = zero.samples[zero.samples["name"] == "held"]
+    for rank in range(ranks):
+        mine = held[held["rank"] == rank].sort_values("t", kind="stable")
+        assert mine["value"].to_list()[-1] == LAYERS * LAYER / ranks, "between steps"
+        whole = 3  # at most: in use, used just now, and coming
+        peak = float(mine[mine["step"] > 1]["value"].max())
+        assert peak <= LAYERS * LAYER / ranks + whole * LAYER * (1 - 1 / ranks)
+
+
+def test_zero_gathers_ahead_so_that_a_fast_link_costs_it_little() -> None:
+    free, linked = (period(simulated(ZeRO3(), fabric=f)) for f in (Fabric(), exchange(1.0)))
+    assert free == pytest.approx((30 + 60 + 10 / 2) * 1e-3), "each of two ranks updates its half"
+    assert linked < free + 5e-3  # the first gathers of each pass and the last reduction cannot hide
+
+
+def test_uneven_buckets_are_gathered_whole() -> None:
+    uneven = simulated(ZeRO3(), 3, 3)
+    chunk = 4 * -(-WIDTH * WIDTH // 3)
+    assert set(comm(uneven)["nbytes"]) == {2 * chunk}
+
+
+# -- 1F1B
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 2), (8, 8), (1, 4)])
+def test_the_bubble_is_the_formula_and_few_are_in_flight(stages: int, micros: int) -> None:
+    run = simulated(OneFOneB(micros=micros), stages, 3)
+    step = run.spans[(run.spans["step"] == 1) & (run.spans["lane"] == "compute") & (run.spans["name"] != "update")]
+    makespan = float(step["t1"].max() - step["t0"].min())
+    busy = float((step["t1"] - step["t0"]).sum()) / stages
+    assert 1 - busy / makespan == pytest.approx((stages - 1) / (micros + stages - 1), abs=1e-9)
+    for rank in range(stages):
+        assert in_flight(step[step["rank"] == rank]) == min(micros, stages - rank)
+
+
+def in_flight(spans: Any) -> int:
+    """The most micro-batches whose forward had begun and whose backward had not ended."""
+    events = [(t, 1) for t in spans[spans["name"] == "forward"]["t0"]]
+    events += [(t, -1) for t in spans[spans["name"] == "backward"]["t1"]]
+    return int(np.cumsum([change for _, change in sorted(events)]).max())
+
+
+def test_stages_hand_on_activations_and_their_gradients() -> None:
+    stages, micros = 4, 3
+    run = simulated(OneFOneB(micros=micros), stages, 2)
+    assert set(comm(run)["nbytes"]) == {4 * 4 * WIDTH}, "four examples of one layer's width"
+    for rank in range(stages):
+        sent = comm(run, rank).query("step == 1")["name"].to_list()
+        kinds = ["activation"] * (rank < stages - 1) + ["gradient"] * (rank > 0)
+        assert sorted(sent) == sorted(f"send {kind}" for kind in kinds * micros)
+
+
+def test_a_staged_strategy_needs_as_many_parts_as_ranks() -> None:
+    with pytest.raises(KnobError, match=f"{LAYERS} parts"):
+        simulated(OneFOneB(), LAYERS + 1, 1)
+
+
+def test_stages_are_refused_where_they_cannot_be() -> None:
+    wanted = experiment(2, 1, strategy=OneFOneB(), pace=PACE)
+    with pytest.raises(KnobError, match="cut from a torch Sequential"):
+        simulate(wanted)
+    with pytest.raises(KnobError, match="take real=False"):
+        simulate(wanted, real=True)
+    narrow = toy(model=lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    with pytest.raises(KnobError, match="does not run on the meta device"):
+        simulate(experiment(2, 1, strategy=OneFOneB(), pace=PACE, task=narrow))
+
+
+def test_a_run_does_not_become_a_pipeline_midway() -> None:
+    run = simulated(DDP(), steps=3, changes=(Change(1, "strategy", "OneFOneB"),))
+    (refusal,) = run.details("refused")
+    assert "begin another run" in refusal[2]["reason"]
+    assert not run.changes
+
+

@@ -1,0 +1,32 @@
+"""docs/shapes.md shows the very code that the tests run."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from tests.sim import more_shapes, shapes
+from workbench.family import Family
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "shapes.md").read_text()
+SHOWN = [
+    cls
+    for module in (shapes, more_shapes)
+    for _, cls in inspect.getmembers(module, inspect.isclass)
+    if cls.__module__ == module.__name__ and issubclass(cls, Family)
+]
+
+
+@pytest.mark.parametrize("shape", SHOWN, ids=lambda c: c.__name__)
+def test_the_page_shows_the_shape_as_it_is(shape: type) -> None:
+    source = inspect.getsource(shape)
+    assert source.startswith("@dataclass(frozen=True, kw_only=True)\n")
+    assert source in PAGE
+
+
+def test_all_eight_are_there() -> None:
+    assert {c.__name__ for c in SHOWN} == {
+        "ByteScheduler", "Wavelet", "ZeRO3", "OneFOneB", "ShadowSync", "DABMD", "Hogwild", "TwoHop",
+    }  # fmt: skip

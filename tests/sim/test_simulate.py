@@ -1,0 +1,206 @@
+"""The simulator by itself: what time it says passes, what it records, what it refuses."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tests.ranks import experiment
+from tests.sim.virtual import comm, paced, rows, same, samples, seconds, stack
+from workbench import Costs, simulate
+from workbench.compressors import TopK
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
+from workbench.knobs import Change, KnobError
+from workbench.sim import Duration, Wire
+from workbench.strategies import DDP, LocalSGD, TorchDDP
+from workbench.tasks import ByteGPT
+
+CHANGES = (
+    Change(2, "bucket_mb", 0.02), Change(3, "strategy", LocalSGD(every=2)), Change(5, "compressor", TopK.usual()),
+    Change(6, "fabric.link.bandwidth", 50.0), Change(7, "strategy", DDP()), Change(8, "lr", 0.05),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("mbit", "bound"), [(10_000.0, "compute"), (20.0, "wire")])
+def test_ddp_takes_the_time_of_its_bound(mbit: float, bound: str) -> None:
+    """Equal buckets: the last one is exposed where compute is the bound, all but the first wait where the wire is."""
+    p, layers, width, pace = 4, 8, 100, 20.0
+    run = simulate(paced(p, 4, pace, mbit, task=stack(layers, width)))
+    sizes = run.details("buckets")[-1][2]["nbytes"]
+    assert sizes == [4 * width * width] * layers
+    one = 2 * (p - 1) / p * sizes[0] * 8e-6 / mbit
+    backward, rest = 0.6 * pace * 1e-3, 0.4 * pace * 1e-3
+    expected = rest + max(backward + one, backward / layers + layers * one)
+    assert (backward / layers > one) == (bound == "compute")
+    np.testing.assert_allclose(seconds(run)[1:], expected, rtol=1e-9)
+
+
+def test_latency_is_paid_per_message() -> None:
+    plain, late = (simulate(paced(4, 3, 10.0, 20.0, latency=ms, task=stack())) for ms in (0.0, 1.0))
+    assert seconds(late)[-1] - seconds(plain)[-1] == pytest.approx(8 * 2 * 3 * 1e-3)
+
+
+def test_gradients_are_ready_in_proportion_to_parameters() -> None:
+    run = simulate(paced(2, 2, 10.0, 1e6, task=stack(5)))
+    ready = rows(run, "comm", 0)
+    ready = ready.asked[ready.step == 1] - seconds(run)[0]
+    np.testing.assert_allclose(ready, 3e-3 + 6e-3 * np.arange(1, 6) / 5, rtol=1e-9)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_two_simulations_are_the_same_to_the_bit(real: bool) -> None:
+    e = paced(4, 10, faults=(Noisy(spread=0.5),), jitter=0.3, eval_every=4)
+    runs = [simulate(e, changes=CHANGES, real=real) for _ in range(2)]
+    assert same(*runs)
+    assert len(samples(runs[0], "loss")) == (40 if real else 0)
+    assert (len(samples(runs[0], "held_out")) > 0) == real
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_run_replays_from_its_own_changes(real: bool) -> None:
+    first = simulate(paced(3, 10), changes=CHANGES, real=real)
+    assert [c.path for c in first.changes] == [c.path for c in CHANGES]
+    again = simulate(first.experiment, changes=first.changes, real=real)
+    assert same(first, again)
+    assert len(rows(first, "switch", 0)) == 2
+
+
+def test_sizes_and_tensors_take_the_same_time() -> None:
+    e = paced(3, 10, faults=(Slow(rank=1, factor=2.0),))
+    sizes, tensors = (simulate(e, changes=CHANGES, real=real) for real in (False, True))
+    assert comm(sizes, 2) == comm(tensors, 2)
+    np.testing.assert_array_equal(rows(sizes, "comm").t1, rows(tensors, "comm").t1)
+
+
+def test_a_change_that_cannot_be_is_refused_in_the_record_and_the_run_goes_on() -> None:
+    run = simulate(paced(2, 4), changes=[Change(1, "bucket_mb", -1.0), Change(2, "strategy", TorchDDP())])
+    reasons = [d["reason"] for _, _, d in run.details("refused")]
+    assert "bucket_mb=-1.0" in reasons[0] and "wall clock" in reasons[1]
+    assert run.state == "done" and not run.changes
+
+
+def test_a_slow_rank_stretches_every_step_of_ddp() -> None:
+    healthy, slow = (
+        simulate(paced(3, 4, 10.0, 1e6, faults=f)) for f in ((), (Slow(rank=2, factor=3.0, phase="forward"),))
+    )
+    np.testing.assert_allclose(seconds(slow)[1:] - seconds(healthy)[1:], 2 * 3e-3, rtol=1e-3)
+    compute = rows(slow, "compute", 2, "forward")
+    np.testing.assert_allclose(compute.t1 - compute.t0, 9e-3)
+
+
+def test_a_slow_port_makes_its_collectives_longer_and_the_record_says_whose_port_it_is() -> None:
+    run = simulate(paced(3, 3, faults=(Slow(rank=1, factor=4.0, phase="link"),)))
+    port = [rows(run, "port", r) for r in range(3)]
+    busy = [float((p.t1 - p.t0)[0]) for p in port]
+    assert busy[1] == pytest.approx(4 * busy[0]) and busy[0] == busy[2]
+
+
+def test_a_frozen_rank_holds_the_others_up_once() -> None:
+    run = simulate(paced(3, 5), changes=[Change(2, "faults", (Freeze(rank=1, seconds=1.5),))])
+    assert seconds(run, 0).argmax() == 2
+    assert seconds(run, 0)[2] == pytest.approx(seconds(run, 0)[3] + 1.5)
+    assert run.details("fault", 1)
+
+
+def test_noise_differs_from_rank_to_rank_and_step_to_step() -> None:
+    run = simulate(paced(4, 5, faults=(Noisy(spread=0.5),), strategy=LocalSGD(every=5)))
+    forward = rows(run, "compute", name="forward")
+    assert len({round(float(d), 12) for d in forward.t1 - forward.t0}) == 20
+
+
+def test_local_sgd_lets_ranks_drift_apart_between_meetings() -> None:
+    run = simulate(paced(3, 8, 10.0, 1e6, faults=(Slow(rank=0, factor=2.0),), strategy=LocalSGD(every=8)))
+    assert seconds(run, 1)[3] == pytest.approx(10e-3, rel=1e-3) and seconds(run, 0)[3] == pytest.approx(20e-3, rel=1e-3)
+
+
+def test_real_tensors_of_sixteen_ranks_learn() -> None:
+    e = Experiment(task=ByteGPT(layers=1, width=32, heads=2, context=16), ranks=16, steps=8, pace=20, eval_every=4)
+    run = simulate(e, real=True)
+    held = samples(run, "held_out")
+    assert held[0] == pytest.approx(np.log(256), rel=0.01) and held[-1] < held[0] - 0.2
+    assert np.all(samples(run, "drift") < 1e-6)
+
+
+def test_a_thousand_ranks_share_one_model_of_any_size() -> None:
+    e = Experiment(task=ByteGPT(layers=48, width=4096, heads=64), ranks=1000, steps=1, pace=20, bucket_mb=1024)
+    before = psutil.Process().memory_info().rss
+    run = simulate(e)
+    assert run.details("start")[0][2]["nbytes"] > 30e9
+    assert psutil.Process().memory_info().rss - before < 1e9
+    assert run.summary()["ranks"] == 1000 and run.state == "done"
+
+
+def test_the_callers_random_numbers_threads_and_collector_stay() -> None:
+    torch.manual_seed(3)
+    wanted, often = torch.rand(4), gc.get_threshold()
+    torch.manual_seed(3)
+    simulate(paced(2, 2), real=True)
+    assert torch.equal(torch.rand(4), wanted)
+    assert gc.get_threshold() == often and torch.is_grad_enabled()
+
+
+def test_refused_what_the_wall_clock_alone_can_tell() -> None:
+    with pytest.raises(KnobError, match=r"TorchDDP: its exchange is torch's own.*simulate DDP"):
+        simulate(paced(strategy=TorchDDP()))
+
+
+def test_refused_without_knowing_what_compute_costs() -> None:
+    with pytest.raises(KnobError, match=r"pace=0: nothing says how long.*Costs.measured"):
+        simulate(experiment(2, 4))
+    assert simulate(experiment(2, 4), costs=Costs(forward=0.01)).state == "done"
+
+
+def test_refused_without_an_end() -> None:
+    with pytest.raises(KnobError, match="steps=0"):
+        simulate(paced(2, 0))
+
+
+def test_refused_where_real_tensors_would_not_fit_with_the_number_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = type("room", (), {"available": 50_000_000})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
+    e = Experiment(task=ByteGPT(), ranks=64, steps=1, pace=1)
+    with pytest.raises(KnobError, match=r"ranks=64: .*so (\d+) ranks would fit") as refusal:
+        simulate(e, real=True)
+    fit = int(str(refusal.value).split("so ")[1].split()[0])
+    assert 0 < fit < 64
+    assert simulate(Experiment(task=ByteGPT(), ranks=fit, steps=1, pace=1, eval_every=0), real=True).state == "done"
+
+
+def test_costs_measured_of_a_simulated_run_are_its_costs() -> None:
+    given = Costs(
+        forward=(0.010, 0.012, 0.011), backward=0.02, update=0.002, wire=Wire(1e-4, 1e-8), between=0.001, evaluate=0.05,
+        codec={"ErrorFeedback(TopK)": (2e-7, 1e-7, 3e-7)},
+    )  # fmt: skip
+    for compressor in (None, TopK.usual()):
+        e = experiment(3, 20, eval_every=5, **({"compressor": compressor} if compressor else {}))
+        found = Costs.measured(simulate(e, costs=given))
+        for phase in ("forward", "backward", "update"):
+            expected = [d.seconds for d in getattr(given, phase)] * (3 if phase != "forward" else 1)
+            assert [d.seconds for d in getattr(found, phase)] == pytest.approx(expected)
+        assert found.wire == pytest.approx(given.wire, rel=1e-6)
+        assert (found.between, found.evaluate) == pytest.approx((0.001, 0.05))
+        assert found.codec == ({k: pytest.approx(v) for k, v in given.codec.items()} if compressor else {})
+
+
+def test_costs_measured_on_a_link_say_how_late_collectives_end_and_how_far_a_phase_spreads() -> None:
+    given = Costs(forward=Duration(0.01, 0.1), backward=0.02, update=0.002, late=3e-4)
+    e = experiment(2, 200, fabric=Fabric(link=Link(bandwidth=500.0, latency=0.1)))
+    found = Costs.measured(simulate(e, costs=given))
+    assert found.late == pytest.approx(3e-4, rel=1e-6)
+    assert found.forward[1].spread == pytest.approx(0.1, rel=0.25)
+
+
+def test_costs_measured_leave_out_what_faults_stretched() -> None:
+    e = paced(3, 20, faults=(Slow(rank=1, factor=2.0), Noisy(spread=0.4)))
+    found = Costs.measured(simulate(e))
+    assert [d.seconds for d in found.backward] == pytest.approx([6e-3] * 3)
+
+
+def test_costs_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="forward=-1"):
+        Costs(forward=-1.0)

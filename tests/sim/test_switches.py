@@ -1,0 +1,66 @@
+"""Every strategy on the virtual clock, alone and into every other: cheap enough to try all ordered pairs."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from tests.ranks import shipped
+from tests.sim.virtual import paced, rows, same, samples
+from workbench import simulate
+from workbench.canonical import state_hash
+from workbench.fabric import Noisy
+from workbench.knobs import Change
+from workbench.sim.session import Session
+from workbench.strategies import Strategy
+
+ALL = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """The ranks of every simulation of a test."""
+    made: list[Session] = []
+    init = Session.__init__
+
+    def kept(self: Session, *args: object) -> None:
+        init(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Session, "__init__", kept)
+    return made
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_each_strategy_runs_with_sizes_and_with_tensors_in_the_same_time(name: str, ranks: int) -> None:
+    e = paced(ranks, 9, strategy=ALL[name](), faults=(Noisy(spread=1.0),), eval_every=3)
+    sizes, tensors = simulate(e), simulate(e, real=True)
+    assert sizes.state == tensors.state == "done"
+    assert len(rows(sizes, "step")) == 9 * ranks == len(samples(tensors, "loss"))
+    assert rows(sizes, "step").t1.tolist() == rows(tensors, "step").t1.tolist()
+    assert same(simulate(e, real=True), tensors)
+
+
+@pytest.mark.parametrize(("before", "after"), list(permutations(ALL, 2)))
+def test_all_ordered_pairs_leave_equal_parameters_and_no_held_out_loss_behind(
+    before: str, after: str, sessions: list[Session]
+) -> None:
+    """With no learning to speak of around it, a switch leaves the canonical state's held-out loss as it was."""
+    e = paced(4, 14, strategy=ALL[before](), faults=(Noisy(spread=0.5),), eval_every=1)
+    still = [Change(5, "lr", 1e-9), Change(8, "strategy", after)]
+    run = simulate(e, changes=still, real=True)
+    assert run.state == "done" and len(rows(run, "switch", 0)) == 1
+    assert {c.path for c in run.changes} == {"lr", "strategy"}
+    held = dict(zip(*_held_out(run), strict=True))
+    if ALL[before].lockstep and ALL[after].lockstep:
+        assert [held[s] for s in range(6, 15)] == pytest.approx([held[5]] * 9, abs=1e-6)
+    assert held[max(held)] == pytest.approx(held[max(held) - 1], abs=1e-4)
+    assert len({state_hash(s.layout) for s in sessions}) == 1 or ALL[after].periodic
+
+
+def _held_out(run: object) -> tuple[list[int], list[float]]:
+    found = run.timeline.samples.rows()  # type: ignore[attr-defined]
+    found = found[found.equal("name", "held_out")]
+    return found.step.tolist(), found.value.tolist()

@@ -1,0 +1,145 @@
+"""The asynchronous server: what it computes, how stale pushes are, who waits, and what its knobs do."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import batch, experiment, live, run, toy, weights
+from tests.unit.test_engine_apart import SLOW, over, until
+from workbench.canonical import state_hash
+from workbench.compressors import TopK
+from workbench.engine.session import Session
+from workbench.knobs import Change, KnobError
+from workbench.strategies import DDP, AsyncServer, LocalSGD
+
+sgd = partial(torch.optim.SGD, lr=0.05)
+
+
+def staleness(sessions: list[Session]) -> list[list[int]]:
+    """By rank, that of every push."""
+    return [[int(v) for _, name, _, v in s.record.samples if name == "staleness"] for s in sessions]
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_in_step_it_is_data_parallelism(servers: int) -> None:
+    """Two trainers that push and fetch every step, mean weights: DDP of these two."""
+    chosen = AsyncServer(synchronous=True, servers=servers)
+    sessions = run(experiment(2 + servers, 12, task=toy(sgd, data=two), strategy=chosen))
+    want = weights(run(experiment(2, 12, task=toy(sgd, data=two), strategy=DDP()))[0])
+    for s in sessions[:2]:
+        torch.testing.assert_close(weights(s), want, rtol=1e-5, atol=1e-6)
+    assert not [v for every in staleness(sessions) for v in every if v]
+
+
+def two(rank: int, ranks: int, seed: int) -> list:
+    """The same data for a trainer whether or not there are servers."""
+    return [batch(rank, step, seed) for step in range(64)]
+
+
+def test_sums_are_data_parallelism_at_p_times_the_rate() -> None:
+    chosen = experiment(3, 12, task=toy(sgd), strategy=AsyncServer(synchronous=True, weight="sum"))
+    want = run(experiment(3, 12, task=toy(partial(torch.optim.SGD, lr=0.15)), strategy=DDP()))
+    torch.testing.assert_close(weights(run(chosen)[1]), weights(want[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> None:
+    """Step times of the fast ranks against a run without a slow one, each measured twice, in turn."""
+    def step_time(slow: bool) -> tuple[float, list[Session]]:
+        chosen = experiment(4, 30, strategy=AsyncServer(), pace=30.0)
+        sessions = run(chosen.turn("faults", SLOW) if slow else chosen)
+        fast = sorted(r[5] - r[4] for s in sessions if s.rank.index != 1 for r in s.record if r[1] == "step")
+        return fast[len(fast) // 2], sessions
+
+    plain, slow = [], []
+    for _ in range(2):
+        plain.append(step_time(slow=False)[0])
+        lasted, sessions = step_time(slow=True)
+        slow.append(lasted)
+    assert max(plain) / min(plain) < 1.1, f"too noisy to tell: {plain}"
+    assert min(slow) / min(plain) < 1.1
+    every = staleness(sessions)
+    assert [len(pushes) for pushes in every] == [30] * 4
+    assert len(set(every[1])) > 1 and len({v for pushes in every for v in pushes}) > 3
+    typical = [sorted(pushes[:8])[4] for pushes in every]  # then the fast ones are done
+    assert typical[1] > 2 * max(typical[0], typical[2], typical[3]), "while the slow one computes, the others push"
+
+
+def test_every_push_is_in_the_servers_version() -> None:
+    sessions = run(experiment(3, 20, strategy=AsyncServer(push=2, fetch=5), pace=2.0).turn("faults", SLOW))
+    assert sessions[0].state.version == 3 * 10
+    assert sum(map(len, staleness(sessions))) >= 3 * 9, "the answer to a last push may be left unread"
+
+
+def asked(s: Session, first: int, stop: int) -> Counter:
+    """What a rank sent in steps [first, stop), by what it is."""
+    return Counter(" ".join(n.split()[1:-1]) for step, n, _ in s.record.comm() if first <= step < stop)
+
+
+def test_periods_turned_live_send_as_often_as_they_say() -> None:
+    chosen = experiment(3, 48, strategy=AsyncServer(synchronous=True), bucket_mb=1.0)
+    s = run(chosen, Change(12, "push", 4), Change(24, "fetch", 2))[1]
+    assert asked(s, 0, 12)["push bucket"] == 12
+    assert asked(s, 32, 48)["push bucket"] == 4
+
+
+def test_dedicated_servers_only_serve_and_share_the_buckets() -> None:
+    sessions = run(experiment(5, 12, strategy=AsyncServer(servers=2), eval_every=4))
+    assert [s.rank.role for s in sessions] == ["trainer"] * 3 + ["server"] * 2
+    (mark,) = sessions[0].record.noted("roles")
+    assert json.loads(mark[3]) == {"serve": [3, 4], "text": "3 of 5 ranks train; 2 serve"}
+    for s in sessions[3:]:
+        assert not [r for r in s.record if r[1] == "step"] and not s.record.losses()
+        buckets = {name.split()[-1] for _, name, _ in s.record.comm() if "fetch" in name}
+        assert buckets == {str(b.index) for b in s.layout.buckets[s.rank.index - 3 :: 2]}
+    held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
+    assert held_out[-1] < held_out[0]
+    assert all(s.host.post.partners <= {0, 3, 4} for s in sessions[1:3]), "trainers talk to servers and rank 0's engine"
+
+
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.SGD, lr=0.02)])
+def test_servers_take_part_in_what_comes_after(optimizer: Any) -> None:
+    """A rank that never trained gets its optimizer's state from those that did."""
+    chosen = experiment(4, 20, task=toy(optimizer), strategy=AsyncServer(servers=1))
+    sessions = run(chosen, Change(8, "strategy", "DDP"), Change(12, "strategy", {"AsyncServer": {"servers": 2}}),
+                   Change(16, "strategy", "DDP"))  # fmt: skip
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert len({s.rank.step for s in sessions}) == 1
+
+
+def test_more_servers_turned_live_take_over_the_centre() -> None:
+    sessions = live(experiment(4, 0, strategy=AsyncServer(), pace=4.0))
+    try:
+        for k, (path, value) in enumerate([("servers", 2), ("push", 3), ("synchronous", True), ("servers", 0)]):
+            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
+            trainers = 4 - sessions[0].experiment.strategy.servers
+            begun = [s.rank.step for s in sessions]
+            until(lambda b=begun, n=trainers: all(s.rank.step > b[s.rank.index] + 6 for s in sessions[:n]), sessions)
+        sessions[0].request({"kind": "turn", "id": "x", "path": "servers", "value": 4})
+        until(lambda: sessions[0].record.noted("refused"), sessions)
+        assert "leaves none of 4 ranks to train" in sessions[0].record.noted("refused")[0][3]
+    finally:
+        over(sessions)
+
+
+def test_what_was_not_pushed_is_not_lost_when_it_is_left() -> None:
+    """In step and left between two pushes, it is Local SGD left in the middle of a round."""
+    chosen = AsyncServer(push=2, fetch=2, synchronous=True)
+    sessions = run(experiment(3, 6, task=toy(sgd), strategy=chosen), Change(0, "strategy", "DDP"))
+    (mark,) = sessions[0].record.noted("change")
+    assert mark[0] == 3, "in the middle of a round"
+    want = run(experiment(3, 6, task=toy(sgd), strategy=LocalSGD(every=2)), Change(3, "strategy", "DDP"))
+    torch.testing.assert_close(weights(sessions[0]), weights(want[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_is_refused_in_words() -> None:
+    with pytest.raises(KnobError, match="leaves none of 2 ranks to train; use at most 1"):
+        experiment(2, strategy=AsyncServer(servers=2))
+    with pytest.raises(KnobError, match="use Dense with it"):
+        experiment(2, strategy=AsyncServer(), compressor=TopK.usual())

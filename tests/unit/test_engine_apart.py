@@ -1,0 +1,290 @@
+"""Ranks that keep no common step: they meet when called, lose no update, end together and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import batch, experiment, live, mse, run, toy, weights
+from workbench.canonical import optimizer_tensors, state_hash
+from workbench.engine.session import Session
+from workbench.fabric import Slow
+from workbench.knobs import Change, to_plain
+from workbench.layout import fingerprint
+from workbench.ops import Rank
+from workbench.strategies import AsyncServer, LocalSGD, ShadowMA, Strategy
+
+APART = [ShadowMA(), AsyncServer(), AsyncServer(synchronous=True), AsyncServer(servers=1, push=2, fetch=3)]
+apart = pytest.mark.parametrize("strategy", APART, ids=str)
+SLOW = (Slow(rank=1, factor=3.0),)
+
+
+def until(ask: Any, sessions: list[Session] = (), within: float = 20.0) -> None:  # type: ignore[assignment]
+    """Waits for `ask`; a rank that fails meanwhile, or time that runs out, fails the test with what ranks do."""
+    end = time.monotonic() + within
+    while not ask():
+        assert not [s.error for s in sessions if s.error], [s.error["traceback"] for s in sessions if s.error]
+        assert time.monotonic() < end, [s.status() for s in sessions]
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """No thread and no descriptor more than before."""
+    run(experiment(2, 1))  # what torch opens once and keeps
+    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+    yield
+    gc.collect()
+    end = time.monotonic() + 5
+    while (now := (threading.active_count(), len(os.listdir("/proc/self/fd")))) > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert now[0] <= before[0] and now[1] <= before[1], (before, now, [t.name for t in threading.enumerate()])
+
+
+def steered(strategy: Strategy, ranks: int = 3, steps: int = 0, **rest: Any) -> list[Session]:
+    """Ranks under way, of which one is three times slower than the others."""
+    rest = {"pace": 6.0, **rest}
+    sessions = live(experiment(ranks, steps, strategy=strategy, **rest).turn("faults", SLOW))
+    until(lambda: sessions[0].rank.step > 6, sessions)
+    return sessions
+
+
+def with_servers(trainers: int, strategy: Strategy) -> int:
+    return trainers + getattr(strategy, "servers", 0)
+
+
+def plain(strategy: Strategy | str) -> Any:
+    """As an order carries it."""
+    return strategy if isinstance(strategy, str) else to_plain(strategy)
+
+
+def over(sessions: list[Session]) -> None:
+    for s in sessions:
+        s.abort()
+    assert all(s.join(20) for s in sessions)
+
+
+@pytest.mark.parametrize("strategy", [s for s in APART if not getattr(s, "synchronous", False)], ids=str)
+def test_nobody_waits_for_the_slow_one_and_all_make_their_steps(strategy: Strategy) -> None:
+    sessions = run(experiment(with_servers(3, strategy), 24, strategy=strategy, pace=20.0).turn("faults", SLOW))
+    sessions = [s for s in sessions if s.rank.role == "trainer"]
+    ends = [max(r[5] for r in s.record if r[1] == "step") for s in sessions]
+    begins = [min(r[4] for r in s.record if r[1] == "step") for s in sessions]
+    lasted = [e - b for e, b in zip(ends, begins, strict=True)]
+    assert [sum(r[1] == "step" for r in s.record) for s in sessions] == [24, 24, 24]
+    assert lasted[1] > 2.4 * max(lasted[0], lasted[2])
+    assert {s.phase for s in sessions} == {"done"}
+
+
+@apart
+def test_changes_pauses_single_steps_and_a_stop_reach_all(strategy: Strategy) -> None:
+    sessions = steered(strategy)
+    try:
+        turns = [("lr", 0.01), ("bucket_mb", 0.02), ("bandwidth", 200.0), ("eval_every", 7)]
+        for k, (path, value) in enumerate(turns):
+            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
+        sessions[0].request({"kind": "pause"})
+        until(lambda: all(s.phase == "paused" for s in sessions), sessions)
+        assert len({(s.experiment.lr, s.experiment.bucket_mb, s.experiment.eval_every) for s in sessions}) == 1
+        trainers = [s for s in sessions if s.rank.role == "trainer"]
+        steps = [s.rank.step for s in trainers]
+        time.sleep(0.7)
+        assert [s.rank.step for s in trainers] == steps
+        sessions[0].request({"kind": "step", "n": 2})
+        until(lambda: [s.rank.step for s in trainers] == [n + 2 for n in steps], sessions)
+        until(lambda: all(s.phase == "paused" for s in sessions), sessions)
+        sessions[0].request({"kind": "resume"})
+        until(lambda: all(s.rank.step > n + 4 for s, n in zip(trainers, steps, strict=True)), sessions)
+        sessions[0].request({"kind": "stop"})
+        assert all(s.join(20) for s in sessions)
+        assert {s.phase for s in sessions} == {"stopped"}
+    finally:
+        over(sessions)
+
+
+@apart
+def test_it_is_left_and_entered_live_with_equal_parameters(strategy: Strategy) -> None:
+    sessions = steered(strategy)
+    try:
+        for k, other in enumerate(["DDP", strategy, "Gossip", strategy, "LocalSGD", "TorchDDP", strategy, "DDP"]):
+            sessions[0].request({"kind": "turn", "id": str(k), "path": "strategy", "value": plain(other)})
+            until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
+            step = sessions[0].rank.step
+            until(lambda step=step: sessions[0].rank.step > step + 5, sessions)
+        assert not sessions[0].record.noted("refused")
+        sessions[0].request({"kind": "pause"})
+        until(lambda: all(s.phase == "paused" for s in sessions), sessions)
+        assert len({s.rank.step for s in sessions}) == 1, "ranks in lockstep count alike"
+        assert len({state_hash(s.layout) for s in sessions}) == 1
+        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1
+    finally:
+        over(sessions)
+
+
+@apart
+def test_planned_changes_act_where_ranks_are_apart(strategy: Strategy) -> None:
+    plan = (Change(4, "lr", 0.01), Change(9, "strategy", "DDP"), Change(12, "strategy", plain(strategy)),
+            Change(15, "lr", 0.02))  # fmt: skip
+    sessions = run(experiment(3, 25, pace=4.0, strategy=strategy).turn("faults", SLOW), *plan)
+    told = [json.loads(m[3])["id"] for m in sessions[0].record.noted("change")]
+    assert told == ["planned 4", "planned 9", "planned 12", "planned 15"]
+    assert {s.experiment.lr for s in sessions} == {0.02} and {s.phase for s in sessions} == {"done"}
+
+
+def test_strategies_asked_for_at_once_follow_one_another_at_one_step() -> None:
+    sessions = live(experiment(3, 0, pace=4.0))
+    try:
+        until(lambda: sessions[0].rank.step > 4, sessions)
+        for k, name in enumerate(["ShadowMA", "AsyncServer", "Gossip", "AsyncServer", "LocalSGD"]):
+            sessions[0].request({"kind": "turn", "id": str(k), "path": "strategy", "value": name})
+        until(lambda: len(sessions[0].record.noted("change")) > 4, sessions)
+        step = sessions[0].record.noted("change")[-1][0]
+        until(lambda: all(s.rank.step > step + 4 for s in sessions), sessions)
+        for s in sessions:
+            steps = [r[0] for r in s.record if r[1] == "step"]
+            assert steps == sorted(set(steps)), "no step twice"
+    finally:
+        over(sessions)
+
+
+@apart
+def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
+    sessions = steered(strategy, pace=30.0)
+    sessions[2].abort()
+    assert all(s.join(10) for s in sessions)
+
+
+@apart
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, rank: int) -> None:
+    def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
+        if torch.equal(pair[0], poison):
+            raise ValueError("a bad example")
+        return mse(model, pair)
+
+    poison = batch(rank, 5, 0)[0]
+    ranks = with_servers(3, strategy)
+    sessions = live(experiment(ranks, 0, task=toy(loss=loss), strategy=strategy, pace=4.0))
+    assert all(s.join(20) for s in sessions), [s.status() for s in sessions]
+    causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
+    assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(rank, 5, "a bad example")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StumblingShadow(ShadowMA):
+    """Fails in its background, on rank 1 in its third round."""
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        rounds = 0
+        while await rank.again():
+            rounds += 1
+            if rank.index == 1 and rounds == 3:
+                raise ValueError("stumbled")
+            for bucket in await rank.params():
+                await rank.all_reduce(bucket.data.clone(), "sum", bucket.name)
+
+
+def test_a_background_that_fails_fails_the_run() -> None:
+    sessions = live(experiment(3, 0, strategy=StumblingShadow(), pace=4.0))
+    assert all(s.join(20) for s in sessions)
+    causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
+    assert [(e["rank"], e["text"]) for e in causes] == [(1, "stumbled")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MisplacedUpdate(ShadowMA):
+    """Asks in its background for what belongs in a step."""
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        await rank.update()
+
+
+def test_what_a_background_may_not_ask_for_is_said() -> None:
+    sessions = live(experiment(2, 0, strategy=MisplacedUpdate()))
+    assert all(s.join(20) for s in sessions)
+    assert any("`update` belongs in `step`" in s.error["text"] for s in sessions if s.error)
+
+
+class Heap(nn.Module):
+    """Many parameters whose gradient is the rank's own constant, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(150_000)), nn.Parameter(torch.zeros(90_000))
+
+    def forward(self, pull: torch.Tensor) -> torch.Tensor:
+        return (self.a.sum() + 2 * self.b.sum()) * pull
+
+
+def test_no_update_is_lost_to_the_shadow() -> None:
+    """The sum of all ranks' parameters is what the optimizers made it, whenever the shadow wrote."""
+    def data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
+        return [torch.tensor(float(rank + 1))]
+
+    task = toy(partial(torch.optim.SGD, lr=0.001), model=Heap, loss=lambda m, pull: m(pull), data=data, evaluate=None)
+    steps = 300
+    sessions = run(experiment(3, steps, task=task, strategy=ShadowMA(), bucket_mb=0.4))
+    rounds = sum(name == "all_reduce shadow bucket 0" for _, name, _ in sessions[0].record.comm())
+    assert rounds > 5, "the shadow was at work"
+    total = torch.stack([weights(s) for s in sessions]).sum(0)
+    moved = -0.001 * steps * (1 + 2 + 3)
+    torch.testing.assert_close(total[:150_000], torch.full((150_000,), moved).double(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(total[150_000:], torch.full((90_000,), 2 * moved).double(), rtol=1e-4, atol=0)
+
+
+def test_a_round_of_the_shadow_brings_ranks_together_by_alpha() -> None:
+    plain = toy(partial(torch.optim.SGD, lr=0.3))
+    left = {}
+    for alpha in (0.0, 0.5, 1.0):
+        chosen = experiment(3, 16, task=plain, strategy=ShadowMA(alpha=alpha), pace=4.0)
+        sessions = run(chosen, Change(6, "lr", 1e-30))
+        apart = torch.stack([weights(s) for s in sessions])
+        left[alpha] = float((apart - apart.mean(0)).norm())
+    assert left[0.0] > 1e-2 and left[0.5] < left[0.0] * 0.5**5 and left[1.0] < 1e-6 * left[0.0]
+
+
+def test_evaluation_waits_for_nobody_and_takes_the_last_average() -> None:
+    chosen = experiment(3, 0, strategy=ShadowMA(), pace=6.0, eval_every=5)
+    sessions = live(chosen, (Change(10, "faults", [{"Freeze": {"rank": 2, "seconds": 1.5}}]),))
+    try:
+        until(lambda: sessions[0].record.noted("change"), sessions)
+        frozen = sessions[0].record.noted("change")[0][2]
+        until(lambda: sessions[0].rank.step > 50, sessions)
+        evals = [r for r in sessions[0].record if r[1] == "eval" and frozen < r[4] < frozen + 1.0]
+        assert len(evals) >= 4 and max(r[5] - r[4] for r in evals) < 0.3
+        held_out = [(step, v) for step, name, _, v in sessions[0].record.samples if name == "held_out"]
+        assert len(held_out) > 5 and held_out[-1][1] < held_out[0][1]
+        assert not [1 for s in sessions[1:] for _, name, *_ in s.record.samples[1:] if name == "held_out"]
+    finally:
+        over(sessions)
+
+
+def test_at_a_wire_five_times_slower_than_compute_the_shadow_costs_no_time() -> None:
+    """Against ranks that never exchange, alternating, with the control compared to itself."""
+    def step_time(strategy: Strategy) -> float:
+        sessions = run(experiment(4, 30, strategy=strategy, pace=20.0).turn("bandwidth", 2.4))
+        lasted = sorted(r[5] - r[4] for s in sessions for r in s.record if r[1] == "step" and r[0] >= 5)
+        if isinstance(strategy, ShadowMA):
+            rounds = [r for r in sessions[0].record if r[1] == "comm"]
+            sweep = sum(r[5] - r[4] for r in rounds) / (len(rounds) / len(sessions[0].layout.buckets))
+            assert sweep > 0.09, "an averaging takes about five steps"
+        return lasted[len(lasted) // 2]
+
+    alone, shadow = [], []
+    for _ in range(3):
+        alone.append(step_time(LocalSGD(every=256)))
+        shadow.append(step_time(ShadowMA()))
+    assert max(alone) / min(alone) < 1.05, f"too noisy to tell: {alone}"
+    assert sorted(shadow)[1] / sorted(alone)[1] < 1.05

@@ -1,0 +1,161 @@
+"""What runs beside the step: a strategy's `background`, on a thread and a wire of its own.
+
+Between two Ops a coroutine has its rank to itself: step, background and the optimizer's update never touch the
+parameters at the same moment, so no update is lost. It does not know why it is to end; see meeting.py.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+
+from workbench.engine.collectives import Aborted, Wire
+from workbench.engine.lane import Lane, StrategyError
+from workbench.engine.post import BACKGROUND, SLICE
+from workbench.engine.shaping import Shaper
+from workbench.ops import Op
+
+
+class Background:
+    """One rank's background. Made by all ranks at once, for one strategy's stay."""
+
+    def __init__(self, run: Any, wire: Wire | None, shaper: Shaper) -> None:
+        self.run, self.wire = run, wire
+        self.lane = Lane("background", wire, run.clock, shaper, run.record.span, run.device)
+        self.lane.eager = True  # its children run on this thread
+        self.error: BaseException | None = None
+        self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end
+        self._moved = threading.Event()  # the step has moved on
+        self._done = threading.Event()
+        self._done.set()
+        self._expected: int | None = None  # letters from steps that will have come in all
+        self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
+        self._did: dict[str, Callable[..., Any]] = {
+            "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
+            "send": self._send, "recv": self._recv, "wait": self.lane.wait,
+            "start": lambda child, lane, name, *_: self.lane.start(child, name),
+        }  # fmt: skip
+        name = f"rank {run.rank.index} background"
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    # -- called by the training thread --
+
+    def go(self, coro: Coroutine[Op, Any, Any]) -> None:
+        """Begins, or begins again after a meeting."""
+        self._expected = None
+        self._idle.clear()
+        self._done.clear()
+        self._coros.put(coro)
+
+    def moved(self) -> None:
+        """The step has moved on: there is something new to exchange."""
+        self._moved.set()
+
+    def idle(self) -> None:
+        """The step will not move on before a meeting: this rank no longer asks the others to go on."""
+        self._idle.set()
+        self._moved.set()
+
+    def drain(self, expected: int) -> None:
+        """Every rank's step stands still, and `expected` letters from them will have come here: lets it end."""
+        self._expected = expected
+        self.idle()
+        while not self._done.wait(SLICE):
+            self.run.post.nudge()
+            if self.run.leaving.is_set():
+                raise Aborted("left while the background was ending")
+        self.check()
+
+    def retire(self, patience: float = 1.0) -> None:
+        """Lets the round under way end, for a group that is cut in the middle of one may not hear of it."""
+        self.idle()
+        self._done.wait(patience)
+
+    def check(self) -> None:
+        """Raises what the background failed with."""
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Joins the thread and gives the wire back. Whoever closes before the end has `leaving` set."""
+        self._coros.put(None)
+        self.idle()
+        self._thread.join(5.0)
+        self.lane.close()
+        if self.error is not None:
+            self.error.__traceback__ = None  # a kept traceback keeps the group's sockets open
+        if self.wire is not None:
+            self.wire.close()
+
+    # -- on the background's own thread --
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        if self.run.device.startswith("cuda"):
+            torch.cuda.set_device(self.run.device)
+        while (coro := self._coros.get()) is not None:
+            try:
+                self._drive(coro)
+            except BaseException as error:
+                self.error = error
+                self.run.post.nudge()
+            self._done.set()
+
+    def _drive(self, coro: Coroutine[Op, Any, Any]) -> None:
+        value: Any = None
+        error: StrategyError | None = None
+        while True:
+            try:
+                with self.run.host.alone:
+                    op = coro.throw(error) if error is not None else coro.send(value)
+            except StopIteration:
+                return
+            value, error = None, None
+            try:
+                value = self._perform(op)
+            except StrategyError as wrong:
+                error = wrong
+
+    def _perform(self, op: Op) -> Any:
+        self.lane.step = self.run.lane.step  # what is done after a step and before the next belongs to the former
+        do = self._did.get(op.verb)
+        if do is not None:
+            return do(*op.args)
+        if op.verb in ("forward", "backward", "backward_buckets", "update", "batch"):
+            raise StrategyError(f"`{op.verb}` belongs in `step`: a background changes parameters through `params`")
+
+        async def child() -> Any:
+            return await op
+
+        return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
+
+    def _again(self) -> bool:
+        """True while any rank's step goes on. Waits for a step of this rank: sooner there is nothing new."""
+        while not self._idle.is_set() and not self._moved.wait(SLICE):
+            if self.run.leaving.is_set():
+                raise Aborted("left a background")
+        if self.run.post.gone:  # this rank's step will hear of it at its end
+            self._idle.set()
+        self._moved.clear()
+        if self.wire is None:
+            return not self._idle.is_set()
+        flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
+        self.wire.wait(self.wire.all_reduce(flag, "max"))
+        return bool(flag)
+
+    def _sample(self, name: str, value: float) -> None:
+        self.run.record.sample(self.run.lane.step, name, self.run.clock.now(), float(value))
+
+    def _send(self, tensor: torch.Tensor, to: int, kind: str) -> None:
+        self.run.post.send(tensor, to, kind, BACKGROUND)
+
+    def _recv(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
+        return self.run.post.recv(into, source, kind, self._over)
+
+    def _over(self) -> bool:
+        return self._expected is not None and self.run.post.came >= self._expected

@@ -1,0 +1,206 @@
+"""How ranks come together that do not meet in every round, so that a change still acts on all of them.
+
+[Note: Two ways of hearing] Where ranks go round by round with their neighbours only (`heard` > 0), every letter
+tells the step at which all are to meet, and rank 0 chooses it so late that everybody has heard by then. Where they
+keep no step at all (`lockstep` = False), rank 0 calls and each comes at its next boundary. Once together the
+ranks' steps stand still; the backgrounds take in what was sent, end, and begin again when the ranks go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.engine.background import Background
+from workbench.engine.collectives import Aborted, Wire
+from workbench.engine.shaping import Shaper
+
+LOOK = 0.05  # seconds between two looks of a rank that has nothing to do
+
+
+class Meeting:
+    """One rank's way to the meetings of a run, and its background between them.
+
+    latest: the highest step of any rank when they met last
+    over:   whether the run has ended
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.latest, self.over = 0, False
+        self.background: Background | None = None
+        self._number = 0  # of meetings held
+        self._due = 0  # planned changes that are due on rank 0
+        self._stays = 0  # of strategies with a background
+        self._done: set[int] = set()  # ranks that have told rank 0 that they are done
+        self._told = False
+
+    @property
+    def apart(self) -> bool:
+        """Do the ranks go on without meeting in every round?"""
+        return not self.strategy.lockstep or self.heard > 0
+
+    @property
+    def strategy(self) -> Any:
+        return self.run.experiment.strategy
+
+    @property
+    def heard(self) -> int:
+        """Steps until all ranks have heard, through letters, what rank 0 says; 0: not at all."""
+        return int(self.strategy.heard(self.run.rank.size))
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.strategy.trains(self.run.rank.index, self.run.rank.size))
+
+    # -- a strategy comes and goes; all ranks at once --
+
+    def enter(self) -> None:
+        """A strategy has taken over: letters of the one before are void, and its background gets thread and wire."""
+        run = self.run
+        self.leave()
+        run.post.turn_page()
+        run.rank.role = "trainer" if self.trains else "server"
+        serve = [r for r in range(run.rank.size) if not self._trains(r)]
+        if serve and run.rank.index == 0:
+            text = f"{run.rank.size - len(serve)} of {run.rank.size} ranks train; {len(serve)} serve"
+            run.mark("roles", {"serve": serve, "text": text})
+        if self.apart:
+            run.post.open()
+        if not self.strategy.lockstep and run.rank.index == 0:
+            run.post.reach(range(1, run.rank.size))  # to call them, and to hear when one is gone
+        if not self.strategy.has_background:
+            return
+        self._stays += 1
+        name, wire = f"background {self._stays}", None
+        if run.rank.size > 1:
+            wire = Wire(run.store, run.rank.index, run.rank.size, name, run.leaving, loopback=run.loopback)
+            run.wires.append(wire)
+        self.background = Background(run, wire, Shaper(run.port, run.board(f"-{self._stays}")))
+
+    def leave(self) -> None:
+        """The background, which has ended, gives back its thread and its wire."""
+        background, self.background = self.background, None
+        if background is None:
+            return
+        background.close()
+        if background.wire in self.run.wires:
+            self.run.wires.remove(background.wire)
+
+    def retire(self) -> None:
+        """This rank has failed: the others hear of it, and backgrounds end their round in good order if they can."""
+        self.run.post.cut()
+        if self.background is not None:
+            self.background.retire()
+
+    def go_on(self) -> None:
+        """The ranks go on, each at its own pace."""
+        run = self.run
+        if self.background is not None and not run.stopping and not self.over:
+            self.background.go(self.strategy.background(run.rank, run.state))
+
+    # -- between two steps --
+
+    def check(self) -> None:
+        """Raises what this rank's background failed with."""
+        if self.background is not None:
+            self.background.check()
+
+    def called(self) -> bool:
+        """Is there a meeting now? Waits for one where this rank has nothing else to do."""
+        run = self.run
+        if self.background is not None:
+            self.background.moved()
+        while True:
+            if run.leaving.is_set():
+                raise Aborted("told to leave")
+            self.check()
+            if not self.strategy.lockstep and run.post.gone:
+                raise ConnectionError(f"Connection closed by peer: rank {min(run.post.gone)}")
+            if self._wanted():
+                return True
+            if not self._idle:
+                return False
+            self._say_done()
+            run.post.pause(LOOK)
+
+    def assemble(self) -> None:
+        """Waits for all ranks, and for their backgrounds to end."""
+        run, size = self.run, self.run.rank.size
+        facts = [run.rank.step, len(self.planned()), self.over, run.post.meet, run.paused]
+        mine = torch.tensor([*facts, *run.post.sent], dtype=torch.int64)
+        table = mine.view(1, -1)
+        if run.control is not None:
+            table = torch.empty(size, len(mine), dtype=torch.int64)
+            run.control.wait(run.control.all_gather(table.view(-1), mine))
+        self.latest, self._due, self.over = int(table[:, 0].max()), int(table[0, 1]), bool(table[0, 2])
+        run.post.meet = int(table[:, 3].max())  # a meeting that some have heard of is known to all
+        run.paused = bool(table[0, 4])
+        run.credit = 0 if run.paused else run.credit
+        if self.background is not None:
+            self.background.drain(int(table[:, len(facts) + run.rank.index].sum()))
+            if run.control is not None:  # nobody goes on, and sends, before all backgrounds have ended
+                run.control.wait(run.control.all_reduce(mine))
+        self._number += 1
+        self._done.clear()
+        self._told = False
+
+    @property
+    def _idle(self) -> bool:
+        """Has this rank nothing to do but wait for a meeting?"""
+        steps = self.run.experiment.steps
+        return not self.trains or bool(not self.strategy.lockstep and steps and self.run.rank.step >= steps)
+
+    def planned(self) -> list[Any]:
+        """The planned changes that are due, the same on every rank."""
+        return [c for c in self.run.planned if c.at_step <= self.run.rank.step]
+
+    def take_planned(self) -> list[Any]:
+        """Those that act now; where steps differ, those that are due on rank 0."""
+        due = self._due if self.apart else len(self.planned())
+        taken, self.run.planned = self.run.planned[:due], self.run.planned[due:]
+        return taken
+
+    def _wanted(self) -> bool:
+        run, step = self.run, self.run.rank.step
+        if self.heard and (step == run.post.meet or (not self.trains and step < run.post.meet)):
+            run.rank.step = max(step, run.post.meet)
+            return True
+        if run.credit and not self._idle and not self.strategy.lockstep:
+            return False  # the single steps that were asked for come first
+        if run.rank.index == 0:
+            return self._call()
+        if any(number == self._number for _, number in run.post.heard("come")):
+            return True
+        return run.paused or bool(self.strategy.lockstep and self.planned())
+
+    def _call(self) -> bool:
+        """On rank 0: is a meeting wanted now? Then tells all who would not know."""
+        run = self.run
+        self._done |= {who for who, number in run.post.heard("done") if number == self._number}
+        ended = self._idle and self._done >= {r for r in range(1, run.rank.size) if self._trains(r)}
+        self.over = ended
+        if self.heard and not ended and not run.paused:
+            planned = bool(self.planned())
+            if run.post.meet < run.rank.step and (not run.inbox.empty() or (planned and not self.strategy.lockstep)):
+                run.post.meet = run.rank.step + self.heard
+            return planned and bool(self.strategy.lockstep)
+        if not (ended or run.paused or self.planned() or not run.inbox.empty()):
+            return False
+        if not self.strategy.lockstep:
+            for other in range(1, run.rank.size):
+                run.post.say(self._number, other, "come")
+        return True
+
+    def _trains(self, rank: int) -> bool:
+        return bool(self.strategy.trains(rank, self.run.rank.size))
+
+    def _say_done(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        if self.background is not None:
+            self.background.idle()
+        if self.run.rank.index and self.trains:
+            self.run.post.say(self._number, 0, "done")

@@ -1,0 +1,275 @@
+"""Messages between two ranks: posted at once, taken when the receiver asks for them.
+
+A rank connects to another when it first sends to it, and to nobody else; one thread moves all bytes. Not gloo's
+send and recv: there a wait that times out closes the pair of sockets for good, so a receiver could not look up
+from its waiting, and every rank is connected to every other from the start. Nothing here knows what a message says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.engine.collectives import Aborted, Leaving
+from workbench.engine.lane import StrategyError
+from workbench.engine.shaping import Port
+from workbench.engine.sockets import HEAD, HELLO, Incoming, Outgoing, address, dial
+from workbench.ops import Rank
+
+SLICE = 0.1  # seconds between two looks at whether this rank must leave
+HOST, STEP, BACKGROUND = range(3)  # who sent it: the engine itself, a strategy's step, its background
+ALWAYS = 2**32 - 1  # the page of the engine's own letters, which no change of strategy makes old
+
+
+class Letter(NamedTuple):
+    """One message that has come."""
+
+    source: int
+    what: str  # dtype and shape
+    data: bytearray
+    ready: float  # when its last byte has come, on the emulated Link
+
+
+class Post:
+    """One rank's messages. `send` and `recv` may be called from any thread.
+
+    page:  letters of an earlier page are dropped; a page is turned when another strategy takes over
+    meet:  the latest step at which all ranks are to meet that this rank has heard of; every letter tells it
+    came:  letters from steps that have come so far; sent: by receiver, those posted from this rank's step
+    """
+
+    def __init__(self, rank: Rank, store: Any, where: tuple[str, int], token: str, port: Port, leaving: Leaving,
+                 span: Callable[..., None], local: bool) -> None:
+        self.rank, self.size, self.store, self.where, self.token = rank.index, rank.size, store, where, token.encode()
+        self.step = lambda: rank.step
+        self.port, self.leaving, self.span, self.local = port, leaving, span, local
+        self.page, self.meet, self.came = 0, -1, 0
+        self.sent = [0] * rank.size
+        self.gone: set[int] = set()  # ranks that have closed their end
+        self._boxes: dict[tuple[int, str], deque[Letter]] = {}  # (page, kind) -> letters in order of arrival
+        self._news = threading.Condition()
+        self._out: dict[int, Outgoing] = {}
+        self._dialling = threading.Lock()
+        self._todo: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    # -- any thread --
+
+    def open(self) -> None:
+        """Opens this rank's door and says where it is. Opening again does nothing."""
+        with self._dialling:
+            if self._thread is not None or self.size == 1:
+                return
+            self.selector = selectors.DefaultSelector()
+            self._bell, self._wake = socket.socketpair()
+            self._door = socket.create_server(("127.0.0.1" if self.local else "", 0), backlog=self.size)
+            here = "127.0.0.1" if self.local else address(self.where)
+            for s, what in ((self._bell, self._hush), (self._door, self._admit)):
+                s.setblocking(False)
+                self.selector.register(s, selectors.EVENT_READ, what)
+            self.store.set(f"post/{self.rank}", f"{here} {self._door.getsockname()[1]}")
+            self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} post", daemon=True)
+            self._thread.start()
+
+    @property
+    def partners(self) -> set[int]:
+        """The ranks that this one has connected to."""
+        return set(self._out)
+
+    def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP) -> None:
+        """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
+        if not 0 <= to < self.size:
+            raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
+        data = bytearray(_bytes(tensor).numpy().tobytes())
+        what = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+        page = ALWAYS if origin == HOST else self.page
+        if origin == STEP:
+            self.sent[to] += 1
+        if to == self.rank:
+            return self.arrived(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
+        asked = self.port.now()
+        begun, plain, end = self.port.post(len(data)) if origin != HOST else (asked, 0.0, asked)
+        text = f"{kind}\n{what}".encode()
+        head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
+        step, name = self.step(), f"send {kind}".rstrip()
+
+        def posted() -> None:
+            if origin != HOST:
+                self.span(step, "comm", name, asked, begun, max(end, self.port.now() if not plain else end), len(data))
+
+        self._line(to).put(head + text, data, posted)
+
+    def recv(self, into: Tensor | None, source: int | None, kind: str,
+             over: Callable[[], bool] = lambda: False) -> tuple[Tensor, int] | None:
+        """Waits for a letter of `kind` and copies it into `into` (None: a new tensor); None once `over`."""
+        letter = self.take(source, kind, over)
+        if letter is None:
+            return None
+        self.port.naps.until(letter.ready)
+        dtype, shape = letter.what[:-1].split("[")
+        sizes = [int(n) for n in shape.split(",") if n]
+        sent = torch.empty(sizes, dtype=getattr(torch, dtype))
+        if letter.data:
+            sent = torch.frombuffer(letter.data, dtype=sent.dtype).view(sizes)
+        if into is None:
+            return sent, letter.source
+        if into.numel() != sent.numel() or into.dtype != sent.dtype:
+            raise StrategyError(
+                f"rank {letter.source} sent {letter.what} of {kind!r} to rank {self.rank}, which has room for "
+                f"{str(into.dtype)[6:]}{list(into.shape)}: both ends must agree"
+            )
+        into.copy_(sent.view(into.shape))
+        return into, letter.source
+
+    def take(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Letter | None:
+        """The next letter of `kind`; waits for one until `over`. Raises when its sender is gone."""
+        self.open()
+        with self._news:
+            while True:
+                letter = self._pick(self.page, source, kind)
+                if letter is not None or over():
+                    return letter
+                if self.leaving.is_set():
+                    raise Aborted(f"left while waiting for {kind!r}")
+                if self.gone and (source is None or source in self.gone):
+                    gone = source if source is not None else min(self.gone)
+                    raise ConnectionError(f"Connection closed by peer: rank {gone}, of which {kind!r} was awaited")
+                self._news.wait(SLICE)
+
+    def heard(self, kind: str) -> list[tuple[int, int]]:
+        """What other ranks' engines have said under `kind`: (who, a number) each; forgotten once told."""
+        with self._news:
+            said = self._boxes.pop((ALWAYS, kind), ())
+        return [(letter.source, int.from_bytes(letter.data, "little")) for letter in said]
+
+    def say(self, number: int, to: int, kind: str) -> None:
+        """Tells another rank's engine a number; off the Link and off the record."""
+        self.send(torch.tensor([number]), to, kind, HOST)
+
+    def pause(self, seconds: float) -> None:
+        """Waits until something comes, `seconds` at most."""
+        with self._news:
+            self._news.wait(seconds)
+
+    def turn_page(self) -> None:
+        """What was sent under the strategy before is not to be mistaken for the new one's."""
+        with self._news:
+            self.page += 1
+            self._boxes = {key: box for key, box in self._boxes.items() if key[0] >= self.page}
+
+    def nudge(self) -> None:
+        """Makes whoever waits look at its `over` again."""
+        with self._news:
+            self._news.notify_all()
+
+    def reach(self, ranks: Iterable[int]) -> None:
+        """Connects to `ranks` before there is anything to say: whoever of the two goes, the other hears of it."""
+        for other in ranks:
+            self._line(other)
+
+    def cut(self) -> None:
+        """Closes all lines at once; the peers hear of it."""
+        self._end(hurry=True)
+
+    def close(self) -> None:
+        """Sends what is posted, then closes everything and joins the thread."""
+        self._end(hurry=False)
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self.store = None
+
+    # -- inside --
+
+    def _pick(self, page: int, source: int | None, kind: str) -> Letter | None:
+        box = self._boxes.get((page, kind), deque())
+        for at, letter in enumerate(box):
+            if source is None or letter.source == source:
+                del box[at]
+                return letter
+        return None
+
+    def arrived(self, source: int, text: str, data: bytearray, origin: int, page: int, meet: int, begun: float,
+                plain: float) -> None:
+        """A letter is here, whole. Called by the post's thread."""
+        kind, what = text.rsplit("\n", 1)
+        ready = self.port.take(source, begun, plain)
+        with self._news:
+            self.came += origin == STEP
+            self.meet = max(self.meet, meet)
+            if page >= self.page:
+                self._boxes.setdefault((page, kind), deque()).append(Letter(source, what, data, ready))
+            self._news.notify_all()
+
+    def _line(self, to: int) -> Outgoing:
+        self.open()
+        with self._dialling:
+            if to not in self._out:
+                line = Outgoing(self, to, dial(self.store, f"post/{to}", self.leaving.is_set))
+                line.put(HELLO.pack(self.rank) + self.token, b"", lambda: None)
+                self._out[to] = line
+            return self._out[to]
+
+    def do(self, what: Callable[[], None]) -> None:
+        """Has the post's thread do something with its selector."""
+        self._todo.append(what)
+        with contextlib.suppress(OSError):
+            self._wake.send(b"!")
+
+    def lose(self, rank: int) -> None:
+        """A rank has closed its end."""
+        with self._news:
+            self.gone.add(rank)
+            self._news.notify_all()
+
+    def _end(self, hurry: bool) -> None:
+        with self._dialling:
+            if self._thread is None or self._closing:
+                return
+            self._closing = True
+        self._hurry = hurry
+        self.do(lambda: None)
+
+    # -- the post's own thread --
+
+    def _serve(self) -> None:
+        until = float("inf")
+        while True:
+            for key, _ in self.selector.select(SLICE):
+                key.data()
+            while self._todo:
+                self._todo.popleft()()
+            if self._closing:
+                until = min(until, time.monotonic() + (0.0 if self._hurry else 2.0))
+                if time.monotonic() >= until or not any(line.waiting for line in self._out.values()):
+                    break
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        for line in self._out.values():
+            line.socket.close()
+        self._wake.close()
+        self.selector.close()
+
+    def _hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._bell.recv(4096)
+
+    def _admit(self) -> None:
+        with contextlib.suppress(OSError):
+            s, _ = self._door.accept()
+            s.setblocking(False)
+            self.selector.register(s, selectors.EVENT_READ, Incoming(self, s).move)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes of `x`, in memory of the host: (n,) uint8, a view where that can be."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

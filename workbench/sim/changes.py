@@ -1,0 +1,138 @@
+"""What a change asks of the simulator; what it consists of is in workbench/changes.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from workbench.changes import in_step
+from workbench.experiment import Experiment
+from workbench.fabric.load import pauses
+from workbench.ops import Op, Rank
+from workbench.sim.costs import Costs
+from workbench.sim.host import Host
+
+if TYPE_CHECKING:
+    from workbench.sim.world import World
+
+
+class Turnable:
+    """The part of a Session that changes reach into."""
+
+    world: World
+    host: Host
+    rank: Rank
+    body: Any
+    pending_pause: float
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.host.experiment
+
+    @experiment.setter
+    def experiment(self, wanted: Experiment) -> None:
+        self.host.experiment = wanted
+
+    @property
+    def layout(self) -> Any:
+        return self.body.layout
+
+    @property
+    def model(self) -> Any:
+        return self.body.model
+
+    @property
+    def optimizer(self) -> Any:
+        return self.body.optimizer
+
+    def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
+        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.index)
+
+    def choose_lane(self) -> None:
+        """Children run as on the engine's own thread; what their codec costs is looked up anew."""
+        costs = self.world.costs
+        self.host.kinds = costs.stretches(self.rank.compressor) if costs else ()
+
+    def restart_data(self) -> None:
+        self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
+
+    def rebucket(self, bucket_mb: float) -> None:
+        self.body.rebucket(bucket_mb)
+        self.mark_buckets()
+
+    async def stop_background(self) -> None:
+        """Lets the background take in what was sent, and end."""
+        raise NotImplementedError
+
+    async def leave(self, strategy: Any) -> None:
+        await self.stop_background()
+        await strategy.leave(self.rank, self.state)
+
+    def enter(self, was: Experiment | None, wanted: Experiment) -> None:
+        """A strategy takes over."""
+        strategy, size = wanted.strategy, self.rank.size
+        self.rank.role = "trainer" if strategy.trains(self.rank.index, size) else "server"
+        serve = [r for r in range(size) if not strategy.trains(r, size)] if self.rank.index == 0 else []
+        if serve:
+            text = f"{size - len(serve)} of {size} ranks train; {len(serve)} serve"
+            self.mark("roles", {"serve": serve, "text": text})
+        self.state = strategy.init(self.rank)
+
+    def enter_opaque(self) -> None:
+        raise AssertionError("refused before it starts")
+
+    leave_opaque = enter_opaque
+
+    @contextmanager
+    def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
+        """A switch of strategy happens inside, as one span; ranks that fell behind go on with the step of the first."""
+        if in_step(was):
+            self.world.latest = self.rank.step
+        self.rank.step = self.world.latest
+        began, sent = self.host.clock.now, self.host.sent
+        yield
+        name = type(wanted.strategy).__name__
+        self.host.span("switch", name, began, began, self.host.clock.now, self.host.sent - sent)
+
+    async def gather(self, number: int) -> list[int]:
+        """Every rank's number, by rank."""
+        numbers: list[int] = await Op("together", "agree", number, lambda each: [each] * len(each), 0.0)
+        return numbers
+
+    # -- saying --
+
+    def mark(self, name: str, detail: dict[str, Any]) -> None:
+        self.world.record.mark(self.rank.index, self.rank.step, name, self.host.clock.now, json.dumps(detail))
+
+    def mark_buckets(self) -> None:
+        if self.rank.index == 0:
+            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
+
+    def say(self, phase: str) -> None:
+        if self.rank.index == 0:
+            self.mark("state", {"state": phase, "detail": ""})
+
+
+def refused(e: Experiment, costs: Costs | None, real: bool) -> str | None:
+    """Why `e` cannot be simulated, in a sentence that says what would do; or None."""
+    name = type(e.strategy).__name__
+    if e.strategy.opaque:
+        return (
+            f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "
+            f"DDP, which sends the same bytes"
+        )
+    if real and e.strategy.staged:
+        return f"strategy={name}: pipeline stages are simulated with sizes only; take real=False"
+    if real and e.strategy.shared and e.ranks > 1:
+        return (
+            f"strategy={name}: with real tensors the workers of one rank share its parameters, those of several do "
+            f"not; take ranks=1, or real=False"
+        )
+    if not e.pace and costs is None:
+        return (
+            "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run) of a run that was recorded, "
+            "or an experiment with a pace in ms"
+        )
+    return None

@@ -1,0 +1,110 @@
+"""Costs: what the parts of a step cost, measured from a run or stated, so that a simulation can price them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from workbench.run import Run
+
+PHASES = ("forward", "backward", "update")
+
+
+class Duration(NamedTuple):
+    """Seconds of a phase on one rank, and the standard deviation from step to step as a share of them."""
+
+    seconds: float
+    spread: float = 0.0
+
+    def draw(self, key: str) -> float:
+        """The phase's seconds in one step: normal about `seconds`, cut at half of it; the same for the same key."""
+        if not self.spread:
+            return self.seconds
+        return self.seconds * max(0.5, 1.0 + self.spread * Random(key).gauss(0.0, 1.0))
+
+
+class Wire(NamedTuple):
+    """A collective off any Link: seconds per message one after the other, and seconds per byte that a rank sends."""
+
+    message: float = 0.0
+    byte: float = 0.0
+
+    def seconds(self, sent: float, messages: int) -> float:
+        return messages * self.message + sent * self.byte
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What compute, codecs and the bare wire cost; what a Fabric or a `pace` states is not asked here.
+
+    forward, backward, update: seconds of one pass on each rank, as numbers or Durations; one value serves all ranks
+    codec:    by compressor (`Costs.kind`), seconds per byte of the bucket in each stretch of work between two
+              operations: (encode, decode) for most
+    wire:     what a collective costs where the Link is not shaped
+    late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
+    between:  seconds of a step that belong to nothing else
+    evaluate: seconds of one evaluation
+
+    Where an experiment states a `pace`, compute takes what the pace says or what is measured, whichever is longer.
+    """
+
+    forward: tuple[Duration, ...] = (Duration(0.0),)
+    backward: tuple[Duration, ...] = (Duration(0.0),)
+    update: tuple[Duration, ...] = (Duration(0.0),)
+    codec: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    wire: Wire = Wire()
+    late: float = 0.0
+    between: float = 0.0
+    evaluate: float = 0.0
+
+    def __post_init__(self) -> None:
+        for phase in PHASES:
+            given: Any = getattr(self, phase)
+            each = given if isinstance(given, (tuple, list)) and not isinstance(given, Duration) else (given,)
+            object.__setattr__(self, phase, tuple(d if isinstance(d, Duration) else Duration(float(d)) for d in each))
+            if any(d.seconds < 0 or d.spread < 0 for d in getattr(self, phase)):
+                raise ValueError(f"{phase}={given!r}: seconds and spreads cannot be negative")
+
+    @classmethod
+    def measured(cls, run: Run) -> Costs:
+        """Calibrated from a recorded run, real or simulated, without its first steps and those beside a change.
+
+        Fitted: each rank's median and spread (1.4826 MAD) of forward, backward and update, less what faults
+        stretched; per compressor the median seconds per byte of each stretch of codec work; off a Link the wire's
+        two numbers by least squares over the medians of each collective's transfer (last arrival to end), on one
+        how late collectives end; the median of what a step lasts beyond compute and waiting; the evaluation.
+        """
+        from workbench.sim.measure import measured
+
+        return measured(run)
+
+    def seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
+        """Seconds of one pass on a rank in a step."""
+        durations: tuple[Duration, ...] = getattr(self, phase)
+        duration = durations[rank % len(durations)]
+        return duration.draw(f"{seed}/{rank}/{step}/{phase}") if duration.spread else duration.seconds
+
+    def stretches(self, compressor: Any) -> tuple[float, ...]:
+        """Seconds per byte of each stretch of codec work; () where it costs nothing."""
+        return self.codec.get(self.kind(compressor), ())
+
+    @staticmethod
+    def kind(compressor: Any) -> str:
+        """The name under which a compressor's costs are kept: its type and what it wraps, without settings.
+
+        >>> from workbench import ErrorFeedback, TopK
+        >>> Costs.kind(ErrorFeedback(of=TopK()))
+        'ErrorFeedback(TopK)'
+        """
+        inner = getattr(compressor, "of", None)
+        name = type(compressor).__name__
+        return f"{name}({Costs.kind(inner)})" if inner is not None else name
+
+    def __or__(self, other: Costs) -> Costs:
+        """These costs with the codecs that `other` knows, too."""
+        from dataclasses import replace
+
+        return replace(self, codec={**self.codec, **other.codec})

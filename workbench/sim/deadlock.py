@@ -1,0 +1,58 @@
+"""When nothing can happen any more though ranks wait: who waits for whom, in which operation, at which step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.sim.fiber import Fiber
+
+MANY = 8  # ranks that are listed one by one
+
+
+class Deadlock(RuntimeError):
+    """Ranks wait for each other and nothing is under way that could free them."""
+
+
+def told(world: Any) -> str:
+    """The whole of it in words."""
+    lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
+    for lane, meetings in world.open.items():
+        for meeting in meetings.values():
+            here = [r for r, fiber in enumerate(meeting.fibers) if fiber is not None]
+            gone = [r for r, fiber in enumerate(meeting.fibers) if fiber is None]
+            where = f"(step {meeting.fibers[here[0]].step}, lane {lane.strip()!r})"
+            lines.append(f"  {_ranks(here)} {_wait(here)} in {meeting.name} {where} for {_ranks(gone)}")
+    for what, here in world._gathered.items():
+        gone = [r for r in range(world.size) if r not in here]
+        lines.append(f"  {_ranks(sorted(here))} {_wait(list(here))} to {what} together with {_ranks(gone)}")
+    for (rank, kind), waiting in world.mail._waiting.items():
+        for fiber, _, source in waiting:
+            whom = "anyone" if source is None else f"rank {source}"
+            lines.append(f"  rank {rank} waits in recv {kind!r} (step {fiber.step}) for a message from {whom}")
+    lines += _others(world)
+    return "\n".join(lines)
+
+
+def _others(world: Any) -> list[str]:
+    """What the ranks do that are in no operation of the network."""
+    found: dict[str, list[int]] = {}
+    for session, life in zip(world.sessions, world.lives, strict=True):
+        on = life.on.on if isinstance(life.on, Fiber) else life.on
+        if life.done:
+            found.setdefault(f"finished all {session.rank.step} steps", []).append(session.rank.index)
+        elif on is not None and isinstance(on, Fiber):
+            begun = "" if on.lane is None or on.lane.busy is on else ", which has not begun"
+            where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
+            found.setdefault(where, []).append(session.rank.index)
+    return [f"  {_ranks(ranks)}: {what}" for what, ranks in found.items()]
+
+
+def _wait(ranks: list[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return "nobody"
+    some = ", ".join(map(str, ranks[:MANY])) + (f" and {len(ranks) - MANY} more" if len(ranks) > MANY else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

@@ -1,0 +1,167 @@
+"""Calibrating: what compute, codecs and the bare wire cost, read from the record of a run.
+
+Medians throughout, over steps that nothing disturbed. What a step consists of is in Costs; here is only how each
+of its numbers is found among the spans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from workbench.analysis.collectives import Arrivals, lined_up
+from workbench.analysis.window import Window, last_steps, ranks_of
+from workbench.experiment import Experiment
+from workbench.fabric import traffic
+from workbench.fabric.load import stretch
+from workbench.run import Run
+from workbench.sim.costs import PHASES, Costs, Duration, Wire
+
+WARM = 2  # steps at the beginning and after a change that are not like the others
+ENOUGH = 200  # steps that a median is taken over; more only cost time
+
+
+def measured(run: Run) -> Costs:
+    """The Costs of a recorded run; see `Costs.measured`. Raises ValueError where too few steps were recorded."""
+    about = _Recorded(run)
+    durations = {phase: about.durations(phase) for phase in PHASES}
+    return Costs(**durations, codec=about.codecs(), wire=about.wire(), late=about.late(), between=about.between(),
+                 evaluate=about.evaluation())
+
+
+class _Recorded:
+    """A run's undisturbed steps, and the experiment that each of them was made under."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        stop = last_steps(run.timeline)[1]
+        self.turns = _turns(run)
+        fresh = {at + k for at, _ in self.turns for k in range(WARM)}
+        good = [s for s in range(stop) if s not in fresh] or list(range(stop))
+        if not good:
+            raise ValueError(f"run {run.name} has no step that ended on all ranks, so nothing can be measured")
+        self.good = good[-ENOUGH:]
+        self.window = Window(run.timeline, self.good[0], stop)
+        self.kept = np.isin(self.window.steps, self.good)
+        self.spans = self.window.rows
+        self.spans = self.spans[np.isin(self.spans.step, self.good)]
+        self.ranks = sorted(int(r) for r in ranks_of(self.spans))
+
+    def at(self, step: int) -> Experiment:
+        """The experiment as it was at a step."""
+        return next(e for at, e in reversed(self.turns) if at <= step)
+
+    def durations(self, phase: str) -> tuple[Duration, ...]:
+        """Median and spread of a phase on each rank, without what faults stretched."""
+        rows = self.spans[self.spans.equal("lane", "compute") & self.spans.equal("name", phase)]
+        seconds = rows.t1 - rows.t0
+        for i, (rank, step) in enumerate(zip(rows.rank.tolist(), rows.step.tolist(), strict=True)):
+            if faults := self.at(step).fabric.faults:
+                seconds[i] /= stretch(faults, rank, step, phase)
+        found = []
+        for rank in self.ranks:
+            mine = seconds[rows.rank == rank]
+            middle = float(np.median(mine)) if len(mine) else 0.0
+            spread = 1.4826 * float(np.median(np.abs(mine - middle))) / middle if middle else 0.0
+            found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
+        return tuple(found) or (Duration(0.0),)
+
+    def codecs(self) -> dict[str, tuple[float, ...]]:
+        """Seconds per byte of each stretch of codec work, by compressor.
+
+        A stretch's number is that of the collectives of its bucket that came before it.
+        """
+        found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        codec, comm = self.spans[self.spans.equal("lane", "codec")], self.spans[self.spans.equal("lane", "comm")]
+        begun: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+        for rank, step, name, t0 in zip(comm.rank, comm.step, comm.name, comm.t0, strict=True):
+            begun[int(rank), int(step), name.split(" ", 1)[-1]].append(t0)
+        for rank, step, name, t0, t1 in zip(codec.rank, codec.step, codec.name, codec.t0, codec.t1, strict=True):
+            nbytes = self._bucket(int(step), name)
+            if nbytes:
+                number = sum(t < t0 for t in begun[int(rank), int(step), name])
+                found[Costs.kind(self.at(int(step)).compressor)][number].append((t1 - t0) / nbytes)
+        return {
+            kind: tuple(float(np.median(by.get(n, [0.0]))) for n in range(max(by) + 1)) for kind, by in found.items()
+        }
+
+    def _bucket(self, step: int, name: str) -> int:
+        """The bytes of a bucket at a step; 0 if that is no bucket's name."""
+        sizes: list[int] = []
+        for at, _, detail in self.run.details("buckets"):
+            if at <= max(step - 1, 0) or not sizes:
+                sizes = detail["nbytes"]
+        number = name.removeprefix("bucket ")
+        return int(sizes[int(number)]) if number.isdigit() and int(number) < len(sizes) else 0
+
+    def _collectives(self, shaped: bool) -> tuple[Arrivals, np.ndarray]:
+        """Collectives of undisturbed steps on (or off) a Link that all ranks took part in, and which they are."""
+        c = lined_up(self.window)
+        link = np.array([self.at(int(s)).fabric.link.shaped for s in c.step], bool)
+        sent = np.array([str(n).startswith("send ") or n == "send" for n in c.name], bool)
+        return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
+
+    def wire(self) -> Wire:
+        """What a collective costs off a Link: by least squares over the median transfer of each kind and size."""
+        c, which = self._collectives(shaped=False)
+        p = len(self.ranks)
+        if not which.any() or p < 2:
+            return Wire()
+        end = np.max(c.t1, axis=1)
+        before = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
+        took = end - np.maximum(c.last, np.where(before < end, before, -np.inf))
+        found: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for i in np.flatnonzero(which):
+            messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, p)[1]
+            found[messages, int(c.nbytes[i].max())].append(float(took[i]))
+        x = np.array(list(found), float)
+        y = np.array([np.median(v) for v in found.values()])
+        weight = 1.0 / np.maximum(y, 1e-9)  # relative errors count alike, or the largest bucket would decide alone
+        best = _not_negative(x * weight[:, None], y * weight)
+        return Wire(*best)
+
+    def late(self) -> float:
+        """How late a collective ends on a Link, against its own description."""
+        c, which = self._collectives(shaped=True)
+        if not which.any():
+            return 0.0
+        port = c.port[which]
+        known = ~np.isnan(port).all(axis=1)
+        over = (np.max(c.t1, axis=1) - c.last)[which][known] - np.nanmax(port[known], axis=1) if known.any() else []
+        late = float(np.median(over)) if len(over) else 0.0
+        return late if late > 1e-9 else 0.0
+
+    def between(self) -> float:
+        """What a step lasts beyond computing and waiting."""
+        w = self.window
+        rest = w.step_seconds - w.seconds("compute") - w.seconds("wait")
+        rest = rest[self.kept & w.complete & ~w.disturbed]
+        middle = float(np.median(rest)) if rest.size else 0.0
+        return middle if middle > 1e-9 else 0.0
+
+    def evaluation(self) -> float:
+        """One evaluation, without waiting for those who come last."""
+        rows = self.run.timeline.spans.rows()
+        rows = rows[rows.equal("lane", "eval")]
+        each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
+        return float(np.median(each)) if each else 0.0
+
+
+def _turns(run: Run) -> list[tuple[int, Any]]:
+    """(step, the experiment from there on), from the beginning."""
+    found = [(0, run.experiment)]
+    for change in run.changes:
+        found.append((change.at_step, found[-1][1].turn(change.path, change.value)))
+    return found
+
+
+def _not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Least squares in two unknowns that cannot be negative."""
+    both, *_ = np.linalg.lstsq(x, y, rcond=None)
+    if len(y) > 1 and np.linalg.matrix_rank(x) == 2 and (both >= 0).all():
+        return float(both[0]), float(both[1])
+    alone = [(float(x[:, k] @ y / (x[:, k] @ x[:, k])) if (x[:, k] @ x[:, k]) else 0.0) for k in (0, 1)]
+    left = [float(np.sum((y - alone[k] * x[:, k]) ** 2)) for k in (0, 1)]
+    return (0.0, max(alone[1], 0.0)) if left[1] <= left[0] else (max(alone[0], 0.0), 0.0)

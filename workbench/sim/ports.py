@@ -1,0 +1,80 @@
+"""What crossing the network costs: each rank's one port, shared by all its lanes and messages.
+
+On a shaped Link exactly as the engine shapes: time runs from the arrival of the last participant, operations queue
+on the port, in and out do not disturb each other. Off a Link by the measured cost of a collective, if there is one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from workbench.fabric import Fabric, traffic
+from workbench.fabric.load import choke, port_seconds
+from workbench.sim.costs import Costs
+
+FLAG = 1e-5  # seconds that agreeing on one bit takes at least, so that a background that does nothing still ends
+
+
+class Ports:
+    """The ports of all ranks."""
+
+    def __init__(self, size: int, costs: Costs | None, seed: int) -> None:
+        self.size, self.costs, self.seed = size, costs, seed
+        self.free = np.zeros(size)  # when each port is free again to send
+        self.taken = [0.0] * size  # and to take in
+        self.number = 0  # collectives so far
+        self._letters = [0] * size
+        self._chokes: dict[Fabric, np.ndarray] = {}
+        self._price = lru_cache(maxsize=4096)(self._priced)
+
+    def meet(self, now: float, fabric: Fabric, verb: str, nbytes: int) -> tuple[float, np.ndarray | float, float]:
+        """A collective whose last participant has come: (began, each port's end, end for everybody)."""
+        self.number += 1
+        began = max(now, float(self.free.max()))
+        plain = self._price(fabric, verb, nbytes)
+        if not fabric.link.shaped:
+            end = began + plain
+            self.free[:] = end
+            return began, end, end
+        noise = fabric.link.noise(self.seed, self.number)
+        if not fabric.faults:
+            end = began + plain * noise
+            own: np.ndarray | float = end
+        else:
+            chokes = self.chokes(fabric)
+            end = began + plain * float(chokes.max()) * noise
+            own = began + plain * chokes * noise
+        self.free[:] = end
+        return began, own, end + (self.costs.late if self.costs else 0.0)
+
+    def post(self, now: float, fabric: Fabric, source: int, to: int, nbytes: int) -> tuple[float, float, float]:
+        """A message: (when it begins to leave, when it has left, when it has come)."""
+        if source == to:
+            return now, now, now
+        self._letters[source] += 1
+        seconds = self._price(fabric, "send", nbytes * (self.size if fabric.shared else 1))
+        seconds *= fabric.link.noise(self.seed + source, self._letters[source])
+        slow = self.chokes(fabric) if fabric.faults else np.ones(self.size)
+        began = max(now, float(self.free[source]))
+        left = began + seconds * float(slow[source])
+        self.free[source] = left
+        self.taken[to] = max(began, self.taken[to]) + seconds * float(max(slow[source], slow[to]))
+        return began, left, self.taken[to]
+
+    def flag(self) -> float:
+        """Seconds that it takes to agree on one bit, beside all traffic."""
+        return max(FLAG, self.costs.wire.seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0)
+
+    def chokes(self, fabric: Fabric) -> np.ndarray:
+        """(size,) how many times longer than healthy each port is busy."""
+        found = self._chokes.get(fabric)
+        if found is None:
+            found = self._chokes[fabric] = np.array([choke(fabric.faults, r) for r in range(self.size)])
+        return found
+
+    def _priced(self, fabric: Fabric, verb: str, nbytes: int) -> float:
+        if fabric.link.shaped:
+            return port_seconds(fabric, verb, nbytes, self.size)
+        return self.costs.wire.seconds(*traffic(verb, nbytes, self.size)) if self.costs else 0.0

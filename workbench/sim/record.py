@@ -1,0 +1,86 @@
+"""The record of a simulated run: rows are kept as numbers and put into the tables at the end, by when they ended.
+
+Spans of a collective come as one block for all ranks, all others one by one; a span costs 46 bytes. A wait that
+lasts no time says nothing and is not written down: that is the only difference from what the engine writes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from workbench.timeline import Coded, Timeline, Words
+
+_COLUMNS = ("rank", "step", "lane", "name", "asked", "t0", "t1", "nbytes")
+
+
+class Record:
+    """Spans, samples and marks of all ranks of a simulated run."""
+
+    def __init__(self, size: int) -> None:
+        self._code: dict[str, int] = {}
+        self._texts: list[str] = []
+        self._single = array("d")  # spans one after the other, a number per column
+        self._blocks: list[tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray | float, float]] = []
+        self._samples: list[tuple[int, int, str, float, float]] = []
+        self._marks: list[tuple[int, int, str, float, str]] = []
+        self._ranks = np.arange(size, dtype="i2")
+
+    def code(self, text: str) -> int:
+        """The number that stands for a lane or a name."""
+        found = self._code.get(text)
+        if found is None:
+            found = self._code[text] = len(self._texts)
+            self._texts.append(text)
+        return found
+
+    def span(self, rank: int, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
+        known, code = self._code, self.code
+        which = known[lane] if lane in known else code(lane)
+        what = known[name] if name in known else code(name)
+        self._single.extend((rank, step, which, what, asked, t0, t1, nbytes))
+
+    def block(self, lane: str, name: str, steps: Sequence[int], asked: np.ndarray, t0: np.ndarray,
+              t1: np.ndarray | float, nbytes: float) -> None:
+        """One span on every rank: steps, asked, t0: (size,); t1: (size,) or one for all."""
+        self._blocks.append((self.code(lane), self.code(name), steps, asked, t0, t1, nbytes))
+
+    def sample(self, rank: int, step: int, name: str, t: float, value: float) -> None:
+        self._samples.append((rank, step, name, t, value))
+
+    def mark(self, rank: int, step: int, name: str, t: float, detail: str) -> None:
+        self._marks.append((rank, step, name, t, detail))
+
+    def timeline(self) -> Timeline:
+        """The tables. Call it once: what was kept here is given up on the way."""
+        out = Timeline()
+        columns = self._spans()
+        order = np.argsort(columns["t1"], kind="stable")
+        for k in columns:
+            columns[k] = columns[k][order]
+        words = Words()
+        words.encode(self._texts)
+        if len(order):
+            coded = {k: Coded(columns[k], words) for k in ("lane", "name")}
+            out.spans.extend({**columns, **coded})
+        out.samples.add(sorted(self._samples, key=lambda row: row[3]))
+        out.marks.add(sorted(self._marks, key=lambda row: row[3]))
+        return out
+
+    def _spans(self) -> dict[str, np.ndarray]:
+        kinds = {"rank": "i2", "step": "i4", "lane": "i4", "name": "i4", "nbytes": "i8"}
+        single = np.frombuffer(self._single, "f8").reshape(-1, len(_COLUMNS)) if self._single else np.empty((0, 8))
+        blocks, p = self._blocks, len(self._ranks)
+        columns = {}
+        for k, name in enumerate(_COLUMNS):
+            kind = kinds.get(name, "f8")
+            whole = np.empty(len(single) + p * len(blocks), kind)
+            whole[: len(single)] = single[:, k]
+            rest = whole[len(single) :].reshape(len(blocks), p)
+            for row, (lane, text, steps, asked, t0, t1, nbytes) in zip(rest, blocks, strict=True):
+                row[:] = (self._ranks, steps, lane, text, asked, t0, t1, nbytes)[k]
+            columns[name] = whole
+        self._blocks, self._single = [], array("d")
+        return columns

@@ -1,0 +1,244 @@
+"""One run on one virtual rank: the training loop as a coroutine, with the same rules as the engine's.
+
+It takes the changes that are due before each step, steps, evaluates. What it cannot do itself it asks of its host
+with the same kind of Op that a strategy uses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench import changes
+from workbench.experiment import Experiment
+from workbench.knobs import Change, KnobError, in_words, to_plain
+from workbench.ops import Op
+from workbench.sim.changes import Turnable, refused
+from workbench.sim.fiber import Fiber
+from workbench.sim.host import Host
+from workbench.sim.tensors import known_evaluated, mean_evaluated
+
+if TYPE_CHECKING:
+    from workbench.sim.world import World
+
+
+class Session(Turnable):
+    """A run as one virtual rank lives it. Part of it is what a change sees (workbench.changes.Changing)."""
+
+    def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
+        self.world, self.body = world, body
+        self.host = Host(world, index, experiment, body)
+        self.rank = self.host.rank
+        self.rank.lr = experiment.lr
+        self.planned = list(world.planned)
+        self.state: Any = None
+        self.flushing = False
+        self.pending_pause = 0.0
+        self.background: Fiber | None = None
+        self.host.ended = self._ended
+        self._awaiting: Fiber | None = None  # waits for workers or for the background to end
+        self._workers = 0
+        self.set_fabric(None, experiment)
+        changes.set_compressor(self, None, experiment)
+        self.choose_lane()
+
+    # -- the life of a rank --
+
+    async def live(self) -> None:
+        """The whole run on this rank."""
+        self.mark("start", {"host": "simulated", "device": "sizes only" if self.body.layout.buckets[0].data.is_meta
+                            else "cpu", "parameters": self.layout.numel, "nbytes": self.layout.nbytes})
+        self.mark_buckets()
+        self.enter(None, self.experiment)
+        await self._evaluate(together=True)
+        self.say("running")
+        self._go_on()
+        while True:
+            await self._boundary()
+            lockstep = self.experiment.strategy.lockstep
+            if self.world.over or (lockstep and self.rank.step >= self.experiment.steps):
+                break
+            await self._step()
+            if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
+                await self._evaluate(together=self.experiment.strategy.lockstep)
+        await self.stop_background()
+        self.say("done")
+
+    async def _step(self) -> None:
+        host, strategy, clock = self.host, self.experiment.strategy, self.host.clock
+        host.met = False
+        if self.pending_pause:
+            seconds, self.pending_pause = self.pending_pause, 0.0
+            await Op("stand", seconds)
+            self.mark("fault", {"text": f"stood still for {seconds:.1f} s"})
+        began = clock.now
+        if strategy.workers > 1:
+            await self._all_workers()
+        else:
+            await Op("drive", strategy.step(self.rank, self.state))
+        if (costs := self.world.costs) is not None and costs.between:
+            await Op("stand", costs.between)
+        host.span("step", type(strategy).__name__, began, began, clock.now, 0)
+        if losses := self.body.losses:
+            self.world.record.sample(self.rank.index, self.rank.step, "loss", clock.now, sum(losses) / len(losses))
+            losses.clear()
+        if self.flushing and host.met:
+            changes.flushed(self)
+        if self.body.to_learn:
+            if strategy.crosses:
+                await strategy.leave(self.rank, self.state)
+            self.body.learn()
+            self.mark_buckets()
+        self.rank.step += 1
+        host.moved()
+
+    async def _all_workers(self) -> None:
+        """Every worker of this rank makes the step; it is over when all have."""
+        strategy, rank = self.experiment.strategy, self.rank
+        self._workers = strategy.workers
+        for worker in range(strategy.workers):
+            mine = type(rank)(rank.index, rank.size)
+            mine.__dict__.update(rank.__dict__, worker=worker)
+            Fiber(self.host, strategy.step(mine, self.state), f"worker {worker}", f"worker {worker} ").resume(None)
+        if self._workers:
+            await Op("park", self._await, "its workers")
+
+    async def _boundary(self) -> None:
+        """Takes the changes that are due before the next step; ranks that go on apart come together for them."""
+        if self.apart:
+            if not await self._called():
+                return
+            await self._assemble()
+        for change in self._due():
+            await self._turn(change)
+        self._go_on()
+
+    def _due(self) -> list[Change]:
+        """The changes that act now; where ranks keep no common step, those that are due on rank 0."""
+        if changes.in_step(self.experiment):
+            due = sum(c.at_step <= self.rank.step for c in self.planned)
+        else:
+            due = self.world.due
+        taken, self.planned = self.planned[:due], self.planned[due:]
+        return taken
+
+    async def _called(self) -> bool:
+        """Is there a meeting now? Waits for one where this rank has nothing else to do. See the engine's meeting."""
+        world, strategy, step = self.world, self.experiment.strategy, self.rank.step
+        due = bool(self.planned) and self.planned[0].at_step <= step
+        if strategy.lockstep:
+            return due
+        idle = self.rank.role == "server" or step >= self.experiment.steps
+        heard = strategy.heard(self.rank.size)
+        if idle:
+            world.done.add(self.rank.index)
+            self.host.idle()
+            if len(world.done) == self.rank.size:
+                world.over = True
+                world.call(step)
+        if self.rank.index == 0 and due and world.meets < 0:
+            world.call(step + heard)
+        while True:
+            if world.meets >= 0 and (not heard or step == world.meets or idle):
+                self.rank.step = max(step, world.meets) if heard else step
+                return True
+            if not idle:
+                return False
+            await Op("park", world.listen, "a meeting or the end")
+
+    async def _assemble(self) -> None:
+        """Waits for all ranks, and for their backgrounds to end."""
+        world = self.world
+
+        def joint(steps: list[int]) -> list[None]:
+            world.latest, world.meets = max(steps), -1
+            world.done.clear()
+            world.due = sum(c.at_step <= steps[0] for c in self.planned)
+            return [None] * len(steps)
+
+        await Op("together", "meet between steps", self.rank.step, joint, 0.0)
+        await self.stop_background()
+        await self.gather(0)
+
+    async def stop_background(self) -> None:
+        self.host.idle()
+        self.host.leaving = True
+        if self.background is not None:
+            await Op("park", self._await, "its background")
+        self.host.leaving = False
+
+    def _go_on(self) -> None:
+        """The background begins, or begins again after a meeting."""
+        strategy = self.experiment.strategy
+        if self.background is not None or not strategy.has_background or self.world.over:
+            return
+        host = self.host
+        host.leaving = host.is_idle = False
+        self.background = Fiber(host, strategy.background(self.rank, self.state), "background", "background ")
+        self.background.lane = host.lane("background ")
+        host.clock.at(host.clock.now, self.background)
+
+    @property
+    def apart(self) -> bool:
+        """Do the ranks go on without meeting in every round?"""
+        strategy = self.experiment.strategy
+        return not strategy.lockstep or strategy.heard(self.rank.size) > 0
+
+    async def _turn(self, change: Change) -> None:
+        value = to_plain(change.value)
+        about = {"id": f"planned {change.at_step}", "path": change.path, "value": value, "requested_at": None}
+        try:
+            wanted = self.experiment.turn(change.path, change.value)
+            if reason := refused(wanted, self.world.costs, self.world.real):
+                raise KnobError(reason)
+            if wanted.strategy.staged != self.experiment.strategy.staged:
+                raise KnobError(f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, "
+                                f"when a run begins; begin another run with it")
+        except KnobError as reason:
+            if self.rank.index == 0:
+                self.mark("refused", {**about, "reason": str(reason)})
+            return
+        await changes.apply(self, wanted)
+        if self.rank.index == 0:
+            self.mark("change", {**about, "text": f"{change.path} = {in_words(value)}"})
+
+    async def _evaluate(self, together: bool) -> None:
+        """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
+        began, costs = self.host.clock.now, self.world.costs
+        if together:
+            lasts = costs.evaluate if costs else 0.0
+            numbers, drift = await Op("together", "evaluate", self.body, self._mean, lasts)
+        else:
+            numbers, drift = await self._known()
+        record, step, now = self.world.record, self.rank.step, self.host.clock.now
+        self.host.span("eval", "evaluate", began, began, now, 0)
+        if self.world.real:
+            record.sample(self.rank.index, step, "drift", now, drift)
+        for name, value in numbers.items():
+            record.sample(self.rank.index, step, "held_out" if name == "loss" else f"held_out:{name}", now, value)
+
+    def _mean(self, bodies: list[Any]) -> list[Any]:
+        if not self.world.real:
+            return [({}, 0.0)] * len(bodies)
+        numbers, drifts = mean_evaluated(bodies)
+        return [(numbers if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
+
+    async def _known(self) -> tuple[dict[str, float], float]:
+        """As on the engine: rank 0 evaluates what its strategy knows, and nobody waits."""
+        known = await self.experiment.strategy.known(self.rank, self.state) or self.body.params()
+        return known_evaluated(self.body, known, self.rank.index == 0) if self.world.real else ({}, 0.0)
+
+    def _await(self, fiber: Fiber) -> None:
+        self._awaiting = fiber
+
+    def _ended(self, fiber: Fiber) -> None:
+        """A worker or the background has returned."""
+        if fiber.waiter is not None:
+            return fiber.waiter.resume(None)
+        if fiber is self.background:
+            self.background = None
+        elif fiber.origin.startswith("worker"):
+            self._workers -= 1
+        if self._awaiting is not None and not self._workers and (not self.host.leaving or self.background is None):
+            waiting, self._awaiting = self._awaiting, None
+            waiting.on = None
+            waiting.resume(None)

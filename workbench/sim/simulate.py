@@ -1,0 +1,113 @@
+"""`simulate`: the front door. Refuses in words what cannot be simulated, before anything starts."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+
+from workbench.experiment import Experiment
+from workbench.knobs import Change, KnobError
+from workbench.ops import StrategyError
+from workbench.run import Run
+from workbench.sim.changes import refused
+from workbench.sim.costs import Costs
+from workbench.sim.session import Session
+from workbench.sim.sizes import Outline, Sizes, outline
+from workbench.sim.stages import staged
+from workbench.sim.tensors import Tensors
+from workbench.sim.world import World
+from workbench.tasks import Learner
+
+COPIES = 6  # of the parameters per rank: weights, gradients, two of the optimizer's, one each of strategy and codec
+
+
+def simulate(
+    experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False
+) -> Run:
+    """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
+
+    changes:  turned before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays
+    costs:    what compute and codecs take (`Costs.measured(run)`); not needed where the experiment has a `pace`.
+              Without costs codecs take no time, nor does the wire where its Link is not shaped.
+    real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process,
+              the losses that training would give; reproducible to the bit.
+
+    Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other, and StrategyError when
+    they ask for different things.
+    """
+    experiment = experiment.checked()
+    if reason := refused(experiment, costs, real):
+        raise KnobError(reason)
+    if not experiment.steps:
+        raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
+    learner = experiment.task.build()
+    planned = sorted(changes, key=lambda c: c.at_step)
+    with _apart(real):
+        world = World(experiment.ranks, costs, experiment.seed, planned, real)
+        bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner)
+        try:
+            world.run([Session(world, r, experiment, body) for r, body in enumerate(bodies)])
+        except (RuntimeError, NotImplementedError) as error:
+            if real or "meta" not in str(error):
+                raise
+            raise StrategyError(
+                f"sizes only: {experiment.strategy} or {experiment.compressor} looks at the values of a tensor, which "
+                f"only real ones have; simulate with real=True"
+            ) from error
+        finally:
+            world.close()
+    return Run(experiment, timeline=world.record.timeline(), environment=_environment(real), name="simulated")
+
+
+def _environment(real: bool) -> dict[str, Any]:
+    return {"host": "simulated", "tensors": "real" if real else "sizes only", "torch": torch.__version__}
+
+
+def _sizes(experiment: Experiment, learner: Learner) -> list[Any]:
+    whole = Outline(experiment, learner)
+    if experiment.strategy.staged:
+        return staged(whole, experiment, learner)
+    return [Sizes(whole, experiment.bucket_mb) for _ in range(experiment.ranks)]
+
+
+def _tensors(experiment: Experiment, learner: Learner) -> list[Any]:
+    model = outline(learner)
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    nbytes = COPIES * nbytes + sum(b.numel() * b.element_size() for b in model.buffers())
+    free = psutil.virtual_memory().available
+    if nbytes * experiment.ranks > free:
+        raise KnobError(
+            f"ranks={experiment.ranks}: with real tensors each takes about {nbytes / 1e6:.0f} MB and "
+            f"{free / 1e6:.0f} MB are free, so {free // nbytes} ranks would fit; take those, or real=False"
+        )
+    bodies = [Tensors(experiment, learner, r) for r in range(experiment.ranks)]
+    for other in bodies[1:]:
+        other.like(bodies[0])
+    return bodies
+
+
+@contextmanager
+def _apart(real: bool) -> Iterator[None]:
+    """Random numbers, threads and the collector's thresholds are the caller's again afterwards.
+
+    A step of a thousand ranks keeps some hundred thousand objects and frees them without any cycle: looking for
+    cycles at the usual threshold took half of the time.
+    """
+    dice, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
+    gc.set_threshold(1_000_000, 20, 20)
+    if real:
+        torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        gc.set_threshold(*often)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(dice)
+        random.setstate(own)

@@ -1,0 +1,182 @@
+"""Sizes only: the model without its numbers, one for all ranks, so that thousands of ranks take no memory.
+
+Everything lives on torch's meta device, where tensors have shapes and no data. One pass of the model there shows in
+which order its gradients appear; a model that cannot be run there keeps the reverse order of registration.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.batches import Batches
+from workbench.experiment import Experiment
+from workbench.layout import Layout
+from workbench.ops import Bucket, StrategyError
+from workbench.tasks import Learner
+
+
+class Cut:
+    """One layout of the model in buckets, and when in a pass each of them is ready.
+
+    ready: by bucket, the share of backward after which it is full
+    needed: by bucket in the order of forward (the last bucket first), the share of forward before which it is used
+    """
+
+    def __init__(self, layout: Layout, arrival: list[str]) -> None:
+        self.layout = layout
+        self.buckets = layout.buckets
+        self.params = layout.params()
+        self.ready = ready(layout, arrival)
+        self.needed, before = [], 0
+        for bucket in reversed(self.params):
+            self.needed.append(before / layout.numel)
+            before += bucket.data.numel()
+        self.nbytes = {b.name: b.nbytes for b in self.params}
+
+
+def ready(layout: Layout, arrival: list[str]) -> list[float]:
+    """By bucket, the share of the elements whose gradients have come once it is full and its turn has come."""
+    numel = {p.name: p.numel for p in layout.order}
+    share, done = {}, 0
+    for name in arrival:
+        done += numel[name]
+        share[name] = done / layout.numel
+    found, last = [], 0.0
+    for bucket in layout.buckets:
+        last = max([last, *(share.get(part.name, 1.0) for part in bucket.parts)])
+        found.append(last)
+    return found
+
+
+class Outline:
+    """The model as sizes, shared by all ranks."""
+
+    def __init__(self, experiment: Experiment, learner: Learner) -> None:
+        torch.manual_seed(experiment.seed)
+        random.seed(experiment.seed)
+        self.model = outline(learner)
+        first = Layout(self.model, experiment.bucket_mb)
+        names = [p.name for p in first.order]
+        self.arrival, self.optimizer = _tried(self.model, learner, experiment)
+        self.learned = bool(self.arrival)
+        seen = set(self.arrival)
+        self.arrival = self.arrival + [n for n in names if n not in seen]
+        self._names = names
+        self._cuts: dict[tuple[float, bool], Cut] = {}
+
+    def cut(self, bucket_mb: float, learned: bool) -> Cut:
+        """The buckets of this size, in the learned order of gradients or in the one before that was known."""
+        key = bucket_mb, learned
+        if key not in self._cuts:
+            layout = Layout(self.model, bucket_mb)
+            layout.reorder(self.arrival if learned else self._names)
+            for place in layout.order:
+                layout.keep(place, torch.empty_like(place.param))
+            self._cuts[key] = Cut(layout, self.arrival)
+        return self._cuts[key]
+
+
+class Sizes:
+    """What one rank computes with, as sizes only."""
+
+    losses: tuple[()] = ()
+    share = 1.0  # of the model that this rank computes
+
+    def __init__(self, whole: Outline, bucket_mb: float) -> None:
+        self._outline, self._bucket_mb, self._learned = whole, bucket_mb, False
+        self.model, self.optimizer = whole.model, whole.optimizer
+        self.cut = whole.cut(bucket_mb, False)
+        self.learning = False
+
+    @property
+    def layout(self) -> Layout:
+        return self.cut.layout
+
+    def rebucket(self, bucket_mb: float) -> None:
+        self._bucket_mb = bucket_mb
+        self.cut = self._outline.cut(bucket_mb, self._learned)
+
+    @property
+    def to_learn(self) -> bool:
+        """Has a backward shown in which order gradients appear, for the first time?"""
+        return self.learning and not self._learned
+
+    def learn(self) -> None:
+        """Takes the order of gradients over; the buckets may differ from now on."""
+        self._learned = True
+        self.cut = self._outline.cut(self._bucket_mb, True)
+
+    def restart_data(self, batch: int, seed: int, step: int) -> None:
+        pass
+
+    def batch(self) -> Any:
+        raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
+
+    def turn(self, worker: str) -> None:
+        pass
+
+    def forward(self, x: Any, micro: int) -> Any:
+        return x
+
+    def backward(self, grad: Any, micro: int, exchanged: bool) -> Any:
+        self.learning = self.learning or exchanged
+
+    def full(self, index: int) -> Bucket:
+        return self.cut.buckets[index]
+
+    def update(self, bucket: Bucket | None) -> None:
+        pass
+
+    def params(self) -> list[Bucket]:
+        return self.cut.params
+
+
+def outline(learner: Learner) -> nn.Module:
+    """The model on the meta device: built there, or, if it does not let itself be, built and then emptied."""
+    try:
+        with torch.device("meta"):
+            model = learner.model()
+    except Exception:
+        model = learner.model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:  # one that is tied stays tied
+                empty = known.setdefault(id(p), nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+                module._parameters[name] = empty
+                known[id(empty)] = empty
+        for name, b in module._buffers.items():
+            module._buffers[name] = None if b is None else torch.empty_like(b, device="meta")
+    return model.train()
+
+
+def _tried(model: nn.Module, learner: Learner, experiment: Experiment) -> tuple[list[str], Any]:
+    """(names of the parameters in the order in which gradients appear, an optimizer that has its state)."""
+    arrival: list[str] = []
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(lambda _, name=n: arrival.append(name)) for n, p in named]
+    optimizer = learner.optimizer([p for _, p in named], experiment.lr)
+    try:
+        batches = Batches(learner.data, 0, experiment.ranks, "meta")
+        batches.restart(experiment.batch, experiment.seed, 0)
+        with torch.enable_grad():
+            learner.loss(model, batches.next()).backward()
+    except Exception:
+        arrival = []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for _, p in named:
+        p.grad = torch.empty_like(p)
+    try:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    except Exception:
+        optimizer.state.clear()
+    return arrival, optimizer

@@ -1,0 +1,218 @@
+"""Real tensors: what one virtual rank computes with, in one process with all the others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.batches import Batches
+from workbench.canonical import buffers
+from workbench.experiment import Experiment
+from workbench.layout import Layout
+from workbench.ops import Bucket, StrategyError
+from workbench.sim.sizes import Cut, ready
+from workbench.tasks import Learner
+
+
+class Tensors:
+    """One rank's model, data and optimizer, seeded as on the engine."""
+
+    share = 1.0  # of the model that this rank computes
+
+    def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
+        torch.manual_seed(experiment.seed)
+        random.seed(experiment.seed)
+        self.learner = learner
+        self.model = learner.model().train()
+        self.layout = Layout(self.model, experiment.bucket_mb)
+        self.optimizer = learner.optimizer([p for p in self.model.parameters() if p.requires_grad], experiment.lr)
+        self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
+        self.restart_data(experiment.batch, experiment.seed, 0)
+        torch.manual_seed(experiment.seed * 100_003 + rank + 1)
+        self._dice = torch.get_rng_state()
+        self.losses: list[float] = []
+        self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
+        self._worker = ""
+        self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
+        self._arrival: list[str] | None = None
+        self._learned = False
+        self._cut()
+
+    def like(self, other: Tensors) -> None:
+        """Takes over the parameters and buffers of `other`: random starts may differ from process to process."""
+        mine, its = self.model.state_dict(), other.model.state_dict()
+        for name, x in mine.items():
+            x.copy_(its[name])
+
+    def _cut(self) -> None:
+        self.cut = Cut(self.layout, self._arrival or [p.name for p in self.layout.order])
+
+    def rebucket(self, bucket_mb: float) -> None:
+        self.layout.rebucket(bucket_mb)
+        self._cut()
+
+    @property
+    def to_learn(self) -> bool:
+        """Has a backward shown in which order gradients appear, for the first time?"""
+        return self._arrival is not None and not self._learned
+
+    def learn(self) -> None:
+        """Takes the order of gradients over; the buckets may differ from now on."""
+        assert self._arrival is not None
+        self._learned = True
+        self.layout.reorder(self._arrival)
+        self._cut()
+
+    def restart_data(self, batch: int, seed: int, step: int) -> None:
+        self.batches.restart(batch, seed, step)
+
+    def batch(self) -> Any:
+        return self.batches.next()
+
+    def forward(self, x: Any, micro: int) -> Tensor:
+        with self._own_dice(), torch.enable_grad():
+            loss = self.learner.loss(self.model, self.batches.next() if x is None else x)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TypeError("the loss must be a scalar tensor with a gradient")
+        self._open[self._worker, micro] = loss
+        self.losses.append(float(loss.detach()))
+        return loss.detach()
+
+    def turn(self, worker: str) -> None:
+        """What comes now is `worker`'s: parameters are common to all workers of a rank, gradients are not."""
+        if worker != self._worker:
+            params = [place.param for place in self.layout.order]
+            self._grads[self._worker] = [p.grad for p in params]
+            for p, grad in zip(params, self._grads.pop(worker, [None] * len(params)), strict=True):
+                p.grad = grad
+            self._worker = worker
+
+    def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
+        """Gradients of a forward; if they are `exchanged` they go into the buckets."""
+        if isinstance(grad, Tensor):
+            raise StrategyError("pipeline stages are simulated with sizes only: real=False")
+        loss = self._open.pop((self._worker, micro), None)
+        if loss is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        if exchanged and self._worker:
+            raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
+        learning = exchanged and self._arrival is None
+        with self._own_dice(), torch.enable_grad():
+            if learning:
+                self._arrival = self._watched(loss, grad)
+                self.cut.ready = ready(self.layout, self._arrival)
+            else:
+                _run(loss, grad)
+        if exchanged:
+            for place in self.layout.order:
+                if place.param.grad is None:
+                    place.param.grad = torch.zeros_like(place.param)
+                if not place.small:
+                    self.layout.keep(place, place.param.grad)
+
+    def _watched(self, loss: Tensor, grad: Any) -> list[str]:
+        """Runs backward and returns in which order gradients appeared; those that did not come last."""
+        names: list[str] = []
+        hooks = [
+            place.param.register_post_accumulate_grad_hook(lambda _, name=place.name: names.append(name))
+            for place in self.layout.order
+        ]
+        _run(loss, grad)
+        for hook in hooks:
+            hook.remove()
+        return names + [p.name for p in self.layout.order if p.name not in set(names)]
+
+    def full(self, index: int) -> Bucket:
+        return self.layout.full(index)
+
+    def update(self, bucket: Bucket | None) -> None:
+        if bucket is None:
+            with self._unnoticed():
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            return self.layout.let_go()
+        names = {part.name for part in bucket.parts}
+        others = [p.param for p in self.layout.order if p.name not in names]
+        if bucket.data.numel() != self.layout.buckets[bucket.index].data.numel():
+            raise StrategyError("a shard is updated with sizes only: real=False")
+        kept = [p.grad for p in others]
+        for p in others:
+            p.grad = None
+        self.optimizer.step()
+        for place in self.layout.groups[bucket.index]:
+            place.param.grad = None
+        for p, grad in zip(others, kept, strict=True):
+            p.grad = grad
+
+    def params(self) -> list[Bucket]:
+        return self.layout.params()
+
+    def _unnoticed(self) -> Any:
+        """A worker's update may fall between another's forward and backward, as without locks it does."""
+        params = tuple(place.param for place in self.layout.order)
+        return torch.autograd._unsafe_preserve_version_counter(params) if self._worker else nullcontext()
+
+    @contextmanager
+    def _own_dice(self) -> Iterator[None]:
+        """torch's random numbers belong to the whole process; inside they are this rank's."""
+        torch.set_rng_state(self._dice)
+        yield
+        self._dice = torch.get_rng_state()
+
+
+def _run(loss: Tensor, grad: float | None) -> None:
+    loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
+
+
+def mean_evaluated(ranks: list[Tensors]) -> tuple[dict[str, float], list[float]]:
+    """(held-out numbers of the mean model, each rank's RMS distance from it)."""
+    evaluate = ranks[0].learner.evaluate
+    every = [[*r.layout.weights.values(), *buffers(r.model)] for r in ranks]
+    if len(ranks) == 1:
+        return evaluated(evaluate, ranks[0].model), [0.0]
+    means = [torch.stack(list(same)).sum(0).div_(len(ranks)) for same in zip(*every, strict=True)]
+    count = len(ranks[0].layout.weights)
+    drifts = []
+    for own in every:
+        squares = sum(float((x - m).float().square().sum()) for x, m in zip(own[:count], means[:count], strict=True))
+        drifts.append((squares / max(1, ranks[0].layout.numel)) ** 0.5)
+    kept = [x.clone() for x in every[0]]
+    for x, mean in zip(every[0], means, strict=True):
+        x.data.copy_(mean)
+    numbers = evaluated(evaluate, ranks[0].model)
+    for x, before in zip(every[0], kept, strict=True):
+        x.data.copy_(before)
+    return numbers, drifts
+
+
+def evaluated(evaluate: Any, model: torch.nn.Module) -> dict[str, float]:
+    """What a task's `evaluate` says of a model, as numbers by name."""
+    if evaluate is None:
+        return {}
+    model.eval()
+    with torch.no_grad():
+        answer = evaluate(model)
+    model.train()
+    numbers = dict(answer) if isinstance(answer, dict) else {"loss": answer}
+    return {k: float(v) for k, v in numbers.items()}
+
+
+def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> tuple[dict[str, float], float]:
+    """(held-out numbers of the parameters in `known` if `evaluate`, this rank's RMS distance from them)."""
+    own = rank.layout.params()
+    squares = sum(float((k.data - o.data).float().square().sum()) for k, o in zip(known, own, strict=True))
+    drift = (squares / max(1, rank.layout.numel)) ** 0.5
+    if not evaluate:
+        return {}, drift
+    kept = [bucket.data.clone() for bucket in own]
+    for bucket, other in zip(own, [k.data.clone() for k in known], strict=True):
+        bucket.data.copy_(other)
+    numbers = evaluated(rank.learner.evaluate, rank.model)
+    for bucket, data in zip(own, kept, strict=True):
+        bucket.data.copy_(data)
+    return numbers, drift

@@ -1,0 +1,111 @@
+"""The simulated world: all ranks on one clock, the places where they meet, and what to say when nothing can happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from workbench.sim.clock import Clock
+from workbench.sim.costs import Costs
+from workbench.sim.deadlock import Deadlock, told
+from workbench.sim.fiber import PARK, Fiber, Order
+from workbench.sim.mail import Mail
+from workbench.sim.meeting import Meeting
+from workbench.sim.ports import Ports
+from workbench.sim.record import Record
+
+
+class World:
+    """All that the ranks of one simulation have in common."""
+
+    def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool) -> None:
+        self.size, self.costs, self.planned, self.real = size, costs, planned, real
+        self.clock = Clock()
+        self.record = Record(size)
+        self.ports = Ports(size, costs, seed)
+        self.mail = Mail(self)
+        self.sessions: list[Any] = []
+        self.lives: list[Fiber] = []
+        self._hosts: list[Any] = []
+        self.open: dict[str, dict[int, Meeting]] = {}  # collectives under way, by lane and number
+        self.orders: dict[str, Order] = {}
+        self.held: dict[int, dict[str, int]] = {}  # bytes of parameters that each rank holds, by bucket
+        self._gathered: dict[str, dict[int, tuple[Fiber, Any]]] = {}
+        self.ended = 0
+        self.over = False  # have all ranks done their steps?
+        self.done: set[int] = set()  # ranks that have nothing to do until the next meeting
+        self.latest = self.due = 0  # at the last meeting: the highest step, the planned changes due
+        self.meets = -1  # the step at which ranks that are apart meet next; -1: at none
+        self._listening: list[Fiber] = []
+
+    @property
+    def hosts(self) -> list[Any]:
+        return self._hosts
+
+    def run(self, sessions: list[Any]) -> None:
+        """Lets all ranks live; raises Deadlock when they wait for each other."""
+        self.sessions = sessions
+        self._hosts = [s.host for s in sessions]
+        self.lives += [Fiber(s.host, _counted(self, s.live()), "step") for s in sessions]
+        for fiber in self.lives:
+            fiber.resume(None)
+        self.clock.run()
+        while self.ended < self.size and self.mail.nothing_more():
+            self.clock.run()
+        if self.ended < self.size:
+            raise Deadlock(told(self))
+
+    def close(self) -> None:
+        """Closes what has not run to its end, so that nothing is left over after a failure."""
+        for host in self._hosts:
+            for fiber in host.unfinished():
+                fiber.coro.close()
+        for fiber in self.lives:
+            if isinstance(fiber.on, Fiber):
+                fiber.on.coro.close()
+            fiber.coro.close()
+
+    # -- meeting beside the network --
+
+    def together(self, fiber: Fiber, what: str, mine: Any, joint: Callable[[list[Any]], list[Any]],
+                 seconds: float) -> Any:
+        """Gathers `mine` of every rank; the last one's `joint` answers them all, `seconds` later."""
+        here = self._gathered.setdefault(what, {})
+        here[fiber.host.index] = fiber, mine
+        fiber.on = what
+        if len(here) < self.size:
+            return PARK
+        del self._gathered[what]
+        ranks = [here[r] for r in range(self.size)]
+        answers = joint([mine for _, mine in ranks])
+        for (one, _), answer in zip(ranks, answers, strict=True):
+            one.on = None
+            self.clock.at(self.clock.now + seconds, one, answer)
+        return PARK
+
+    def ask_again(self, fiber: Fiber) -> Any:
+        """True while any rank's step goes on: the same answer on every rank."""
+
+        def answer(_: list[Any]) -> list[bool]:
+            return [not all(host.is_idle for host in self.hosts)] * self.size
+
+        return self.together(fiber, "again", None, answer, self.ports.flag())
+
+    def listen(self, fiber: Fiber) -> None:
+        """A rank that has nothing to do waits for the next call."""
+        self._listening.append(fiber)
+
+    def call(self, step: int) -> None:
+        """Rank 0 calls all ranks together, at their step `step` where they have one in common."""
+        self.meets = step
+        listening, self._listening = self._listening, []
+        for fiber in listening:
+            fiber.on = None
+            self.clock.at(self.clock.now, fiber)
+
+
+async def _counted(world: World, life: Any) -> None:
+    await life
+    world.ended += 1
+
+

@@ -1,0 +1,64 @@
+"""Model averaging in the background: training never waits for the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+from workbench.strategies._base import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowMA(Strategy):
+    """Each rank trains without ever waiting, while a shadow beside it averages the ranks' parameters.
+
+        step:        params_i <- optimizer_i(params_i, grad_i)
+        background:  before <- params_i;   mean <- (1/p) sum_j before_j;   params_i += alpha (mean - before)
+
+    The correction is added, so the steps made during an averaging are kept. With alpha = 1 the sum over ranks of all
+    parameters is moved by the optimizers alone. Averagings follow one another as fast as the wire lets, at most
+    one per step; each costs 2 (p-1)/p of the model's bytes, and none of a step's time. The longer an averaging lasts,
+    the further the replicas drift apart meanwhile.
+
+    When to use it: the wire is much slower than a step and ranks differ in speed. LocalSGD averages as rarely
+    but makes everybody wait for it; AsyncServer loads one rank's wire.
+
+    Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
+    Distributed Training", 2020, https://arxiv.org/abs/2003.03477; adding the correction as in Bagua's asynchronous
+    model average, Gan et al., VLDB 2021, https://arxiv.org/abs/2107.01499
+    """
+
+    alpha: float = knob(1.0, 0.0, 1.0, doc="how far each averaging takes the parameters towards the mean")
+
+    lockstep: ClassVar[bool] = False
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "parameters"
+
+    def init(self, rank: Rank) -> Memory:
+        return Memory()
+
+    async def step(self, rank: Rank, state: Memory) -> None:
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+
+    async def background(self, rank: Rank, state: Memory) -> None:
+        while await rank.again():
+            for bucket in await rank.params():
+                before = bucket.data.clone()
+                mean = before / rank.size
+                await rank.all_reduce(mean, "sum", f"shadow {bucket.name}")
+                state.flat("mean", bucket).copy_(mean)
+                bucket.data.add_(mean.sub_(before), alpha=self.alpha)
+
+    async def known(self, rank: Rank, state: Memory) -> list[Bucket] | None:
+        if "mean" not in state.slots:
+            return None
+        return [bucket.like(state.flat("mean", bucket)) for bucket in await rank.params()]
+
+    async def leave(self, rank: Rank, state: Memory) -> None:
+        for bucket in await rank.params():
+            bucket.data.div_(rank.size)
+            await rank.all_reduce(bucket.data, "sum", bucket.name)
