@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.ranks import batch, exchange, experiment, mse, net, placed, run, toy, weights
 from workbench.compressors import Dense, ErrorFeedback, PowerSGD
-from workbench.engine.canonical import state_hash
+from workbench.canonical import state_hash
 from workbench.fabric import traffic
 from workbench.knobs import Change
 from workbench.ops import Bucket, Memory, Rank
