@@ -18,6 +18,7 @@ from widgets.refresh import Refresh
 from widgets.requests import Requests
 from widgets.summary import table
 from widgets.transport import Transport
+from widgets.what_if import WhatIf
 from workbench.run import Run
 
 
@@ -32,7 +33,8 @@ class Dashboard(ipywidgets.Box):
         recorded = isinstance(shown, Run)
         self.board = Board(shown if recorded else shown.run_now)
         self.handles: tuple[Any, ...] = () if recorded else (Transport(shown), Controls(shown), Requests(shown))
-        frame = ipywidgets.Box(_boxes(self.board, self.handles))
+        self.what_if = WhatIf(lambda: shown if recorded else shown.run_now)
+        frame = ipywidgets.Box(_boxes([self.board, _folded(self.what_if)], self.handles))
         frame.add_class("twb-frame")
         if recorded:
             frame.add_class("twb-recorded")
@@ -52,7 +54,7 @@ class Dashboard(ipywidgets.Box):
     def close(self) -> None:
         """Ends the timer and the widgets; the run goes on."""
         self.timer.stop()
-        for part in (self.board, *self.handles):
+        for part in (self.board, self.what_if, *self.handles):
             part.close()
         super().close()
 
@@ -70,11 +72,19 @@ class Dashboard(ipywidgets.Box):
         return f"Dashboard({self.shown!r})"
 
 
-def _boxes(board: Board, handles: tuple[Any, ...]) -> list[Any]:
-    places = {"twb-main": [board]}
+def _folded(panel: WhatIf) -> Any:
+    """The panel under a title that opens it."""
+    fold = ipywidgets.Accordion([panel], titles=["What if? The simulator beside the run"], selected_index=None)
+    fold.observe(lambda change: panel.follow() if change["new"] == 0 else None, "selected_index")
+    fold.add_class("twb-fold")
+    return fold
+
+
+def _boxes(main: list[Any], handles: tuple[Any, ...]) -> list[Any]:
+    places = {"twb-main": main}
     if handles:
         transport, controls, requests = handles
-        places = {"twb-top": [transport], "twb-left": [controls, requests], "twb-main": [board]}
+        places = {"twb-top": [transport], "twb-left": [controls, requests], "twb-main": main}
     boxes = []
     for place, parts in places.items():
         box = ipywidgets.VBox(parts)

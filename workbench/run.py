@@ -189,6 +189,12 @@ class Run:
 
         return summary(self)
 
+    def what_if(self, turns: Mapping[str, Any] | None = None) -> Any:
+        """The simulator's word on other settings, calibrated from this run. See `workbench.what_if`."""
+        from workbench.what_if import what_if
+
+        return what_if(self, turns)
+
     def as_python(self) -> str:
         """Code that runs the same experiment with the same changes."""
         from workbench.export import as_python

@@ -1,0 +1,56 @@
+"""The simulator's panel in a real browser: a recorded run, a slider moved by keys, the answer and its timeline."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+
+from tests.browser.conftest import Sheet
+from tests.browser.legible import hard_to_read
+from workbench.recipes import first_run
+from workbench.sim import simulate
+from workbench.store import Writer
+from workbench.timeline import KINDS
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.open('recorded'))"
+
+
+def record(sheet: Sheet) -> None:
+    """A run directory to ask about, and a notebook that shows it."""
+    run = simulate(first_run().turn("steps", 30).turn("eval_every", 0))
+    path = run.save(sheet.jupyter.folder / "recorded")
+    for kind in KINDS:
+        rows = run.timeline.table(kind).rows()
+        for rank in range(4):
+            writer = Writer(path, kind, rank)
+            writer.append(rows[rows.rank == rank].columns)
+            writer.close()
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=kernel)
+    nbformat.write(book, sheet.jupyter.folder / "ask.ipynb")
+
+
+def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
+    record(sheet)
+    sheet.open("ask.ipynb")
+    sheet.run("Dashboard(")
+    fold = sheet.page.locator(".twb-fold")
+    fold.get_by_text("What if? The simulator beside the run").click()
+    panel = sheet.page.locator(".twb-whatif")
+    ranks = panel.get_by_role("slider").first
+    ranks.scroll_into_view_if_needed()
+    ranks.focus()
+    for _ in range(4):
+        sheet.page.keyboard.press("ArrowRight")
+    said = panel.get_by_text("What if 8 ranks, 300 Mbit/s, 0.5 ms")
+    said.wait_for(timeout=60_000)
+    assert "simulated (the same)" in panel.inner_text(), panel.inner_text()
+
+
+    view = panel.locator("[data-view=timeline]").first
+    view.locator("canvas, .main-svg").first.wait_for(timeout=60_000)
+    sheet.page.wait_for_timeout(1500)
+    panel.scroll_into_view_if_needed()
+    sheet.shot("what-if")
+    assert not hard_to_read(sheet.page, ".twb-whatif")

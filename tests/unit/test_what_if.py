@@ -1,0 +1,80 @@
+"""What if: a run asked for other settings, and the panel that asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from widgets.what_if import WhatIf, mbits, slide
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.knobs import Change, KnobError
+from workbench.run import Run
+from workbench.sim import simulate
+from workbench.strategies import LocalSGD
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    link = Link(bandwidth=200, latency=0.5)
+    return simulate(Experiment(ranks=4, pace=50, steps=60, eval_every=0, fabric=Fabric(link=link)))
+
+
+def test_the_simulator_repeats_what_it_was_calibrated_from(run: Run) -> None:
+    found = run.what_if()
+    assert found.same == pytest.approx(found.measured, rel=1e-3) and found.other == pytest.approx(found.same)
+    assert abs(found.error) < 1e-3
+
+
+def test_a_faster_link_is_faster_until_compute_is_all_there_is(run: Run) -> None:
+    slow, same, fast = (run.what_if({"link.bandwidth": b}).other for b in (50, 200, 100_000))
+    assert slow > 2 * same > same > fast >= 0.05
+
+
+def test_more_ranks_send_more_each_by_the_rings_formula(run: Run) -> None:
+    few, many = run.what_if({"ranks": 2}), run.what_if({"ranks": 32})
+    assert many.sent / few.sent == pytest.approx((2 * 31 / 32) / (2 * 1 / 2), rel=1e-3)
+
+
+def test_it_asks_about_the_run_as_it_is_now() -> None:
+    experiment = Experiment(ranks=2, pace=20, steps=120, eval_every=0, fabric=Fabric(link=Link(bandwidth=50)))
+    changed = simulate(experiment, changes=[Change(40, "strategy", LocalSGD(every=8))])
+    found = changed.what_if()
+    assert isinstance(found.experiment.strategy, LocalSGD)
+    assert found.same == pytest.approx(found.measured, rel=0.05)
+
+
+def test_what_cannot_be_is_refused_in_words(run: Run) -> None:
+    with pytest.raises(KnobError, match="ranks=0"):
+        run.what_if({"ranks": 0})
+    with pytest.raises(KnobError, match="TorchDDP"):
+        run.what_if({"strategy": "TorchDDP"})
+    with pytest.raises(ValueError, match="no step"):
+        Run(Experiment(pace=1)).what_if()
+
+
+def test_the_panel_stands_where_the_run_does_and_says_what_comes_out(run: Run) -> None:
+    panel = WhatIf(lambda: run)
+    panel.follow()
+    assert panel.turns() == {"ranks": 4, "link.bandwidth": 200.0, "link.latency": 0.5}
+    panel.ranks.value = 8
+    assert panel.working is not None
+    panel.working.join(30)
+    assert "What if 8 ranks, 200 Mbit/s, 0.5 ms" in panel.said.value and panel.board is not None
+    assert panel.board.run.settings["ranks"] == 8
+    panel.follow()
+    assert panel.ranks.value == 8, "a slider that was moved stays where it is"
+    panel.close()
+
+
+def test_the_panel_says_when_there_is_nothing_to_ask_about() -> None:
+    panel = WhatIf(lambda: None)
+    panel.ask()
+    assert panel.working is not None
+    panel.working.join(10)
+    assert "no run yet" in panel.said.value
+    panel.close()
+
+
+@pytest.mark.parametrize("bandwidth", [1.0, 300.0, 25_000.0, 0.0])
+def test_the_bandwidth_slider_says_what_it_shows(bandwidth: float) -> None:
+    assert mbits(slide(bandwidth)) == pytest.approx(bandwidth, rel=0.01)
