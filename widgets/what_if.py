@@ -153,6 +153,7 @@ def slide(bandwidth: float) -> float:
 
 
 def speed(bandwidth: float) -> str:
+    """A bandwidth in words."""
     return f"{bandwidth:g} Mbit/s" if bandwidth else "unlimited: as fast as this machine goes"
 
 

@@ -1,0 +1,105 @@
+"""Predicted against measured step time, paced, over settings that the simulator was not calibrated on.
+
+    python -m tests.bench.prediction --out docs/data/prediction.json
+
+One run is recorded for calibration: one Link, one bucket size, each compressor once, DDP alone. Then every other
+setting is turned live in a second run, and predicted from the costs of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench import analysis
+from workbench.compressors import Cast, Dense, ErrorFeedback, TopK
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.lab import Lab
+from workbench.run import Run
+from workbench.sim import Costs, simulate
+from workbench.strategies import DDP, LocalSGD
+from workbench.tasks import ByteGPT
+
+PACE = 150.0  # ms: four ranks on two cores can keep it, codecs included
+SETTLE = 3  # steps after a change that are not counted
+STEPS = 24  # steps that are: whole rounds of every strategy here
+CODECS = {"dense": Dense(), "bf16": Cast(to="bf16"), "top-k 5 %": ErrorFeedback(of=TopK(density=0.05))}
+KNOWN = Experiment(task=ByteGPT(), pace=PACE, eval_every=0, bucket_mb=0.5, fabric=Fabric(link=Link(bandwidth=150)))
+
+
+def settings() -> Iterator[tuple[str, Experiment]]:
+    """What is predicted, by name; nothing of it is in the calibration run."""
+    for strategy in (DDP(), DDP(accumulate=2), LocalSGD(every=4)):
+        for bucket in (0.25, 1.5):
+            for bandwidth, latency in ((60.0, 0.0), (250.0, 0.5), (1000.0, 2.0)):
+                for codec, compressor in CODECS.items():
+                    if isinstance(strategy, DDP) and strategy.accumulate == 2 and codec == "bf16":
+                        continue
+                    link = Link(bandwidth=bandwidth, latency=latency)
+                    name = f"{strategy}, {bucket:g} MB, {bandwidth:g} Mbit/s, {latency:g} ms, {codec}"
+                    yield name, replace(
+                        KNOWN, strategy=strategy, bucket_mb=bucket, fabric=Fabric(link=link), compressor=compressor
+                    )
+
+
+def stretch(lab: Lab, run: Run, wanted: Experiment) -> tuple[int, int]:
+    """Turns the run to `wanted` and lets it train; the steps [first, stop) made under it."""
+    at = 0
+    for path in ("strategy", "compressor", "bucket_mb", "fabric"):
+        turn = lab.turn(path, getattr(wanted, path)).wait(60)
+        at = max(at, int(turn.applied_at or 0))
+    first = at + SETTLE
+    while analysis.last_steps(run.timeline)[1] < first + STEPS:
+        if not lab.live:
+            run.wait(5)
+        time.sleep(0.1)
+    return first, first + STEPS
+
+
+def seconds(run: Run, first: int, stop: int) -> float:
+    """The mean step, over steps and ranks."""
+    return float(np.mean(analysis.breakdown(run.timeline, first, stop).seconds))
+
+
+def predicted(wanted: Experiment, costs: Costs) -> float:
+    run = simulate(replace(wanted, steps=SETTLE + 1 + STEPS), costs=costs)
+    return seconds(run, SETTLE + 1, SETTLE + 1 + STEPS)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--ranks", type=int, default=4)
+    a = ask.parse_args()
+    rows: list[dict[str, Any]] = []
+    with Lab(ranks=a.ranks, name="prediction") as lab:
+        run = lab.run(replace(KNOWN, ranks=a.ranks))
+        for compressor in CODECS.values():
+            stretch(lab, run, replace(KNOWN, compressor=compressor))
+        lab.stop()
+        costs = Costs.measured(run.wait(30))
+        run = lab.run(replace(KNOWN, ranks=a.ranks))
+        for name, wanted in settings():
+            measured = seconds(run, *stretch(lab, run, wanted))
+            expected = predicted(replace(wanted, ranks=a.ranks), costs)
+            rows.append({"setting": name, "measured": measured, "predicted": expected})
+            print(f"{name}: {measured * 1e3:.0f} ms, predicted {expected * 1e3:.0f} ms", flush=True)
+        lab.stop()
+        run.wait(30)
+    errors = sorted(abs(r["predicted"] / r["measured"] - 1) for r in rows)
+    print(f"{len(rows)} settings: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
+    if a.out:
+        a.out.write_text(json.dumps({"pace": PACE, "ranks": a.ranks, "steps": STEPS, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
