@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.ranks import batch, exchange, experiment, mse, net, placed, run, toy, weights
-from workbench.compressors import Dense, ErrorFeedback, PowerSGD
 from workbench.canonical import state_hash
+from workbench.compressors import Dense, ErrorFeedback, PowerSGD
 from workbench.fabric import traffic
 from workbench.knobs import Change
 from workbench.ops import Bucket, Memory, Rank
