@@ -103,3 +103,29 @@ class Riddle:
 
     def __repr__(self) -> str:
         return f"Riddle: one of {self.run.settings['ranks']} ranks is slow"
+
+
+class Challenge:
+    """Settings to be found with which a step is short enough; the simulator, calibrated from `run`, is the judge.
+
+    given: turns that every answer starts from. at_most: seconds per step.
+    """
+
+    def __init__(self, run: Any, given: dict[str, Any], at_most: float) -> None:
+        self.run, self.given, self.at_most = run, given, at_most
+
+    def check(self, turns: dict[str, Any]) -> str:
+        """Simulates your turns; those that are given cannot be turned back, but for the strategy."""
+        if fixed := [path for path in turns if path in self.given and path != "strategy"]:
+            return f"{', '.join(fixed)} cannot be turned here: it is what makes the riddle."
+        try:
+            took = self.run.what_if({**self.given, **turns}).other
+        except ValueError as error:
+            return f"It cannot be simulated: {error}"
+        goal = f"at most {self.at_most * 1e3:.0f} ms are asked"
+        if took <= self.at_most:
+            return f"Found: {took * 1e3:.0f} ms per step, and {goal}."
+        return f"Not yet: {took * 1e3:.0f} ms per step, and {goal}. What is it that grows with the ranks?"
+
+    def __repr__(self) -> str:
+        return f"Challenge: a step of at most {self.at_most * 1e3:.0f} ms"

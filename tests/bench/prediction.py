@@ -9,6 +9,7 @@ setting is turned live in a second run, and predicted from the costs of the firs
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -31,24 +32,23 @@ from workbench.tasks import ByteGPT
 
 PACE = 150.0  # ms: four ranks on two cores can keep it, codecs included
 SETTLE = 3  # steps after a change that are not counted
-STEPS = 24  # steps that are: whole rounds of every strategy here
+STEPS = 20  # steps that are: whole rounds of every strategy here
 CODECS = {"dense": Dense(), "bf16": Cast(to="bf16"), "top-k 5 %": ErrorFeedback(of=TopK(density=0.05))}
 KNOWN = Experiment(task=ByteGPT(), pace=PACE, eval_every=0, bucket_mb=0.5, fabric=Fabric(link=Link(bandwidth=150)))
 
 
 def settings() -> Iterator[tuple[str, Experiment]]:
     """What is predicted, by name; nothing of it is in the calibration run."""
-    for strategy in (DDP(), DDP(accumulate=2), LocalSGD(every=4)):
-        for bucket in (0.25, 1.5):
-            for bandwidth, latency in ((60.0, 0.0), (250.0, 0.5), (1000.0, 2.0)):
-                for codec, compressor in CODECS.items():
-                    if isinstance(strategy, DDP) and strategy.accumulate == 2 and codec == "bf16":
-                        continue
-                    link = Link(bandwidth=bandwidth, latency=latency)
-                    name = f"{strategy}, {bucket:g} MB, {bandwidth:g} Mbit/s, {latency:g} ms, {codec}"
-                    yield name, replace(
-                        KNOWN, strategy=strategy, bucket_mb=bucket, fabric=Fabric(link=link), compressor=compressor
-                    )
+    wires = ((60.0, 0.0), (250.0, 0.5), (1000.0, 2.0))
+    for strategy, bucket, (bandwidth, latency), codec in itertools.product(
+        (DDP(), LocalSGD(every=4)), (0.25, 1.5), wires, CODECS
+    ):
+        if isinstance(strategy, LocalSGD) and codec == "bf16":
+            continue
+        link = Link(bandwidth=bandwidth, latency=latency)
+        name = f"{strategy}, {bucket:g} MB, {bandwidth:g} Mbit/s, {latency:g} ms, {codec}"
+        fabric = Fabric(link=link)
+        yield name, replace(KNOWN, strategy=strategy, bucket_mb=bucket, fabric=fabric, compressor=CODECS[codec])
 
 
 def stretch(lab: Lab, run: Run, wanted: Experiment) -> tuple[int, int]:

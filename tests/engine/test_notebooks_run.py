@@ -71,3 +71,21 @@ def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: 
     assert sum("it arrives early" in said for said in by_rank) == 3 and "how can it be the cause?" in as_cause
     assert any("Write down your answers first" in text for text in shown)
     assert (tmp_path / "01_reading_a_timeline.ipynb").stat().st_size < 1_000_000
+
+
+@pytest.mark.timeout(300)
+def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = """[ratio, found.error, challenge.check({"strategy": "LocalSGD", "every": 32}), challenge.check({"ranks": 2}),
+ again.summary()["changes"], run.summary()["changes"]]"""
+    book = execute("02_one_strategy_two_clocks.ipynb", tmp_path, monkeypatch, **{"challenge.check": answers})
+    shown = [text for text in results(book) if text]
+    assert any("The record says: about twice as long" in text for text in shown), shown
+    by_size = eval(next(text for text in shown if text.startswith("{0.3:")))
+    assert by_size[2.0] < by_size[0.3], "fewer messages are faster on 64 ranks"
+    losses = eval(next(text for text in shown if "real ranks" in text))
+    assert losses["real ranks"] == pytest.approx(losses["simulated"], abs=2e-4)
+    ratio, error, found, fixed, replayed, turned = eval(shown[-1])
+    assert 1.4 < ratio < 6 and abs(error) < 0.5
+    assert found.startswith("Found:") and "cannot be turned here" in fixed
+    assert replayed == turned == 1
+    assert any(text.startswith("'Not yet:") for text in shown)
