@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import page
+from tests.bench import page, prediction
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
@@ -29,6 +29,7 @@ COMMANDS = {
     "slow_link": ["tests.bench.slow_link"],
     "netns": ["tests.bench.netns"],
     "record": ["tests.bench.record_size"],
+    "prediction": ["tests.bench.prediction"],
     "memory": ["tests.bench.memory"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
     "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],
@@ -68,6 +69,9 @@ def main() -> None:
         machines[name] = {**machine(), "command": "python -m " + " ".join(COMMANDS[name]), "load": os.getloadavg()[2]}
         where.write_text(json.dumps(machines, indent=1))
     (ROOT / "docs" / "benchmarks.md").write_text(page.text(DATA))
+    if (found := DATA / "prediction.json").exists():
+        text = prediction.page(json.loads(found.read_text()), machines.get("prediction", {}))
+        (ROOT / "docs" / "prediction.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,26 @@ def predicted(wanted: Experiment, costs: Costs) -> float:
     return seconds(run, SETTLE + 1, SETTLE + 1 + STEPS)
 
 
+def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
+    """docs/prediction.md from the raw numbers."""
+    rows = [{**r, "off": r["predicted"] / r["measured"] - 1} for r in found["rows"]]
+    errors = sorted(abs(r["off"]) for r in rows)
+    middle, worst = statistics.median(errors), errors[-1]
+    lines = [f"| {r['setting']} | {r['measured'] * 1e3:.0f} | {r['predicted'] * 1e3:.0f} | {r['off']:+.1%} |" for r in rows]
+    table = "\n".join(["| setting | measured (ms) | predicted (ms) | off by |", "| --- | --- | --- | --- |", *lines])
+    kept = [("median", middle, 0.08), ("worst", worst, 0.20)]
+    verdict = "; ".join(f"{n} error {v:.1%} (asked: at most {a:.0%}{'' if v <= a else ': NOT kept'})" for n, v, a in kept)
+    return (
+        f"# Predicted against measured step time\n\nWritten by `python -m tests.bench prediction` from "
+        f"`docs/data/prediction.json`. {found['ranks']} real ranks, ByteGPT, {found['pace']:g} ms of paced compute per "
+        f"step. The simulator was calibrated from one other run: DDP, buckets of 0.5 MB, 150 Mbit/s, each compressor "
+        f"once. Measured: the mean of {found['steps']} steps, with the setting turned live. Sizes only.\n\n"
+        f"{len(rows)} settings: {verdict}.\n\n{table}\n\n*{machine.get('date')}; {machine.get('cpu')}; "
+        f"{machine.get('system')}; torch {machine.get('torch')}; commit {machine.get('commit')}; 15-minute load "
+        f"{machine.get('load', 0):.1f}.*\n"
+    )
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--out", type=Path, default=None)

@@ -75,8 +75,8 @@ def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.timeout(300)
 def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = """[ratio, found.error, challenge.check({"strategy": "LocalSGD", "every": 32}), challenge.check({"ranks": 2}),
- again.summary()["changes"], run.summary()["changes"]]"""
+    answers = """[ratio, found.error, challenge.check({"strategy": "LocalSGD", "every": 32}),
+ challenge.check({"ranks": 2}), again.summary()["changes"], run.summary()["changes"]]"""
     book = execute("02_one_strategy_two_clocks.ipynb", tmp_path, monkeypatch, **{"challenge.check": answers})
     shown = [text for text in results(book) if text]
     assert any("The record says: about twice as long" in text for text in shown), shown
