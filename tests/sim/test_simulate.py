@@ -12,6 +12,7 @@ import torch
 from tests.ranks import experiment
 from tests.sim.virtual import comm, paced, rows, same, samples, seconds, stack
 from workbench import Costs, simulate
+from workbench.analysis import before_after, breakdown, straggler
 from workbench.compressors import TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
@@ -204,3 +205,14 @@ def test_costs_measured_leave_out_what_faults_stretched() -> None:
 def test_costs_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="forward=-1"):
         Costs(forward=-1.0)
+
+
+def test_every_analysis_reads_a_simulated_run() -> None:
+    slow = Slow(rank=1, factor=2.0)
+    run = simulate(paced(4, 40, faults=(slow,)), changes=[Change(20, "strategy", "LocalSGD")], real=True)
+    verdict = straggler(run.timeline)
+    assert verdict is not None and verdict.rank == 1 and verdict.side == "compute"
+    assert before_after(run.timeline, 20).text == "strategy = LocalSGD"
+    parts = breakdown(run.timeline, 5, 15)
+    np.testing.assert_allclose(parts.compute + parts.exposed + parts.other, parts.seconds)
+    assert run.summary()["state"] == "done" and "Slow(rank=1" in run.as_python()

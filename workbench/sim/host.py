@@ -224,7 +224,7 @@ class Host:
         number, lane.met = lane.met, lane.met + 1
         meeting = lane.open.get(number)
         if meeting is None:
-            meeting = lane.open[number] = Meeting(self.world, lane.name, fiber, op)
+            meeting = lane.open[number] = Meeting(self.world, lane.name, number, fiber, op)
         if meeting.left == 1:
             del lane.open[number]
         meeting.join(fiber, op)

@@ -27,11 +27,11 @@ class Mismatch(StrategyError):
 class Meeting:
     """One collective of all ranks under way."""
 
-    __slots__ = ("asked", "fibers", "lane", "left", "name", "nbytes", "op", "steps", "t0", "world", "x", "xs")
+    __slots__ = ("asked", "fibers", "lane", "left", "name", "nbytes", "number", "op", "steps", "t0", "world", "x", "xs")
 
-    def __init__(self, world: World, lane: str, fiber: Fiber, op: Op) -> None:
+    def __init__(self, world: World, lane: str, number: int, fiber: Fiber, op: Op) -> None:
         p = world.size
-        self.world, self.lane, self.op, self.left = world, lane, op, p
+        self.world, self.lane, self.number, self.op, self.left = world, lane, number, op, p
         self.name = f"{op.verb} {op.args[-1] or fiber.name}".rstrip()
         self.x: Tensor = op.args[0]
         self.nbytes = self.x.numel() * self.x.element_size()
@@ -55,7 +55,7 @@ class Meeting:
         world, verb = self.world, self.op.verb
         fabric = world.hosts[0].experiment.fabric
         now = world.clock.now
-        began, own, end = world.ports.meet(now, fabric, verb, self.nbytes)
+        began, own, end = world.ports.meet(now, fabric, verb, self.nbytes, self.number + 1)
         t0 = np.array(self.t0)
         if fabric.link.shaped:
             world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0)

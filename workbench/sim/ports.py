@@ -24,21 +24,21 @@ class Ports:
         self.size, self.costs, self.seed = size, costs, seed
         self.free = np.zeros(size)  # when each port is free again to send
         self.taken = [0.0] * size  # and to take in
-        self.number = 0  # collectives so far
         self._letters = [0] * size
         self._chokes: dict[Fabric, np.ndarray] = {}
         self._price = lru_cache(maxsize=4096)(self._priced)
 
-    def meet(self, now: float, fabric: Fabric, verb: str, nbytes: int) -> tuple[float, np.ndarray | float, float]:
-        """A collective whose last participant has come: (began, each port's end, end for everybody)."""
-        self.number += 1
+    def meet(
+        self, now: float, fabric: Fabric, verb: str, nbytes: int, number: int
+    ) -> tuple[float, np.ndarray | float, float]:
+        """The `number`-th collective of a lane, whose last rank has come: (began, each port's end, end for all)."""
         began = max(now, float(self.free.max()))
         plain = self._price(fabric, verb, nbytes)
         if not fabric.link.shaped:
             end = began + plain
             self.free[:] = end
             return began, end, end
-        noise = fabric.link.noise(self.seed, self.number)
+        noise = fabric.link.noise(self.seed, number)
         if not fabric.faults:
             end = began + plain * noise
             own: np.ndarray | float = end
