@@ -85,9 +85,8 @@ def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
         lines.append(f"| {r['setting']} | {r['measured'] * 1e3:.0f} | {r['predicted'] * 1e3:.0f} | {r['off']:+.1%} |")
     table = "\n".join(lines)
     kept = [("median", middle, 0.08), ("worst", worst, 0.20)]
-    verdict = "; ".join(
-        f"{name} error {v:.1%} (asked: at most {asked:.0%}{'' if v <= asked else ': NOT kept'})" for name, v, asked in kept
-    )
+    said = {n: f"{v:.1%} (asked: at most {most:.0%}{'' if v <= most else ': NOT kept'})" for n, v, most in kept}
+    verdict = "; ".join(f"{name} error {text}" for name, text in said.items())
     return (
         f"# Predicted against measured step time\n\nWritten by `python -m tests.bench prediction` from "
         f"`docs/data/prediction.json`. {found['ranks']} real ranks, ByteGPT, {found['pace']:g} ms of paced compute per "
