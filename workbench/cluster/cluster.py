@@ -54,6 +54,7 @@ class Cluster:
         self.place = Place.new(self.name)
         self.keys = Keys.new()
         self._guard = start_guard(self.place)
+        self.owned = Processes(self.place) if self.connection is None else None
         threading.Thread(target=self._come_up, name="cluster start", daemon=True).start()
         return self
 
@@ -97,7 +98,7 @@ class Cluster:
 
     def _start_here(self) -> None:
         env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
-        self.owned = Processes(self.place)
+        assert self.owned
         self.owned.start(self.ranks, env)
         file = self.place.path / "security" / "ipcontroller-client.json"
         self._until(self.owned.introduce)
@@ -259,14 +260,13 @@ class Cluster:
         self._drop()
 
     def _drop(self) -> None:
+        if self.owned:
+            self.owned.close()
         end(self.place)
-        self._reap()
+        if self.owned:
+            self.owned.reap()
         self.place.remove()
         self._disconnect()
-
-    def _reap(self) -> None:
-        for child in self.owned.started.values() if self.owned else ():
-            child.wait(5)
 
     def _disconnect(self) -> None:
         self._closed = True

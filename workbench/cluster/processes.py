@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,18 @@ class Processes:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """From here on nothing is started: a process under way is noted first, so that none is forgotten."""
+        with self._lock:
+            self._closed = True
+
+    def reap(self) -> None:
+        """Waits for those that were ended, so that none stays a zombie."""
+        for child in self.started.values():
+            child.wait(5)
 
     def start(self, ranks: int, env: dict[str, str]) -> None:
         """Starts everything at once: engines load torch while the controller comes up."""
@@ -59,9 +72,12 @@ class Processes:
 
     def _spawn(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
-        child = _popen(self.place, what, command, subprocess.DEVNULL, env)
-        self.started[what] = child
-        self.place.add_process([child.pid, psutil.Process(child.pid).create_time()], what)
+        with self._lock:
+            if self._closed:
+                raise ClusterError("the lab was closed while it came up")
+            child = _popen(self.place, what, command, subprocess.DEVNULL, env)
+            self.started[what] = child
+            self.place.add_process([child.pid, psutil.Process(child.pid).create_time()], what)
 
     @property
     def introduction(self) -> Path:

@@ -1,0 +1,48 @@
+"""In and out of each strategy, against data parallelism that was never left: what is learned must not tell."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.ranks import shipped
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.knobs import Change
+from workbench.run import Run
+from workbench.strategies import DDP, Strategy
+from workbench.tasks import Digits
+
+OTHERS = sorted(n for n, cls in shipped(Strategy).items() if not cls.opaque and cls is not DDP)
+IN, OUT, AFTER = 30, 50, 50  # steps: another strategy from IN to OUT, judged so many steps after
+SEEDS = range(5)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def held_out(run: Run) -> float:
+    """The last held-out loss."""
+    rows = run.samples
+    return float(rows[rows.name == "held_out"].value.iloc[-1])
+
+
+def experiment(seed: int) -> Experiment:
+    task = Digits(width=4, hidden=16)
+    return Experiment(task=task, ranks=4, pace=10, steps=OUT + AFTER, eval_every=OUT + AFTER, seed=seed)
+
+
+@cache
+def unswitched() -> tuple[float, float]:
+    """The smallest and the largest held-out loss of plain data parallelism over the seeds."""
+    found = [held_out(simulate(experiment(seed), real=True)) for seed in SEEDS]
+    return min(found), max(found)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_fifty_steps_after_coming_back_it_learns_as_if_it_had_never_left(name: str) -> None:
+    changes = [Change(IN, "strategy", name), Change(OUT, "strategy", "DDP")]
+    run = simulate(experiment(SEEDS[0]), changes=changes, real=True)
+    assert [c.path for c in run.changes] == ["strategy", "strategy"]
+    low, high = unswitched()
+    assert low <= held_out(run) <= high

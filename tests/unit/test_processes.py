@@ -1,0 +1,59 @@
+"""What a lab starts: nothing any more once it was closed, and nothing that is not noted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from workbench.cluster import processes as module
+from workbench.cluster.place import ClusterError, Place
+from workbench.cluster.processes import Processes
+
+
+class Child:
+    """Stands in for a process that takes a while to start."""
+
+    pid = 4_000_000
+    code = 0
+
+    def wait(self, timeout: float) -> int:
+        return self.code
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path))
+
+    def popen(*_: object) -> Child:
+        time.sleep(0.05)
+        return Child()
+
+    monkeypatch.setattr(module, "_popen", popen)
+    monkeypatch.setattr(module, "psutil", SimpleNamespace(Process=lambda pid: SimpleNamespace(create_time=lambda: 1.0)))
+    return Processes(Place.new("slow"))
+
+
+def test_closing_while_it_starts_forgets_no_process_and_starts_no_more(slow: Processes) -> None:
+    said: list[str] = []
+
+    def start() -> None:
+        try:
+            slow.start(20, {})
+        except ClusterError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    while len(slow.started) < 3:
+        time.sleep(0.005)
+    slow.close()
+    there = dict(slow.started)
+    slow.reap()
+    thread.join(5)
+    assert slow.started == there and 3 <= len(there) < 21
+    assert [p[2] for p in slow.place.read()["processes"]] == list(there)
+    assert said == ["the lab was closed while it came up"]
