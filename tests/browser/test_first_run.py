@@ -113,7 +113,7 @@ def steer(sheet: Sheet) -> None:
     every = by_keys(sheet, "strategy.every", "ArrowLeft")
     assert every == "4" and applied(sheet, "every = 4") > 0
     sheet.control("strategy").locator("select").focus()
-    sheet.page.keyboard.press("ArrowUp")
+    sheet.page.keyboard.type("DDP")
     assert applied(sheet, "DDP") > 0
     sheet.control("compressor").locator("select").focus()
     sheet.page.keyboard.type("TopK +")

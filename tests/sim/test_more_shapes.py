@@ -15,6 +15,8 @@ from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
 from workbench.knobs import Change, KnobError
 
+pytestmark = pytest.mark.ranks
+
 LINK = Link(bandwidth=1000.0, latency=0.1)
 
 

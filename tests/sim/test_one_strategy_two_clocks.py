@@ -12,6 +12,8 @@ from workbench.compressors import Compressor
 from workbench.knobs import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD, Strategy
 
+pytestmark = pytest.mark.ranks
+
 LOCKSTEP = {n: cls for n, cls in shipped(Strategy).items() if cls.lockstep and not cls.opaque}
 COMPRESSORS = shipped(Compressor)
 

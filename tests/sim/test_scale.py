@@ -14,6 +14,8 @@ from tests.sim.virtual import paced, rows, stack
 from workbench import simulate
 from workbench.fabric import Noisy
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parent.parent.parent
 LARGE = """
 import json, resource, sys, time

@@ -16,6 +16,8 @@ from workbench.fabric import Fabric, Link
 from workbench.knobs import Change, KnobError
 from workbench.strategies import DDP
 
+pytestmark = pytest.mark.ranks
+
 LAYERS, WIDTH = 8, 64
 LAYER = 4 * WIDTH * WIDTH  # bytes of a layer, which is a bucket of its own
 PACE = 100.0  # ms: 30 forward, 60 backward, 10 update

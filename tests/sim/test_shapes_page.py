@@ -10,6 +10,8 @@ import pytest
 from tests.sim import more_shapes, shapes
 from workbench.family import Family
 
+pytestmark = pytest.mark.ranks
+
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "shapes.md").read_text()
 SHOWN = [
     cls

@@ -16,6 +16,8 @@ from workbench.knobs import Change
 from workbench.ops import Rank
 from workbench.strategies import DDP
 
+pytestmark = pytest.mark.ranks
+
 SLOW = Fabric(link=Link(bandwidth=5.0))  # a bucket of 10 kB takes 16 ms
 
 

@@ -21,6 +21,8 @@ from workbench.sim import Duration, Wire
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 from workbench.tasks import ByteGPT
 
+pytestmark = pytest.mark.ranks
+
 CHANGES = (
     Change(2, "bucket_mb", 0.02), Change(3, "strategy", LocalSGD(every=2)), Change(5, "compressor", TopK.usual()),
     Change(6, "fabric.link.bandwidth", 50.0), Change(7, "strategy", DDP()), Change(8, "lr", 0.05),

@@ -15,6 +15,8 @@ from workbench.knobs import Change
 from workbench.sim.session import Session
 from workbench.strategies import Strategy
 
+pytestmark = pytest.mark.ranks
+
 ALL = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}
 
 

@@ -11,6 +11,8 @@ from tests.ranks import experiment, run, weights
 from tests.sim.more_shapes import TwoHop, coded
 from workbench.ops import Bucket, Memory, Rank
 
+pytestmark = pytest.mark.ranks
+
 STEP = 1 / 254  # half a code, as a share of a row's largest magnitude
 
 

@@ -17,6 +17,8 @@ from workbench.ops import Rank, StrategyError
 from workbench.sim import Mismatch
 from workbench.strategies import Strategy
 
+pytestmark = pytest.mark.ranks
+
 ROOM = 10_000  # elements of a message: 40 kB, 3.2 ms at 100 Mbit/s
 
 

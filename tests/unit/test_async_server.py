@@ -18,6 +18,8 @@ from workbench.engine.session import Session
 from workbench.knobs import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD
 
+pytestmark = pytest.mark.ranks
+
 sgd = partial(torch.optim.SGD, lr=0.05)
 
 

@@ -25,6 +25,8 @@ from workbench.layout import fingerprint
 from workbench.ops import Rank
 from workbench.strategies import AsyncServer, LocalSGD, ShadowMA, Strategy
 
+pytestmark = pytest.mark.ranks
+
 APART = [ShadowMA(), AsyncServer(), AsyncServer(synchronous=True), AsyncServer(servers=1, push=2, fetch=3)]
 apart = pytest.mark.parametrize("strategy", APART, ids=str)
 SLOW = (Slow(rank=1, factor=3.0),)

@@ -19,6 +19,8 @@ from workbench.knobs import Change
 from workbench.layout import fingerprint
 from workbench.strategies import LocalSGD
 
+pytestmark = pytest.mark.ranks
+
 
 def until(ask: object, within: float = 30.0) -> None:
     end = time.monotonic() + within

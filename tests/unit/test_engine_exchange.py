@@ -13,6 +13,8 @@ from workbench.canonical import state_hash
 from workbench.knobs import Change
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 
+pytestmark = pytest.mark.ranks
+
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 

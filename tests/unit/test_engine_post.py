@@ -17,6 +17,8 @@ from workbench.engine.shaping import Clock, Naps, Port
 from workbench.fabric import Fabric, Link, Slow
 from workbench.ops import Rank
 
+pytestmark = pytest.mark.ranks
+
 Spans = list[tuple]
 
 

@@ -14,6 +14,8 @@ from workbench.knobs import Change, KnobError
 from workbench.strategies import DDP, Gossip
 from workbench.strategies._graph import GRAPHS, bits, hops, mixing_round, neighbours, refused
 
+pytestmark = pytest.mark.ranks
+
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16]
 every_graph = pytest.mark.parametrize("graph", GRAPHS)
 

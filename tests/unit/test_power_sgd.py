@@ -18,6 +18,8 @@ from workbench.knobs import Change
 from workbench.ops import Bucket, Memory, Rank
 from workbench.strategies import DDP, LocalSGD
 
+pytestmark = pytest.mark.ranks
+
 MATRIX = placed((40, 30))
 
 

@@ -33,12 +33,14 @@ def trained(task: TaskBase, steps: int, ranks: int = 4) -> tuple[float | dict[st
     return learner.evaluate(model), model, learner
 
 
+@pytest.mark.slow
 def test_byte_gpt_begins_at_log_256_and_is_under_3_nats_after_30_steps() -> None:
     learner = ByteGPT().build()
     assert learner.evaluate(learner.model()) == pytest.approx(5.545, abs=0.01)
     assert trained(ByteGPT(), 30)[0] < 3.0
 
 
+@pytest.mark.slow
 def test_digits_reads_nine_of_ten_after_60_steps() -> None:
     found, model, learner = trained(Digits(), 60)
     assert found["accuracy"] >= 0.9
@@ -172,6 +174,7 @@ def test_a_new_rate_keeps_the_ratio_of_several_groups() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed (test extra)")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_an_unmodified_gpt_2_from_transformers_learns() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
