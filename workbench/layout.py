@@ -60,13 +60,15 @@ class Layout:
 
     def _place(self) -> None:
         """Moves the parameters into vectors in which every bucket is one slice."""
+        self._slices, self.buckets = [], []
+        for place in self.order:
+            place.grad = None  # the old vectors go before the new ones come
         self.groups = grouped(self.order, self.bucket_mb * 1e6)
         total: dict[torch.dtype, int] = {}
         for group in self.groups:
             total[_dtype(group)] = total.get(_dtype(group), 0) + _numel(group)
         weights = {d: torch.empty(n, dtype=d, device=self.order[0].param.device) for d, n in total.items()}
         at = dict.fromkeys(total, 0)
-        self._slices, self.buckets = [], []
         for index, group in enumerate(self.groups):
             dtype, begin = _dtype(group), at[_dtype(group)]
             at[dtype] = begin + _numel(group)
