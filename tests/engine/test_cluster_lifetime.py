@@ -122,9 +122,11 @@ def test_nothing_survives_a_killed_kernel(frozen: bool) -> None:
 def test_nothing_survives_when_the_guard_was_killed_first() -> None:
     with Kernel(RUNNING.format(name="unguarded") + "time.sleep(100)") as kernel:
         said = kernel.hears()
+        assert len(said["processes"]) >= 4 and all(alive(p[:2]) for p in said["processes"])
         os.kill(said["guard"], signal.SIGKILL)
         kernel.process.kill()
         gone(said["processes"], 10)
+    assert not any(alive(p[:2]) for p in said["processes"])
 
 
 def test_a_kernel_that_ends_in_order_leaves_nothing() -> None:

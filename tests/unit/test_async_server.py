@@ -58,13 +58,16 @@ def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> N
         fast = sorted(r[5] - r[4] for s in sessions if s.rank.index != 1 for r in s.record if r[1] == "step")
         return fast[len(fast) // 2], sessions
 
-    plain, slow = [], []
-    for _ in range(2):
-        plain.append(step_time(slow=False)[0])
-        lasted, sessions = step_time(slow=True)
-        slow.append(lasted)
-    assert min(slow) / min(plain) < 1.1, "of two each the quieter one: others use this machine, too"
-    assert max(plain) / min(plain) < 1.5, f"too noisy to tell: {plain}"
+    for _ in range(4):  # a machine that is busy with other things is not asked
+        plain, slow = [], []
+        for _ in range(2):
+            plain.append(step_time(slow=False)[0])
+            lasted, sessions = step_time(slow=True)
+            slow.append(lasted)
+        if max(plain) / min(plain) < 1.1:
+            break
+    assert max(plain) / min(plain) < 1.1, f"too noisy to tell: {plain}"
+    assert sum(slow) / sum(plain) < 1.1
     every = staleness(sessions)
     assert [len(pushes) for pushes in every] == [20] * 4
     assert len(set(every[1])) > 1 and len({v for pushes in every for v in pushes}) > 3
