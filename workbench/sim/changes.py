@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Turnable:
+class Turnable(ABC):
     """The part of a Session that changes reach into."""
 
     world: World
@@ -62,9 +63,9 @@ class Turnable:
         self.body.rebucket(bucket_mb)
         self.mark_buckets()
 
+    @abstractmethod
     async def stop_background(self) -> None:
         """Lets the background take in what was sent, and end."""
-        raise NotImplementedError
 
     async def leave(self, strategy: Any) -> None:
         await self.stop_background()
