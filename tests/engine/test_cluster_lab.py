@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import until
 from workbench.cluster import launch
 from workbench.cluster.place import ClusterError, Place, alive
 from workbench.compressors import Compressor
@@ -52,15 +53,6 @@ def _idle(lab: Lab) -> Iterator[None]:
     if lab.live:
         lab.stop()
         assert until(lambda: not lab.live, 10)
-
-
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_a_run_comes_home_whole(lab: Lab) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.knobs import Change, knob
@@ -84,15 +85,6 @@ def _idle(lab: Lab) -> Iterator[None]:
     if lab.live:
         lab.stop()
         assert until(lambda: not lab.live, 10)
-
-
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def running(lab: Lab, experiment: Experiment) -> Run:
