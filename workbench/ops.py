@@ -15,7 +15,13 @@ from workbench.bucket import Bucket, Memory, Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank", "StrategyError"]
+__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank", "StrategyError", "message"]
+
+
+def message(verb: str, kind: str, **other: int | None) -> str:
+    """The name of a message's Span: `message("send", "ask", to=2)` is "send ask to 2"; both hosts write it."""
+    ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]
+    return " ".join([verb, *([kind] if kind else []), *ends])
 
 
 class StrategyError(RuntimeError):

@@ -166,7 +166,7 @@ def test_stages_hand_on_activations_and_their_gradients() -> None:
     assert set(comm(run)["nbytes"]) == {4 * 4 * WIDTH}, "four examples of one layer's width"
     for rank in range(stages):
         sent = comm(run, rank).query("step == 1")["name"].to_list()
-        kinds = ["activation"] * (rank < stages - 1) + ["gradient"] * (rank > 0)
+        kinds = [f"activation to {rank + 1}"] * (rank < stages - 1) + [f"gradient to {rank - 1}"] * (rank > 0)
         assert sorted(sent) == sorted(f"send {kind}" for kind in kinds * micros)
 
 

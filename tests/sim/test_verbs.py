@@ -51,7 +51,7 @@ def test_sends_that_cross_do_not_block_and_take_the_ports_time() -> None:
     run = simulate(paced(4, 3, strategy=RingPasser()))
     np.testing.assert_allclose(seconds(run), 10e-3 + 3.2e-3)
     sent = rows(run, "comm", 1)
-    assert set(sent.name) == {"send ring"} and set(sent.nbytes) == {4 * ROOM}
+    assert set(sent.name) == {"send ring to 2"} and set(sent.nbytes) == {4 * ROOM}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ def test_every_push_is_in_the_servers_version() -> None:
 
 def asked(s: Session, first: int, stop: int) -> Counter:
     """What a rank sent in steps [first, stop), by what it is."""
-    return Counter(" ".join(n.split()[1:-1]) for step, n, _ in s.record.comm() if first <= step < stop)
+    return Counter(" ".join(n.split()[1:-3]) for step, n, _ in s.record.comm() if first <= step < stop)
 
 
 def test_periods_turned_live_send_as_often_as_they_say() -> None:
@@ -100,7 +100,7 @@ def test_dedicated_servers_only_serve_and_share_the_buckets() -> None:
     assert json.loads(mark[3]) == {"serve": [3, 4], "text": "3 of 5 ranks train; 2 serve"}
     for s in sessions[3:]:
         assert not [r for r in s.record if r[1] == "step"] and not s.record.losses()
-        buckets = {name.split()[-1] for _, name, _ in s.record.comm() if "fetch" in name}
+        buckets = {name.split()[-3] for _, name, _ in s.record.comm() if "fetch" in name}
         assert buckets == {str(b.index) for b in s.layout.buckets[s.rank.index - 3 :: 2]}
     held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
     assert held_out[-1] < held_out[0]

@@ -148,7 +148,8 @@ def test_a_link_delays_messages_and_ports_take_in_one_after_the_other(posts: lis
         posts[0].recv(None, None, "part 0" if len(came) < 2 else "part 1")
         came.append(posts[0].port.now())
     spans = sorted(posts[1].spans)  # type: ignore[attr-defined]
-    assert [row[2] for row in spans] == ["send part 0", "send part 1"] and {row[6] for row in spans} == {50_000}
+    assert [row[2] for row in spans] == ["send part 0 to 0", "send part 1 to 0"]
+    assert {row[6] for row in spans} == {50_000}
     assert spans[1][4] == pytest.approx(spans[0][5]), "the second message waits for the sender's port"
     assert spans[0][5] - spans[0][4] == pytest.approx(0.06, abs=1e-6)
     assert came[3] - spans[0][4] == pytest.approx(4 * 0.06, rel=0.1), "four messages through one port"

@@ -17,7 +17,7 @@ from workbench.engine.collectives import Aborted, Wire
 from workbench.engine.lane import Lane, StrategyError
 from workbench.engine.post import BACKGROUND, SLICE
 from workbench.engine.shaping import Shaper
-from workbench.ops import Op
+from workbench.ops import Op, message
 
 
 class Background:
@@ -142,10 +142,10 @@ class Background:
         if self.run.post.gone:  # this rank's step will hear of it at its end
             self._idle.set()
         self._moved.clear()
-        if self.wire is None:
-            return not self._idle.is_set()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
-        self.wire.wait(self.wire.all_reduce(flag, "max"))
+        if self.wire is not None:
+            self.wire.wait(self.wire.all_reduce(flag, "max"))
+        self._sample("again", float(flag))
         return bool(flag)
 
     def _sample(self, name: str, value: float) -> None:
@@ -155,7 +155,10 @@ class Background:
         self.run.post.send(tensor, to, kind, BACKGROUND)
 
     def _recv(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
-        return self.run.post.recv(into, source, kind, self._over)
+        got = self.run.post.recv(into, source, kind, self._over)
+        if source is None and got is not None:
+            self._sample(message("recv", kind), got[1])
+        return got
 
     def _over(self) -> bool:
         return self._expected is not None and self.run.post.came >= self._expected

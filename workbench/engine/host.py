@@ -24,7 +24,7 @@ from workbench.engine.shaping import Pace
 from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
 from workbench.layout import Layout
-from workbench.ops import Bucket, Handle, Op, Rank, StrategyError
+from workbench.ops import Bucket, Handle, Op, Rank, StrategyError, message
 
 Span = Callable[..., None]
 _INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params",
@@ -218,15 +218,18 @@ class Host:
         return self._wait(self._start(child(), "comm", str(op.args[-1] or op.verb)))
 
     def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
-        self.op = f"recv {kind}".rstrip()
-        began, name = self.clock.now(), self.op
+        self.op = name = message("recv", kind, **{"from": source})
+        began = self.clock.now()
 
         def over() -> bool:
             self.still_well()
             return False
 
         got = self.post.recv(into, source, kind, over)
-        self.record.span(self.rank.step, "wait", name, began, began, self.clock.now(), 0)
+        now = self.clock.now()
+        self.record.span(self.rank.step, "wait", name, began, began, now, 0)
+        if source is None and got is not None:
+            self.record.sample(self.rank.step, message("recv", kind), now, got[1])
         return got
 
     def _sample(self, name: str, value: float) -> None:

@@ -23,7 +23,7 @@ from workbench.engine.collectives import Aborted, Leaving
 from workbench.engine.lane import StrategyError
 from workbench.engine.shaping import Port
 from workbench.engine.sockets import HEAD, HELLO, Incoming, Outgoing, address, dial
-from workbench.ops import Rank
+from workbench.ops import Rank, message
 
 SLICE = 0.1  # seconds between two looks at whether this rank must leave
 HOST, STEP, BACKGROUND = range(3)  # who sent it: the engine itself, a strategy's step, its background
@@ -101,7 +101,7 @@ class Post:
         begun, plain, end = self.port.post(len(data)) if origin != HOST else (asked, 0.0, asked)
         text = f"{kind}\n{what}".encode()
         head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
-        step, name = self.step(), f"send {kind}".rstrip()
+        step, name = self.step(), message("send", kind, to=to)
 
         def posted() -> None:
             if origin != HOST:

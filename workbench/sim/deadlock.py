@@ -25,10 +25,11 @@ def told(world: Any) -> str:
     for what, here in world._gathered.items():
         gone = [r for r in range(world.size) if r not in here]
         lines.append(f"  {_ranks(sorted(here))} {_wait(list(here))} to {what} together with {_ranks(gone)}")
-    for (rank, kind), waiting in world.mail._waiting.items():
-        for fiber, _, source in waiting:
-            whom = "anyone" if source is None else f"rank {source}"
-            lines.append(f"  rank {rank} waits in recv {kind!r} (step {fiber.step}) for a message from {whom}")
+    for (rank, kind), waiting in world.mail.waiting.items():
+        for wait in waiting:
+            from_ = wait.source if wait.replayed is None else wait.replayed
+            whom = "anyone" if from_ is None else f"rank {from_}"
+            lines.append(f"  rank {rank} waits in recv {kind!r} (step {wait.fiber.step}) for a message from {whom}")
     lines += _others(world)
     return "\n".join(lines)
 

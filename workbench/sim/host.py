@@ -15,6 +15,7 @@ from workbench.ops import Handle, Op, Rank, StrategyError
 from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.meeting import Meeting
 from workbench.sim.passing import Pass
+from workbench.sim.rounds import Rounds
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
@@ -32,10 +33,7 @@ class Host:
         self.met = False  # did this rank start a child in this step?
         self.sent = 0  # bytes so far
         self.leaving = False  # does the background have to end?
-        self.is_idle = False  # will the step not move on before a meeting?
-        self._steps_seen = 0  # by the background
-        self._steps = 0
-        self._resting: Fiber | None = None  # the background, until there is something new
+        self.rounds = Rounds(self)
         self.ended: Callable[[Fiber], None] = lambda fiber: None
         self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches
         meet = self._collective
@@ -45,12 +43,16 @@ class Host:
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
-            "hold": self._hold, "send": self._send, "recv": self._recv, "again": self._again,
+            "hold": self._hold, "send": self._send, "recv": self._recv, "again": self.rounds.again,
             "drive": self._drive, "stand": self._stand, "together": self._together, "park": self._park,
         }  # fmt: skip
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
         self.record.span(self.index, self.rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
+
+    def note(self, name: str, value: float) -> None:
+        """Writes one number into the record."""
+        self.record.sample(self.index, self.rank.step, name, self.clock.now, float(value))
 
     # -- compute --
 
@@ -165,7 +167,7 @@ class Host:
         (bucket,) = op.args
         held = self.world.held.setdefault(self.index, dict(self.body.cut.nbytes))
         held[bucket.name] = bucket.nbytes
-        self.record.sample(self.index, self.rank.step, "held", self.clock.now, float(sum(held.values())))
+        self.note("held", sum(held.values()))
         return bucket
 
     def _batch(self, fiber: Fiber, op: Op) -> Any:
@@ -236,39 +238,10 @@ class Host:
     def _recv(self, fiber: Fiber, op: Op) -> Any:
         return self.world.mail.recv(fiber, *op.args)
 
-    def _again(self, fiber: Fiber, op: Op) -> Any:
-        """At most once per step: sooner there is nothing new."""
-        if fiber.origin != "background ":
-            raise StrategyError("`again` belongs in a background coroutine, not in `step`")
-        if self._steps == self._steps_seen and not self.is_idle:
-            self._resting = fiber
-            fiber.on = "the step to move on"
-            return PARK
-        self._steps_seen, fiber.step = self._steps, self.rank.step
-        return self.world.ask_again(fiber)
-
-    def moved(self) -> None:
-        """The step has moved on."""
-        self._steps += 1
-        self._wake()
-
-    def idle(self) -> None:
-        """The step will not move on before a meeting."""
-        self.is_idle = True
-        self._wake()
-
-    def _wake(self) -> None:
-        resting, self._resting = self._resting, None
-        if resting is not None:
-            resting.on = None
-            self._steps_seen, resting.step = self._steps, self.rank.step
-            self.world.ask_again(resting)
-
     # -- the rest --
 
     def _sample(self, fiber: Fiber, op: Op) -> Any:
-        name, value = op.args
-        self.record.sample(self.index, self.rank.step, name, self.clock.now, float(value))
+        self.note(*op.args)
 
     def _now(self, fiber: Fiber, op: Op) -> Any:
         return self.clock.now

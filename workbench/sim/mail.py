@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from workbench.ops import StrategyError
+from workbench.ops import StrategyError, message
 from workbench.sim.fiber import PARK, Fiber
 
 if TYPE_CHECKING:
@@ -23,13 +23,27 @@ class Letter(NamedTuple):
     data: Tensor
 
 
+class _Wait(NamedTuple):
+    """A fiber that waits for a message: from `source`, which it named itself, or `replayed`, or from anyone."""
+
+    fiber: Fiber
+    into: Tensor | None
+    source: int | None
+    replayed: int | None
+    kind: str
+    since: float
+
+    def wants(self, letter: Letter) -> bool:
+        return letter.source == self.source or letter.source == self.replayed or (self.source is self.replayed is None)
+
+
 class Mail:
     """All messages of a simulated run."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._come: dict[tuple[int, str], deque[Letter]] = {}
-        self._waiting: dict[tuple[int, str], list[tuple[Fiber, Tensor | None, int | None]]] = {}
+        self.waiting: dict[tuple[int, str], list[_Wait]] = {}
 
     def send(self, fiber: Fiber, tensor: Tensor, to: int, kind: str) -> None:
         """Posts a copy of `tensor`; it comes when both ports have carried it."""
@@ -40,42 +54,55 @@ class Mail:
         now = world.clock.now
         begins, left, comes = world.ports.post(now, fiber.host.experiment.fabric, source, to, nbytes)
         if to != source:
-            fiber.host.span("comm", f"send {kind}".rstrip(), now, begins, left, nbytes)
+            fiber.host.span("comm", message("send", kind, to=to), now, begins, left, nbytes)
             fiber.host.sent += nbytes
         data = tensor if tensor.is_meta else tensor.detach().clone()
         world.clock.at(comes, _Arrival(self, Letter(source, to, kind, data)))
 
     def recv(self, fiber: Fiber, into: Tensor | None, source: int | None, kind: str) -> Any:
         """The next letter of `kind`, or the fiber waits for it."""
-        key = fiber.host.index, kind
-        for letter in self._come.get(key, ()):
-            if source is None or letter.source == source:
-                self._come[key].remove(letter)
-                return _put(letter, into)
+        world, index = self.world, fiber.host.index
+        replayed = world.replay.sender(index, kind) if world.replay is not None and source is None else None
+        wait = _Wait(fiber, into, source, replayed, kind, world.clock.now)
+        come = self._come.setdefault((index, kind), deque())
+        for letter in come:
+            if wait.wants(letter):
+                come.remove(letter)
+                return self._taken(wait, letter)
         fiber.on = ("recv", kind, source)
-        self._waiting.setdefault(key, []).append((fiber, into, source))
+        self.waiting.setdefault((index, kind), []).append(wait)
         return PARK
 
     def come(self, letter: Letter) -> None:
         """A letter is here."""
-        waiting = self._waiting.get((letter.to, letter.kind), [])
-        for place, (fiber, into, source) in enumerate(waiting):
-            if source is None or source == letter.source:
+        waiting = self.waiting.get((letter.to, letter.kind), [])
+        for place, wait in enumerate(waiting):
+            if wait.wants(letter):
                 del waiting[place]
-                fiber.on = None
-                return fiber.resume(_put(letter, into))
+                wait.fiber.on = None
+                return wait.fiber.resume(self._taken(wait, letter))
         self._come.setdefault((letter.to, letter.kind), deque()).append(letter)
 
     def nothing_more(self) -> bool:
         """Nothing is under way: who waits for a message while its rank leaves is told that none will come."""
-        for waiting in self._waiting.values():
-            for place, (fiber, _, _) in enumerate(waiting):
-                if fiber.host.leaving:
+        for waiting in self.waiting.values():
+            for place, wait in enumerate(waiting):
+                if wait.fiber.host.leaving:
                     del waiting[place]
-                    fiber.on = None
-                    fiber.resume(None)
+                    wait.fiber.on = None
+                    wait.fiber.resume(None)
                     return True
         return False
+
+    def _taken(self, wait: _Wait, letter: Letter) -> tuple[Tensor, int]:
+        """Writes down, as the engine does, how long a step has waited and whose message was the next of anyone's."""
+        host, now = wait.fiber.host, self.world.clock.now
+        if now > wait.since and wait.fiber.origin != "background ":
+            name = message("recv", wait.kind, **{"from": wait.source})
+            host.span("wait", name, wait.since, wait.since, now, 0)
+        if wait.source is None:
+            host.note(message("recv", wait.kind), letter.source)
+        return _put(letter, wait.into)
 
 
 class _Arrival:

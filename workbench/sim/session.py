@@ -89,7 +89,7 @@ class Session(Turnable):
             self.body.learn()
             self.mark_buckets()
         self.rank.step += 1
-        host.moved()
+        host.rounds.moved()
 
     async def _all_workers(self) -> None:
         """Every worker of this rank makes the step; it is over when all have."""
@@ -131,7 +131,7 @@ class Session(Turnable):
         heard = strategy.heard(self.rank.size)
         if idle:
             world.done.add(self.rank.index)
-            self.host.idle()
+            self.host.rounds.idle()
             if len(world.done) == self.rank.size:
                 world.over = True
                 world.call(step)
@@ -160,7 +160,7 @@ class Session(Turnable):
         await self.gather(0)
 
     async def stop_background(self) -> None:
-        self.host.idle()
+        self.host.rounds.idle()
         self.host.leaving = True
         if self.background is not None:
             await Op("park", self._await, "its background")
@@ -172,7 +172,7 @@ class Session(Turnable):
         if self.background is not None or not strategy.has_background or self.world.over:
             return
         host = self.host
-        host.leaving = host.is_idle = False
+        host.leaving = host.rounds.is_idle = False
         self.background = Fiber(host, strategy.background(self.rank, self.state), "background", "background ")
         self.background.lane = host.lane("background ")
         host.clock.at(host.clock.now, self.background)

@@ -17,6 +17,7 @@ from workbench.ops import StrategyError
 from workbench.run import Run
 from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
+from workbench.sim.replay import Replay
 from workbench.sim.session import Session
 from workbench.sim.sizes import Outline, Sizes, outline
 from workbench.sim.stages import staged
@@ -28,8 +29,9 @@ COPIES = 6  # of the parameters per rank: weights, gradients, two of the optimiz
 
 
 def simulate(
-    experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False
-) -> Run:
+    experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False,
+    replay: Run | None = None,
+) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
 
     changes:  turned before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays
@@ -37,6 +39,8 @@ def simulate(
               Without costs codecs take no time, nor does the wire where its Link is not shaped.
     real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process,
               the losses that training would give; reproducible to the bit.
+    replay:   a run on the engine whose order of arrivals is followed: where ranks keep no common step, messages are
+              taken from whom it took them, and backgrounds come round after the steps after which its did.
 
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other, and StrategyError when
     they ask for different things.
@@ -49,7 +53,7 @@ def simulate(
     learner = experiment.task.build()
     planned = sorted(changes, key=lambda c: c.at_step)
     with _apart(real):
-        world = World(experiment.ranks, costs, experiment.seed, planned, real)
+        world = World(experiment.ranks, costs, experiment.seed, planned, real, _followed(replay, experiment))
         bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner)
         try:
             world.run([Session(world, r, experiment, body) for r, body in enumerate(bodies)])
@@ -63,6 +67,14 @@ def simulate(
         finally:
             world.close()
     return Run(experiment, timeline=world.record.timeline(), environment=_environment(real), name="simulated")
+
+
+def _followed(run: Run | None, experiment: Experiment) -> Replay | None:
+    if run is None:
+        return None
+    if run.experiment.ranks != experiment.ranks:
+        raise KnobError(f"ranks={experiment.ranks}: the run to replay had {run.experiment.ranks}; take as many")
+    return Replay(run.timeline, experiment.ranks)
 
 
 def _environment(real: bool) -> dict[str, Any]:

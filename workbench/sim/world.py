@@ -13,13 +13,15 @@ from workbench.sim.mail import Mail
 from workbench.sim.meeting import Meeting
 from workbench.sim.ports import Ports
 from workbench.sim.record import Record
+from workbench.sim.replay import Replay
 
 
 class World:
     """All that the ranks of one simulation have in common."""
 
-    def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool) -> None:
-        self.size, self.costs, self.planned, self.real = size, costs, planned, real
+    def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool,
+                 replay: Replay | None = None) -> None:
+        self.size, self.costs, self.planned, self.real, self.replay = size, costs, planned, real, replay
         self.clock = Clock()
         self.record = Record(size)
         self.ports = Ports(size, costs, seed)
@@ -87,7 +89,11 @@ class World:
         """True while any rank's step goes on: the same answer on every rank."""
 
         def answer(_: list[Any]) -> list[bool]:
-            return [not all(host.is_idle for host in self.hosts)] * self.size
+            idle = all(host.rounds.is_idle for host in self.hosts)
+            answers = [not idle] * self.size if self.replay is None else self.replay.rounds()
+            for host, more in zip(self.hosts, answers, strict=True):
+                host.note("again", more)
+            return answers
 
         return self.together(fiber, "again", None, answer, self.ports.flag())
 

@@ -1,0 +1,116 @@
+"""Asynchronous strategies: with the engine's recorded order of arrivals, both hosts are asked the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import experiment, run, shipped
+from tests.sim.virtual import samples
+from workbench import simulate
+from workbench.fabric import Slow
+from workbench.knobs import KnobError
+from workbench.ops import Op, Rank
+from workbench.run import Run
+from workbench.strategies import AsyncServer, Strategy
+from workbench.timeline import Timeline
+
+pytestmark = pytest.mark.ranks
+
+APART = {n: cls for n, cls in shipped(Strategy).items() if not cls.lockstep}
+SLOW = [Slow(rank=1, factor=3.0)]
+
+
+class Asked:
+    """Every operation that a strategy asks for, by rank and by coroutine, in order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, cls: type[Strategy]) -> None:
+        self.of: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for name in ("step", "background"):
+            patch.setattr(cls, name, self._noting(name, getattr(cls, name)))
+
+    def _noting(self, name: str, plain: Any) -> Any:
+        def made(strategy: Strategy, rank: Rank, state: Any) -> Any:
+            return self._through(plain(strategy, rank, state), self.of[rank.index, name])
+
+        return made
+
+    def _through(self, coro: Coroutine[Op, Any, Any], log: list[str]) -> Generator[Op, Any, Any]:
+        answer, error = None, None
+        while True:
+            try:
+                op = coro.send(answer) if error is None else coro.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            log.append(f"{op.verb} {', '.join(map(_told, op.args))}")
+            answer, error = None, None
+            try:
+                answer = yield op
+            except BaseException as thrown:
+                error = thrown
+
+    def taken(self) -> dict[tuple[int, str], list[str]]:
+        """What was asked so far; begins anew."""
+        out = dict(self.of)
+        self.of.clear()
+        return out
+
+
+def _told(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{tuple(x.shape)} {x.dtype}"
+    return "child" if isinstance(x, Coroutine) else str(x)
+
+
+def engines(sessions: list[Any]) -> Run:
+    """The engine's record as a Run."""
+    tl = Timeline()
+    for s in sessions:
+        for table, found in ((tl.spans, s.record), (tl.samples, s.record.samples), (tl.marks, s.record.marks)):
+            table.add([(s.rank.index, *row) for row in found])
+    return Run(sessions[0].experiment, timeline=tl)
+
+
+@pytest.mark.parametrize("tensors", ["sizes", "real"])
+@pytest.mark.parametrize("name", APART)
+def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
+    name: str, tensors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(monkeypatch, APART[name])
+    e = experiment(4, 16, strategy=APART[name](), pace=4.0).turn("faults", SLOW)
+    sessions = run(e)
+    engine = asked.taken()
+    assert sum(map(len, engine.values())) > 4 * 16 * 4
+    simulated = simulate(e, real=tensors == "real", replay=engines(sessions))
+    simulator = asked.taken()
+    assert simulator.keys() == engine.keys()
+    for who in engine:
+        assert simulator[who] == engine[who], who
+    if tensors == "real" and APART[name] is AsyncServer:  # who sees what follows from the order of arrivals alone
+        for s in sessions:
+            losses = samples(simulated, "loss", s.rank.index)
+            np.testing.assert_allclose(losses, s.record.losses(), rtol=1e-4, atol=1e-6)
+
+
+def test_without_the_record_the_virtual_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the law above can fail: the same ranks with another one slow are asked for something else."""
+    asked = Asked(monkeypatch, AsyncServer)
+    e = experiment(4, 16, strategy=AsyncServer(), pace=4.0).turn("faults", SLOW)
+    recorded = simulate(e)
+    first = asked.taken()
+    other = e.turn("faults", [Slow(rank=3, factor=3.0)])
+    simulate(other)
+    assert asked.taken() != first
+    simulate(other, replay=recorded)
+    assert asked.taken() == first
+
+
+def test_a_replay_needs_as_many_ranks() -> None:
+    e = experiment(2, 4, strategy=AsyncServer(), pace=4.0)
+    with pytest.raises(KnobError, match="the run to replay had 3; take as many"):
+        simulate(e, replay=Run(experiment(3, 4)))

@@ -1,0 +1,49 @@
+"""What chance decided in a run on the engine, read off its record: the simulator follows it instead of its own clock.
+
+Two things are left to chance where ranks keep no common step: whose message comes next, of those taken from anyone,
+and in which steps a background comes round. All else follows from them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.timeline import Timeline
+
+
+class Round(NamedTuple):
+    """One time that a background asked whether to go on."""
+
+    steps: int  # that its rank had made by then
+    again: bool  # the answer
+
+
+class Replay:
+    """The recorded order of arrivals and of rounds; what is asked beyond the record's end is left to the simulator."""
+
+    def __init__(self, timeline: Timeline, ranks: int) -> None:
+        rows = timeline.samples.rows()
+        self._senders: dict[tuple[int, str], deque[int]] = {}
+        self._rounds: list[deque[Round]] = [deque() for _ in range(ranks)]
+        for i in np.argsort(rows.t, kind="stable"):
+            name, rank = str(rows.name[i]), int(rows.rank[i])
+            if name == "again":
+                self._rounds[rank].append(Round(int(rows.step[i]) + 1, bool(rows.value[i])))
+            elif name.split()[0] == "recv":
+                self._senders.setdefault((rank, name[5:]), deque()).append(int(rows.value[i]))
+
+    def sender(self, rank: int, kind: str) -> int | None:
+        """From whom `rank` took its next message of `kind` that could be anyone's; None beyond the record."""
+        senders = self._senders.get((rank, kind))
+        return senders.popleft() if senders else None
+
+    def round(self, rank: int) -> Round:
+        """The round that a rank's background comes to next."""
+        return self._rounds[rank][0] if self._rounds[rank] else Round(0, False)
+
+    def rounds(self) -> list[bool]:
+        """All ranks have come to their next round: its answers, by rank; they go on to the round after."""
+        return [rounds.popleft().again if rounds else False for rounds in self._rounds]

@@ -1,0 +1,58 @@
+"""When a background comes round: at most once per step, for sooner there is nothing new."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench.ops import Op, StrategyError
+from workbench.sim.fiber import PARK, Fiber
+
+if TYPE_CHECKING:
+    from workbench.sim.host import Host
+
+
+class Rounds:
+    """One rank's `again`. In a replay it is answered after the steps after which the engine's was."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.is_idle = False  # will the step not move on before a meeting?
+        self._steps = 0  # made so far
+        self._seen = 0  # of them, by the background
+        self._resting: Fiber | None = None  # the background, until there is something new
+
+    def again(self, fiber: Fiber, op: Op) -> Any:
+        """The verb."""
+        if fiber.origin != "background ":
+            raise StrategyError("`again` belongs in a background coroutine, not in `step`")
+        if not self._is_new:
+            self._resting = fiber
+            fiber.on = "the step to move on"
+            return PARK
+        return self._ask(fiber)
+
+    def moved(self) -> None:
+        """The step has moved on."""
+        self._steps += 1
+        self._wake()
+
+    def idle(self) -> None:
+        """The step will not move on before a meeting."""
+        self.is_idle = True
+        self._wake()
+
+    @property
+    def _is_new(self) -> bool:
+        replay = self.host.world.replay
+        enough = self._seen + 1 if replay is None else replay.round(self.host.index).steps
+        return self.is_idle or self._steps >= enough
+
+    def _wake(self) -> None:
+        if self._resting is not None and self._is_new:
+            resting, self._resting = self._resting, None
+            resting.on = None
+            self._ask(resting)
+
+    def _ask(self, fiber: Fiber) -> Any:
+        self._seen, fiber.step = self._steps, self.host.rank.step
+        return self.host.world.ask_again(fiber)
