@@ -117,6 +117,15 @@ class Layout:
                 place.param.grad = place.grad
         return self.buckets[index]
 
+    def grads(self) -> list[Bucket]:
+        """All gradients, each in its bucket's vector, zero where none has come; writing into them changes the step."""
+        for place in self.order:
+            if place.param.grad is None:
+                place.param.grad = torch.zeros_like(place.param)
+            if not place.small:
+                self.keep(place, place.param.grad)
+        return [self.full(b.index) for b in self.buckets]
+
     def let_go(self) -> None:
         """The gradients are used up: what was not copied is held no longer."""
         for group, bucket in zip(self.groups, self.buckets, strict=True):

@@ -169,6 +169,13 @@ class Rank:
         """The parameters as a list of Buckets that view them: writing into `data` changes the model."""
         return Op("params")
 
+    def grads(self) -> Op:
+        """The gradients that are there as a list of Buckets, zero where none is: what is written is what `update` uses.
+
+        Zeroed, they are used up: for strategies that step by `params` instead of `update`.
+        """
+        return Op("grads")
+
     def hold(self, bucket: Bucket) -> Op:
         """Keeps of a parameter bucket only these elements in memory: a shard's, or all again with the whole.
 

@@ -61,7 +61,8 @@ class Host:
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
-            "batch": lambda: self.batches(), "clock": self.clock.now, "send": post.send, "recv": self._recv,
+            "batch": lambda: self.batches(), "grads": self._grads, "clock": self.clock.now, "send": post.send,
+            "recv": self._recv,
         }
 
     # -- driving --
@@ -193,6 +194,9 @@ class Host:
 
     def _params(self) -> list[Bucket]:
         return self.layout.params()
+
+    def _grads(self) -> list[Bucket]:
+        return self.layout.grads()
 
     # -- communication --
 

@@ -27,6 +27,7 @@ from workbench.engine.watch import watch
 from workbench.experiment import Experiment
 from workbench.knobs import KnobError
 from workbench.layout import Layout, signature
+from workbench.tasks import rate
 
 
 def able(experiment: Experiment) -> Experiment:
@@ -101,7 +102,7 @@ def _model(run: Any) -> None:
     broadcast_model(run.control, run.layout, run.model)
     run.optimizer = run.learner.optimizer([p for p in run.model.parameters() if p.requires_grad], e.lr)
     torch.manual_seed(e.seed * 100_003 + rank.index + 1)
-    rank.lr = e.lr
+    rank.lr = e.lr or rate(run.optimizer)
     run.batches = Batches(run.learner.data, rank.index, rank.size, run.device)
     run.restart_data()
 

@@ -41,6 +41,7 @@ class Host:
             "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
             "all_gather": meet, "reduce_scatter": meet, "all_to_all": meet, "broadcast": meet,
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
+            "grads": self._grads,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
             "hold": self._hold, "send": self._send, "recv": self._recv, "again": self.rounds.again,
@@ -162,6 +163,10 @@ class Host:
 
     def _params(self, fiber: Fiber, op: Op) -> Any:
         return self.body.params()
+
+    def _grads(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
+        return self.body.grads()
 
     def _hold(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args

@@ -16,6 +16,7 @@ from workbench.sim.changes import Turnable, refused
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
 from workbench.sim.tensors import known_evaluated, mean_evaluated
+from workbench.tasks import rate
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
@@ -28,7 +29,7 @@ class Session(Turnable):
         self.world, self.body = world, body
         self.host = Host(world, index, experiment, body)
         self.rank = self.host.rank
-        self.rank.lr = experiment.lr
+        self.rank.lr = experiment.lr or rate(body.optimizer)
         self.planned = list(world.planned)
         self.state: Any = None
         self.flushing = False

@@ -131,6 +131,9 @@ class Sizes:
     def update(self, bucket: Bucket | None) -> None:
         pass
 
+    def grads(self) -> list[Bucket]:
+        return self.cut.buckets
+
     def params(self) -> list[Bucket]:
         return self.cut.params
 

@@ -109,11 +109,7 @@ class Tensors:
             else:
                 _run(loss, grad)
         if exchanged:
-            for place in self.layout.order:
-                if place.param.grad is None:
-                    place.param.grad = torch.zeros_like(place.param)
-                if not place.small:
-                    self.layout.keep(place, place.param.grad)
+            self.grads()
 
     def _watched(self, loss: Tensor, grad: Any) -> list[str]:
         """Runs backward and returns in which order gradients appeared; those that did not come last."""
@@ -148,6 +144,11 @@ class Tensors:
             place.param.grad = None
         for p, grad in zip(others, kept, strict=True):
             p.grad = grad
+
+    def grads(self) -> list[Bucket]:
+        if self._worker:
+            raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
+        return self.layout.grads()
 
     def params(self) -> list[Bucket]:
         return self.layout.params()

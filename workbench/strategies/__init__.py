@@ -8,4 +8,12 @@ from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
-__all__ = ["DDP", "AsyncServer", "Gossip", "LocalSGD", "ShadowMA", "Strategy", "TorchDDP"]
+__all__ = [
+    "DDP",
+    "AsyncServer",
+    "Gossip",
+    "LocalSGD",
+    "ShadowMA",
+    "Strategy",
+    "TorchDDP",
+]

@@ -4,8 +4,9 @@ from workbench.tasks._base import Learner as Learner
 from workbench.tasks._base import TaskBase as TaskBase
 from workbench.tasks._base import TaskError as TaskError
 from workbench.tasks._base import at_rate as at_rate
+from workbench.tasks._base import rate as rate
 from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
 from workbench.tasks.digits import Digits as Digits
 from workbench.tasks.own import Task as Task
 
-__all__ = ["ByteGPT", "Digits", "Learner", "Task", "TaskBase", "TaskError", "at_rate"]
+__all__ = ["ByteGPT", "Digits", "Learner", "Task", "TaskBase", "TaskError", "at_rate", "rate"]

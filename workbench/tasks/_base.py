@@ -63,6 +63,11 @@ def at_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * (group["lr"] / first if first else 1.0)
 
 
+def rate(optimizer: Optimizer) -> float:
+    """The learning rate of the first group."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
 def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Tensor]:
     """Indices of one rank's batches without end: (batch,) int64 each.
 

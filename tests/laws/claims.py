@@ -1,0 +1,30 @@
+"""What each shipped strategy must claim, and what it sends: the laws hold it to both. One line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from workbench.fabric import traffic
+
+CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
+
+# name: (its claims among CLAIMS, what it exchanges)
+EXPECTED = {
+    "AsyncServer": ("periodic", "displacements"),
+    "DDP": ("exact lockstep", "gradients"),
+    "Gossip": ("lockstep periodic", "parameters"),
+    "LocalSGD": ("lockstep periodic", "displacements"),
+    "ShadowMA": ("periodic", "parameters"),
+    "TorchDDP": ("exact lockstep opaque", "gradients"),
+}
+
+
+def dense(sizes: list[int]) -> int:
+    """One all-reduce of every bucket."""
+    return sum(traffic("all_reduce", n, 4)[0] for n in sizes)
+
+
+# bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes; dense for all others
+SENT: dict[str, Callable[[list[int]], int]] = {
+    "Gossip": lambda sizes: 2 * sum(sizes),
+}

@@ -1,0 +1,76 @@
+"""The verb `grads`: data parallelism without iterating backward, and steps without the optimizer, on both hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import experiment, net, run, toy, weights
+from tests.sim.virtual import samples
+from workbench import simulate
+from workbench.ops import Rank
+from workbench.strategies import DDP, Strategy
+
+pytestmark = pytest.mark.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanOfGrads(Strategy):
+    """DDP with the exchange after backward."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        for bucket in await rank.grads():
+            bucket.data.div_(rank.size)
+            await rank.all_reduce(bucket.data, "sum", bucket.name)
+        await rank.update()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOfItsOwn(Strategy):
+    """Plain gradient descent by `params`; the optimizer is never asked."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        for bucket, grad in zip(await rank.params(), await rank.grads(), strict=True):
+            await rank.all_reduce(grad.data.div_(rank.size), "sum", bucket.name)
+            bucket.data.add_(grad.data, alpha=-rank.lr)
+            grad.data.zero_()
+
+
+def plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.02)
+
+
+class Idle(nn.Module):
+    """One parameter never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("bucket_mb", [0.01, 1.0])
+@pytest.mark.parametrize("model", [net, lambda: net(Idle)], ids=["net", "idle"])
+@pytest.mark.parametrize("own", [MeanOfGrads, StepOfItsOwn])
+def test_what_is_written_is_what_update_uses(own: type[Strategy], model: Any, bucket_mb: float) -> None:
+    e = experiment(2, 6, strategy=own(), task=toy(plain, model=model), bucket_mb=bucket_mb)
+    sessions = run(e)
+    want = run(experiment(2, 6, strategy=DDP(), task=toy(plain, model=model), bucket_mb=bucket_mb))
+    for s in sessions:
+        torch.testing.assert_close(weights(s), weights(want[0]), rtol=1e-6, atol=1e-7)
+    simulated = simulate(e.turn("pace", 1.0), real=True)
+    torch.testing.assert_close(
+        torch.tensor(samples(simulated, "loss", 1)), torch.tensor(sessions[1].record.losses()).double(),
+        rtol=1e-5, atol=1e-6,
+    )  # fmt: skip
+    simulate(e.turn("pace", 1.0))  # sizes only
