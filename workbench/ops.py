@@ -176,6 +176,13 @@ class Rank:
         """
         return Op("grads")
 
+    def slots(self) -> Op:
+        """What the optimizer remembers (momenta), as a list of tensors in an order that is the same on all ranks.
+
+        Empty before its first `update`; writing into them in place changes it.
+        """
+        return Op("slots")
+
     def hold(self, bucket: Bucket) -> Op:
         """Keeps of a parameter bucket only these elements in memory: a shard's, or all again with the whole.
 

@@ -28,3 +28,9 @@ def dense(sizes: list[int]) -> int:
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
 }
+
+# strategies that are not the plain optimizer on one rank, and why
+NOT_ALONE: dict[str, str] = {}
+
+# strategies whose exit takes over an outer or centre value instead of the ranks' mean
+ADOPTS: set[str] = set()

@@ -44,6 +44,22 @@ class StepOfItsOwn(Strategy):
             grad.data.zero_()
 
 
+@dataclass(frozen=True, kw_only=True)
+class MomentumShared(Strategy):
+    """Each rank steps on its own gradient; what the optimizers remember is averaged after each step."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        before = await rank.slots()
+        assert bool(before) == (rank.step > 0) or before[0].is_meta
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+        for bucket in await rank.params():
+            await rank.all_reduce(bucket.data.div_(rank.size), "sum", bucket.name)
+        for slot in await rank.slots():
+            await rank.all_reduce(slot.view(-1).div_(rank.size), "sum", "slot")
+
+
 def plain(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.02)
 
@@ -74,3 +90,14 @@ def test_what_is_written_is_what_update_uses(own: type[Strategy], model: Any, bu
         rtol=1e-5, atol=1e-6,
     )  # fmt: skip
     simulate(e.turn("pace", 1.0))  # sizes only
+
+
+def test_slots_are_what_the_optimizer_remembers() -> None:
+    """With the mean of parameters and momenta after each step, momentum SGD is data parallelism with momentum."""
+    e = experiment(3, 6, strategy=MomentumShared())
+    for s, want in zip(run(e), run(experiment(3, 6, strategy=DDP())), strict=True):
+        torch.testing.assert_close(weights(s), weights(want), rtol=1e-5, atol=1e-6)
+        mine, theirs = (x.optimizer.state_dict()["state"] for x in (s, want))
+        for k, state in theirs.items():
+            torch.testing.assert_close(mine[k]["momentum_buffer"], state["momentum_buffer"], rtol=1e-4, atol=1e-6)
+    simulate(e.turn("pace", 1.0))

@@ -126,7 +126,7 @@ class Background:
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args)
-        if op.verb in ("forward", "backward", "backward_buckets", "update", "grads", "batch"):
+        if op.verb in ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch"):
             raise StrategyError(f"`{op.verb}` belongs in `step`: a background changes parameters through `params`")
 
         async def child() -> Any:

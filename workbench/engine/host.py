@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.canonical import optimizer_tensors
 from workbench.engine.lane import Lane
 from workbench.engine.post import Post
 from workbench.engine.shaping import Pace
@@ -62,7 +63,7 @@ class Host:
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
             "batch": lambda: self.batches(), "grads": self._grads, "clock": self.clock.now, "send": post.send,
-            "recv": self._recv,
+            "recv": self._recv, "slots": self._slots,
         }
 
     # -- driving --
@@ -197,6 +198,9 @@ class Host:
 
     def _grads(self) -> list[Bucket]:
         return self.layout.grads()
+
+    def _slots(self) -> list[Tensor]:
+        return optimizer_tensors(self.layout, self.optimizer)
 
     # -- communication --
 

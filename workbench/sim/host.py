@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from workbench.canonical import optimizer_tensors
 from workbench.experiment import Experiment
 from workbench.fabric.load import SHARES, stretch
 from workbench.ops import Handle, Op, Rank, StrategyError
@@ -41,7 +42,7 @@ class Host:
             "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
             "all_gather": meet, "reduce_scatter": meet, "all_to_all": meet, "broadcast": meet,
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
-            "grads": self._grads,
+            "grads": self._grads, "slots": self._slots,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
             "hold": self._hold, "send": self._send, "recv": self._recv, "again": self.rounds.again,
@@ -167,6 +168,9 @@ class Host:
     def _grads(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
         return self.body.grads()
+
+    def _slots(self, fiber: Fiber, op: Op) -> Any:
+        return optimizer_tensors(self.body.layout, self.body.optimizer)
 
     def _hold(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args
