@@ -16,6 +16,7 @@ import ipywidgets
 
 from widgets.board import Board
 from widgets.views.timeline import Timeline
+from workbench.analysis.words import duration
 
 UNLIMITED = 5.0  # the slider's upper end, log10 of Mbit/s: as fast as the machine goes
 HINT = "Move a slider, or press <b>Simulate</b>: the simulator is calibrated from the run above, then asked."
@@ -136,8 +137,9 @@ def words(found: Any, turns: dict[str, Any]) -> str:
     latency = f", {turns['link.latency']:g} ms" if turns["link.latency"] else ""
     ranks = f"{turns['ranks']} rank{'s' * (turns['ranks'] != 1)}"
     return (
-        f"<p>A step as it is: <b>{_ms(found.measured)}</b> measured, <b>{_ms(found.same)}</b> simulated ({off}).<br>"
-        f"What if {ranks}, {escape(speed(turns['link.bandwidth']))}{latency}: <b>{_ms(found.other)}</b> per step, "
+        f"<p>A step as it is: <b>{duration(found.measured)}</b> measured, "
+        f"<b>{duration(found.same)}</b> simulated ({off}).<br>"
+        f"What if {ranks}, {escape(speed(turns['link.bandwidth']))}{latency}: <b>{duration(found.other)}</b> per step, "
         f"{much}; {found.sent / 1e6:.3g} MB sent per step and rank. Its timeline:</p>"
     )
 
@@ -155,10 +157,6 @@ def slide(bandwidth: float) -> float:
 def speed(bandwidth: float) -> str:
     """A bandwidth in words."""
     return f"{bandwidth:g} Mbit/s" if bandwidth else "unlimited: as fast as this machine goes"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _link(run: Any) -> dict[str, float]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workbench import analysis
+from workbench.analysis.words import duration
 from workbench.sim import Costs, simulate
 
 if TYPE_CHECKING:
+    from workbench.analysis.words import duration
     from workbench.experiment import Experiment
-    from workbench.run import Run
+from workbench.run import Run
 
 LOOKED = 40  # steps that are looked at and simulated, at least
 ROUNDS = 4  # rounds of a periodic strategy that are simulated, at least
@@ -40,8 +42,8 @@ class WhatIf(NamedTuple):
 
     def __repr__(self) -> str:
         return (
-            f"measured {_ms(self.measured)} per step; simulated {_ms(self.same)} ({self.error:+.0%}); "
-            f"what if: {_ms(self.other)} ({self.other / self.same:.2f} x)"
+            f"measured {duration(self.measured)} per step; simulated {duration(self.same)} ({self.error:+.0%}); "
+            f"what if: {duration(self.other)} ({self.other / self.same:.2f} x)"
         )
 
 
@@ -89,7 +91,3 @@ def _settled(run: Run) -> tuple[int, int]:
 def _mean(run: Run, first: int, stop: int) -> float:
     found = analysis.breakdown(run.timeline, first, stop)
     return float(np.mean(found.seconds)) if found.steps else float("nan")
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
