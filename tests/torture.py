@@ -140,6 +140,7 @@ def mixed(run: Run) -> Iterator[str]:
     lock = [s for s, row in steps.iterrows() if row["nunique"] == 1 and kinds[row["first"]].lockstep]
     yield from (f"step {s}: ranks under different strategies" for s in steps.index[steps["nunique"] > 1])
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
+    comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
     said = by_rank.apply(lambda g: tuple(map(tuple, g.values)))
     for step in lock:
