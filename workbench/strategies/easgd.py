@@ -45,7 +45,7 @@ class EASGD(Strategy):
     before; so the exchange goes on during forward and backward, and is waited for before the update.
 
     With a task that has momentum this is EAMSGD. The centre is what the method learns: whoever leaves goes on from
-    there, after one more exchange if any step was made since the last. Held-out losses meanwhile are the mean's.
+    there, after one more exchange. Held-out losses meanwhile are the mean's.
 
     When to use it: the wire is slow, `every` is long, and many local optima make it worth that ranks differ; LocalSGD
     sends as much and makes them equal each time.
@@ -101,9 +101,9 @@ class EASGD(Strategy):
             place.add_(pull.data)
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        buckets = await rank.params()
-        centre = state.begin(buckets)
-        if state.since:
-            await self._give_way(rank, await self._pull(rank, state, buckets, centre), centre)
+        if state.memory is None:
+            return
+        buckets, centre = await rank.params(), state.memory
+        await self._give_way(rank, await self._pull(rank, state, buckets, centre), centre)
         for bucket in buckets:
             bucket.data.copy_(centre.flat("centre", bucket))
