@@ -44,8 +44,8 @@ class EASGD(Strategy):
     the model's bytes per exchange. As in the paper's algorithm the gradient of that step is taken where the rank was
     before; so the exchange goes on during forward and backward, and is waited for before the update.
 
-    With a task that has momentum this is EAMSGD. The centre is what the method learns: whoever leaves goes on from
-    there, after one more exchange. Held-out losses meanwhile are the mean's.
+    With a task whose optimizer has Nesterov momentum this is EAMSGD. The centre is what the method learns: whoever
+    leaves goes on from there, after one more exchange. Held-out losses meanwhile are the mean's.
 
     When to use it: the wire is slow, `every` is long, and many local optima make it worth that ranks differ; LocalSGD
     sends as much and makes them equal each time.
@@ -66,7 +66,7 @@ class EASGD(Strategy):
             return None
         return (
             f"beta={self.beta:g} moves the centre of {size} ranks so far past their mean that the two swing ever "
-            f"further apart; use less than {limit:.3g}, such as {size / (size + 1):.3g}"
+            f"further apart; use less than {limit:.4g}, such as {size / (size + 1):.3g}"
         )
 
     def init(self, rank: Rank) -> _State:

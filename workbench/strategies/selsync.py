@@ -50,10 +50,11 @@ class SelSync(Strategy):
     For ranks whose data differ in kind, `inject_ranks` of them in turn give the first `inject_share` of their batch to
     all others, by messages: a batch then holds others' examples, too, and is larger by as many.
 
-    When to use it: the wire is slow, and training has calm phases. The authors' code averages the parameters before
-    the update and smooths twice, norms and changes (`norm_window` = 25), after which one step's change counts a 25th
-    of a 25th; here ranks are equal after a synchronised step. Simulated with sizes only, every step synchronises, for
-    there is nothing to measure, and no examples can be shared.
+    When to use it: the wire is slow, and training has calm phases. Look at the changes on the record first: where
+    each step's gradient is noisy they may all lie above delta; means of norms over 25 steps make them some 25 times
+    smaller and steadier, and delta wants to be as much smaller (0.02 to 0.05 there). The authors' code takes both
+    means over 25 steps, and averages the parameters before the update; here ranks are equal after a synchronised step.
+    Simulated with sizes only, every step synchronises, for there is nothing to measure, and no examples can be shared.
 
     Reference: Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization", CLUSTER 2023,
     https://arxiv.org/abs/2307.07950, and its code, https://github.com/sahiltyagi4/SelSync
