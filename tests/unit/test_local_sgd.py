@@ -14,7 +14,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.algorithms.model_averaging.utils import average_parameters_or_parameter_groups
 
 from tests.ranks import batch, experiment, live, mse, net, run, toy, weights
-from tests.sim.virtual import begun, comm, samples
+from tests.sim.virtual import begun, comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
 from workbench import simulate
 from workbench.canonical import optimizer_tensors, state_hash
@@ -244,6 +244,29 @@ def test_bytes_of_a_group_are_the_formula(ranks: int, group: int) -> None:
             assert comm(simulated, s.rank.index) == begun(s.record)
 
 
+class Choosy(torch.nn.Module):
+    """Uses its second layer only where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+def test_momenta_are_averaged_though_a_rank_uses_only_part_of_the_model() -> None:
+    def data(rank: int, ranks: int, seed: int) -> list:
+        return [(*batch(rank, step, seed), rank == 0) for step in range(20)]
+
+    def loss(model: torch.nn.Module, given: tuple) -> torch.Tensor:
+        return (model(given[0], given[2]) - given[1]).square().mean()
+
+    task = toy(heavy, model=lambda: net(Choosy), data=data, loss=loss, evaluate=None)
+    sessions = run(experiment(2, 6, task=task, strategy=LocalSGD(every=3, momentum="average")))
+    assert torch.equal(momenta(sessions[0]), momenta(sessions[1])) and momenta(sessions[0]).count_nonzero() > 60
+
+
 @pytest.mark.parametrize(("optimizer", "times"), [(heavy, 1), (adam, 2)])
 def test_bytes_of_averaged_momenta_are_the_formula(optimizer: Any, times: int) -> None:
     s = run(experiment(4, 3, strategy=LocalSGD(every=3, momentum="average"), task=toy(optimizer)))[0]
@@ -261,6 +284,40 @@ def test_a_group_averaging_brings_a_group_together_and_leaves_its_mean() -> None
         mean = (weights(apart[first]) + weights(apart[first + 1])) / 2
         torch.testing.assert_close(weights(pair[0]), mean, rtol=1e-6, atol=1e-7)
     assert not torch.equal(weights(close[0]), weights(close[2]))
+
+
+class Few(torch.nn.Module):
+    """Three numbers to learn: fewer than a group of four has ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :3] @ self.w
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_pieces_need_not_be_equal(group: int) -> None:
+    def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
+        return (model(pair[0]) - pair[1][:, 0]).square().mean()
+
+    task = toy(plain, model=lambda: net(Few), loss=loss, evaluate=None)
+    e = experiment(4, 5, task=task, strategy=LocalSGD(every=64, group=group, group_every=5))
+    apart = run(e.turn("strategy.group", 1))
+    for s in run(e):
+        mean = torch.stack([weights(apart[r]) for r in members(s.rank.index, group)]).mean(0)
+        torch.testing.assert_close(weights(s), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_a_group_costs_its_bytes_in_time_and_the_pieces_of_all_buckets_follow_each_other() -> None:
+    """In a group of two each sends half the model twice; a collective of four sends it one and a half times."""
+    strategy = LocalSGD(every=8, group=2, group_every=2)
+    e = paced(4, 8, pace=10.0, mbit=100.0, task=stack(layers=8, width=100), strategy=strategy, bucket_mb=0.04)
+    lasts = seconds(simulate(e))
+    wire = 8 * 4 * 100**2 * 8e-6 / 100
+    assert lasts[1] - lasts[0] == pytest.approx(wire, rel=0.1)
+    assert lasts[7] - lasts[0] == pytest.approx(1.5 * wire, rel=0.01)
 
 
 def test_groups_that_do_not_divide_the_ranks_are_refused_in_words() -> None:

@@ -52,7 +52,7 @@ class LocalSGD(Strategy):
     """
 
     every: int = knob(8, 1, 256, unit="steps", log=True, doc="H: steps each rank trains alone between averagings")
-    start: int = knob(0, 0, 10**6, unit="steps", doc="steps of synchronous training first, as DDP (post-local SGD)")
+    start: int = knob(0, 0, 10**6, unit="steps", log=True, doc="steps of DDP first (post-local SGD)")
     group: int = knob(1, 1, 4096, unit="ranks", doc="ranks that average among themselves more often; 1: no groups")
     group_every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two averagings within a group")
     momentum: str = knob("keep", choices=MOMENTUM, doc="what becomes of each rank's momenta at an averaging")
@@ -100,6 +100,8 @@ class LocalSGD(Strategy):
         state.alone = True
         await rank.forward()
         await rank.backward()
+        if self.momentum == "average":
+            await rank.grads()  # where there is none it is zero, so that all ranks remember something of each parameter
         await rank.update()
         state.since += 1
         state.since_group += 1

@@ -104,7 +104,7 @@ class SelSync(Strategy):
 
     def _look(self, state: _State, grads: list[Bucket]) -> None:
         """Takes one more gradient in."""
-        each = [torch.linalg.vector_norm(b.data[p.start : p.stop], dtype=torch.float32) for b in grads for p in b.parts]
+        each = [torch.linalg.vector_norm(b.data[p.start : p.stop], dtype=torch.float64) for b in grads for p in b.parts]
         state.norms.append(float(torch.stack(each).sum()))
         now, before = self._smooth(state.norms, self.norm_window), state.before
         if before is not None:
