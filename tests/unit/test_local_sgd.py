@@ -23,6 +23,7 @@ from workbench.fabric import traffic
 from workbench.knobs import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD
 from workbench.strategies._groups import members
+from workbench.tasks import Task
 
 pytestmark = pytest.mark.ranks
 
@@ -218,7 +219,7 @@ def test_a_start_turned_up_between_two_averagings_begins_with_one() -> None:
     assert all(torch.equal(momenta(s), momenta(sessions[0])) for s in sessions)
     names = [what for step, what, _ in sessions[0].record.comm() if step == 6]
     buckets = [f"all_reduce bucket {k}" for k in range(len(sessions[0].layout.buckets))]
-    assert names == [*buckets, "all_reduce momentum", *buckets]
+    assert names == [*buckets, "all_reduce size of momentum", "all_reduce momentum", *buckets]
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(4, 2), (6, 3), (5, 5), (8, 4)])
@@ -255,16 +256,29 @@ class Choosy(torch.nn.Module):
         return self.a(x) + self.b(x) if both else self.a(x)
 
 
-def test_momenta_are_averaged_though_a_rank_uses_only_part_of_the_model() -> None:
+def choosy() -> Task:
+    """Only rank 0 uses all of the model."""
+
     def data(rank: int, ranks: int, seed: int) -> list:
         return [(*batch(rank, step, seed), rank == 0) for step in range(20)]
 
     def loss(model: torch.nn.Module, given: tuple) -> torch.Tensor:
         return (model(given[0], given[2]) - given[1]).square().mean()
 
-    task = toy(heavy, model=lambda: net(Choosy), data=data, loss=loss, evaluate=None)
-    sessions = run(experiment(2, 6, task=task, strategy=LocalSGD(every=3, momentum="average")))
+    return toy(heavy, model=lambda: net(Choosy), data=data, loss=loss, evaluate=None)
+
+
+def test_momenta_are_averaged_though_a_rank_uses_only_part_of_the_model() -> None:
+    sessions = run(experiment(2, 6, task=choosy(), strategy=LocalSGD(every=3, momentum="average")))
     assert torch.equal(momenta(sessions[0]), momenta(sessions[1])) and momenta(sessions[0]).count_nonzero() > 60
+
+
+def test_where_a_rank_remembers_less_a_start_turned_up_begins_with_no_momenta() -> None:
+    e = experiment(2, 8, task=choosy(), strategy=LocalSGD(every=3))
+    sessions = run(e, Change(4, "strategy.start", 8))
+    assert torch.equal(momenta(sessions[0]), momenta(sessions[1]))
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert "all_reduce momentum" not in {what for _, what, _ in sessions[0].record.comm()}
 
 
 @pytest.mark.parametrize(("optimizer", "times"), [(heavy, 1), (adam, 2)])

@@ -32,6 +32,18 @@ async def settle_slots(rank: Rank, momentum: str, group: range | None = None) ->
     _put_back(flat, slots)
 
 
+async def bring_together(rank: Rank) -> None:
+    """Makes what the optimizers remember the same on all ranks: their mean, or zero where some remember less.
+
+    They do where a parameter never had a gradient on one rank. 16 bytes tell.
+    """
+    numel = sum(slot.numel() for slot in await rank.slots())
+    bounds = (await rank.params())[0].data.new_tensor([numel, -numel], dtype=torch.int64)
+    await rank.all_reduce(bounds, "max", "size of momentum")
+    alike = bounds.is_meta or int(bounds.sum()) == 0
+    await settle_slots(rank, "average" if alike else "zero")
+
+
 def _joined(slots: list[Tensor]) -> Tensor:
     """All slots as one vector: (n,) fp32, where the largest of them lives."""
     largest = max(slots, key=Tensor.numel)

@@ -10,7 +10,7 @@ from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Op, Rank
 from workbench.strategies._base import Strategy
 from workbench.strategies._groups import group_mean, members, summed
-from workbench.strategies._slots import MOMENTUM, settle_slots
+from workbench.strategies._slots import MOMENTUM, bring_together, settle_slots
 
 
 class _State:
@@ -84,7 +84,7 @@ class LocalSGD(Strategy):
         """A step of DDP, from a common state."""
         if state.alone:
             await self.leave(rank, state)
-            await settle_slots(rank, "average")
+            await bring_together(rank)
             state.alone, state.anchor = False, None
         await rank.forward()
         pending = []
