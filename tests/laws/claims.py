@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from workbench.fabric import traffic
 
@@ -12,8 +13,10 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 EXPECTED = {
     "AsyncServer": ("periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
+    "EASGD": ("lockstep periodic", "displacements"),
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
+    "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
 }
@@ -27,10 +30,26 @@ def dense(sizes: list[int]) -> int:
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes; dense for all others
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
+    "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
 }
 
 # strategies that are not the plain optimizer on one rank, and why
-NOT_ALONE: dict[str, str] = {}
+NOT_ALONE: dict[str, str] = {
+    "EASGD": "rank and centre are two, and pull at each other",
+}
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean
-ADOPTS: set[str] = set()
+ADOPTS: set[str] = {"EASGD"}
+
+# (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
+TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("LocalSGD", "start"): ({}, 9),  # a start that lies behind is over
+    ("LocalSGD", "group"): ({}, 2),  # 3 would not divide the ranks
+    ("LocalSGD", "group_every"): ({"group": 2}, 3),
+    ("SelSync", "delta"): ({"window": 2}, 1e6),  # until the window is full every step synchronises
+    ("SelSync", "window"): ({"window": 2, "delta": 1e6}, 9),
+    ("SelSync", "norm_window"): ({"window": 2, "delta": 0.1}, 8),
+    ("SelSync", "smoothing"): ({"window": 4, "delta": 0.5}, 0.9),
+    ("SelSync", "inject_ranks"): ({}, 0.5),  # 3 is no share
+    ("SelSync", "inject_share"): ({"inject_ranks": 0.5}, 1.0),
+}

@@ -3,16 +3,20 @@
 from workbench.strategies._base import Strategy as Strategy
 from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.ddp import DDP as DDP
+from workbench.strategies.easgd import EASGD as EASGD
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
+from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
 __all__ = [
     "DDP",
+    "EASGD",
     "AsyncServer",
     "Gossip",
     "LocalSGD",
+    "SelSync",
     "ShadowMA",
     "Strategy",
     "TorchDDP",
