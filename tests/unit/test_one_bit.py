@@ -160,3 +160,11 @@ def test_turned_off_it_sends_the_residual_once_and_forgets_it() -> None:
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert all("residual" not in s.rank.memory.slots for s in sessions)
     assert not torch.equal(weights(sessions[0]), weights(run(experiment(3, 10))[0]))
+
+
+def test_feedback_within_feedback_is_one() -> None:
+    """So `compressor.of` may be turned to a bare name, which brings its own."""
+    e = experiment(2, 8, compressor=ErrorFeedback())
+    within = run(e, Change(0, "compressor.of", "OneBit"))[0]
+    assert str(within.experiment.compressor) == "ErrorFeedback(of=ErrorFeedback(of=OneBit(block=0, scale='mean')))"
+    assert torch.equal(weights(within), weights(run(e, Change(0, "compressor", "OneBit"))[0]))

@@ -14,7 +14,7 @@ def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     range is beyond float32, has step NaN and comes back as NaN throughout.
     """
     top = 2**bits - 1
-    low, high = x.aminmax(dim=-1, keepdim=True)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     step = (high - low) / top
     step = torch.where(step.isfinite(), step, torch.nan)
     codes = ((x - low) / step).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(0, top)

@@ -55,7 +55,7 @@ class OneBit(Coded):
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scale = x.abs().mean(-1, keepdim=True) if self.scale == "mean" else x.square().mean(-1, keepdim=True).sqrt_()
-        return (x >= 0).to(torch.uint8), torch.where(scale.isfinite(), scale, torch.nan)
+        return (x >= 0).view(torch.uint8), torch.where(scale.isfinite(), scale, torch.nan)
 
     def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float().mul_(2.0).sub_(1.0).mul_(scales)
