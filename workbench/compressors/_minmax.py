@@ -11,12 +11,11 @@ def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
     code = round((x - min) / step), step = (max - min) / (2^bits - 1), so no code can leave its range, whatever the
     offset. A block of equal numbers has step 0 and comes back exactly. One that holds a NaN or an infinity, or whose
-    range is beyond float32, has step NaN and comes back as NaN throughout.
+    range is beyond float32, has a step that is not finite and codes 0, and comes back as NaN throughout.
     """
     top = 2**bits - 1
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     step = (high - low) / top
-    step = torch.where(step.isfinite(), step, torch.nan)
     codes = ((x - low) / step).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(0, top)
     return codes.to(torch.uint8), torch.cat([low, step], -1)
 
