@@ -16,6 +16,8 @@ EXPECTED = {
     "EASGD": ("lockstep periodic", "displacements"),
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
+    "OneBitAdam": ("lockstep", "moments"),
+    "QAdam": ("lockstep", "moments"),
     "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
@@ -36,6 +38,8 @@ SENT: dict[str, Callable[[list[int]], int]] = {
 # strategies that are not the plain optimizer on one rank, and why
 NOT_ALONE: dict[str, str] = {
     "EASGD": "rank and centre are two, and pull at each other",
+    "OneBitAdam": "it is Adam, whatever the task's optimizer",
+    "QAdam": "it is Adam, whatever the task's optimizer",
 }
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean

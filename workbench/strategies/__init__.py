@@ -6,6 +6,8 @@ from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.easgd import EASGD as EASGD
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
+from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
+from workbench.strategies.q_adam import QAdam as QAdam
 from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
@@ -16,6 +18,8 @@ __all__ = [
     "AsyncServer",
     "Gossip",
     "LocalSGD",
+    "OneBitAdam",
+    "QAdam",
     "SelSync",
     "ShadowMA",
     "Strategy",
