@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tests.bench.cells import FABRICS, RANKS, SEEDS, STEPS, Cell, Results, fabric, reached
-from tests.bench.methods import METHODS, SLOW, STUMBLE, method
+from tests.bench.methods import SLOW, STUMBLE, method, methods
 from tests.bench.page import table
 from workbench.fabric import Fabric, Link
 from workbench.tasks import ByteGPT, Digits
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 def rows() -> list[tuple[str, str, dict[str, Any]]]:
     """(label, strategy, knobs) of every row of the tables, DDP first."""
     found = [("DDP", "DDP", {})]
-    for m in METHODS:
+    for m in methods():
         found += [(m.label(k), m.name, dict(k)) for k in m.knobs if (m.name, dict(k)) != ("DDP", {})]
     return found
 

@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from tests.bench.methods import METHODS, Method, found
+from tests.bench.methods import Method, found, methods
 from tests.bench.svg import TEXT, fitting, line, rect, text, ticks, width, wrapped
 from tests.sim.virtual import Stack
 from widgets import theme
@@ -100,7 +100,7 @@ def write(folder: Path = FOLDER) -> list[Path]:
     """All figures; what is not there yet is said and left out."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for method in METHODS:
+    for method in methods():
         if (cls := found(method.name)) is None:
             print(f"no figure of {method.name}: there is no such strategy yet")
         elif cls.opaque:
@@ -160,9 +160,9 @@ def said(spans: Rows, trains: list[int]) -> str:
 
 def bars(spans: Rows, begin: float, end: float) -> list[Bar]:
     """What ranks do between two times. A port says from when a collective moves data; before, its rank waits."""
-    ports = spans[spans.equal("lane", "port")]
-    out = []
     near = spans[(spans.t1 > begin) & (spans.t0 < end)]
+    ports = spans[spans.equal("lane", "port") & (spans.t1 > near.t0.min()) & (spans.t0 < near.t1.max())]
+    out = []
     for rank, lane, name, t0, t1 in zip(near.rank, near.lane, near.name, near.t0, near.t1, strict=True):
         mine = int(rank), float(t0), float(t1)
         if lane == "compute":

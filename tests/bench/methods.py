@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What is measured and drawn of each strategy, one entry each: a new strategy is one more.
+"""What is measured and drawn of each strategy, one entry each; one without an entry is taken with its usual knobs.
 
 An entry may name a strategy that is not there (yet); whoever reads the table says so and goes on. Numbers of papers
 stand here only where they were read in the paper's own text or in the record that it left; else the entry says that
@@ -14,8 +14,8 @@ from typing import Any
 
 from workbench.compressors import Compressor, Dense
 from workbench.fabric import Fault, Slow, Stumble
-from workbench.family import KnobError, find
-from workbench.knobs import checked
+from workbench.family import KnobError, find, members
+from workbench.knobs import checked, describe
 from workbench.strategies import Strategy
 
 SLOW_RANK = 1  # not rank 0, which evaluates and may serve, and not the last, which may serve
@@ -92,7 +92,16 @@ def found(name: str) -> type[Strategy] | None:
 
 
 def method(name: str) -> Method:
-    return next(m for m in METHODS if m.name == name)
+    """The entry of a strategy, or for want of one its usual knobs. Raises KnobError where there is no such strategy."""
+    listed = next((m for m in METHODS if m.name == name), None)
+    return listed or Method(name=name, see=str(describe(find(Strategy, name))["doc"]))
+
+
+def methods() -> tuple[Method, ...]:
+    """All entries, and each strategy that ships without one."""
+    listed = {m.name for m in METHODS}
+    ships = [name for name, cls in members(Strategy).items() if found(name) is cls and not cls.opaque]
+    return (*METHODS, *(method(name) for name in ships if name not in listed))
 
 
 _ONE_SLOW = {"faults": (Slow(rank=2, factor=2.0),), "fault": "rank 2 computes 2 times as long"}
@@ -126,7 +135,8 @@ METHODS = (
         claim=Claim(measure="time", where=STUMBLE, least=1.0, why="The sum of stale updates was worth less than the waiting that was saved."),
     ),
     Method(
-        name="Hogwild", see="One memory for all: nothing crosses a network and nobody waits, whatever the others do.",
+        name="Hogwild", rate=0.25, **_ONE_SLOW,
+        see="One memory for all ranks of a host: nothing crosses a network and nobody waits, whatever the others do.",
         claim=Claim(measure="pace", where=SLOW, least=1.0, why="Its ranks share one machine's memory, and DDP's wire was as fast."),
     ),
     Method(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.bench.cells import DATA, EVERY, FABRICS, RANKS, SEEDS, STEPS, TASK, Results
 from tests.bench.claims import PARTS, low_high, missing, rows, spread, target, times
-from tests.bench.methods import FAST, LINK, METHODS, SLOW, SLOW_RANK, STUMBLE, Method
+from tests.bench.methods import FAST, LINK, SLOW, SLOW_RANK, STUMBLE, Method, methods
 from tests.bench.page import table
 
 HEAD = """# Strategies, measured
@@ -129,7 +129,7 @@ def _linked(label: str, name: str) -> str:
 
 def _papers(found: Results) -> str:
     lines = []
-    for m in METHODS:
+    for m in methods():
         mine = [label for label, name, _ in rows() if name == m.name]
         lines.append([m.name, m.paper, " ".join(_seen(found, m, label) for label in mine) or "the yardstick"])
     return table(["strategy", "the paper's headline", "seen here"], lines)

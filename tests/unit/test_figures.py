@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.bench import figures
-from tests.bench.methods import METHODS, SLOW_RANK, Method, found, method
+from tests.bench.methods import METHODS, SLOW_RANK, Method, found, method, methods
 from tests.bench.svg import fitting, ticks, wrapped
 from workbench.run import Run
 from workbench.strategies import DDP
@@ -120,7 +120,7 @@ def test_every_entry_has_knobs_that_its_strategy_has(one: Method) -> None:
 
 
 def test_an_entry_is_found_once_and_names_ranks_that_there_are() -> None:
-    names = [m.name for m in METHODS]
+    names = [m.name for m in methods()]
     assert len(set(names)) == len(names) and names[0] == "DDP"
     assert all(getattr(f, "rank", 0) < figures.RANKS for m in METHODS for f in m.faults)
     assert 0 < SLOW_RANK < figures.RANKS - 1
@@ -130,10 +130,18 @@ def test_what_is_not_there_yet_is_said_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     later = Method(name="NotYetSGD", see="Nothing to see.")
-    monkeypatch.setattr(figures, "METHODS", (later, method("LocalSGD")))
+    monkeypatch.setattr(figures, "methods", lambda: (later, method("LocalSGD")))
     written = figures.write(tmp_path)
     assert [p.name for p in written] == ["LocalSGD.svg"]
     assert "no figure of NotYetSGD: there is no such strategy yet" in capsys.readouterr().out
+
+
+def test_a_strategy_without_an_entry_is_drawn_with_its_usual_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = tuple(m for m in METHODS if m.name != "ShadowMA")
+    monkeypatch.setattr("tests.bench.methods.METHODS", listed)
+    added = [m for m in methods() if m not in listed]
+    assert "ShadowMA" in {m.name for m in added} and not {"TorchDDP", "DDP"} & {m.name for m in added}
+    assert all(m.strategy(m.shown) == found(m.name).usual() and m.see for m in added)  # type: ignore[union-attr]
 
 
 def test_texts_are_fitted_and_ticks_are_round() -> None:
