@@ -153,8 +153,10 @@ def said(spans: Rows, trains: list[int]) -> str:
     """Batches per second of all ranks together and megabytes sent for each, over as many steps as there are."""
     counted = (spans.step >= FIRST) & (spans.step < STEPS)
     steps = spans[counted & spans.equal("lane", "step")]
-    rate = sum(int(t.sum()) / float(steps.t1[t].max() - steps.t0[t].min()) for r in trains for t in [steps.rank == r])
-    sent = float(spans.nbytes[counted & spans.equal("lane", "comm")].sum()) / len(steps)
+    batches = spans[counted & spans.equal("lane", "compute") & spans.equal("name", "forward")]
+    seconds = {r: float(steps.t1[steps.rank == r].max() - steps.t0[steps.rank == r].min()) for r in trains}
+    rate = sum(int((batches.rank == r).sum()) / seconds[r] for r in trains)
+    sent = float(spans.nbytes[counted & spans.equal("lane", "comm")].sum()) / len(batches)
     return f"{rate:.0f} batches/s, {sent * 1e-6:.2f} MB sent per batch"
 
 

@@ -144,6 +144,14 @@ def test_a_strategy_without_an_entry_is_drawn_with_its_usual_knobs(monkeypatch: 
     assert all(m.strategy(m.shown) == found(m.name).usual() and m.see for m in added)  # type: ignore[union-attr]
 
 
+def test_a_panel_says_how_many_batches_and_bytes_there_are() -> None:
+    words = re.findall(r"([\d.]+) batches/s, ([\d.]+) MB sent per batch", figures.figure(method("DDP")))
+    (plain, whole), (accumulated, part) = [(float(a), float(b)) for a, b in words]
+    assert plain == pytest.approx(4 / 46.5e-3, abs=0.6) and whole == 1.5
+    step = 4 * 27e-3 + 3e-3 + (9 + 4.5 + 30 - 27) * 1e-3  # out 30 ms after the first bucket is full
+    assert accumulated == pytest.approx(16 / step, abs=0.6) and part == pytest.approx(1.5 / 4, abs=0.01)
+
+
 def test_texts_are_fitted_and_ticks_are_round() -> None:
     assert fitting(("forward", "F"), 100) == "forward" and fitting(("forward", "F"), 20) == "F"
     assert fitting(("forward", "F"), 5) == ""
