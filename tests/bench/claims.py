@@ -12,7 +12,7 @@ from tests.bench.page import table
 from workbench.fabric import Fabric, Link
 from workbench.tasks import ByteGPT, Digits
 
-COMMON, PERIOD, ROUNDS = 200, 32, 12  # steps before, of a round, rounds after
+COMMON, PERIOD, ROUNDS = 200, 25, 16  # steps before, of a round, rounds after
 DEEP = ByteGPT(layers=4, width=48, heads=4, context=32)  # four layers, so that there can be four fragments
 GRID = (0.5, 1.0, 2.0)  # learning rates, as multiples of the task's
 OUTER: tuple[tuple[str, dict[str, Any]], ...] = (

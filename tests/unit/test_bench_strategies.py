@@ -220,15 +220,15 @@ def test_a_common_state_is_left_with_each_ones_best_rate_and_shortfalls_are_mark
             where, far = f"rate {rate:g}", [[0, 0, 5.0], [9, 1, loss + 0.1]]
             made_up(folder, "DDP", where, seed, "outer", curve=[[0, 0, 5.0], [9, 1, loss]])
             near = [[0, 0, 5.0], [9, 1, loss + 0.02]]
-            made_up(folder, "DiLoCo(every=32)", where, seed, "outer", bytes=3e4, curve=near)
-            made_up(folder, "SlowMo(every=32)", where, seed, "outer", bytes=6e4, curve=far)
-            streaming = "StreamingDiLoCo(every=32, fragments=4)"
+            made_up(folder, "DiLoCo(every=25)", where, seed, "outer", bytes=3e4, curve=near)
+            made_up(folder, "SlowMo(every=25)", where, seed, "outer", bytes=6e4, curve=far)
+            streaming = "StreamingDiLoCo(every=25, fragments=4)"
             made_up(folder, streaming, where, seed, "outer", bytes=4e3, largest=250_000)
     page = strategies_page.text(folder)
-    assert row(page, "From a common state", "DiLoCo(every=32)")[1:5] == ["0.003", "2.020 ± 0.000", "+1.0%", "3.0%"]
-    assert "DiLoCo(every=32): +1.0% (asked: at most +2 %) with 3.0% of the bytes (asked: under 5 %)" in page
+    assert row(page, "From a common state", "DiLoCo(every=25)")[1:5] == ["0.003", "2.020 ± 0.000", "+1.0%", "3.0%"]
+    assert "DiLoCo(every=25): +1.0% (asked: at most +2 %) with 3.0% of the bytes (asked: under 5 %)" in page
     assert (
-        "SlowMo(every=32): +5.0% (asked: at most +2 %: NOT kept) with 6.0% of the bytes (asked: under 5 %: NOT kept)"
+        "SlowMo(every=25): +5.0% (asked: at most +2 %: NOT kept) with 6.0% of the bytes (asked: under 5 %: NOT kept)"
         in page
     )
     assert "are 0.25 of DiLoCo's (asked: under a third)" in page

@@ -6,6 +6,7 @@ import pytest
 
 from tests.sim.virtual import paced, rows
 from workbench import simulate
+from workbench.engine.shaping import Pace
 from workbench.fabric import Stumble
 from workbench.knobs import KnobError
 from workbench.strategies import LocalSGD
@@ -53,3 +54,28 @@ def test_the_simulator_stretches_those_steps_and_no_others() -> None:
         lasted = dict(zip(forward.step.tolist(), (forward.t1 - forward.t0).tolist(), strict=True))
         assert lasted == {s: pytest.approx(3e-3 * fault.stretch(rank, s, "forward")) for s in range(20)}
         assert len({round(t, 9) for t in lasted.values()}) == 2
+
+
+class _Slept:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.t = 0.0
+        self.clock = self
+
+    def now(self) -> float:
+        return self.t
+
+    def until(self, t: float) -> None:
+        self.t = t
+
+
+def test_the_engine_stretches_the_same_steps() -> None:
+    fault, naps = Stumble(probability=0.3, factor=4.0, seed=3), _Slept()
+    pace = Pace(1, naps)  # type: ignore[arg-type]
+    pace.seconds, pace.faults = 0.01, (fault,)
+    for step in range(20):
+        began = naps.now()
+        pace.begin("forward", step)
+        pace.reach(1.0)
+        assert naps.now() - began == pytest.approx(3e-3 * fault.stretch(1, step, "forward"))
