@@ -185,7 +185,9 @@ def _beside(found: Results) -> str:
     one = next(iter(cells.values()))
     about = (
         f"Each once on {RANKS} real ranks, {one['pace']:g} ms of paced compute per step, {one['link']}, the mean of {one['steps']} "
-        "steps; simulated with the costs of DDP's run among them. TorchDDP is simulated as DDP, which sends the same bytes."
+        "steps; simulated with the costs of DDP's run among them. TorchDDP is simulated as DDP, which sends the same bytes; but the pace "
+        "cannot reach into torch's backward: its buckets are on the Link as soon as the real backward has filled them, and hide behind all of "
+        "the paced one, so it is quicker here than a backward of that length would let it be."
     )
     head = ["strategy", "measured step", "simulated step", "measured / simulated", "pace over torch DDP's"]
     return f"{about}\n\n{table(head, lines)}\nFurther off than 10 %: {', '.join(off) or 'none'}.\n"
