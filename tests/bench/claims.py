@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.bench.cells import FABRICS, RANKS, SEEDS, STEPS, Cell, Results, fabric, reached
+from tests.bench.cells import FABRICS, RANKS, SEEDS, STEPS, TASK, Cell, Results, fabric, reached
 from tests.bench.methods import SLOW, STUMBLE, method, methods
 from tests.bench.page import table
 from workbench.fabric import Fabric, Link
-from workbench.tasks import ByteGPT, Digits
+from workbench.tasks import Digits
 
 COMMON, PERIOD, ROUNDS = 200, 25, 16  # steps before, of a round, rounds after
-DEEP = ByteGPT(layers=4, width=48, heads=4, context=32)  # four layers, so that there can be four fragments
 GRID = (0.5, 1.0, 2.0)  # learning rates, as multiples of the task's
 OUTER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SlowMo", {"every": PERIOD}),
@@ -94,7 +93,7 @@ def method_label(name: str, knobs: dict[str, Any]) -> str:
 def outer_cells() -> list[Cell]:
     """Every row with every learning rate."""
     return [
-        Cell(part="outer", row=label, where=f"rate {rate:g}", seed=seed, method=name, knobs=knobs, task=DEEP, rate=rate,
+        Cell(part="outer", row=label, where=f"rate {rate:g}", seed=seed, method=name, knobs=knobs, rate=rate,
              after=COMMON, steps=COMMON + PERIOD * ROUNDS, every=COMMON + PERIOD * ROUNDS)
         for seed in SEEDS for label, name, knobs in _outer() for rate in GRID
     ]  # fmt: skip
@@ -125,7 +124,7 @@ def outer_text(found: Results) -> str:
         gap, share = statistics.fmean(ends) / loss - 1, statistics.fmean(f["bytes"] for f in each) / dense
         most = largest[label] = max(f["largest"] for f in each)
         lines.append(
-            [label, f"{rate * DEEP.lr:g}", spread(ends), f"{gap:+.1%}", f"{share:.1%}", f"{most / 1e6:.3f} MB"]
+            [label, f"{rate * TASK.lr:g}", spread(ends), f"{gap:+.1%}", f"{share:.1%}", f"{most / 1e6:.3f} MB"]
         )
         if (name, knobs) in OUTER:
             said.append(
@@ -147,10 +146,10 @@ def outer_text(found: Results) -> str:
         "bytes over DDP's",
         "most in one step",
     ]
-    rates = ", ".join(f"{r * DEEP.lr:g}" for r in GRID)
+    rates = ", ".join(f"{r * TASK.lr:g}" for r in GRID)
     about = (
-        f"ByteGPT(layers={DEEP.layers}, width={DEEP.width}). All go on from one state, after {COMMON} steps of DDP, "
-        f"for {PERIOD * ROUNDS} more; each with the best of {rates} as its learning rate."
+        f"All go on from one state, after {COMMON} steps of DDP, for {PERIOD * ROUNDS} more; each with the best of "
+        f"{rates} as its learning rate."
     )
     gaps = missing(*lacking) if lacking else ""
     found_so = "; ".join(said) + "." if said else ""
