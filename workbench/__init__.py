@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.compressors import Cast, Codec, Compressor, Dense, ErrorFeedback, TopK
     from workbench.experiment import Experiment
-    from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow
+    from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow, Stumble
     from workbench.knobs import Change, Knob, KnobError, knob
     from workbench.lab import Lab
     from workbench.ops import Bucket, Memory, Rank
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "compressors": ("Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "TopK"),
     "experiment": ("Experiment",),
-    "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow"),
+    "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble"),
     "knobs": ("Change", "Knob", "KnobError", "knob"),
     "lab": ("Lab",),
     "ops": ("Bucket", "Memory", "Rank"),
@@ -43,7 +43,7 @@ __all__ = [
     "DDP", "AsyncServer", "Bucket", "ByteGPT", "Cast", "Change", "Codec", "Compressor", "Costs", "Deadlock", "Dense",
     "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze", "Gossip", "Knob", "KnobError", "Lab",
     "Link", "LocalSGD", "Mark", "Memory", "Noisy", "Rank", "Run", "RunError", "Sample", "ShadowMA", "Slow", "Span",
-    "Strategy", "Task", "Timeline", "TopK", "TorchDDP", "knob", "recipe", "simulate",
+    "Strategy", "Stumble", "Task", "Timeline", "TopK", "TorchDDP", "knob", "recipe", "simulate",
 ]  # fmt: skip
 
 
