@@ -50,7 +50,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
     was = run.experiment
     if was.strategy.crosses:
-        await was.strategy.leave(run.rank, run.state)
+        await was.strategy.settle(run.rank, run.state)
     run.experiment = wanted
     run.set_fabric(was, wanted)
     if wanted.lr != was.lr:
