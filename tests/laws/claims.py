@@ -12,12 +12,15 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 # name: (its claims among CLAIMS, what it exchanges)
 EXPECTED = {
     "AsyncServer": ("periodic", "displacements"),
+    "BMUF": ("lockstep periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
+    "DiLoCo": ("lockstep periodic", "displacements"),
     "EASGD": ("lockstep periodic", "displacements"),
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
     "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
+    "SlowMo": ("lockstep periodic", "displacements"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
 }
 
@@ -34,12 +37,17 @@ SENT: dict[str, Callable[[list[int]], int]] = {
 }
 
 # strategies that are not the plain optimizer on one rank, and why
+OUTER = "an outer optimizer works on what one rank alone has learned, too"
 NOT_ALONE: dict[str, str] = {
+    "BMUF": OUTER,
+    "DiLoCo": OUTER,
     "EASGD": "rank and centre are two, and pull at each other",
+    "SlowMo": OUTER,
 }
 
-# strategies whose exit takes over an outer or centre value instead of the ranks' mean
-ADOPTS: set[str] = {"EASGD"}
+# strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
+# in, end in an outer value that momentum has carried past the mean
+ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "SlowMo"}
 
 # (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {

@@ -2,22 +2,28 @@
 
 from workbench.strategies._base import Strategy as Strategy
 from workbench.strategies.async_server import AsyncServer as AsyncServer
+from workbench.strategies.bmuf import BMUF as BMUF
 from workbench.strategies.ddp import DDP as DDP
+from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
+from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
 __all__ = [
+    "BMUF",
     "DDP",
     "EASGD",
     "AsyncServer",
+    "DiLoCo",
     "Gossip",
     "LocalSGD",
     "SelSync",
     "ShadowMA",
+    "SlowMo",
     "Strategy",
     "TorchDDP",
 ]

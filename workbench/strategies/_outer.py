@@ -1,0 +1,111 @@
+"""The outer optimizer of SlowMo, BMUF, DiLoCo and Streaming DiLoCo: what they make of the ranks' mean displacement.
+
+Ranks train alone from a common anchor. How far they have got on average, d = (1/p) sum_j (params_j - anchor), is taken
+as one large gradient (with its sign turned), on which a momentum works:
+
+    momentum <- m momentum + gain d
+    anchor   <- anchor + rate momentum                    heavy-ball
+    anchor   <- anchor + rate (gain d + m momentum)       Nesterov, as torch.optim.SGD(nesterov=True) writes it
+
+The first step has momentum = gain d. Only the units differ: DiLoCo and BMUF keep displacements, SlowMo gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.ops import Bucket, Memory, Op, Rank
+
+BUFFERS = ("keep", "zero", "average")
+
+
+class Outer(NamedTuple):
+    """One outer optimizer: heavy-ball or Nesterov momentum on mean displacements."""
+
+    momentum: float
+    gain: float = 1.0
+    rate: float = 1.0
+    nesterov: bool = False
+
+    def step(self, anchor: Tensor, momentum: Tensor, moved: Tensor) -> None:
+        """One outer step, in place; `moved` is d and is used up."""
+        moved.mul_(self.gain)
+        momentum.mul_(self.momentum).add_(moved)
+        if self.nesterov:
+            anchor.add_(moved, alpha=self.rate).add_(momentum, alpha=self.rate * self.momentum)
+        else:
+            anchor.add_(momentum, alpha=self.rate)
+
+
+MEAN = Outer(0.0)  # without momentum the anchor goes to the ranks' mean
+
+
+class Round:
+    """What one rank remembers: how long it has trained alone, and in slots "anchor" and "momentum" the outer state."""
+
+    def __init__(self) -> None:
+        self.since = 0
+        self.rates = 0.0  # the sum of the learning rates of these steps
+        self.memory: Memory | None = None
+
+    async def begin(self, rank: Rank) -> None:
+        """Before the first step all ranks are equal: there the anchor is."""
+        if self.memory is None:
+            self.memory = anchored(await rank.params())
+
+    def trained(self, rank: Rank) -> None:
+        """One step alone is done."""
+        self.since += 1
+        self.rates += rank.lr
+
+    @property
+    def rate(self) -> float:
+        """The mean learning rate of the steps since the anchor."""
+        return self.rates / self.since
+
+
+def anchored(buckets: list[Bucket]) -> Memory:
+    """A Memory whose slot "anchor" holds a copy of the parameters in `buckets`."""
+    memory = Memory()
+    for bucket in buckets:
+        memory.flat("anchor", bucket).copy_(bucket.data)
+    return memory
+
+
+async def outer_step(rank: Rank, state: Round, outer: Outer) -> None:
+    """All ranks tell each other how far they have got, make the same outer step and begin again from its anchor."""
+    assert state.memory is not None
+    pending = []
+    for bucket in await rank.params():
+        held = state.memory.flat("anchor", bucket), state.memory.flat("momentum", bucket)
+        pending.append(await rank.start(_step_of(rank, bucket, *held, outer), name=bucket.name))
+    for handle in pending:
+        await rank.wait(handle)
+    state.since, state.rates = 0, 0.0
+
+
+def _step_of(rank: Rank, bucket: Bucket, anchor: Tensor, momentum: Tensor, outer: Outer) -> Coroutine[Op, Any, None]:
+    async def child() -> None:
+        moved = bucket.like(bucket.data.sub_(anchor).div_(rank.size))
+        await rank.compressor.reduce(rank, moved, rank.memory)
+        outer.step(anchor, momentum, moved.data)
+        bucket.data.copy_(anchor)
+
+    return child()
+
+
+async def end_buffers(rank: Rank, policy: str) -> None:
+    """What becomes of the inner optimizer's memory at the end of a round: see BUFFERS."""
+    slots = [] if policy == "keep" else await rank.slots()
+    if policy == "zero":
+        for slot in slots:
+            slot.zero_()
+    elif slots:
+        flat = torch.cat([slot.reshape(-1) for slot in slots]).div_(rank.size)
+        await rank.all_reduce(flat, "sum", "optimizer state")
+        for slot, mean in zip(slots, flat.split([slot.numel() for slot in slots]), strict=True):
+            slot.copy_(mean.view(slot.shape))
