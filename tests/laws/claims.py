@@ -21,6 +21,7 @@ EXPECTED = {
     "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
     "SlowMo": ("lockstep periodic", "displacements"),
+    "StreamingDiLoCo": ("lockstep periodic", "displacements"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
 }
 
@@ -34,6 +35,7 @@ def dense(sizes: list[int]) -> int:
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
     "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
+    "StreamingDiLoCo": lambda sizes: 2 * 3 * (4 + 576 // 4 // 2),  # the 576 elements of layer a: scales and half bytes
 }
 
 # strategies that are not the plain optimizer on one rank, and why
@@ -43,11 +45,12 @@ NOT_ALONE: dict[str, str] = {
     "DiLoCo": OUTER,
     "EASGD": "rank and centre are two, and pull at each other",
     "SlowMo": OUTER,
+    "StreamingDiLoCo": OUTER,
 }
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
 # in, end in an outer value that momentum has carried past the mean
-ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "SlowMo"}
+ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "SlowMo", "StreamingDiLoCo"}
 
 # (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {

@@ -11,6 +11,7 @@ from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.slowmo import SlowMo as SlowMo
+from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "ShadowMA",
     "SlowMo",
     "Strategy",
+    "StreamingDiLoCo",
     "TorchDDP",
 ]
