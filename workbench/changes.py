@@ -119,7 +119,9 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         set_compressor(run, was, wanted)
         if wanted.strategy.opaque:
             run.enter_opaque()
+        momentum = was.strategy.hands_on(run.rank, run.state)
         run.enter(was, wanted)
+        wanted.strategy.takes(run.rank, run.state, momentum)
         check_same(await run.gather(state_hash(run.layout)), "after the switch the parameters")
 
 

@@ -80,6 +80,13 @@ class Strategy(Family):
         """Where it `crosses`: finishes what is under way, to go on with the same `state`. Without it: `leave`."""
         await self.leave(rank, state)
 
+    def hands_on(self, rank: Rank, state: Any) -> Any:
+        """After `leave`: an outer momentum, if it has one, as displacements by parameter's name; else None."""
+        return None
+
+    def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
+        """After `init`: what the strategy before `hands_on`, which one with an outer momentum goes on with."""
+
     @property
     def can_settle(self) -> bool:
         """Can it finish what is under way without being left? In lockstep it does so when the run is over, too."""

@@ -7,7 +7,8 @@ as one large gradient (with its sign turned), on which a momentum works:
     anchor   <- anchor + rate momentum                    heavy-ball
     anchor   <- anchor + rate (gain d + m momentum)       Nesterov, as torch.optim.SGD(nesterov=True) writes it
 
-The first step has momentum = gain d. Only the units differ: DiLoCo and BMUF keep displacements, SlowMo gradients.
+The first step has momentum = gain d. Only the units differ, so one can hand its momentum on to another: what a unit of
+it is as a displacement is 1 for DiLoCo, 1 / zeta for BMUF, minus the learning rate for SlowMo, which keeps gradients.
 """
 
 from __future__ import annotations
@@ -41,21 +42,18 @@ class Outer(NamedTuple):
             anchor.add_(momentum, alpha=self.rate)
 
 
-MEAN = Outer(0.0)  # without momentum the anchor goes to the ranks' mean
-
-
 class Round:
     """What one rank remembers: how long it has trained alone, and in slots "anchor" and "momentum" the outer state."""
 
     def __init__(self) -> None:
         self.since = 0
         self.rates = 0.0  # the sum of the learning rates of these steps
-        self.memory: Memory | None = None
+        self.memory = Memory()
 
     async def begin(self, rank: Rank) -> None:
         """Before the first step all ranks are equal: there the anchor is."""
-        if self.memory is None:
-            self.memory = anchored(await rank.params())
+        if "anchor" not in self.memory.slots:
+            anchor(self.memory, await rank.params())
 
     def trained(self, rank: Rank) -> None:
         """One step alone is done."""
@@ -68,17 +66,29 @@ class Round:
         return self.rates / self.since
 
 
-def anchored(buckets: list[Bucket]) -> Memory:
-    """A Memory whose slot "anchor" holds a copy of the parameters in `buckets`."""
-    memory = Memory()
+def anchor(memory: Memory, buckets: list[Bucket]) -> None:
+    """Remembers the parameters in `buckets` in the slot "anchor"."""
     for bucket in buckets:
         memory.flat("anchor", bucket).copy_(bucket.data)
-    return memory
 
 
-async def outer_step(rank: Rank, state: Round, outer: Outer) -> None:
-    """All ranks tell each other how far they have got, make the same outer step and begin again from its anchor."""
-    assert state.memory is not None
+def handed(memory: Memory, unit: float) -> dict[str, Tensor] | None:
+    """The outer momentum as displacements, by parameter; None where there is none yet. See `Strategy.hands_on`."""
+    kept = memory.slots.get("momentum", {})
+    return {name: piece * unit for name, piece in kept.items()} or None
+
+
+def taken(memory: Memory, momentum: dict[str, Tensor] | None, unit: float) -> None:
+    """Goes on with what another strategy has `handed` on."""
+    if momentum and unit:
+        memory.slots["momentum"] = {name: piece / unit for name, piece in momentum.items()}
+
+
+async def outer_step(rank: Rank, state: Round, outer: Outer | None) -> None:
+    """All ranks tell each other how far they have got, make the same outer step and begin again from its anchor.
+
+    Without an outer optimizer they go to their mean, and the momentum is left as it is.
+    """
     pending = []
     for bucket in await rank.params():
         held = state.memory.flat("anchor", bucket), state.memory.flat("momentum", bucket)
@@ -88,12 +98,16 @@ async def outer_step(rank: Rank, state: Round, outer: Outer) -> None:
     state.since, state.rates = 0, 0.0
 
 
-def _step_of(rank: Rank, bucket: Bucket, anchor: Tensor, momentum: Tensor, outer: Outer) -> Coroutine[Op, Any, None]:
+def _step_of(rank: Rank, bucket: Bucket, start: Tensor, momentum: Tensor,
+             outer: Outer | None) -> Coroutine[Op, Any, None]:
     async def child() -> None:
-        moved = bucket.like(bucket.data.sub_(anchor).div_(rank.size))
+        moved = bucket.like(bucket.data.sub_(start).div_(rank.size))
         await rank.compressor.reduce(rank, moved, rank.memory)
-        outer.step(anchor, momentum, moved.data)
-        bucket.data.copy_(anchor)
+        if outer is None:
+            start.add_(moved.data)
+        else:
+            outer.step(start, momentum, moved.data)
+        bucket.data.copy_(start)
 
     return child()
 

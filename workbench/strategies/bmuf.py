@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from workbench.knobs import knob
 from workbench.ops import Rank
 from workbench.strategies._base import Strategy
-from workbench.strategies._outer import BUFFERS, MEAN, Outer, Round, end_buffers, outer_step
+from workbench.strategies._outer import BUFFERS, Outer, Round, end_buffers, handed, outer_step, taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class BMUF(Strategy):
     SlowMo(beta=eta, alpha=zeta). `buffers` says what becomes of the inner optimizer's memory after each block.
 
     Sends 2 (p-1)/p of the model's bytes once per H = `every` steps while all wait. When it is left, a begun block ends
-    in the plain mean, and between blocks the anchor is what is left behind.
+    in the plain mean, and between blocks the anchor is what is left behind; SlowMo, DiLoCo and StreamingDiLoCo go on
+    with its momentum.
 
     When to use it: as SlowMo. eta = 1 - 1/p and zeta = 1 are usual, so that with p ranks what a block adds moves the
     model p times over in the end. Implementations differ in the Nesterov form: fairseq's moves the anchor by
@@ -61,4 +62,14 @@ class BMUF(Strategy):
 
     async def leave(self, rank: Rank, state: Round) -> None:
         if state.since:
-            await outer_step(rank, state, MEAN)
+            await outer_step(rank, state, None)
+
+    def hands_on(self, rank: Rank, state: Round) -> Any:
+        return handed(state.memory, self._unit)
+
+    def takes(self, rank: Rank, state: Round, momentum: Any) -> None:
+        taken(state.memory, momentum, self._unit)
+
+    @property
+    def _unit(self) -> float:
+        return 1.0 / self.zeta if self.zeta else 0.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from workbench.knobs import knob
 from workbench.ops import Rank
 from workbench.strategies._base import Strategy
-from workbench.strategies._outer import MEAN, Outer, Round, outer_step
+from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class DiLoCo(Strategy):
     does not, and our TopK picks from each bucket.
 
     When it is left at the end of a round, the outer parameters are what is left behind. A begun round ends in the mean
-    of the ranks, without an outer step: nothing learned is lost, and no momentum acts on part of a round.
+    of the ranks, without an outer step: nothing learned is lost, and no momentum acts on part of a round. SlowMo,
+    BMUF and StreamingDiLoCo go on with b.
 
     When to use it: wires so slow that one wants to hear of the others only every few hundred steps. The paper
     trains with AdamW inside and H = 500, from a model that was trained in step before; the default H here is short, so
@@ -63,4 +64,10 @@ class DiLoCo(Strategy):
 
     async def leave(self, rank: Rank, state: Round) -> None:
         if state.since:
-            await outer_step(rank, state, MEAN)
+            await outer_step(rank, state, None)
+
+    def hands_on(self, rank: Rank, state: Round) -> Any:
+        return handed(state.memory, 1.0)
+
+    def takes(self, rank: Rank, state: Round, momentum: Any) -> None:
+        taken(state.memory, momentum, 1.0)

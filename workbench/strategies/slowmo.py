@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from workbench.knobs import knob
 from workbench.ops import Rank
 from workbench.strategies._base import Strategy
-from workbench.strategies._outer import BUFFERS, MEAN, Outer, Round, end_buffers, outer_step
+from workbench.strategies._outer import BUFFERS, Outer, Round, end_buffers, handed, outer_step, taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class SlowMo(Strategy):
 
     It sends what LocalSGD sends, 2 (p-1)/p of the model's bytes once per H = `every` steps while all wait; "average"
     sends the optimizer's state, too. With beta = 0 and alpha = 1 it is LocalSGD, with H = 1 and plain SGD it is DDP
-    with heavy-ball momentum beta at alpha times the rate. When it is left, a begun round ends in the plain mean.
+    with heavy-ball momentum beta at alpha times the rate. When it is left, a begun round ends in the plain mean;
+    BMUF, DiLoCo and StreamingDiLoCo go on with its momentum.
 
     When to use it: wherever LocalSGD costs loss. The paper uses H = 12 over Local SGD, alpha = 1 throughout, beta
     between 0.4 and 0.8, zeroed buffers under Nesterov SGD and kept ones under Adam. The default H here is short, so
@@ -58,7 +59,13 @@ class SlowMo(Strategy):
 
     async def leave(self, rank: Rank, state: Round) -> None:
         if state.since:
-            await outer_step(rank, state, MEAN)
+            await outer_step(rank, state, None)
+
+    def hands_on(self, rank: Rank, state: Round) -> Any:
+        return handed(state.memory, -rank.lr)
+
+    def takes(self, rank: Rank, state: Round, momentum: Any) -> None:
+        taken(state.memory, momentum, -rank.lr)
 
     def _outer(self, lr: float) -> Outer:
         """With the paper's signs: the slot "momentum" is u. Where nothing was learned nothing has moved."""

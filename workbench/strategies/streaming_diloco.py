@@ -14,7 +14,7 @@ from workbench.ops import Handle, Memory, Op, Part, Rank
 from workbench.strategies._base import Strategy
 from workbench.strategies._e3m0 import mean
 from workbench.strategies._fragments import Fragment, fragment, layers
-from workbench.strategies._outer import Outer, anchored
+from workbench.strategies._outer import Outer, anchor, handed, taken
 
 
 class _Flight(NamedTuple):
@@ -29,7 +29,7 @@ class _State:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.memory: Memory | None = None
+        self.memory = Memory()
         self.flying: dict[int, _Flight] = {}  # by fragment, in the order of their start
 
 
@@ -58,7 +58,7 @@ class StreamingDiLoCo(Strategy):
     trains alone.
 
     Any change of a knob first waits for what is under way. When it is left, the ranks' mean is what is left behind,
-    in full precision: fragments have been learning since different steps.
+    in full precision: fragments have been learning since different steps. SlowMo, BMUF and DiLoCo go on with b.
 
     When to use it: as DiLoCo, where its bursts are what the wire cannot carry. The paper takes fragments of three
     transformer layers, H = 30 or 100, and alpha = 0.5 with a delay; the default H here is short and outer_lr is that
@@ -106,8 +106,8 @@ class StreamingDiLoCo(Strategy):
         return [f for f in range(count) if (f + 1) * every // count % every == steps % every]
 
     async def step(self, rank: Rank, state: _State) -> None:
-        if state.memory is None:
-            state.memory = anchored([(await self._fragment(rank, f)).bucket for f in range(self.fragments)])
+        if "anchor" not in state.memory.slots:
+            anchor(state.memory, [(await self._fragment(rank, f)).bucket for f in range(self.fragments)])
         await rank.forward()
         await rank.backward()
         await rank.update()
@@ -121,7 +121,6 @@ class StreamingDiLoCo(Strategy):
 
     async def _launch(self, rank: Rank, state: _State, index: int) -> None:
         """Starts the exchange of a fragment's displacement."""
-        assert state.memory is not None
         bucket = (await self._fragment(rank, index)).bucket
         moved = bucket.data.sub_(state.memory.flat("anchor", bucket))
         handle = await rank.start(_mean(rank, moved, self.bits, f"fragment {index}"), name=f"fragment {index}")
@@ -129,13 +128,12 @@ class StreamingDiLoCo(Strategy):
 
     async def _land(self, rank: Rank, state: _State, index: int) -> None:
         """Waits for a fragment; its outer step is made and merged into this rank's parameters as they are now."""
-        assert state.memory is not None
         moved = await rank.wait(state.flying.pop(index).handle)
         its = await self._fragment(rank, index)
-        anchor = state.memory.flat("anchor", its.bucket)
+        theta = state.memory.flat("anchor", its.bucket)
         outer = Outer(self.outer_momentum, rate=self.outer_lr, nesterov=True)
-        outer.step(anchor, state.memory.flat("momentum", its.bucket), moved)
-        its.write(torch.lerp(anchor, its.bucket.data, self.alpha))
+        outer.step(theta, state.memory.flat("momentum", its.bucket), moved)
+        its.write(torch.lerp(theta, its.bucket.data, self.alpha))
 
     async def _fragment(self, rank: Rank, index: int) -> Fragment:
         return fragment(await rank.params(), index, self.fragments)
@@ -149,6 +147,12 @@ class StreamingDiLoCo(Strategy):
         for bucket in await rank.params():
             bucket.data.div_(rank.size)
             await rank.all_reduce(bucket.data, "sum", bucket.name)
+
+    def hands_on(self, rank: Rank, state: _State) -> Any:
+        return handed(state.memory, 1.0)
+
+    def takes(self, rank: Rank, state: _State, momentum: Any) -> None:
+        taken(state.memory, momentum, 1.0)
 
 
 def _mean(rank: Rank, moved: Tensor, bits: int, name: str) -> Coroutine[Op, Any, Tensor]:
