@@ -16,12 +16,9 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from workbench.ops import Bucket, Memory, Op, Rank
-
-BUFFERS = ("keep", "zero", "average")
 
 
 class Outer(NamedTuple):
@@ -110,16 +107,3 @@ def _step_of(rank: Rank, bucket: Bucket, start: Tensor, momentum: Tensor,
         bucket.data.copy_(start)
 
     return child()
-
-
-async def end_buffers(rank: Rank, policy: str) -> None:
-    """What becomes of the inner optimizer's memory at the end of a round: see BUFFERS."""
-    slots = [] if policy == "keep" else await rank.slots()
-    if policy == "zero":
-        for slot in slots:
-            slot.zero_()
-    elif slots:
-        flat = torch.cat([slot.reshape(-1) for slot in slots]).div_(rank.size)
-        await rank.all_reduce(flat, "sum", "optimizer state")
-        for slot, mean in zip(slots, flat.split([slot.numel() for slot in slots]), strict=True):
-            slot.copy_(mean.view(slot.shape))

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from workbench.knobs import knob
 from workbench.ops import Rank
 from workbench.strategies._base import Strategy
-from workbench.strategies._outer import BUFFERS, Outer, Round, end_buffers, handed, outer_step, taken
+from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
+from workbench.strategies._slots import MOMENTUM, settle_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class BMUF(Strategy):
     eta: float = knob(0.75, 0.0, 0.99, doc="block momentum; 1 - 1/p is usual")
     zeta: float = knob(1.0, 0.0, 2.0, doc="block learning rate")
     form: str = knob("classical", choices=("classical", "nesterov"), doc="ranks begin a block at W, or ahead of it")
-    buffers: str = knob("keep", choices=BUFFERS, doc="what becomes of the inner optimizer's memory after a block")
+    buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's memory after a block")
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
@@ -53,12 +54,14 @@ class BMUF(Strategy):
         await state.begin(rank)
         await rank.forward()
         await rank.backward()
+        if self.buffers == "average":
+            await rank.grads()  # where there is none it is zero, so that all ranks remember something of each parameter
         await rank.update()
         state.trained(rank)
         if state.since >= self.every:
             # W + eta delta advances by zeta G + eta delta, so the anchor alone need be kept
             await outer_step(rank, state, Outer(self.eta, gain=self.zeta, nesterov=self.form == "nesterov"))
-            await end_buffers(rank, self.buffers)
+            await settle_slots(rank, self.buffers)
 
     async def leave(self, rank: Rank, state: Round) -> None:
         if state.since:

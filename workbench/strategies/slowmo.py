@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from workbench.knobs import knob
 from workbench.ops import Rank
 from workbench.strategies._base import Strategy
-from workbench.strategies._outer import BUFFERS, Outer, Round, end_buffers, handed, outer_step, taken
+from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
+from workbench.strategies._slots import MOMENTUM, settle_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class SlowMo(Strategy):
     every: int = knob(4, 1, 256, unit="steps", log=True, doc="tau: steps each rank trains alone between outer steps")
     beta: float = knob(0.5, 0.0, 0.99, doc="slow momentum: what is left of u after an outer step")
     alpha: float = knob(1.0, 0.0, 2.0, doc="slow learning rate: a factor on how far u takes the parameters")
-    buffers: str = knob("keep", choices=BUFFERS, doc="what becomes of the inner optimizer's memory after a round")
+    buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's memory after a round")
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
@@ -51,11 +52,13 @@ class SlowMo(Strategy):
         await state.begin(rank)
         await rank.forward()
         await rank.backward()
+        if self.buffers == "average":
+            await rank.grads()  # where there is none it is zero, so that all ranks remember something of each parameter
         await rank.update()
         state.trained(rank)
         if state.since >= self.every:
             await outer_step(rank, state, self._outer(state.rate))
-            await end_buffers(rank, self.buffers)
+            await settle_slots(rank, self.buffers)
 
     async def leave(self, rank: Rank, state: Round) -> None:
         if state.since:
