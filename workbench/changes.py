@@ -126,8 +126,12 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
 
 
 def _drop_foreign_residual(run: Changing, was: Experiment, wanted: Experiment) -> None:
-    """A residual of gradients means nothing among displacements: it is dropped, and the record says how much."""
-    if _has_residual(run) and was.strategy.exchanges != wanted.strategy.exchanges:
+    """A residual of gradients means nothing among displacements: it is dropped, and the record says how much.
+
+    One of moments means nothing to others than those it was left by, which begin anew with every strategy.
+    """
+    kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
+    if _has_residual(run) and (len(kinds) > 1 or "moments" in kinds):
         pieces = list(run.rank.memory.slots[ErrorFeedback.slot].values())
         run.rank.memory.drop(ErrorFeedback.slot)
         if any(p.is_meta for p in pieces):  # sizes only: there is no norm to tell

@@ -18,6 +18,8 @@ EXPECTED = {
     "EASGD": ("lockstep periodic", "displacements"),
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
+    "OneBitAdam": ("lockstep", "moments"),
+    "QAdam": ("lockstep", "moments"),
     "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
     "SlowMo": ("lockstep periodic", "displacements"),
@@ -44,6 +46,8 @@ NOT_ALONE: dict[str, str] = {
     "BMUF": OUTER,
     "DiLoCo": OUTER,
     "EASGD": "rank and centre are two, and pull at each other",
+    "OneBitAdam": "it is Adam, whatever the task's optimizer",
+    "QAdam": "it is Adam, whatever the task's optimizer",
     "SlowMo": OUTER,
     "StreamingDiLoCo": OUTER,
 }

@@ -8,6 +8,8 @@ from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
+from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
+from workbench.strategies.q_adam import QAdam as QAdam
 from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.slowmo import SlowMo as SlowMo
@@ -22,6 +24,8 @@ __all__ = [
     "DiLoCo",
     "Gossip",
     "LocalSGD",
+    "OneBitAdam",
+    "QAdam",
     "SelSync",
     "ShadowMA",
     "SlowMo",

@@ -19,7 +19,7 @@ class Strategy(Family):
     exact:      one step equals one step on the joined batch of all ranks
     lockstep:   all ranks ask the same operations in the same order
     periodic:   ranks may differ between rounds; the canonical state is their mean
-    exchanges:  "gradients", "displacements" or "parameters"; compressors act on the first two only
+    exchanges:  "gradients", "moments", "displacements" or "parameters"; compressors act on all but the last
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
     shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
