@@ -50,7 +50,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
     was = run.experiment
     if was.strategy.crosses:
-        await was.strategy.leave(run.rank, run.state)
+        await was.strategy.settle(run.rank, run.state)
     run.experiment = wanted
     run.set_fabric(was, wanted)
     if wanted.lr != was.lr:
@@ -119,7 +119,9 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         set_compressor(run, was, wanted)
         if wanted.strategy.opaque:
             run.enter_opaque()
+        momentum = was.strategy.hands_on(run.rank, run.state)
         run.enter(was, wanted)
+        wanted.strategy.takes(run.rank, run.state, momentum)
         check_same(await run.gather(state_hash(run.layout)), "after the switch the parameters")
 
 

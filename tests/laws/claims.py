@@ -12,7 +12,9 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 # name: (its claims among CLAIMS, what it exchanges)
 EXPECTED = {
     "AsyncServer": ("periodic", "displacements"),
+    "BMUF": ("lockstep periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
+    "DiLoCo": ("lockstep periodic", "displacements"),
     "EASGD": ("lockstep periodic", "displacements"),
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
@@ -20,6 +22,8 @@ EXPECTED = {
     "QAdam": ("lockstep", "moments"),
     "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
+    "SlowMo": ("lockstep periodic", "displacements"),
+    "StreamingDiLoCo": ("lockstep periodic", "displacements"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
 }
 
@@ -33,17 +37,24 @@ def dense(sizes: list[int]) -> int:
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
     "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
+    "StreamingDiLoCo": lambda sizes: 2 * 3 * (4 + 576 // 4 // 2),  # the 576 elements of layer a: scales and half bytes
 }
 
 # strategies that are not the plain optimizer on one rank, and why
+OUTER = "an outer optimizer works on what one rank alone has learned, too"
 NOT_ALONE: dict[str, str] = {
+    "BMUF": OUTER,
+    "DiLoCo": OUTER,
     "EASGD": "rank and centre are two, and pull at each other",
     "OneBitAdam": "it is Adam, whatever the task's optimizer",
     "QAdam": "it is Adam, whatever the task's optimizer",
+    "SlowMo": OUTER,
+    "StreamingDiLoCo": OUTER,
 }
 
-# strategies whose exit takes over an outer or centre value instead of the ranks' mean
-ADOPTS: set[str] = {"EASGD"}
+# strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
+# in, end in an outer value that momentum has carried past the mean
+ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "SlowMo", "StreamingDiLoCo"}
 
 # (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {

@@ -82,7 +82,7 @@ def adopt(run: Any, names: list[str]) -> None:
             run.pocket = run.tickets.take()
         run.control.wait(run.control.broadcast(order, 0))
     if (strategy := run.experiment.strategy).crosses:
-        run.host.drive(strategy.leave(run.rank, run.state))
+        run.host.drive(strategy.settle(run.rank, run.state))
     run.host.forget_hooks()
     run.layout.reorder([run.layout.order[i].name for i in order.tolist()])
     run.mark_buckets()

@@ -30,9 +30,11 @@ from workbench.layout import Layout, signature
 from workbench.tasks import rate
 
 
-def able(experiment: Experiment) -> Experiment:
-    """`experiment` if the engine performs what its strategy claims. Raises KnobError."""
+def able(experiment: Experiment, layout: Layout | None = None) -> Experiment:
+    """`experiment` if the engine performs what its strategy claims, on this model if known. Raises KnobError."""
     strategy = experiment.strategy
+    if layout is not None and (reason := strategy.refuses_model(layout.parts)):
+        raise KnobError(reason)
     if strategy.staged:
         what = "every rank computes the whole model"
     elif strategy.workers > 1 or strategy.shared:
@@ -51,6 +53,7 @@ def set_up(run: Any) -> None:
     run.local, doubt = _wires(run)
     run.tickets = Tickets(run.control, run.rank.index, run.inbox)
     _model(run)
+    able(run.experiment, run.layout)
     _host(run)
     run.set_fabric(None, run.experiment)
     changes.set_compressor(run, None, run.experiment)

@@ -62,6 +62,8 @@ class Session(Turnable):
             if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
                 await self._evaluate(together=self.experiment.strategy.lockstep)
         await self.stop_background()
+        if (strategy := self.experiment.strategy).lockstep and strategy.can_settle:
+            await strategy.settle(self.rank, self.state)
         self.say("done")
 
     async def _step(self) -> None:
@@ -86,7 +88,7 @@ class Session(Turnable):
             changes.flushed(self)
         if self.body.to_learn:
             if strategy.crosses:
-                await strategy.leave(self.rank, self.state)
+                await strategy.settle(self.rank, self.state)
             self.body.learn()
             self.mark_buckets()
         self.rank.step += 1
@@ -189,7 +191,7 @@ class Session(Turnable):
         about = {"id": f"planned {change.at_step}", "path": change.path, "value": value, "requested_at": None}
         try:
             wanted = self.experiment.turn(change.path, change.value)
-            if reason := refused(wanted, self.world.costs, self.world.real):
+            if reason := refused(wanted, self.world.costs, self.world.real, self.layout):
                 raise KnobError(reason)
             if wanted.strategy.staged != self.experiment.strategy.staged:
                 raise KnobError(f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from workbench.family import Family
-from workbench.ops import Rank
+from workbench.ops import Part, Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Strategy(Family):
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
     shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
-    crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `leave` settles them before
+    crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `settle` ends that before
                 anything is changed, and before buckets are cut anew
     staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
 
@@ -76,6 +76,22 @@ class Strategy(Family):
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes what is under way, so that the mean of the ranks is the canonical state."""
 
+    async def settle(self, rank: Rank, state: Any) -> None:
+        """Where it `crosses`: finishes what is under way, to go on with the same `state`. Without it: `leave`."""
+        await self.leave(rank, state)
+
+    def hands_on(self, rank: Rank, state: Any) -> Any:
+        """After `leave`: an outer momentum, if it has one, as displacements by parameter's name; else None."""
+        return None
+
+    def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
+        """After `init`: what the strategy before `hands_on`, which one with an outer momentum goes on with."""
+
+    @property
+    def can_settle(self) -> bool:
+        """Can it finish what is under way without being left? In lockstep it does so when the run is over, too."""
+        return type(self).settle is not Strategy.settle
+
     async def known(self, rank: Rank, state: Any) -> Any:
         """Where ranks keep no common step: the parameters that all agree on, as far as this rank knows, as Buckets.
 
@@ -85,6 +101,10 @@ class Strategy(Family):
 
     def refuses_size(self, size: int) -> str | None:
         """Why it cannot run on `size` ranks, in a sentence that says what would do; or None."""
+        return None
+
+    def refuses_model(self, parts: list[Part]) -> str | None:
+        """Why it cannot train a model of these parameters, in a sentence that says what would do; or None."""
         return None
 
     def refuses(self, compressor: Any) -> str | None:
