@@ -18,11 +18,15 @@ from torch import nn
 
 from tests.ranks import Net, batch, experiment, mse, net, run, shipped, toy, weights
 from tests.sim.virtual import paced, samples
+from widgets.rows import Now, rows
+from widgets.stops import stops
+from widgets.views.log import Log
 from workbench import simulate
 from workbench.canonical import state_hash
+from workbench.cli import setting
 from workbench.experiment import Experiment
 from workbench.export import as_python
-from workbench.knobs import Change, KnobError, to_plain
+from workbench.knobs import Change, KnobError, to_plain, walk
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn, carry
 from workbench.run import Run
 from workbench.strategies import DDP, LocalSGD, Strategy
@@ -208,6 +212,25 @@ def test_under_ddp_a_chosen_optimizer_is_torchs_on_the_joined_batch() -> None:
     whole = torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
     for s in run(experiment(2, 6, optimizer=AdamW(), lr=0.01)):
         torch.testing.assert_close(weights(s), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_controls_and_the_command_line_find_it_and_its_knobs(name: str) -> None:
+    e = Experiment().turn(*setting(f"optimizer={name}"))
+    made = {r["path"]: r for r in rows(e, Now(live=True))}
+    assert {o["text"] for o in made["optimizer"]["options"]} == set(ALL) and made["optimizer"]["value"] == name
+    assert not any(made["optimizer"][k] for k in ("disabled", "why"))
+    for path, k in walk(e.optimizer, "optimizer."):
+        assert made[path]["doc"] == k.doc and not made[path]["disabled"]
+        if k.kind is float:
+            assert all(k.check(v) == v for v in stops(k)) and len(stops(k)) > 5
+            assert e.turn(*setting(f"{path}={stops(k)[3]}")).optimizer != e.optimizer
+
+
+def test_the_log_says_what_was_carried_over() -> None:
+    changes = (Change(2, "optimizer", "Adam"),)
+    run = simulate(experiment(2, 4, pace=5.0), changes=changes, real=True)
+    assert "carried: none; fresh: exp_avg, exp_avg_sq, step; dropped: momentum_buffer" in Log().update(run).html
 
 
 # A live change.

@@ -25,11 +25,11 @@ class LARS(Optimizer):
     a large batch is too large for some layer. The ratio takes the gradient's length out of the step: a gradient c times
     as large moves a weight equally far if there is no decay. Biases and normalisations (parameters of one dimension)
     take plain steps and do not decay; a tensor that is zero, or has no gradient, has ratio 1. The norms are those of
-    whole tensors on one rank, so nothing more is sent. In the paper the rate stands inside v; here outside, as in
-    torch's SGD, whose `momentum_buffer` this one takes over. The lengths in it differ by the ratio.
+    whole tensors on one rank, so nothing more is sent. The rate stands outside v, as in torch's SGD, whose
+    `momentum_buffer` this one takes over; the lengths in it differ by the ratio.
 
-    When to use it: SGD on convolutions with batches of many thousands. It wants a far larger `lr` than SGD, one in
-    the order of 1 to 30, for `trust` makes it small again, and it wants a warm-up (`lr_warmup`).
+    When to use it: SGD on convolutions with batches of many thousands, with a warm-up (`lr_warmup`). It wants a far
+    larger `lr` than SGD, for `trust` makes it small again: each step moves a layer by about lr trust of its length.
 
     Reference: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
     https://arxiv.org/abs/1708.03888
