@@ -29,7 +29,7 @@ from workbench.export import as_python
 from workbench.knobs import Change, KnobError, to_plain, walk
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn, carry
 from workbench.run import Run
-from workbench.strategies import DDP, LocalSGD, Strategy
+from workbench.strategies import DDP, AsyncServer, Gossip, LocalSGD, ShadowMA, Strategy, TorchDDP
 
 pytestmark = pytest.mark.ranks
 
@@ -350,3 +350,22 @@ def test_sizes_only_the_hand_over_after_a_change_of_optimizer_costs_what_it_cost
         sent.append(int(spans[(spans.lane == "comm") & (spans.name == "all_reduce optimizer state")].nbytes.max()))
     alone = simulate(e, changes=changes[1:]).spans
     assert sent[0] == sent[1] > 1.9 * int(alone[alone.name == "all_reduce optimizer state"].nbytes.max())
+
+
+@pytest.mark.parametrize(
+    "strategy", [Gossip(), ShadowMA(), AsyncServer(servers=1), AsyncServer(synchronous=True), TorchDDP()], ids=str
+)
+def test_under_every_way_to_meet_a_change_reaches_all_ranks_and_they_agree_after_it(strategy: Strategy) -> None:
+    """Also a rank that only served, and so never had a slot, goes on with what the others carried over."""
+    turns = [
+        Change(5, "optimizer", "LAMB"), Change(5, "clip", 0.5), Change(8, "optimizer.weight_decay", 0.1),
+        Change(11, "strategy", "DDP"),
+    ]  # fmt: skip
+    sessions = run(experiment(3, 16, strategy=strategy, optimizer=Adam(), lr=0.01), *turns)
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+    assert marks(sessions[0]) == ["carried: exp_avg, exp_avg_sq, step; fresh: none"] * 2
+    for s in sessions:
+        assert {g["weight_decay"] for g in s.optimizer.param_groups} == {0.0, 0.1}
+        a, b = (torch.cat([x.optimizer.state[p.param]["exp_avg"].flatten() for p in x.layout.order])
+                for x in (s, sessions[0]))  # fmt: skip
+        assert torch.equal(a, b)
