@@ -185,6 +185,11 @@ def test_a_larger_batch_turned_live_takes_a_larger_rate() -> None:
     assert rates(run(e, Change(4, "batch", 12))[0], 8) == pytest.approx([0.01] * 4 + [0.03] * 4)
 
 
+def test_a_rate_turned_back_to_0_is_the_tasks_own_again() -> None:
+    (session,) = run(experiment(1, 6), Change(2, "lr", 0.005), Change(4, "lr", 0.0))
+    assert rates(session, 6) == [0.02, 0.02, 0.005, 0.005, 0.02, 0.02]
+
+
 # Clipping.
 
 
