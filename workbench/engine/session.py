@@ -151,6 +151,7 @@ class Session(Turnable):
         self.lane.step = self.rank.step
         if self.pending_pause:
             self._freeze()
+        self.rate.follow(self)
         began = self.clock.now()
         host.drive(strategy.step(self.rank, self.state))
         host.watch.settle()

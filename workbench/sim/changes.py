@@ -60,6 +60,15 @@ class Turnable(ABC):
     def restart_data(self) -> None:
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
 
+    def make_optimizer(self, wanted: Experiment) -> Any:
+        return self.body.made(wanted)
+
+    def use_optimizer(self, optimizer: Any) -> None:
+        self.body.use(optimizer)
+
+    def sample(self, name: str, value: float) -> None:
+        self.host.note(name, value)
+
     def rebucket(self, bucket_mb: float) -> None:
         self.body.rebucket(bucket_mb)
         self.mark_buckets()

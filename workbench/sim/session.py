@@ -12,6 +12,7 @@ from workbench import changes
 from workbench.experiment import Experiment
 from workbench.knobs import Change, KnobError, in_words, to_plain
 from workbench.ops import Op
+from workbench.rates import Rate
 from workbench.sim.changes import Turnable, refused
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
@@ -30,6 +31,7 @@ class Session(Turnable):
         self.host = Host(world, index, experiment, body)
         self.rank = self.host.rank
         self.rank.lr = experiment.lr or rate(body.optimizer)
+        self.rate = Rate(experiment, body.optimizer)
         self.planned = list(world.planned)
         self.state: Any = None
         self.flushing = False
@@ -73,6 +75,7 @@ class Session(Turnable):
             seconds, self.pending_pause = self.pending_pause, 0.0
             await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {seconds:.1f} s"})
+        self.rate.follow(self)
         began = clock.now
         if strategy.workers > 1:
             await self._all_workers()

@@ -25,6 +25,7 @@ class Strategy(Family):
     shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
     crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `settle` ends that before
                 anything is changed, and before buckets are cut anew
+    clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
     staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
 
     `lockstep` = False means asynchronous: ranks do not meet each step, and changes wait until all have drained.
@@ -40,10 +41,15 @@ class Strategy(Family):
     shared: ClassVar[bool] = False
     staged: ClassVar[bool] = False
     crosses: ClassVar[bool] = False
+    clips: ClassVar[bool] = True
 
     def trains(self, index: int, size: int) -> bool:
         """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
         return True
+
+    def batches(self, size: int) -> int:
+        """How many batches of one rank make the global batch that a learning rate may be scaled with."""
+        return sum(self.trains(r, size) for r in range(size))
 
     def heard(self, size: int) -> int:
         """Steps until every rank has heard, through messages, what rank 0 says; 0: they meet, or come when called.

@@ -42,6 +42,7 @@ class MomentExchange(Strategy):
     weight_decay: float = knob(0.0, 0.0, 10.0, doc="times the learning rate: the share of each parameter that goes")
 
     exchanges: ClassVar[str] = "moments"
+    clips: ClassVar[bool] = False
 
     @property
     @abstractmethod
