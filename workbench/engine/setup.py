@@ -32,10 +32,11 @@ from workbench.tasks import rate
 
 
 def able(run: Any, experiment: Experiment) -> Experiment:
-    """`experiment` if the engine performs what its strategy claims: here, and on this model if known. Raises KnobError."""
+    """`experiment` if the engine performs what its strategy claims here, and on this model if known. Or KnobError."""
     strategy, layout = experiment.strategy, getattr(run, "layout", None)
-    reason = run.commons.refuses(strategy) or (layout and strategy.refuses_model(layout.parts))
-    if reason:
+    if reason := run.commons.refuses(strategy):
+        raise KnobError(reason)
+    if layout is not None and (reason := strategy.refuses_model(layout.parts)):
         raise KnobError(reason)
     if strategy.staged:
         what = "every rank computes the whole model"
