@@ -83,6 +83,15 @@ class Layout:
             self.buckets.append(Bucket(index, self._home(group, parts), parts, begin))
         self.weights = weights
 
+    def lie_in(self, weights: dict[torch.dtype, Tensor]) -> None:
+        """The parameters lie in these vectors from now on, laid out as before, and take the values that are there."""
+        for group, bucket in zip(self.groups, self._slices, strict=True):
+            end = bucket.offset + bucket.data.numel()
+            bucket.data = weights[bucket.data.dtype][bucket.offset : end]
+            for place, part in zip(group, bucket.parts, strict=True):
+                place.param.data = bucket.data[part.start : part.stop].view(place.param.shape)
+        self.weights = dict(weights)
+
     def _home(self, group: list[Place], parts: tuple[Part, ...]) -> Tensor:
         """Where the gradients of a group go, and for one that goes nowhere a stand-in of its size without memory."""
         param = group[0].param

@@ -89,10 +89,14 @@ class Run:
         return run
 
     def save(self, path: Path | str | None = None) -> Path:
-        """Makes the run directory (`path`, or the run's own) with run.json, before ranks spool into it."""
+        """Makes the run directory (`path`, or the run's own) with run.json and the rows that are there.
+
+        A live run has none yet: its ranks spool into the directory. `Run.open` reads either.
+        """
         self.path = Path(path or self.path or self.name)
         about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
         store.create(self.path, {**about, "started": self.started, "name": self.name})
+        store.write(self.path, self.timeline)
         return self.path
 
     # -- rows come in

@@ -113,9 +113,10 @@ def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
 class Writer:
     """Appends batches to a new part: one write per batch, so that a file holds whole batches only."""
 
-    def __init__(self, path: Path, kind: str, rank: int, first: int = 0) -> None:
-        taken = [p.number for p in parts(path) if (p.kind, p.rank) == (kind, rank)]
-        number = max(taken) + 1 if taken else 0
+    def __init__(self, path: Path, kind: str, rank: int, first: int = 0, number: int | None = None) -> None:
+        if number is None:  # the one after those that are there
+            taken = [p.number for p in parts(path) if (p.kind, p.rank) == (kind, rank)]
+            number = max(taken) + 1 if taken else 0
         self.path = path / f"{kind}-{rank}{f'.{number}' if number else ''}.arrow"
         self.nbytes = 0
         self._schema = schema(kind, rank, first)
@@ -165,6 +166,22 @@ class Writer:
             else:
                 arrays.append(_array(columns[f.name], f.type))
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+
+def write(path: Path, timeline: Timeline) -> None:
+    """Puts a whole record into a run directory that holds no rows yet: a stream per rank and kind, as ranks spool."""
+    for kind in KINDS:
+        table = timeline.table(kind)
+        rows = table.rows()
+        if not len(rows):
+            continue
+        order = np.argsort(rows.rank, kind="stable")
+        ranks, begins = np.unique(rows.rank[order], return_index=True)
+        whole = {k: rows.coded(k) if k in table.words else getattr(rows, k) for k in table.types}
+        for rank, mine in zip(ranks.tolist(), np.split(order, begins[1:]), strict=True):
+            writer = Writer(path, kind, rank, number=0)
+            writer.append({k: v[mine] for k, v in whole.items()})
+            writer.close()
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:

@@ -9,8 +9,6 @@ from tests.browser.conftest import Sheet
 from tests.browser.legible import hard_to_read
 from workbench.recipes import first_run
 from workbench.sim import simulate
-from workbench.store import Writer
-from workbench.timeline import KINDS
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.open('recorded'))"
@@ -19,13 +17,7 @@ CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.
 def record(sheet: Sheet) -> None:
     """A run directory to ask about, and a notebook that shows it."""
     run = simulate(first_run().turn("steps", 30).turn("eval_every", 0))
-    path = run.save(sheet.jupyter.folder / "recorded")
-    for kind in KINDS:
-        rows = run.timeline.table(kind).rows()
-        for rank in range(4):
-            writer = Writer(path, kind, rank)
-            writer.append(rows[rows.rank == rank].columns)
-            writer.close()
+    run.save(sheet.jupyter.folder / "recorded")
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=kernel)
     nbformat.write(book, sheet.jupyter.folder / "ask.ipynb")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -202,3 +204,26 @@ def test_a_killed_engine_ends_the_run_within_a_second_or_so(lab: Lab) -> None:
         lab.run_now.wait(20)
     assert time.monotonic() - began < 4.0
     assert lab.run(Experiment(task=task(loss), steps=3)).wait(90).state == "done"
+
+
+def common() -> list[tuple[str, bool]]:
+    """Runs on an engine: the (inode, whether its name is gone) of each mapping of memory in common."""
+    import re
+
+    found = re.finditer(r"(\d+) +\S*/workbench-\S+\.shared( \(deleted\))?$", open("/proc/self/maps").read(), re.M)
+    return [(m[1], bool(m[2])) for m in found]
+
+
+def test_real_processes_train_one_vector_and_are_killed_without_leaving_a_file(lab: Lab) -> None:
+    running(lab, Experiment(task=task(), eval_every=5))
+    assert lab.turn("strategy", "Hogwild").wait(10).applied_at > 0
+    ((one,), (other,)) = lab.view.apply_sync(common)
+    assert one == other and one[1], "both map one file, which has no name any more"
+    assert lab.turn("bucket_mb", 0.01).wait(10).applied_at > 0
+    assert lab.turn("strategy", "DDP").wait(10).applied_at > 0
+    assert lab.view.apply_sync(common) == [[], []]
+    assert lab.turn("strategy", "Hogwild").wait(10).applied_at > 0
+    psutil.Process(lab.status[1]["pid"]).kill()
+    with pytest.raises(RankError, match=r"rank 1, step \d+.*its engine .* ended with signal SIGKILL"):
+        lab.run_now.wait(20)
+    assert not list(Path(tempfile.gettempdir()).glob(f"workbench-{os.getuid()}-*.shared"))

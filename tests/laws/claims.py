@@ -17,6 +17,7 @@ EXPECTED = {
     "DiLoCo": ("lockstep periodic", "displacements"),
     "EASGD": ("lockstep periodic", "displacements"),
     "Gossip": ("lockstep periodic", "parameters"),
+    "Hogwild": ("periodic shared", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
     "OneBitAdam": ("lockstep", "moments"),
     "QAdam": ("lockstep", "moments"),
@@ -39,6 +40,12 @@ SENT: dict[str, Callable[[list[int]], int]] = {
     "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
     "StreamingDiLoCo": lambda sizes: 2 * 3 * (4 + 576 // 4 // 2),  # the 576 elements of layer a: scales and half bytes
 }
+
+# strategies that send nothing at all, and why
+SILENT = {"Hogwild": "all ranks have their parameters in one memory"}
+
+# strategies whose ranks each make a whole step, so that p of them go p times as far: laws give them 1/p of the rate
+SUMS = {"Hogwild"}
 
 # strategies that are not the plain optimizer on one rank, and why
 OUTER = "an outer optimizer works on what one rank alone has learned, too"

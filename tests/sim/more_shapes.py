@@ -1,4 +1,4 @@
-"""Four more shapes against the verbs of a Rank: servers and workers, a deadline, shared memory, a two-hop reduce.
+"""Three more shapes against the verbs of a Rank: servers and workers, a deadline, a two-hop reduce.
 
 Shown in docs/shapes.md like those of shapes.py; what of each is run by a test is said there.
 """
@@ -180,25 +180,6 @@ class DABMD(Strategy):
                     return
                 bucket.data.add_(got[0])
             bucket.data.div_(1 + len(neighbours))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hogwild(Strategy):
-    """All workers of a machine train one vector of parameters without locks; what is shared is a claim, not a verb.
-
-    Reference: Niu et al., "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NeurIPS
-    2011, https://arxiv.org/abs/1106.5730
-    """
-
-    lockstep: ClassVar[bool] = False
-    shared: ClassVar[bool] = True
-    workers: ClassVar[int] = 2
-    exchanges: ClassVar[str] = "parameters"
-
-    async def step(self, rank: Rank, state: Any) -> None:
-        await rank.forward()
-        await rank.backward()
-        await rank.update()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,23 @@
-"""A deadline, shared memory, servers with workers and a shadow: what each is about, in the simulator."""
+"""A deadline, workers without locks, servers with workers and a shadow: what each is about, in the simulator."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from tests.ranks import batch, experiment, mse, net, toy
-from tests.sim.more_shapes import DABMD, Hogwild, ShadowSync
+from tests.sim.more_shapes import DABMD, ShadowSync
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
-from workbench.knobs import Change, KnobError
+from workbench.knobs import Change
+from workbench.ops import Rank
+from workbench.strategies import Strategy
 
 pytestmark = pytest.mark.ranks
 
@@ -50,30 +54,41 @@ def test_it_learns_and_is_left_by_all_at_one_step() -> None:
     assert switches["step"].to_list() == [switches["step"].iloc[0]] * 4
 
 
-# -- Hogwild
+# -- several workers on one rank
 
 
-def test_workers_add_to_one_vector_without_waiting_for_each_other() -> None:
+@dataclass(frozen=True, kw_only=True)
+class TwoAtOnce(Strategy):
+    """Hogwild between two workers of each rank; all ranks have one vector in common."""
+
+    lockstep: ClassVar[bool] = False
+    shared: ClassVar[bool] = True
+    workers: ClassVar[int] = 2
+    exchanges: ClassVar[str] = "parameters"
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_add_to_one_vector_without_waiting_for_each_other(ranks: int) -> None:
     plain = toy(partial(torch.optim.SGD, lr=0.02))
-    run = simulate(experiment(1, 1, strategy=Hogwild(), pace=10.0, eval_every=1, task=plain), real=True)
-    assert lasted(run, "step", 0) == pytest.approx([10e-3]), "as long as one worker alone"
+    chosen = experiment(ranks, 1, strategy=TwoAtOnce(), pace=10.0, eval_every=1, task=plain)
+    run = simulate(chosen.turn("faults", [Slow(rank=0, factor=2.0)]), real=True)
+    assert lasted(run, "step", 0) == pytest.approx([20e-3]), "as long as one worker alone"
     model = net()
     grads: list[list[torch.Tensor]] = []
-    for step in range(2):  # both read what was there before either wrote
+    for rank, step in product(range(ranks), range(2)):  # all read what was there before any wrote
         model.zero_grad()
-        mse(model, batch(0, step, 0)).backward()
+        mse(model, batch(rank, step, 0)).backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     with torch.no_grad():
-        for p, first, second in zip(model.parameters(), *grads, strict=True):
-            p -= 0.02 * (first + second)
+        for p, *all_of_them in zip(model.parameters(), *grads, strict=True):
+            p -= 0.02 * sum(all_of_them)
         expected = float(mse(model, batch(1000, 0, 0, 64)))
     assert sampled(run, "held_out", 0)[-1] == pytest.approx(expected, rel=1e-5)
-
-
-def test_real_tensors_of_several_ranks_are_not_shared_and_that_is_said() -> None:
-    with pytest.raises(KnobError, match="take ranks=1, or real=False"):
-        simulate(experiment(2, 1, strategy=Hogwild(), pace=10.0), real=True)
-    assert lasted(simulate(experiment(2, 1, strategy=Hogwild(), pace=10.0)), "step", 1) == pytest.approx([10e-3])
 
 
 # -- ShadowSync

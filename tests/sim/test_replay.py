@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.laws.claims import SILENT
 from tests.ranks import experiment, run, shipped
 from tests.sim.virtual import samples
 from workbench import simulate
@@ -85,7 +86,7 @@ def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
     e = experiment(4, 16, strategy=APART[name](), pace=4.0).turn("faults", SLOW)
     sessions = run(e)
     engine = asked.taken()
-    assert sum(map(len, engine.values())) > 4 * 16 * 4
+    assert sum(map(len, engine.values())) > 4 * 16 * (2 if name in SILENT else 4), "a silent one only computes"
     simulated = simulate(e, real=tensors == "real", replay=engines(sessions))
     simulator = asked.taken()
     assert simulator.keys() == engine.keys()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.sim import more_shapes, shapes
 from workbench.family import Family
+from workbench.strategies import Hogwild
 
 pytestmark = pytest.mark.ranks
 
@@ -18,7 +19,7 @@ SHOWN = [
     for module in (shapes, more_shapes)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if cls.__module__ == module.__name__ and issubclass(cls, Family)
-]
+] + [Hogwild]  # written there first
 
 
 @pytest.mark.parametrize("shape", SHOWN, ids=lambda c: c.__name__)

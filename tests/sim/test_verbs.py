@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ranks import experiment
 from tests.sim.virtual import paced, rows, samples, seconds, stack
 from workbench import Deadlock, simulate
 from workbench.fabric import Slow
 from workbench.knobs import Change
 from workbench.ops import Rank, StrategyError
-from workbench.sim import Mismatch
+from workbench.sim import Mismatch, fiber, world
 from workbench.strategies import Strategy
 
 pytestmark = pytest.mark.ranks
@@ -326,3 +327,58 @@ def test_an_error_says_on_which_rank_and_when() -> None:
     with pytest.raises(ZeroDivisionError) as said:
         simulate(paced(3, 4, strategy=TripsOver()))
     assert said.value.__notes__ == [n for n in said.value.__notes__ if "virtual rank 1 in step 2, step, at 0.0" in n]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PingPonger(_Plain):
+    """Two ranks hand an empty message to each other for ever, which takes no time on a wire that is not shaped."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await self.train(rank)
+        while rank.step == 1 and rank.index < 2:
+            await rank.send(_blank(0), 1 - rank.index, "ping")
+            await rank.recv(_blank(0), 1 - rank.index, "ping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LooksAtTheClock(_Plain):
+    """Waits for a deadline by looking at a clock that does not move while it looks."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await self.train(rank)
+        while rank.index == 2 and await rank.clock() < 1.0:
+            pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class HearsNothing(_Plain):
+    """A server that listens on when it has been told that nothing more will come."""
+
+    lockstep: ClassVar[bool] = False
+
+    def trains(self, index: int, size: int) -> bool:
+        return index < size - 1
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await self.train(rank)
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        while rank.role == "server":
+            await rank.recv(_blank(), None, "order")
+
+
+@pytest.mark.parametrize(("strategy", "at", "who"), [
+    (PingPonger(), "0.020000 s", ["rank 0 in step 1 (step): send 'ping'", "rank 1 in step 1 (step): recv 'ping'"]),
+    (LooksAtTheClock(), "0.010000 s", ["rank 2 in step 0 (step): clock", "let it wait for something"]),
+    (HearsNothing(), "0.030000 s", ["rank 2 in step 0 (background): recv 'order'"]),
+], ids=["messages", "answers", "no more messages"])  # fmt: skip
+def test_a_strategy_that_goes_on_while_no_time_passes_is_ended_and_named(
+    strategy: Strategy, at: str, who: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((world, "AT_ONCE"), (fiber, "MANY")):
+        assert getattr(module, name) >= 500_000, "many, where it is meant"
+        monkeypatch.setattr(module, name, 3_000)
+    with pytest.raises(Deadlock, match=f"time stands still at {at} though") as said:
+        simulate(experiment(3, 3, strategy=strategy, pace=10.0))
+    for words in who:
+        assert words in str(said.value), str(said.value)

@@ -23,11 +23,12 @@ from workbench.fabric import Slow
 from workbench.knobs import Change, to_plain
 from workbench.layout import fingerprint
 from workbench.ops import Rank
-from workbench.strategies import AsyncServer, LocalSGD, ShadowMA, Strategy
+from workbench.strategies import AsyncServer, Hogwild, LocalSGD, ShadowMA, Strategy
 
 pytestmark = pytest.mark.ranks
 
-APART = [ShadowMA(), AsyncServer(), AsyncServer(synchronous=True), AsyncServer(servers=1, push=2, fetch=3)]
+APART = [ShadowMA(), AsyncServer(), AsyncServer(synchronous=True), AsyncServer(servers=1, push=2, fetch=3),
+         Hogwild()]
 apart = pytest.mark.parametrize("strategy", APART, ids=str)
 SLOW = (Slow(rank=1, factor=3.0),)
 

@@ -81,7 +81,7 @@ def test_classes_of_the_notebook_are_sent_along(turns: Turns) -> None:
 
 def test_planned_changes_see_each_other() -> None:
     found = planned(Experiment(), [Change(9, "every", 2), Change(3, "strategy", "LocalSGD")])
-    assert [tuple(c) for c in found] == [(3, "strategy", {"LocalSGD": {"every": 8}}), (9, "strategy.every", 2)]
+    assert [tuple(c) for c in found] == [(3, "strategy", to_plain(LocalSGD())), (9, "strategy.every", 2)]
     for bad in (Change(-1, "lr", 1), Change(3, "every", 2), Change(3, "seed", 2)):
         with pytest.raises(KnobError):
             planned(Experiment(), [bad])

@@ -15,6 +15,8 @@ from tests.unit import synthetic
 from workbench.engine.recorder import Recorder
 from workbench.knobs import Change
 from workbench.run import Run
+from workbench.store import RunError
+from workbench.timeline import KINDS
 
 ROOT = Path(workbench.__file__).parent.parent
 SETTINGS: dict[str, Any] = {"strategy": {"DDP": {}}, "ranks": 2}
@@ -205,3 +207,30 @@ def test_opening_a_run_imports_no_torch() -> None:
             todo += imports_at_the_top(name)
     assert "pyarrow" in seen and "numpy" in seen, "the walk finds imports"
     assert not {n for n in seen if n.split(".")[0] in ("torch", "plotly", "ipywidgets", "ipyparallel")}
+
+
+def test_a_simulated_run_that_is_saved_opens_with_the_same_rows(tmp_path: Path) -> None:
+    from tests.ranks import experiment
+    from workbench import simulate
+
+    chosen = experiment(3, 6, pace=5.0, eval_every=3)
+    run = simulate(chosen, changes=[Change(2, "strategy", "LocalSGD"), Change(4, "lr", 0.01)], real=True)
+    again = Run.open(run.save(tmp_path / "kept"))
+    assert (again.name, again.state, again.missing, again.warnings) == ("simulated", "done", 0, ())
+    assert again.settings == run.settings and again.changes == run.changes
+    assert again.environment == run.environment and again.summary() == run.summary()
+    for kind in KINDS:
+        mine, theirs = run.timeline.table(kind).rows(), again.timeline.table(kind).rows()
+        assert len(mine) == len(theirs) > 0
+        for rank in range(3):
+            found = mine[mine.rank == rank].columns, theirs[theirs.rank == rank].columns
+            assert all(np.array_equal(x, found[1][k]) for k, x in found[0].items()), (kind, rank)
+    with pytest.raises(RunError, match="already holds a run"):
+        run.save(tmp_path / "kept")
+    copy = Run.open(again.save(tmp_path / "copy"))
+    assert len(copy.spans) == len(run.spans) and copy.changes == run.changes
+
+
+def test_a_run_without_rows_is_saved_without_streams(tmp_path: Path) -> None:
+    path = Run(SETTINGS, name="to come").save(tmp_path / "run")
+    assert [p.name for p in path.iterdir()] == ["run.json"]

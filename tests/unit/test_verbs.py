@@ -160,7 +160,6 @@ def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("claims", "words"), [
     ({"staged": True}, "every rank computes the whole model"),
     ({"workers": 2}, "every rank has one worker"),
-    ({"shared": True}, "with parameters of its own"),
 ])  # fmt: skip
 def test_the_engine_refuses_claims_that_it_does_not_perform(
     claims: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch

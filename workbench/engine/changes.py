@@ -40,15 +40,18 @@ class Turnable:
     def sample(self: Any, name: str, value: float) -> None:
         self.record.sample(self.rank.step, name, self.clock.now(), value)
 
-    def rebucket(self: Any, bucket_mb: float) -> None:
-        self.layout.rebucket(bucket_mb)
+    async def rebucket(self: Any, bucket_mb: float) -> None:
+        self.commons.relay(lambda: self.layout.rebucket(bucket_mb))
         self.mark_buckets()
 
     async def leave(self: Any, strategy: Any) -> None:
         await strategy.leave(self.rank, self.state)
+        self.commons.leave()
 
     def enter(self: Any, was: Experiment, wanted: Experiment) -> None:
         """Another strategy takes over."""
+        if wanted.strategy.shared:
+            self.commons.enter()
         self.state = wanted.strategy.init(self.rank)
         self.meeting.enter()
 
@@ -95,5 +98,5 @@ def adopt(run: Any, names: list[str]) -> None:
     if (strategy := run.experiment.strategy).crosses:
         run.host.drive(strategy.settle(run.rank, run.state))
     run.host.forget_hooks()
-    run.layout.reorder([run.layout.order[i].name for i in order.tolist()])
+    run.commons.relay(lambda: run.layout.reorder([run.layout.order[i].name for i in order.tolist()]))
     run.mark_buckets()

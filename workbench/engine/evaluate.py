@@ -18,7 +18,7 @@ def evaluate(run: Any, together: bool) -> None:
     began, step = run.clock.now(), run.rank.step
     run.host.op = "evaluate"
     if together:
-        numbers, drift = held_out(run.learner.evaluate, run.model, run.layout, run.control)
+        numbers, drift = held_out(run.learner.evaluate, run.model, run.layout, run.control, run.commons.held)
     else:
         numbers, drift = known_held_out(run)
     now = run.clock.now()
@@ -29,11 +29,11 @@ def evaluate(run: Any, together: bool) -> None:
 
 
 def held_out(
-    evaluate: Any, model: torch.nn.Module, layout: Layout, wire: Wire | None
+    evaluate: Any, model: torch.nn.Module, layout: Layout, wire: Wire | None, common: bool = False
 ) -> tuple[dict[str, float], float]:
     """(numbers of the mean model, this rank's drift from it). Rank 0 evaluates; the others wait for it."""
     numbers: dict[str, float] = {}
-    with torch.no_grad(), mean_model(wire, layout, model) as drift:
+    with torch.no_grad(), mean_model(None if common else wire, layout, model) as drift:
         if evaluate is not None and (wire is None or wire.rank == 0):
             numbers = _numbers(evaluate, model)
         if wire is not None:
@@ -48,7 +48,7 @@ def known_held_out(run: Any) -> tuple[dict[str, float], float]:
     with torch.no_grad():
         with run.host.alone:
             known = [bucket.like(bucket.data.clone()) for bucket in known]
-            own = run.layout.params()
+            own = known if run.commons.held else run.layout.params()
         squares = sum(float((k.data - o.data).float().square().sum()) for k, o in zip(known, own, strict=True))
         drift = (squares / max(1, run.layout.numel)) ** 0.5
         if run.learner.evaluate is None or run.rank.index:

@@ -226,7 +226,7 @@ class Session(Turnable):
     def _turn(self, what: dict[str, Any]) -> None:
         about = {k: what.get(k) for k in ("id", "path", "value", "requested_at")}
         try:
-            wanted = able(self.experiment.turn(what["path"], what["value"]), self.layout)
+            wanted = able(self, self.experiment.turn(what["path"], what["value"]))
         except KnobError as reason:
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})

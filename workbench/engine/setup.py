@@ -17,6 +17,7 @@ from workbench.batches import Batches
 from workbench.engine.canonical import broadcast_model, check_equal
 from workbench.engine.clocks import agree_on_time
 from workbench.engine.collectives import Wire, connect_store
+from workbench.engine.commons import Commons
 from workbench.engine.host import Host
 from workbench.engine.lane import Lane
 from workbench.engine.meeting import Meeting
@@ -32,15 +33,17 @@ from workbench.rates import Rate
 from workbench.tasks import rate
 
 
-def able(experiment: Experiment, layout: Layout | None = None) -> Experiment:
-    """`experiment` if the engine performs what its strategy claims, on this model if known. Raises KnobError."""
-    strategy = experiment.strategy
+def able(run: Any, experiment: Experiment) -> Experiment:
+    """`experiment` if the engine performs what its strategy claims here, and on this model if known. Or KnobError."""
+    strategy, layout = experiment.strategy, getattr(run, "layout", None)
+    if reason := run.commons.refuses(strategy):
+        raise KnobError(reason)
     if layout is not None and (reason := strategy.refuses_model(layout.parts)):
         raise KnobError(reason)
     if strategy.staged:
         what = "every rank computes the whole model"
-    elif strategy.workers > 1 or strategy.shared:
-        what = "every rank has one worker with parameters of its own"
+    elif strategy.workers > 1:
+        what = "every rank has one worker"
     else:
         return experiment
     raise KnobError(f"strategy={type(strategy).__name__}: on the engine {what}; simulate it, or take another strategy")
@@ -48,20 +51,23 @@ def able(experiment: Experiment, layout: Layout | None = None) -> Experiment:
 
 def set_up(run: Any) -> None:
     """Fills in what a Session needs to train; raises in words what cannot be trained."""
-    able(run.experiment)
     torch.set_num_threads(1)
     if run.device.startswith("cuda"):
         torch.cuda.set_device(run.device)
     run.local, doubt = _wires(run)
+    run.commons = Commons(run)
+    able(run, run.experiment)
     run.tickets = Tickets(run.control, run.rank.index, run.inbox)
     _model(run)
-    able(run.experiment, run.layout)
+    able(run, run.experiment)
     _host(run)
     run.set_fabric(None, run.experiment)
     changes.set_compressor(run, None, run.experiment)
     run.choose_lane()
     if run.experiment.strategy.opaque:
         run.enter_opaque()
+    if run.experiment.strategy.shared:
+        run.commons.enter()
     run.state = run.experiment.strategy.init(run.rank)
     run.board = partial(board, run)
     run.meeting = Meeting(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ class Turnable(ABC):
     rank: Rank
     body: Any
     pending_pause: float
+    common: bool = False  # are the parameters the same memory on all ranks?
 
     @property
     def experiment(self) -> Experiment:
@@ -69,9 +70,24 @@ class Turnable(ABC):
     def sample(self, name: str, value: float) -> None:
         self.host.note(name, value)
 
-    def rebucket(self, bucket_mb: float) -> None:
-        self.body.rebucket(bucket_mb)
+    async def rebucket(self, bucket_mb: float) -> None:
+        await self.relay(lambda: self.body.rebucket(bucket_mb))
         self.mark_buckets()
+
+    async def relay(self, lay: Callable[[], None]) -> None:
+        """Lays the parameters out anew by `lay`, which takes memory of the rank's own; then they are in common."""
+        if self.common:
+            await self.gather(0)
+        lay()
+        if self.common:
+            await self.gather(0)
+            self.share()
+
+    def share(self) -> None:
+        """All ranks, which stand still and hold equal values, take rank 0's memory for their parameters."""
+        self.common = True
+        if self.world.real:
+            self.body.lie_with(self.world.sessions[0].body)
 
     @abstractmethod
     async def stop_background(self) -> None:
@@ -80,6 +96,9 @@ class Turnable(ABC):
     async def leave(self, strategy: Any) -> None:
         await self.stop_background()
         await strategy.leave(self.rank, self.state)
+        if self.common and self.world.real:
+            self.body.lie_alone()
+        self.common = False
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
         """A strategy takes over."""
@@ -89,6 +108,8 @@ class Turnable(ABC):
         if serve:
             text = f"{size - len(serve)} of {size} ranks train; {len(serve)} serve"
             self.mark("roles", {"serve": serve, "text": text})
+        if strategy.shared and size > 1:
+            self.share()
         self.state = strategy.init(self.rank)
 
     def enter_opaque(self) -> None:
@@ -138,11 +159,6 @@ def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | Non
         )
     if real and e.strategy.staged:
         return f"strategy={name}: pipeline stages are simulated with sizes only; take real=False"
-    if real and e.strategy.shared and e.ranks > 1:
-        return (
-            f"strategy={name}: with real tensors the workers of one rank share its parameters, those of several do "
-            f"not; take ranks=1, or real=False"
-        )
     if not e.pace and costs is None:
         return (
             "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run) of a run that was recorded, "

@@ -21,6 +21,7 @@ class Clock:
     >>> clock.at(2.0, Bell(), "two"); clock.at(1.0, Bell(), "one"); clock.run()
     1.0 one
     2.0 two
+    True
     """
 
     def __init__(self) -> None:
@@ -33,9 +34,16 @@ class Clock:
         self._set += 1
         heappush(self._events, (t, self._set, what, value))
 
-    def run(self) -> None:
-        """Runs until nothing is left to happen."""
+    def run(self, at_once: int = 1_000_000) -> bool:
+        """Runs until nothing is left to happen; False when so much has happened at one time and there is more."""
         events = self._events
         while events:
-            self.now, _, what, value = heappop(events)
-            what.resume(value)
+            began = self.now
+            for _ in range(at_once):
+                if not events:
+                    return True
+                self.now, _, what, value = heappop(events)
+                what.resume(value)
+            if events and self.now == began:
+                return False
+        return True

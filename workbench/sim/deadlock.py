@@ -1,16 +1,20 @@
-"""When nothing can happen any more though ranks wait: who waits for whom, in which operation, at which step."""
+"""When nothing can happen any more though ranks wait, or time stands still though things happen: who does what."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+from workbench.ops import Op
 from workbench.sim.fiber import Fiber
 
 MANY = 8  # ranks that are listed one by one
+NOTED = 1_000  # things that are looked at to say what goes on for ever
 
 
 class Deadlock(RuntimeError):
-    """Ranks wait for each other and nothing is under way that could free them."""
+    """Ranks wait for each other and nothing is under way that could free them, or they go round and no time passes."""
 
 
 def told(world: Any) -> str:
@@ -46,6 +50,42 @@ def _others(world: Any) -> list[str]:
             where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
             found.setdefault(where, []).append(session.rank.index)
     return [f"  {_ranks(ranks)}: {what}" for what, ranks in found.items()]
+
+
+def standing(world: Any) -> str:
+    """What is asked again and again while the clock stands still, found by letting a little more of it happen."""
+    asked: Counter[str] = Counter()
+
+    def noting(verb: str, do: Callable[[Fiber, Op], Any]) -> Callable[[Fiber, Op], Any]:
+        def noted(fiber: Fiber, op: Op) -> Any:
+            asked[f"  {_who(fiber)}: {verb} {_kind(op)}".rstrip()] += 1
+            return do(fiber, op)
+
+        return noted
+
+    for host in world.hosts:
+        host.verbs = {verb: noting(verb, do) for verb, do in host.verbs.items()}
+    world.clock.run(NOTED)
+    world.mail.nothing_more()
+    lines = [line for line, _ in asked.most_common(MANY)]
+    return "\n".join([f"time stands still at {world.clock.now:.6f} s though these go on:", *sorted(lines)])
+
+
+def spinning(fiber: Fiber, op: Op) -> str:
+    """Who asks for ever, and for what last."""
+    return (
+        f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_who(fiber)}: "
+        f"{op.verb} {_kind(op)}".rstrip() + "\nwhat it asks for in its loop takes no time: let it wait for something"
+    )
+
+
+def _who(fiber: Fiber) -> str:
+    return f"rank {fiber.host.index} in step {fiber.host.rank.step} ({fiber.name})"
+
+
+def _kind(op: Op) -> str:
+    """The name that an operation goes by, where it has one."""
+    return next((repr(x) for x in reversed(op.args) if isinstance(x, str) and x), "")
 
 
 def _wait(ranks: list[int]) -> str:

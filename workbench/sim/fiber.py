@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PARK = object()  # a verb's answer: go on later
 END = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
+MANY = 1_000_000  # answers in a row that took no time: whoever asks on will do so for ever
 
 
 class Fiber:
@@ -44,7 +45,7 @@ class Fiber:
         coro, verbs = self.coro, self.host.verbs
         send = coro.send
         try:
-            while True:
+            for _ in range(MANY):
                 try:
                     op = send(value) if value is not END else coro.throw(StopAsyncIteration())
                 except StopIteration as stop:
@@ -53,6 +54,8 @@ class Fiber:
                 value = verbs[op.verb](self, op)
                 if value is PARK:
                     return
+            else:
+                self.host.world.spins(self, op)
         except Exception as error:
             self.name_in(error)
             raise

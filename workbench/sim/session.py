@@ -92,7 +92,7 @@ class Session(Turnable):
         if self.body.to_learn:
             if strategy.crosses:
                 await strategy.settle(self.rank, self.state)
-            self.body.learn()
+            await self.relay(self.body.learn)
             self.mark_buckets()
         self.rank.step += 1
         host.rounds.moved()

@@ -42,8 +42,8 @@ def simulate(
     replay:   a run on the engine whose order of arrivals is followed: where ranks keep no common step, messages are
               taken from whom it took them, and backgrounds come round after the steps after which its did.
 
-    Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other, and StrategyError when
-    they ask for different things.
+    Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
+    passes, and StrategyError when they ask for different things.
     """
     experiment = experiment.checked()
     if reason := refused(experiment, costs, real):

@@ -65,6 +65,17 @@ class Tensors:
         self.layout.rebucket(bucket_mb)
         self._cut()
 
+    def lie_with(self, other: Tensors) -> None:
+        """From now on the parameters are the very ones of `other`."""
+        if other is not self:
+            self.layout.lie_in(other.layout.weights)
+            self._cut()
+
+    def lie_alone(self) -> None:
+        """The parameters are this rank's own again."""
+        self.layout.lie_in({dtype: w.clone() for dtype, w in self.layout.weights.items()})
+        self._cut()
+
     @property
     def to_learn(self) -> bool:
         """Has a backward shown in which order gradients appear, for the first time?"""

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from workbench.ops import Op
 from workbench.sim.clock import Clock
 from workbench.sim.costs import Costs
-from workbench.sim.deadlock import Deadlock, told
+from workbench.sim.deadlock import Deadlock, spinning, standing, told
 from workbench.sim.fiber import PARK, Fiber, Order
 from workbench.sim.mail import Mail
 from workbench.sim.meeting import Meeting
 from workbench.sim.ports import Ports
 from workbench.sim.record import Record
 from workbench.sim.replay import Replay
+
+AT_ONCE = 500_000  # things that happen at one time, and more per rank, before time is said to stand still
+PER_RANK = 2_000
 
 
 class World:
@@ -45,17 +49,29 @@ class World:
         return self._hosts
 
     def run(self, sessions: list[Any]) -> None:
-        """Lets all ranks live; raises Deadlock when they wait for each other."""
+        """Lets all ranks live; raises Deadlock when they wait for each other, or go on without time passing."""
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
         self.lives += [Fiber(s.host, _counted(self, s.live()), "step") for s in sessions]
         for fiber in self.lives:
             fiber.resume(None)
-        self.clock.run()
-        while self.ended < self.size and self.mail.nothing_more():
-            self.clock.run()
-        if self.ended < self.size:
-            raise Deadlock(told(self))
+        self._happen()
+        for _ in range(AT_ONCE):
+            if self.ended == self.size:
+                return
+            if not self.mail.nothing_more():
+                raise Deadlock(told(self))
+            self._happen()
+        raise Deadlock(standing(self))
+
+    def _happen(self) -> None:
+        """Lets everything happen that is under way."""
+        if not self.clock.run(AT_ONCE + PER_RANK * self.size):
+            raise Deadlock(standing(self))
+
+    def spins(self, fiber: Fiber, op: Op) -> None:
+        """A fiber goes on asking for what takes no time."""
+        raise Deadlock(spinning(fiber, op))
 
     def close(self) -> None:
         """Closes what has not run to its end, so that nothing is left over after a failure."""

@@ -7,6 +7,7 @@ from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
 from workbench.strategies.gossip import Gossip as Gossip
+from workbench.strategies.hogwild import Hogwild as Hogwild
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
 from workbench.strategies.q_adam import QAdam as QAdam
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncServer",
     "DiLoCo",
     "Gossip",
+    "Hogwild",
     "LocalSGD",
     "OneBitAdam",
     "QAdam",

@@ -22,7 +22,8 @@ class Strategy(Family):
     exchanges:  "gradients", "moments", "displacements" or "parameters"; compressors act on all but the last
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
-    shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
+    shared:     all workers of one machine, whatever their rank, have one vector of parameters in common; on the
+                engine all ranks are on that machine, and `leave` has nothing to average
     crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `settle` ends that before
                 anything is changed, and before buckets are cut anew
     clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited

@@ -1,0 +1,433 @@
+"""Hogwild: one vector for all ranks of a host. What it computes, what is lost, where it is refused, what it leaves."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import batch as examples
+from tests.ranks import experiment, live, mse, run, toy, weights
+from tests.sim.virtual import comm, paced, rows, samples, seconds
+from tests.unit.test_engine_apart import over, until
+from workbench import simulate
+from workbench.canonical import optimizer_tensors, state_hash
+from workbench.compressors import TopK
+from workbench.engine import clocks
+from workbench.engine.session import Session
+from workbench.fabric import Freeze, Slow
+from workbench.knobs import Change, KnobError
+from workbench.layout import Layout, fingerprint
+from workbench.sim.session import Session as Simulated
+from workbench.strategies import DDP, Hogwild
+
+pytestmark = pytest.mark.ranks
+
+BLOCK = re.compile(r"(\d+) +\S*/workbench-\S+\.shared( \(deleted\))?$", re.M)
+
+
+def blocks() -> list[str]:
+    """The inode of every mapping of memory in common in this process; all have lost their names."""
+    found = [(m[1], m[2]) for m in BLOCK.finditer(Path("/proc/self/maps").read_text())]
+    assert all(deleted for _, deleted in found), "a block still has its name"
+    return [inode for inode, _ in found]
+
+
+def files() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"workbench-{os.getuid()}-*.shared"))
+
+
+@pytest.fixture(scope="module")
+def _opened_once() -> None:
+    """What torch opens in a process and keeps."""
+    run(experiment(2, 1))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(_opened_once: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """No file, no mapping, no descriptor and no thread."""
+    kept = 5 if "TorchDDP" in request.node.name else 0  # torch's DDP holds on to the last run's store, whoever follows
+    before = len(os.listdir("/proc/self/fd")) + kept, threading.active_count()
+    yield
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        gc.collect()
+        now = len(os.listdir("/proc/self/fd")), threading.active_count()
+        if not blocks() and now[0] <= before[0] and now[1] <= before[1]:
+            break
+        time.sleep(0.05)
+    assert not files() and not blocks() and now[0] <= before[0] and now[1] <= before[1], (before, now, blocks())
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Simulated]:
+    """The ranks of every simulation of a test."""
+    made: list[Simulated] = []
+    init = Simulated.__init__
+
+    def kept(self: Simulated, *args: object) -> None:
+        init(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Simulated, "__init__", kept)
+    return made
+
+
+sgd = partial(torch.optim.SGD, lr=0.05)
+
+
+# -- one vector
+
+
+def test_all_ranks_have_one_vector_and_its_memory_is_there_once() -> None:
+    sessions = run(experiment(4, 6, strategy=Hogwild()))
+    assert len(blocks()) == 4 and len(set(blocks())) == 1, "four mappings of one block"
+    first, last = (s.layout.weights[torch.float32] for s in (sessions[0], sessions[3]))
+    first[7] = 42.0
+    assert last[7] == 42.0
+    assert all(p.data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+               for p in sessions[0].model.parameters())
+
+
+def test_vectors_of_several_dtypes_lie_in_one_block() -> None:
+    class Mixed(nn.Module):
+        """An odd number of narrow weights beside wide ones."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Parameter(torch.randn(4, 8))
+            self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+            self.exact = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.wide.T + self.narrow.sum().float() + self.exact.sum().float()
+
+    sessions = run(experiment(2, 4, task=toy(sgd, model=Mixed), strategy=Hogwild()))
+    assert len(set(blocks())) == 1 and set(sessions[0].layout.weights) == {torch.float32, torch.bfloat16, torch.float64}
+    for dtype, w in sessions[0].layout.weights.items():
+        assert torch.equal(w, sessions[1].layout.weights[dtype]) and float(w[0]) != 1.0
+    held = {dtype: w.clone() for dtype, w in sessions[1].layout.weights.items()}
+    sessions[0].layout.weights[torch.bfloat16].fill_(9.0)
+    sessions[0].layout.weights[torch.float64].fill_(7.0)
+    assert torch.equal(sessions[1].layout.weights[torch.float32], held[torch.float32]), "they do not overlap"
+    assert set(sessions[1].layout.weights[torch.bfloat16].tolist()) == {9.0}
+
+
+# -- what it computes
+
+
+def test_one_rank_is_sequential_gradient_descent_to_the_bit() -> None:
+    want = weights(run(experiment(1, 12, task=toy(sgd), strategy=DDP()))[0])
+    assert torch.equal(weights(run(experiment(1, 12, task=toy(sgd), strategy=Hogwild()))[0]), want)
+
+
+class Table(nn.Module):
+    """Rows of which each rank learns its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(32, 5, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows(ids)
+
+
+def looked_up(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
+    """Rows that no other rank looks up, in an order of its own."""
+    dice = torch.Generator().manual_seed(rank)
+    return [torch.randint(0, 8, (3,), generator=dice) + 8 * rank for _ in range(16)]
+
+
+def bent(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return (model(ids).sin() * (1 + ids[:, None] / 10)).sum()
+
+
+def test_disjoint_supports_equal_any_serial_order_to_the_bit(simulated: list[Simulated]) -> None:
+    def start() -> nn.Module:
+        model = Table()
+        with torch.no_grad():
+            model.rows.weight.copy_(torch.linspace(-1, 1, 160).view(32, 5))
+        return model
+
+    steps, found = 40, []
+    task = toy(sgd, model=start, data=looked_up, loss=bent, evaluate=None)
+    chosen = experiment(4, steps, task=task, strategy=Hogwild())
+    for order in list(permutations(range(4)))[::7]:
+        model = start()
+        optimizer = sgd(model.parameters())
+        for rank in order:
+            for step in range(steps):
+                optimizer.zero_grad()
+                bent(model, looked_up(rank, 4, 0)[step % 16]).backward()
+                optimizer.step()
+        found.append(model.rows.weight.detach().clone())
+    assert all(torch.equal(found[0], other) for other in found[1:]), "so one reference will do"
+    for s in run(chosen):
+        assert torch.equal(s.model.rows.weight, found[0])
+    simulate(chosen.turn("pace", 5.0).turn("faults", [Slow(rank=2, factor=1.7)]), real=True)
+    assert torch.equal(simulated[3].model.rows.weight, found[0])
+
+
+class Tally(nn.Module):
+    """Every update adds one to every element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = nn.Parameter(torch.zeros(200_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -self.sums.sum() * x
+
+
+def test_overlapping_increments_are_lost_at_times_and_never_made_up(
+    simulated: list[Simulated], record_property: Any
+) -> None:
+    ranks, steps = 4, 60
+    task = toy(partial(torch.optim.SGD, lr=1.0), model=Tally, loss=lambda m, x: m(x), evaluate=None,
+               data=lambda rank, ranks, seed: [torch.ones(())])  # fmt: skip
+    chosen = experiment(ranks, steps, task=task, strategy=Hogwild())
+    sums = run(chosen)[0].model.sums.detach()
+    assert bool((sums == sums.round()).all()) and float(sums.max()) <= ranks * steps
+    assert float(sums.min()) >= 1 and float(sums.mean()) > steps, "more than one rank alone would have made"
+    lost = 1 - float(sums.mean()) / (ranks * steps)
+    record_property("lost", lost)
+    print(f"{lost:.2g} of all increments were lost, and at the worst element {ranks * steps - float(sums.min()):g} of "
+          f"{ranks * steps}")
+    simulate(chosen.turn("pace", 5.0), real=True)
+    assert set(simulated[0].model.sums.tolist()) == {ranks * steps}, "an update of the simulator is one moment"
+
+
+class Line(nn.Module):
+    """One layer: its gradient depends on the weights that its forward saw, and on nothing later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 4, bias=False)
+        with torch.no_grad():
+            self.line.weight.fill_(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x)
+
+
+def test_virtual_time_alone_decides_who_sees_what(simulated: list[Simulated]) -> None:
+    """Against a plain replay: read at the beginning of each forward, written at the beginning of each update."""
+    chosen = paced(3, 12, task=toy(sgd, model=Line), strategy=Hogwild(), faults=[Slow(rank=1, factor=2.3)])
+    found = simulate(chosen, real=True)
+    compute = rows(found, "compute")
+    moments = [
+        (float(t0), str(name), int(rank), int(step))
+        for t0, name, rank, step in zip(compute.t0, compute.name, compute.rank, compute.step, strict=True)
+        if name != "backward"
+    ]
+    model, grads, seen, written = Line(), {}, {}, 0
+    for _, name, rank, step in sorted(moments):
+        if name == "forward":
+            seen[rank] = written
+            (grads[rank],) = torch.autograd.grad(mse(model, examples(rank, step, 0)), list(model.parameters()))
+        else:
+            written += 1
+            with torch.no_grad():
+                model.line.weight.sub_(0.05 * grads[rank])
+            seen[rank] = written - 1 - seen[rank]
+    assert set(seen.values()) != {0}, "gradients are stale"
+    torch.testing.assert_close(simulated[0].model.line.weight, model.line.weight, rtol=1e-6, atol=1e-8)
+    assert len({state_hash(s.layout) for s in simulated}) == 1
+
+
+def test_it_learns_on_both_hosts() -> None:
+    chosen = experiment(3, 40, task=toy(partial(torch.optim.SGD, lr=0.02)), strategy=Hogwild(), pace=3.0, eval_every=40)
+    held = [v for _, name, _, v in run(chosen)[0].record.samples if name == "held_out"]
+    assert held[-1] < 0.5 * held[0]
+    simulations = samples(simulate(chosen, real=True), "held_out", 0)
+    assert simulations[0] == pytest.approx(held[0], rel=1e-5) and simulations[-1] < 0.5 * held[0]
+
+
+# -- nothing is sent, nobody waits
+
+
+def test_no_byte_is_sent() -> None:
+    chosen = experiment(4, 8, strategy=Hogwild(), pace=2.0)
+    assert [s.record.comm() for s in run(chosen)] == [[]] * 4
+    for real in (False, True):
+        assert not [row for r in range(4) for row in comm(simulate(chosen, real=real), r)]
+
+
+def test_a_rank_that_stands_still_for_3_seconds_holds_up_none() -> None:
+    sessions = live(experiment(3, 0, strategy=Hogwild(), pace=10.0))
+    try:
+        until(lambda: all(s.rank.step > 3 for s in sessions), sessions)
+        asked = {"path": "faults", "value": [{"Freeze": {"rank": 1, "seconds": 3.0}}]}
+        sessions[0].request({"kind": "turn", "id": "f", **asked})
+        until(lambda: sessions[0].record.noted("change"), sessions)
+        began, at = time.monotonic(), [s.rank.step for s in sessions]
+        until(lambda: all(sessions[r].rank.step > at[r] + 40 for r in (0, 2)), sessions)
+        assert time.monotonic() - began < 2.5 and sessions[1].rank.step <= at[1] + 1
+    finally:
+        over(sessions)
+    frozen = simulate(paced(3, 20, strategy=Hogwild()), changes=[Change(5, "faults", (Freeze(rank=1, seconds=3.0),))])
+    assert max(seconds(frozen, 0)) == pytest.approx(10e-3) and max(seconds(frozen, 1)) == pytest.approx(10e-3)
+    assert [r for r in range(3) if frozen.details("fault", r)] == [1]
+
+
+# -- in and out, and changes while it lasts
+
+
+CHAIN = (Change(3, "strategy", "Hogwild"), Change(8, "strategy", "LocalSGD"), Change(14, "strategy", "DDP"))
+
+
+OPTIMIZERS = [partial(torch.optim.SGD, lr=0.02, momentum=0.9), partial(torch.optim.Adam, lr=1e-3)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "Adam"])
+def test_in_and_out_live_leaves_ranks_equal(optimizer: Any, simulated: list[Simulated]) -> None:
+    chosen = experiment(4, 20, task=toy(optimizer), pace=2.0).turn("faults", [Slow(rank=1, factor=2.0)])
+    sessions = run(chosen, *CHAIN)
+    assert not blocks(), "each rank's memory is its own again"
+    simulate(chosen, changes=CHAIN, real=True)
+    for ranks in (sessions, simulated):
+        assert len({state_hash(s.layout) for s in ranks}) == 1
+        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
+        assert len({s.layout.weights[torch.float32].data_ptr() for s in ranks}) == 4
+        assert len({s.rank.step for s in ranks}) == 1
+
+
+@pytest.mark.parametrize("other", ["TorchDDP", {"AsyncServer": {"servers": 1}}, "ShadowMA", "Gossip"], ids=str)
+def test_it_follows_every_kind_of_strategy_and_is_followed_by_it(other: Any) -> None:
+    plan = [Change(2, "strategy", "Hogwild"), Change(6, "strategy", other), Change(10, "strategy", "DDP")]
+    sessions = run(experiment(3, 14, strategy=DDP(), pace=2.0), Change(0, "strategy", other), *plan)
+    assert len(sessions[0].record.noted("change")) == 4 and not blocks()
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+def test_into_it_and_out_again_without_learning_changes_nothing() -> None:
+    still = [Change(3, "lr", 1e-30), Change(4, "strategy", "Hogwild"), Change(8, "strategy", "DDP")]
+    stay = run(experiment(3, 10, strategy=DDP()), still[0])
+    went = run(experiment(3, 10, strategy=DDP()), *still)
+    assert torch.equal(weights(went[0]), weights(stay[0])), "all ranks held the same bits"
+
+
+def sized(rank: int, ranks: int, seed: int, batch: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [examples(rank, step, seed, batch) for step in range(16)]
+
+
+def test_buckets_rate_and_batch_turned_while_it_lasts_keep_the_one_vector() -> None:
+    chosen = experiment(3, 0, task=toy(sgd, data=sized), strategy=Hogwild(), pace=4.0, eval_every=5)
+    sessions = live(chosen.turn("faults", [Slow(rank=1, factor=3.0)]))
+    try:
+        turns = [("bucket_mb", 0.02), ("lr", 0.005), ("bucket_mb", 1.0), ("batch", 2), ("bucket_mb", 0.01)]
+        for k, (path, value) in enumerate(turns):
+            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
+            begun = [s.rank.step for s in sessions]
+            until(lambda b=begun: all(s.rank.step > n + 2 for s, n in zip(sessions, b, strict=True)), sessions)
+            assert len(blocks()) == 3 and len(set(blocks())) == 1, "one block again"
+        cuts = [len(json.loads(mark[3])["nbytes"]) for mark in sessions[0].record.noted("buckets")]
+        assert cuts == [2, 2, 1, 2]
+        assert len({(s.experiment.bucket_mb, s.experiment.lr, s.experiment.batch) for s in sessions}) == 1
+        sessions[0].request({"kind": "pause"})
+        until(lambda: all(s.phase == "paused" for s in sessions), sessions)
+        assert len({state_hash(s.layout) for s in sessions}) == 1
+        assert {v for _, name, _, v in sessions[1].record.samples if name == "drift"} == {0.0}
+    finally:
+        over(sessions)
+
+
+def test_buckets_cut_anew_lose_nothing_of_what_was_learned(simulated: list[Simulated]) -> None:
+    """At a rate of next to nothing the parameters stay what they were, whatever is laid out anew."""
+    plan = [Change(4, "lr", 1e-30), Change(6, "bucket_mb", 0.02), Change(9, "bucket_mb", 1.0)]
+    chosen = experiment(3, 12, strategy=Hogwild(), pace=2.0, eval_every=1)
+    for changes in (plan, plan[:1]):
+        found = simulate(chosen, changes=changes, real=True)
+        held = samples(found, "held_out", 0)
+        assert list(held[5:]) == [held[5]] * 8 and held[0] != held[5]
+    assert len({s.layout.weights[torch.float32].data_ptr() for s in simulated[:3]}) == 1
+    assert torch.equal(weights(simulated[0]), weights(simulated[3]))
+    sessions = run(chosen, *plan)
+    held = [v for step, name, _, v in sessions[0].record.samples if name == "held_out" and step > 5]
+    assert held == [held[0]] * len(held)
+
+
+# -- when something goes wrong
+
+
+def test_a_rank_that_fails_frees_the_others_and_is_named() -> None:
+    def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
+        if torch.equal(pair[0], poison):
+            raise ValueError("a bad example")
+        return mse(model, pair)
+
+    poison = examples(2, 6, 0)[0]
+    sessions = live(experiment(4, 0, task=toy(loss=loss), strategy=Hogwild(), pace=3.0))
+    assert all(s.join(20) for s in sessions)
+    causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
+    assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_on_its_way_in_leaves_no_file(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lie_in = Layout.lie_in
+
+    def stumbles(self: Layout, vectors: Any) -> None:
+        if threading.current_thread().name == f"rank {rank} training":
+            assert len(files()) == 1, "the others have not come yet"
+            raise ValueError("stumbled")
+        lie_in(self, vectors)
+
+    monkeypatch.setattr(Layout, "lie_in", stumbles)
+    sessions = live(experiment(3, 9), (Change(3, "strategy", "Hogwild"),))
+    until(lambda: any(s.error for s in sessions))
+    if not all(s.join(3) for s in sessions):  # gloo may let a peer wait for ever; a lab ends it like this
+        over(sessions)
+    assert not files()
+    causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
+    assert [(e["rank"], e["text"]) for e in causes] == [(rank, "stumbled")]
+
+
+def refusals(sessions: list[Session]) -> list[str]:
+    return [m[3] for m in sessions[0].record.noted("refused")]
+
+
+def test_on_several_hosts_it_is_refused_before_the_run_and_before_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks.platform, "node", lambda: threading.current_thread().name.split(" training")[0])
+    sessions = live(experiment(2, 4, strategy=Hogwild()))
+    assert all(s.join(20) for s in sessions)
+    assert any("which those of several hosts do not have" in s.error["text"] for s in sessions if s.error)
+    assert all(s.phase == "failed" and s.rank.step == 0 for s in sessions)
+    sessions = run(experiment(2, 8), Change(3, "strategy", "Hogwild"))
+    (reason,) = refusals(sessions)
+    assert "take a lab on one host" in reason and {s.phase for s in sessions} == {"done"}
+    assert {r[2] for s in sessions for r in s.record if r[1] == "step"} == {"DDP"}
+
+
+def test_on_a_gpu_it_is_refused_when_it_is_asked_for() -> None:
+    sessions = live(experiment(2, 0, pace=5.0))
+    try:
+        until(lambda: all(s.rank.step > 2 for s in sessions), sessions)
+        for s in sessions:
+            s.device = f"cuda:{s.rank.index}"
+        sessions[0].request({"kind": "turn", "id": "x", "path": "strategy", "value": "Hogwild"})
+        until(lambda: refusals(sessions), sessions)
+        assert "the parameters are on cuda:0; take a lab with device='cpu'" in refusals(sessions)[0]
+    finally:
+        for s in sessions:
+            s.device = "cpu"
+        over(sessions)
+
+
+def test_there_is_nothing_that_a_compressor_could_encode() -> None:
+    with pytest.raises(KnobError, match=r"Hogwild sends nothing that .* use Dense with it"):
+        experiment(2, strategy=Hogwild(), compressor=TopK.usual())
