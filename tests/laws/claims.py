@@ -29,8 +29,12 @@ SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
 }
 
+# what the law of live knobs turns a knob to that takes any text, on two ranks
+TEXTS = {"Gossip.edges": "0.9 0.1; 0.1 0.9", "StochasticGradientPush.edges": "0.9 0.3; 0.1 0.7"}
+
 # strategies that are not the plain optimizer on one rank, and why
 NOT_ALONE: dict[str, str] = {}
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean
 ADOPTS: set[str] = set()
+
