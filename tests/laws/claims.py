@@ -15,6 +15,7 @@ EXPECTED = {
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
     "ShadowMA": ("periodic", "parameters"),
+    "StochasticGradientPush": ("lockstep periodic", "parameters"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
 }
 
@@ -27,6 +28,7 @@ def dense(sizes: list[int]) -> int:
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes; dense for all others
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
+    "StochasticGradientPush": lambda sizes: sum(sizes) + 8,
 }
 
 # what the law of live knobs turns a knob to that takes any text, on two ranks

@@ -6,6 +6,7 @@ from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
+from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Gossip",
     "LocalSGD",
     "ShadowMA",
+    "StochasticGradientPush",
     "Strategy",
     "TorchDDP",
 ]
