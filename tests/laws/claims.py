@@ -14,6 +14,7 @@ EXPECTED = {
     "DDP": ("exact lockstep", "gradients"),
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
+    "LowPrecisionDecentralized": ("lockstep periodic", "displacements"),
     "ShadowMA": ("periodic", "parameters"),
     "StochasticGradientPush": ("lockstep periodic", "parameters"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
@@ -28,6 +29,7 @@ def dense(sizes: list[int]) -> int:
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes; dense for all others
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
+    "LowPrecisionDecentralized": lambda sizes: 2 * sum(n // 4 + 8 for n in sizes),
     "StochasticGradientPush": lambda sizes: sum(sizes) + 8,
 }
 
@@ -40,3 +42,5 @@ NOT_ALONE: dict[str, str] = {}
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean
 ADOPTS: set[str] = set()
 
+# strategies that round what they mix, so that the mean of the ranks moves while they come together
+ROUNDS = {"LowPrecisionDecentralized"}

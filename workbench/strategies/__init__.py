@@ -5,6 +5,7 @@ from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
+from workbench.strategies.low_precision_decentralized import LowPrecisionDecentralized as LowPrecisionDecentralized
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
@@ -14,6 +15,7 @@ __all__ = [
     "AsyncServer",
     "Gossip",
     "LocalSGD",
+    "LowPrecisionDecentralized",
     "ShadowMA",
     "StochasticGradientPush",
     "Strategy",
