@@ -10,6 +10,7 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 
 # name: (its claims among CLAIMS, what it exchanges)
 EXPECTED = {
+    "AsyncModelAverage": ("periodic", "parameters"),
     "AsyncServer": ("periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
     "Gossip": ("lockstep periodic", "parameters"),

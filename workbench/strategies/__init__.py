@@ -1,6 +1,7 @@
 """How ranks agree: one strategy per file, each a frozen dataclass with one coroutine."""
 
 from workbench.strategies._base import Strategy as Strategy
+from workbench.strategies.async_model_average import AsyncModelAverage as AsyncModelAverage
 from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.gossip import Gossip as Gossip
@@ -12,6 +13,7 @@ from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 
 __all__ = [
     "DDP",
+    "AsyncModelAverage",
     "AsyncServer",
     "Gossip",
     "LocalSGD",
