@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, run, toy, weights
+from tests.ranks import batch, experiment, live, run, toy, weights
 from tests.sim.insides import parameters, simulated
 from tests.sim.virtual import comm, paced, rows, samples, seconds, stack
-from tests.unit.test_engine_apart import Heap
+from tests.unit.test_engine_apart import Heap, over, until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
 from workbench.canonical import state_hash
@@ -60,16 +61,25 @@ def test_the_rest_between_two_averagings_is_told_by_the_clock(every_ms: float) -
     assert found[0, 0] < 0.021, "the first one comes at once"
 
 
+def test_on_the_engine_it_rests_by_the_wall_clock_and_a_stop_need_not_wait_for_it() -> None:
+    sessions = run(experiment(3, 40, strategy=AsyncModelAverage(every_ms=40.0), pace=5.0))
+    rounds = sorted(r[4:6] for r in sessions[0].record if r[2] == "all_reduce average bucket 0")
+    rest = [later[0] - sooner[1] for sooner, later in pairwise(rounds)]
+    assert len(rest) >= 2 and min(rest) >= 0.040
+    late = live(experiment(3, 0, strategy=AsyncModelAverage(every_ms=600000.0), pace=5.0))
+    try:
+        until(lambda: late[0].rank.step > 4, late)
+    finally:
+        over(late)
+
+
 def test_every_averaging_is_the_models_bytes_once_round() -> None:
     run_ = simulate(paced(4, 30, strategy=AsyncModelAverage(every_ms=60.0)))
     sizes = {f"all_reduce average bucket {k}": n for k, n in enumerate(run_.details("buckets")[-1][2]["nbytes"])}
     carried: dict[str, int] = defaultdict(int)
     for _, name, sent in comm(run_, 0):
-        if name in sizes:
-            assert sent == 2 * 3 * sizes[name] // 4
-            carried[name] += 1
-        else:
-            assert name == "broadcast due" and sent == 3
+        assert sent == 2 * 3 * sizes[name] // 4
+        carried[name] += 1
     assert carried == dict.fromkeys(sizes, len(averagings(run_))) and len(averagings(run_)) >= 4
 
 
@@ -87,7 +97,7 @@ def test_the_sum_of_all_parameters_is_moved_by_the_optimizers_alone() -> None:
     engine = run(e)
     assert sum(name == "all_reduce average bucket 0" for _, name, _ in engine[0].record.comm()) > 5
     for sessions in (engine, simulated(e.turn("pace", 2.0).turn("bandwidth", 1000.0))[1]):
-        pending = [s.state.memory for s in sessions]
+        pending = [s.state for s in sessions]
         found = parameters(sessions).sum(0)
         for memory in pending:
             found += torch.cat([memory.flat("correction", b).double() for b in sessions[0].layout.params()])

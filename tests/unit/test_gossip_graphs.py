@@ -17,8 +17,9 @@ from tests.unit.test_engine_control import until
 from tests.unit.test_gossip import disagreement, matrix
 from workbench import simulate
 from workbench.canonical import state_hash
+from workbench.fabric import Freeze
 from workbench.knobs import Change, KnobError
-from workbench.strategies import DDP, Gossip
+from workbench.strategies import DDP, Gossip, LowPrecisionDecentralized, StochasticGradientPush
 from workbench.strategies._graph import PAIRINGS, hops, mixing_round, partner, refused
 
 pytestmark = pytest.mark.ranks
@@ -273,6 +274,19 @@ def test_with_rare_rounds_a_change_still_acts_on_all_before_the_same_step() -> N
         for s in sessions:
             s.abort()
             assert s.join(20)
+
+
+WAITING = [Gossip(), Gossip(graph="shift_one", order="adapt-then-combine"), StochasticGradientPush(overlap=2),
+           LowPrecisionDecentralized()]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", WAITING, ids=str)
+def test_a_rank_that_pauses_is_waited_for_and_all_come_to_the_end(strategy: Any) -> None:
+    e = paced(4, 12, strategy=strategy)
+    run_ = simulate(e, changes=[Change(5, "faults", [Freeze(rank=1, seconds=3.0)])])
+    assert run_.state == "done" and len(rows(run_, "step")) == 48
+    ends = [rows(run_, "step", r).t1 for r in range(4)]
+    assert all(4.0 > end[-1] > 3.0 > end[4] for end in ends)
 
 
 # -- what it gains and what it costs
