@@ -13,7 +13,7 @@ import torch
 
 from tests.ranks import batch, experiment, live, run, toy, weights
 from tests.sim.insides import parameters, simulated
-from tests.sim.virtual import comm, paced, rows, samples, seconds, stack
+from tests.sim.virtual import comm, paced, rows, seconds, stack
 from tests.unit.test_engine_apart import Heap, over, until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
@@ -92,10 +92,10 @@ def test_the_sum_of_all_parameters_is_moved_by_the_optimizers_alone() -> None:
         return [torch.tensor(float(rank + 1))]
 
     task = toy(partial(torch.optim.SGD, lr=0.001), model=Heap, loss=lambda m, pull: m(pull), data=data, evaluate=None)
-    steps = 200
+    steps = 80
     e = experiment(3, steps, task=task, strategy=AT_ONCE, bucket_mb=0.4)
     engine = run(e)
-    assert sum(name == "all_reduce average bucket 0" for _, name, _ in engine[0].record.comm()) > 5
+    assert sum(name == "all_reduce average bucket 0" for _, name, _ in engine[0].record.comm()) >= 2
     for sessions in (engine, simulated(e.turn("pace", 2.0).turn("bandwidth", 1000.0))[1]):
         pending = [s.state for s in sessions]
         found = parameters(sessions).sum(0)
@@ -187,15 +187,61 @@ def test_without_learning_an_averaging_makes_the_ranks_equal() -> None:
 # -- in and out, and who pauses
 
 
-def test_its_warm_up_is_data_parallelism_and_a_planned_change() -> None:
-    e = paced(4, 30, strategy=DDP(), eval_every=10)
-    plan = (Change(10, "strategy", AsyncModelAverage(every_ms=20.0)), Change(25, "strategy", "DDP"))
-    run_, sessions = simulated(e, *plan)
-    assert [c.path for c in run_.changes] == ["strategy", "strategy"]
-    assert len({state_hash(s.layout) for s in sessions}) == 1
-    assert len(averagings(run_)) >= 3 and averagings(run_)[0, 0] >= rows(run_, "step", 0).t1[9]
-    held = samples(run_, "held_out")
-    assert held[-1] < held[0]
+WARM = AsyncModelAverage(every_ms=20.0, warmup=12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_its_warm_up_is_data_parallelism(ranks: int) -> None:
+    e = paced(ranks, 12, strategy=WARM, task=exact_task(momentum=0.9))
+    want = parameters(simulated(e.turn("strategy", "DDP"))[1])[0].sort().values
+    for sessions in (simulated(e)[1], run(e.turn("pace", 0.0))):
+        assert len({state_hash(s.layout) for s in sessions}) == 1
+        torch.testing.assert_close(parameters(sessions)[0].sort().values, want, rtol=0, atol=1e-12)
+
+
+def test_the_warm_up_sends_an_all_reduces_bytes_and_then_none_but_the_averages() -> None:
+    run_, sessions = simulated(paced(4, 30, strategy=WARM, faults=(Slow(rank=1, factor=2.0),)), real=False)
+    sizes = [b.nbytes for b in sessions[0].layout.buckets]
+    for r in range(4):
+        sent = [sum(n for at, name, n in comm(run_, r) if at == step and "send" in name) for step in range(30)]
+        assert sent == [2 * 3 * sum(sizes) // 4] * 12 + [0] * 18
+    first = averagings(run_)[0, 0]
+    assert max(rows(run_, "step", 0).t1[11], rows(run_, "step", 1).t1[10]) <= first, "not before the warm-up is over"
+    lasted = [seconds(run_, r) for r in range(4)]
+    assert lasted[0][5] == pytest.approx(lasted[1][5]) and lasted[0][20] < 0.55 * lasted[1][20], "then nobody waits"
+
+
+@pytest.mark.parametrize("at", [1, 5, 10, 11, 12, 13, 20])
+def test_a_change_in_or_after_the_warm_up_reaches_all(at: int) -> None:
+    """Around the end of the common step above all; planned on both hosts."""
+    plan = (Change(at, "lr", 0.01), Change(at + 1, "bucket_mb", 0.02), Change(at + 2, "strategy", "DDP"),
+            Change(at + 4, "strategy", {"AsyncModelAverage": {"warmup": 18}}))  # fmt: skip
+    e = paced(3, 30, pace=2.0, strategy=WARM, faults=(Slow(rank=1, factor=2.0),))
+    run_, _ = simulated(e, *plan)
+    assert run_.state == "done" and len(run_.changes) == 4
+    sessions = run(e, *plan)
+    assert {s.phase for s in sessions} == {"done"} and len(sessions[0].record.noted("change")) == 4
+    for s in sessions:
+        steps = [r[0] for r in s.record if r[1] == "step"]
+        assert steps == sorted(set(steps)), "no step twice"
+
+
+@pytest.mark.parametrize("warmup", [3, 40, 10**6])
+def test_asked_for_at_any_moment_of_the_warm_up_a_change_does_not_hang(warmup: int) -> None:
+    sessions = live(experiment(3, 0, strategy=AsyncModelAverage(every_ms=5.0, warmup=warmup), pace=2.0))
+    try:
+        for k in range(8):
+            sessions[0].request({"kind": "turn", "id": str(k), "path": "lr", "value": 0.01 + 0.001 * k})
+            until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
+        sessions[0].request({"kind": "pause"})
+        until(lambda: all(s.phase == "paused" for s in sessions), sessions)
+        sessions[0].request({"kind": "turn", "id": "out", "path": "strategy", "value": "DDP"})
+        sessions[0].request({"kind": "resume"})
+        until(lambda: all(s.experiment.strategy == DDP() for s in sessions), sessions)
+        sessions[0].request({"kind": "stop"})
+        assert all(s.join(20) for s in sessions) and {s.phase for s in sessions} == {"stopped"}
+    finally:
+        over(sessions)
 
 
 def test_what_has_not_been_added_yet_is_not_lost_when_it_is_left() -> None:
@@ -224,7 +270,7 @@ def test_turned_live_it_averages_as_often_as_it_is_told_to() -> None:
     sessions = run(experiment(3, 60, strategy=AT_ONCE, pace=4.0), Change(30, "every_ms", 60000.0))
     at = [step for step, name, _ in sessions[0].record.comm() if name == "all_reduce average bucket 0"]
     changed = sessions[0].record.noted("change")[0][0]
-    assert len([s for s in at if s < changed]) > 5 and len([s for s in at if s > changed + 1]) <= 1
+    assert len([s for s in at if s < changed]) >= 2 and len([s for s in at if s > changed + 1]) <= 1
 
 
 def test_a_rest_below_nothing_is_refused() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
-from workbench.strategies._average import average
+from workbench.strategies._average import average, sum_by_messages
 from workbench.strategies._base import Strategy
 
 
@@ -23,8 +25,9 @@ class AsyncModelAverage(Strategy):
     the sum over ranks of all parameters is moved by the optimizers alone. The next one begins when every rank has
     rested for `every_ms` by its own clock. Each costs 2 (p-1)/p of the model's bytes and none of a step's time.
 
-    Bagua's warm-up, gradients averaged in every step, is DDP: begin with it and plan the change to this strategy.
-    ShadowMA averages as often as the wire lets, bucket by bucket, and adds each correction at once.
+    Until step `warmup` of the run gradients are averaged as in DDP, after backward, and ranks wait for each other. That
+    goes by messages between neighbours on a ring, with an all-reduce's bytes, for ranks that are to part soon do not
+    meet for changes. ShadowMA averages as often as the wire lets, bucket by bucket, and adds each correction at once.
 
     When to use it: ranks differ in speed, and the wire must not be busy all the time. Replicas drift apart for as
     long as `every_ms` says.
@@ -34,23 +37,36 @@ class AsyncModelAverage(Strategy):
     """
 
     every_ms: float = knob(500.0, 0.0, 600000.0, unit="ms", doc="rest after an averaging; 0: the next at once")
+    warmup: int = knob(0, 0, 10**6, unit="steps", doc="until this step of the run gradients are averaged instead")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
+
+    def heard_in(self, size: int, step: int) -> int:
+        return int(step < self.warmup)
 
     def init(self, rank: Rank) -> Memory:
         return Memory()  # "correction": what has come and awaits the step; "mean": the last one
 
     async def step(self, rank: Rank, state: Memory) -> None:
         await rank.forward()
-        await rank.backward()
+        if rank.step < self.warmup:
+            await rank.backward(1.0 / rank.size)
+            for bucket in await rank.grads():
+                await sum_by_messages(rank, bucket)
+        else:
+            await rank.backward()
         _correct(await rank.params(), state)
         await rank.update()
 
     async def background(self, rank: Rank, state: Memory) -> None:
-        rest = 0.0
+        rest, warm = 0.0, self.warmup > 0
         while await rank.again(rest):
+            if warm:  # until rank 0 says that it is over
+                told = torch.tensor([rank.step < self.warmup], dtype=torch.int32)
+                warm = bool(await rank.broadcast(told, 0, "warm-up"))
+                continue
             buckets = await rank.params()
             snapshot = [bucket.data + state.flat("correction", bucket) for bucket in buckets]
             for bucket, before in zip(buckets, snapshot, strict=True):
