@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test quick bench netns tables torture lint clean
+.PHONY: help lab demo test quick bench bench-strategies netns tables torture lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
 	@echo "make demo   the same without a browser: train, switch, compare; writes demo.html"
 	@echo "make test   run every test"
 	@echo "make bench  measure; writes docs/benchmarks.md"
+	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make torture  a thousand random live changes (SEED=7 replays)"
 	@echo "make lint   ruff and mypy"
@@ -30,6 +31,9 @@ quick: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench
+
+bench-strategies: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.bench.strategies
 
 netns: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench netns

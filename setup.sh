@@ -33,3 +33,10 @@ fi
 
 echo "installing the workbench${extras:+ with its extras: $extras}"
 "$python" -m pip install --quiet --constraint constraints.txt --editable ".${extras:+[$extras]}"
+case $extras in
+*test* | *dev*)
+    # beside timm's optimizers ours are checked; they need torch alone, and the torchvision that timm as a whole asks
+    # for does not fit every build of torch
+    "$python" -m pip install --quiet --no-deps "$(grep '^timm==' constraints.txt)"
+    ;;
+esac

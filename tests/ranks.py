@@ -164,6 +164,8 @@ def exchange(compressor: Compressor, g: torch.Tensor, group: list[Part], memorie
             for x in xs:
                 x.copy_(total)
             answers = xs
+        elif asked[0].verb == "all_to_all":
+            answers = list(torch.stack(xs, 1))
         else:
             answers = [torch.stack(xs)] * len(xs)
         after = []

@@ -15,6 +15,7 @@ from workbench.compressors import Compressor
 from workbench.fabric import Fault
 from workbench.family import Family, members
 from workbench.knobs import Knob, describe
+from workbench.optimizers import Optimizer
 from workbench.strategies import Strategy
 from workbench.tasks import TaskBase
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 FAMILIES: dict[str, tuple[type[Family], tuple[str, ...]]] = {
     "strategies": (Strategy, ("exact", "lockstep", "periodic")),
     "compressors": (Compressor, ("linear", "unbiased", "contraction")),
+    "optimizers": (Optimizer, ()),
     "faults": (Fault, ()),
     "tasks": (TaskBase, ()),
 }

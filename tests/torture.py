@@ -24,6 +24,7 @@ from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
 from workbench.family import members
 from workbench.knobs import KnobError, knobs
 from workbench.lab import Lab
+from workbench.optimizers import Optimizer
 from workbench.run import Run
 from workbench.strategies import Strategy
 from workbench.tasks import Digits
@@ -31,7 +32,8 @@ from workbench.tasks import Digits
 ANSWER = 30.0  # seconds within which a turn is answered: a hang, not a slow machine, takes longer
 SPARE = 3  # threads or descriptors that a process may open on its own
 
-KINDS = ("strategy", "strategy", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault")
+KINDS = ("strategy", "strategy", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault", "optimizer",
+         "large")  # fmt: skip
 
 Turn = tuple[str, Any]  # (what, value): a knob's path, or "pause", "step", "rest"
 
@@ -65,6 +67,11 @@ def one(dice: random.Random, ranks: int) -> Turn:
             return "lr", 10 ** dice.uniform(-4, -2.5)
         case "batch":
             return "batch", dice.randint(1, 32)
+        case "optimizer":
+            return "optimizer", dice.choice(shipped(Optimizer)).usual()  # others might diverge
+        case "large":
+            return dice.choice((("clip", dice.choice((0.0, 10 ** dice.uniform(-1, 1)))),
+                                ("lr_scaled", dice.random() < 0.5), ("lr_warmup", dice.randint(0, 30))))
         case "pause":
             return dice.choice((("pause", dice.uniform(0, 0.3)), ("step", dice.randint(1, 3))))
     rank = dice.randrange(ranks)
@@ -140,6 +147,7 @@ def mixed(run: Run) -> Iterator[str]:
     lock = [s for s, row in steps.iterrows() if row["nunique"] == 1 and kinds[row["first"]].lockstep]
     yield from (f"step {s}: ranks under different strategies" for s in steps.index[steps["nunique"] > 1])
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
+    comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
     said = by_rank.apply(lambda g: tuple(map(tuple, g.values)))
     for step in lock:

@@ -108,13 +108,13 @@ class WhatIf(ipywidgets.VBox):
         if run is None:
             self.said.value = "<p>There is no run yet: press <b>Start</b>, then ask again.</p>"
             return
-        self.said.value = "<p>simulating…</p>"
+        self.said.value, turns = "<p>simulating…</p>", self.turns()
         try:
-            found = run.what_if(self.turns())
+            found = run.what_if(turns)
         except Exception as error:
             self.said.value = f"<p>It cannot be simulated: {escape(str(error))}</p>"
             return
-        self.said.value = words(found, self.turns())
+        self.said.value = words(found, turns)
         self._draw(found.run)
 
     def _draw(self, run: Any) -> None:

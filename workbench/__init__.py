@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.compressors import Cast, Codec, Compressor, Dense, ErrorFeedback, TopK
     from workbench.experiment import Experiment
-    from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow
+    from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow, Stumble
     from workbench.knobs import Change, Knob, KnobError, knob
     from workbench.lab import Lab
     from workbench.ops import Bucket, Memory, Rank
+    from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn
     from workbench.recipes import recipe
     from workbench.run import Run, RunError
     from workbench.sim import Costs, Deadlock, simulate
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "compressors": ("Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "TopK"),
     "experiment": ("Experiment",),
-    "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow"),
+    "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble"),
     "knobs": ("Change", "Knob", "KnobError", "knob"),
     "lab": ("Lab",),
     "ops": ("Bucket", "Memory", "Rank"),
+    "optimizers": ("LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "TaskOwn"),
     "recipes": ("recipe",),
     "run": ("Run", "RunError"),
     "sim": ("Costs", "Deadlock", "simulate"),
@@ -40,10 +42,11 @@ _HOMES = {
 
 __version__ = "0.1.0"
 __all__ = [
-    "DDP", "AsyncServer", "Bucket", "ByteGPT", "Cast", "Change", "Codec", "Compressor", "Costs", "Deadlock", "Dense",
-    "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze", "Gossip", "Knob", "KnobError", "Lab",
-    "Link", "LocalSGD", "Mark", "Memory", "Noisy", "Rank", "Run", "RunError", "Sample", "ShadowMA", "Slow", "Span",
-    "Strategy", "Task", "Timeline", "TopK", "TorchDDP", "knob", "recipe", "simulate",
+    "DDP", "LAMB", "LARS", "SGD", "Adam", "AdamW", "AsyncServer", "Bucket", "ByteGPT", "Cast", "Change", "Codec",
+    "Compressor", "Costs", "Deadlock", "Dense", "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze",
+    "Gossip", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "Mark", "Memory", "Noisy", "Optimizer", "Rank", "Run",
+    "RunError", "Sample", "ShadowMA", "Slow", "Span", "Strategy", "Stumble", "Task", "TaskOwn", "Timeline", "TopK",
+    "TorchDDP", "knob", "recipe", "simulate",
 ]  # fmt: skip
 
 

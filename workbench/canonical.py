@@ -49,6 +49,11 @@ def prime(layout: Layout, optimizer: Any) -> None:
         group["lr"] = rate
 
 
+def clipped(layout: Layout, longest: float) -> float:
+    """The norm of all gradients together; where it is above `longest` they are scaled down to it first."""
+    return float(nn.utils.clip_grad_norm_([place.param for place in layout.order], longest))
+
+
 def buffers(model: nn.Module) -> list[Tensor]:
     """The running statistics and the like that can be averaged."""
     return [b for b in model.buffers() if b.is_floating_point()]

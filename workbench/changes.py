@@ -15,7 +15,9 @@ from workbench.canonical import buffers, check_same, flattened, optimizer_tensor
 from workbench.compressors import Dense, ErrorFeedback
 from workbench.experiment import Experiment
 from workbench.ops import Rank
-from workbench.tasks import at_rate
+from workbench.optimizers import carry
+from workbench.rates import Rate
+from workbench.tasks import at_rate, rate
 
 
 class Changing(Protocol):
@@ -25,6 +27,7 @@ class Changing(Protocol):
     rank: Rank
     state: Any  # what the strategy remembers
     flushing: bool
+    rate: Rate
 
     @property
     def layout(self) -> Any: ...
@@ -34,12 +37,15 @@ class Changing(Protocol):
     def optimizer(self) -> Any: ...
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None: ...
+    def make_optimizer(self, wanted: Experiment) -> Any: ...
+    def use_optimizer(self, optimizer: Any) -> None: ...
     def choose_lane(self) -> None: ...
     def restart_data(self) -> None: ...
     def rebucket(self, bucket_mb: float) -> None: ...
     def leave_opaque(self) -> None: ...
     def enter_opaque(self) -> None: ...
     def mark(self, name: str, detail: dict[str, Any]) -> None: ...
+    def sample(self, name: str, value: float) -> None: ...
     def switching(self, was: Experiment, wanted: Experiment) -> Any: ...
     async def leave(self, strategy: Any) -> None: ...
     def enter(self, was: Experiment, wanted: Experiment) -> None: ...
@@ -50,13 +56,13 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
     was = run.experiment
     if was.strategy.crosses:
-        await was.strategy.leave(run.rank, run.state)
+        await was.strategy.settle(run.rank, run.state)
     run.experiment = wanted
     run.set_fabric(was, wanted)
-    if wanted.lr != was.lr:
-        if run.optimizer is not None:
-            at_rate(run.optimizer, wanted.lr)
-        run.rank.lr = wanted.lr
+    run.rate.turn(was, wanted, run.rank.step)
+    if wanted.optimizer != was.optimizer:
+        _renew(run, wanted)
+    run.rate.follow(run)
     if wanted.batch != was.batch:
         run.restart_data()
     if wanted.bucket_mb != was.bucket_mb:
@@ -69,6 +75,17 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         run.leave_opaque()
         run.enter_opaque()
     run.choose_lane()
+
+
+def _renew(run: Changing, wanted: Experiment) -> None:
+    """Another optimizer takes over, at the present rate. A Mark says what it takes over of what the last remembered."""
+    made = run.make_optimizer(wanted)
+    if rate(made) != run.rank.lr:
+        at_rate(made, run.rank.lr)
+    moved = carry(run.optimizer, made)
+    run.use_optimizer(made)
+    if run.rank.index == 0:
+        run.mark("optimizer", moved)
 
 
 def needs_switch(was: Any, wanted: Any) -> bool:
@@ -109,6 +126,8 @@ def _has_residual(run: Changing) -> bool:
 async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
     """Leave, consolidate, enter, check. Its bytes cross the Link and it is one span of its own."""
     with run.switching(was, wanted):
+        if wanted.lr_warmup and not in_step(was):
+            await run.rate.agree(run)
         if was.strategy.opaque:
             run.leave_opaque()
         else:
@@ -119,13 +138,19 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         set_compressor(run, was, wanted)
         if wanted.strategy.opaque:
             run.enter_opaque()
+        momentum = was.strategy.hands_on(run.rank, run.state)
         run.enter(was, wanted)
+        wanted.strategy.takes(run.rank, run.state, momentum)
         check_same(await run.gather(state_hash(run.layout)), "after the switch the parameters")
 
 
 def _drop_foreign_residual(run: Changing, was: Experiment, wanted: Experiment) -> None:
-    """A residual of gradients means nothing among displacements: it is dropped, and the record says how much."""
-    if _has_residual(run) and was.strategy.exchanges != wanted.strategy.exchanges:
+    """A residual of gradients means nothing among displacements: it is dropped, and the record says how much.
+
+    One of moments means nothing to others than those it was left by, which begin anew with every strategy.
+    """
+    kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
+    if _has_residual(run) and (len(kinds) > 1 or "moments" in kinds):
         pieces = list(run.rank.memory.slots[ErrorFeedback.slot].values())
         run.rank.memory.drop(ErrorFeedback.slot)
         if any(p.is_meta for p in pieces):  # sizes only: there is no norm to tell

@@ -8,8 +8,12 @@ from typing import Any
 from workbench.compressors import Compressor, Dense
 from workbench.fabric import Fabric
 from workbench.knobs import KnobError, checked, from_plain, knob, to_plain, turn
+from workbench.optimizers import Optimizer, TaskOwn
+from workbench.rates import refused
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
+
+CLIP = "a longer gradient is scaled down to this norm before an update; a rank's own where ranks update alone; 0 is off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,12 @@ class Experiment:
     strategy: Strategy = knob(DDP(), doc="how ranks agree")
     compressor: Compressor = knob(Dense(), doc="what crosses the wire instead of a bucket")
     fabric: Fabric = knob(Fabric(), doc="the network and its faults")
+    optimizer: Optimizer = knob(TaskOwn(), doc="how gradients become steps")
     lr: float = knob(0.0, 0.0, 100.0, log=True, doc="learning rate; 0 takes the task's own")
+    lr_scaled: bool = knob(False, doc="the rate grows with the global batch: lr times all ranks' batches / `lr_base`")
+    lr_base: int = knob(0, 0, 2**20, unit="examples", doc="global batch that lr is meant for; 0: one rank's usual one")
+    lr_warmup: int = knob(0, 0, 10**6, unit="steps", doc="steps in which the rate rises; 0: it is there at once")
+    clip: float = knob(0.0, 0.0, 1e6, log=True, doc=CLIP)
     batch: int = knob(0, 0, 65536, unit="examples", doc="batch per rank; 0 takes the task's own")
     bucket_mb: float = knob(1.0, 0.01, 1024.0, unit="MB", log=True, doc="gradients travel in buckets of this size")
     pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="stretch each rank's compute per step to this; 0 is off")
@@ -49,10 +58,20 @@ class Experiment:
             raise KnobError(reason)
         if reason := good.task.refuses(good.batch):
             raise KnobError(reason)
+        if good.clip and (good.strategy.staged or not good.strategy.clips):
+            raise KnobError(
+                f"clip={good.clip:g}: under {type(good.strategy).__name__} no update has all gradients before it, so "
+                f"their norm cannot be told; use clip=0 with it, or DDP or LocalSGD"
+            )
+        if reason := good.optimizer.refuses():
+            raise KnobError(reason)
         for fault in good.fabric.faults:
             if getattr(fault, "rank", 0) >= good.ranks:
                 raise KnobError(f"rank={fault.rank}: there are ranks 0 to {good.ranks - 1}")
-        return good.filled()
+        good = good.filled()
+        if reason := refused(good):
+            raise KnobError(reason)
+        return good
 
     def filled(self) -> Experiment:
         """This experiment with the task's own learning rate and batch where none was given."""

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from workbench.run import Run
 
 LANES = ("step", "compute", "wait", "comm", "port", "codec", "ticket", "eval", "switch")  # from top to bottom
-_HOMES = {"task": "tasks", "strategy": "strategies", "compressor": "compressors", "fabric": "fabric"}
+_HOMES = {
+    "task": "tasks", "strategy": "strategies", "compressor": "compressors", "fabric": "fabric",
+    "optimizer": "optimizers",
+}  # fmt: skip
 
 
 def to_perfetto(run: Run, path: Path | str) -> Path:

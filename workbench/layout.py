@@ -137,6 +137,11 @@ class Layout:
         return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
 
     @property
+    def parts(self) -> list[Part]:
+        """Every parameter, at its place in its bucket."""
+        return [part for bucket in self.buckets for part in bucket.parts]
+
+    @property
     def numel(self) -> int:
         return sum(p.numel for p in self.order)
 

@@ -2,7 +2,8 @@
 
     python -m tests.bench [NAME ...] [--page-only]
 
-What was measured before and is not asked for again stays as it is, so a campaign can be resumed.
+What was measured before and is not asked for again stays as it is, so a campaign can be resumed. `figures` draws each
+strategy's timeline into docs/strategies/; the strategies themselves are measured by `tests.bench.strategies`.
 """
 
 from __future__ import annotations
@@ -52,16 +53,20 @@ def machine() -> dict[str, str]:
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("names", nargs="*", metavar="NAME", help=", ".join(COMMANDS))
+    ask.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*COMMANDS, "figures"]))
     ask.add_argument("--page-only", action="store_true")
     said = ask.parse_args()
-    if unknown := set(said.names) - set(COMMANDS):
-        ask.error(f"{', '.join(unknown)}: must be among {', '.join(COMMANDS)}")
+    known = [*COMMANDS, "figures"]
+    if unknown := set(said.names) - set(known):
+        ask.error(f"{', '.join(unknown)}: must be among {', '.join(known)}")
     DATA.mkdir(parents=True, exist_ok=True)
     where = DATA / "machines.json"
     machines = json.loads(where.read_text()) if where.exists() else {}
-    for name in [] if said.page_only else said.names or COMMANDS:
+    for name in [] if said.page_only else said.names or known:
         print(f"== {name}", flush=True)
+        if name == "figures":
+            draw()
+            continue
         command = [sys.executable, "-m", *COMMANDS[name], "--out", str(DATA / f"{name}.json")]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             print(f"{name} failed; its older samples stay", flush=True)
@@ -72,6 +77,14 @@ def main() -> None:
     if (found := DATA / "prediction.json").exists():
         text = prediction.page(json.loads(found.read_text()), machines.get("prediction", {}))
         (ROOT / "docs" / "prediction.md").write_text(text)
+
+
+def draw() -> None:
+    """The strategies' timelines; they are simulated, so nothing of this machine is in them."""
+    from tests.bench.figures import write
+
+    for path in write():
+        print(path.relative_to(ROOT), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 ARTEFACTS = ROOT / "artefacts"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FAILED = pytest.StashKey[bool]()
 PLACES = {
     "JUPYTER_CONFIG_DIR": "config",
     "IPYTHONDIR": "ipython",
@@ -188,8 +189,15 @@ class Sheet:
         self.page.screenshot(path=ARTEFACTS / f"{name}.png")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture
-def sheet(jupyter: Jupyter) -> Iterator[Sheet]:
+def sheet(jupyter: Jupyter, request: pytest.FixtureRequest) -> Iterator[Sheet]:
     """A browser page of 1280 x 720 that can open notebooks."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
@@ -197,5 +205,12 @@ def sheet(jupyter: Jupyter) -> Iterator[Sheet]:
     with api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1280, "height": 720})
-        yield Sheet(page, jupyter)
+        said: list[str] = []
+        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"page error: {error}"))
+        opened = Sheet(page, jupyter)
+        yield opened
+        if request.node.stash.get(FAILED, False):  # what it looked like is gone a moment later
+            opened.shot(f"failed-{request.node.name}")
+            print(*said[-40:], (jupyter.folder.parent / "jupyter.log").read_text()[-3000:], sep="\n")
         browser.close()

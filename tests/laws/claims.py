@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from workbench.fabric import traffic
 
@@ -12,12 +13,20 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 EXPECTED = {
     "AsyncModelAverage": ("periodic", "parameters"),
     "AsyncServer": ("periodic", "displacements"),
+    "BMUF": ("lockstep periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
+    "DiLoCo": ("lockstep periodic", "displacements"),
+    "EASGD": ("lockstep periodic", "displacements"),
     "Gossip": ("lockstep periodic", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
     "LowPrecisionDecentralized": ("lockstep periodic", "displacements"),
+    "OneBitAdam": ("lockstep", "moments"),
+    "QAdam": ("lockstep", "moments"),
+    "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
+    "SlowMo": ("lockstep periodic", "displacements"),
     "StochasticGradientPush": ("lockstep periodic", "parameters"),
+    "StreamingDiLoCo": ("lockstep periodic", "displacements"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
 }
 
@@ -31,17 +40,41 @@ def dense(sizes: list[int]) -> int:
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
     "LowPrecisionDecentralized": lambda sizes: 2 * sum(n // 4 + 8 for n in sizes),
+    "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
     "StochasticGradientPush": lambda sizes: sum(sizes) + 8,
+    "StreamingDiLoCo": lambda sizes: 2 * 3 * (4 + 576 // 4 // 2),  # the 576 elements of layer a: scales and half bytes
 }
 
-# what the law of live knobs turns a knob to that takes any text, on two ranks
-TEXTS = {"Gossip.edges": "0.9 0.1; 0.1 0.9", "StochasticGradientPush.edges": "0.9 0.3; 0.1 0.7"}
-
 # strategies that are not the plain optimizer on one rank, and why
-NOT_ALONE: dict[str, str] = {}
+OUTER = "an outer optimizer works on what one rank alone has learned, too"
+NOT_ALONE: dict[str, str] = {
+    "BMUF": OUTER,
+    "DiLoCo": OUTER,
+    "EASGD": "rank and centre are two, and pull at each other",
+    "OneBitAdam": "it is Adam, whatever the task's optimizer",
+    "QAdam": "it is Adam, whatever the task's optimizer",
+    "SlowMo": OUTER,
+    "StreamingDiLoCo": OUTER,
+}
 
-# strategies whose exit takes over an outer or centre value instead of the ranks' mean
-ADOPTS: set[str] = set()
+# strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
+# in, end in an outer value that momentum has carried past the mean
+ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "SlowMo", "StreamingDiLoCo"}
 
 # strategies that round what they mix, so that the mean of the ranks moves while they come together
 ROUNDS = {"LowPrecisionDecentralized"}
+
+# (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
+TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("Gossip", "edges"): ({}, "0-1 1-2 2-3"),  # 3 is no graph
+    ("LocalSGD", "start"): ({}, 9),  # a start that lies behind is over
+    ("LocalSGD", "group"): ({}, 2),  # 3 would not divide the ranks
+    ("LocalSGD", "group_every"): ({"group": 2}, 3),
+    ("SelSync", "delta"): ({"window": 2}, 1e6),  # until the window is full every step synchronises
+    ("SelSync", "window"): ({"window": 2, "delta": 1e6}, 9),
+    ("SelSync", "norm_window"): ({"window": 2, "delta": 0.1}, 8),
+    ("SelSync", "smoothing"): ({"window": 4, "delta": 0.5}, 0.9),
+    ("SelSync", "inject_ranks"): ({}, 0.5),  # 3 is no share
+    ("SelSync", "inject_share"): ({"inject_ranks": 0.5}, 1.0),
+    ("StochasticGradientPush", "edges"): ({}, "0>1 1>2 2>3 3>0"),
+}

@@ -19,6 +19,8 @@ CODECS = {name: cls for name, cls in ALL.items() if issubclass(cls, Codec)}
 EXPECTED = {
     "Dense": {"linear": True, "unbiased": True, "contraction": False, "immediate": True},
     "Cast": {"linear": True, "unbiased": False, "contraction": False, "immediate": False},
+    "ByteGrad": {"linear": False, "unbiased": False, "contraction": False, "immediate": False},
+    "OneBit": {"linear": False, "unbiased": False, "contraction": False, "immediate": False},
     "PowerSGD": {"linear": True, "unbiased": False, "contraction": False, "immediate": False},
     "TopK": {"linear": False, "unbiased": False, "contraction": True, "immediate": False},
     "ErrorFeedback": {"linear": False, "unbiased": False, "contraction": False, "immediate": False},

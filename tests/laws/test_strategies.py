@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.laws.claims import CLAIMS, EXPECTED, NOT_ALONE, SENT, TEXTS, dense
+from tests.laws.claims import CLAIMS, EXPECTED, NOT_ALONE, SENT, TURNED, dense
 from tests.ranks import batch, experiment, mse, net, run, shipped, weights
 from workbench.canonical import state_hash
 from workbench.compressors import Compressor
@@ -69,11 +69,12 @@ def test_every_live_knob_changes_operations_or_parameters(name: str) -> None:
     for k in knobs(ALL[name]):
         if not k.live:
             continue
-        values = (TEXTS.get(f"{name}.{k.name}"), *(k.choices or ()), k.low, 3, k.high)
-        other = next(v for v in values if v is not None and v != k.default)
-        ranks = 4 if k.choices else 2  # any two ranks are neighbours in every graph
-        plain = run(experiment(ranks, 12, strategy=ALL[name]()))[0]
-        turned = run(experiment(ranks, 12, strategy=ALL[name]()), Change(5, f"strategy.{k.name}", k.check(other)))[0]
+        other = next(v for v in (*(k.choices or ()), k.low, 3, k.high) if v is not None and v != k.default)
+        beside, other = TURNED.get((name, k.name), ({}, other))
+        ranks = 4 if k.choices or (name, k.name) in TURNED else 2  # any two ranks are neighbours in every graph
+        chosen = experiment(ranks, 12, strategy=ALL[name](**beside))
+        plain = run(chosen)[0]
+        turned = run(chosen, Change(5, f"strategy.{k.name}", k.check(other)))[0]
         same = plain.record.comm() == turned.record.comm() and torch.equal(weights(plain), weights(turned))
         assert not same, f"{k.name} from {k.default} to {other} changed nothing"
 

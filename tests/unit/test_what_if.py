@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from widgets.what_if import WhatIf, mbits, slide
@@ -64,6 +66,32 @@ def test_the_panel_stands_where_the_run_does_and_says_what_comes_out(run: Run) -
     panel.follow()
     assert panel.ranks.value == 8, "a slider that was moved stays where it is"
     panel.close()
+
+
+def test_what_is_said_is_of_what_was_simulated_though_a_slider_moves_meanwhile(run: Run) -> None:
+    panel = WhatIf(lambda: run)
+    said: list[str] = []
+    panel.said.observe(lambda change: said.append(change.new), "value")
+    asked: list[int] = []
+
+    class Moved:
+        """The run, on which a question takes so long that the slider is moved again."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(run, name)
+
+        def what_if(self, turns: dict[str, int]) -> object:
+            asked.append(turns["ranks"])
+            if len(asked) == 1:
+                panel.ranks.value = 8
+            return run.what_if(turns)
+
+    panel.present = Moved
+    panel.ranks.value = 5
+    assert panel.working is not None
+    panel.working.join(30)
+    told = [int(m[1]) for text in said if (m := re.search(r"What if (\d+) rank", text))]
+    assert told == asked == [5, 8]
 
 
 def test_the_panel_says_when_there_is_nothing_to_ask_about() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from workbench.analysis.blame import blame
 from workbench.analysis.collectives import against_others, lined_up
+from workbench.analysis.messages import carried, waited
 from workbench.analysis.window import Window, last_steps, since_change
 from workbench.timeline import Timeline
 
@@ -77,6 +78,8 @@ def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     if len(w.ranks) < 2 or w.complete.sum() < FEWEST:
         return None
     met, cost = blame(w, lined_up(w))
+    if not len(met):
+        met, cost = waited(w)
     if 0 < len(met) >= w.complete.sum() - 1:
         f = _facts(w, w.complete, met, cost, np.ones(len(met)))
     else:
@@ -100,7 +103,8 @@ def _facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray, size:
     steady = np.stack([against_others(phase[over]) for phase in (*named, rest)])  # (phases, steps, p)
     total = steady.sum(axis=0)
     at = met - w.first
-    meeting = [against_others(w.seconds(lane)[at]) / size[:, None] for lane in ("codec", "port")]
+    ports = w.seconds("port") + carried(w)
+    meeting = [against_others(busy[at]) / size[:, None] for busy in (w.seconds("codec"), ports)]
     excess = np.stack([*np.median(steady, axis=1), *map(_median, meeting)])
     cost = cost / size[:, None, None]
     everyday = bool(len(size)) and float(size.max()) == 1.0

@@ -2,10 +2,22 @@
 
 from workbench.compressors._base import Codec as Codec
 from workbench.compressors._base import Compressor as Compressor
+from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
+from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
 from workbench.compressors.top_k import TopK as TopK
 
-__all__ = ["Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "PowerSGD", "TopK"]
+__all__ = [
+    "ByteGrad",
+    "Cast",
+    "Codec",
+    "Compressor",
+    "Dense",
+    "ErrorFeedback",
+    "OneBit",
+    "PowerSGD",
+    "TopK",
+]

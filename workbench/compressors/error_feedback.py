@@ -33,6 +33,8 @@ class ErrorFeedback(Compressor):
     slot: ClassVar[str] = "residual"
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        if isinstance(self.of, ErrorFeedback):  # there is one residual: it cannot be fed back twice
+            return await self.of.reduce(rank, bucket, memory)
         residual = memory.flat(self.slot, bucket)
         x = residual.add_(bucket.data)  # the residual's own storage holds x until the contribution is known
         bucket.data.copy_(x)

@@ -13,6 +13,7 @@ from workbench.engine.canonical import all_equal
 from workbench.engine.opaque import unwrap, wrap
 from workbench.experiment import Experiment
 from workbench.fabric.load import pauses
+from workbench.optimizers import built
 
 
 class Turnable:
@@ -28,6 +29,16 @@ class Turnable:
     def choose_lane(self: Any) -> None:
         """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
         self.lane.eager = self.rank.compressor.immediate and not self.lane.shaper.active
+
+    def make_optimizer(self: Any, wanted: Experiment) -> Any:
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
+
+    def use_optimizer(self: Any, optimizer: Any) -> None:
+        self.optimizer = self.host.optimizer = optimizer
+
+    def sample(self: Any, name: str, value: float) -> None:
+        self.record.sample(self.rank.step, name, self.clock.now(), value)
 
     def rebucket(self: Any, bucket_mb: float) -> None:
         self.layout.rebucket(bucket_mb)
@@ -82,7 +93,7 @@ def adopt(run: Any, names: list[str]) -> None:
             run.pocket = run.tickets.take()
         run.control.wait(run.control.broadcast(order, 0))
     if (strategy := run.experiment.strategy).crosses:
-        run.host.drive(strategy.leave(run.rank, run.state))
+        run.host.drive(strategy.settle(run.rank, run.state))
     run.host.forget_hooks()
     run.layout.reorder([run.layout.order[i].name for i in order.tolist()])
     run.mark_buckets()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.canonical import optimizer_tensors
+from workbench.canonical import clipped, optimizer_tensors
 from workbench.engine.lane import Lane
 from workbench.engine.post import Post
 from workbench.engine.shaping import Pace
@@ -48,6 +48,7 @@ class Host:
         self.module: Callable[..., Any] = model  # what forward calls: the model, or torch's wrapper around it
         self.batches: Callable[[], Any] = lambda: None
         self.before_update: Callable[[], None] = lambda: None
+        self.clip: Callable[[], float] = lambda: 0.0  # the longest that the gradient may be; 0: any
         self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
         self.met = False  # did all ranks meet in this step?
         self.op = ""  # what is being done now, for errors and for the status line
@@ -187,6 +188,8 @@ class Host:
         began = self.watch.now()
         self.pace.begin("update", self.rank.step)
         with self.alone:
+            if longest := self.clip():
+                self._sample("grad_norm", clipped(self.layout, longest))
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()

@@ -25,10 +25,12 @@ CODEC_FLOOR = 100e-6  # shorter stretches of a child's own work are not worth a 
 class Job:
     """A child under way: its coroutine, its result, and when what happened."""
 
-    __slots__ = ("asked", "child", "done", "error", "flight", "name", "resumed", "value")
+    __slots__ = ("asked", "child", "done", "error", "flight", "name", "resumed", "step", "value")
 
-    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: float, done: threading.Event | None) -> None:
+    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: float, done: threading.Event | None,
+                 step: int) -> None:
         self.child, self.name, self.asked = child, name, asked
+        self.step = step  # that it was started in, which is the step of all that it does
         self.done = done  # None where the thread that waits also runs it
         self.value: Any = None
         self.error: BaseException | None = None
@@ -39,11 +41,12 @@ class Job:
 class Flight:
     """A collective issued and not yet waited for."""
 
-    __slots__ = ("arrived", "asked", "finished", "hold", "nbytes", "op", "what", "work")
+    __slots__ = ("arrived", "asked", "finished", "hold", "nbytes", "op", "step", "what", "work")
 
-    def __init__(self, op: Op, what: str, work: Any, asked: float, arrived: float, nbytes: int, hold: Any) -> None:
+    def __init__(self, op: Op, what: str, work: Any, asked: float, arrived: float, nbytes: int, hold: Any,
+                 step: int) -> None:
         self.op, self.what, self.work, self.asked, self.arrived = op, what, work, asked, arrived
-        self.nbytes, self.hold = nbytes, hold
+        self.nbytes, self.hold, self.step = nbytes, hold, step
         self.finished = 0.0
 
 
@@ -73,7 +76,7 @@ class Lane:
     def start(self, child: Coroutine[Op, Any, Any], name: str) -> Handle:
         handle = Handle(name, self.name)
         here = self.eager or self.size == 1
-        job = handle._state = Job(child, name, self.clock.now(), None if here else threading.Event())
+        job = handle._state = Job(child, name, self.clock.now(), None if here else threading.Event(), self.step)
         if here:
             self._advance(job, finish=False)
         else:
@@ -148,7 +151,7 @@ class Lane:
     def _codec(self, job: Job, began: float) -> None:
         now = self.clock.now()
         if now - began > CODEC_FLOOR:
-            self.span(self.step, "codec", job.name, began, began, now, 0)
+            self.span(job.step, "codec", job.name, began, began, now, 0)
 
     # -- one collective --
 
@@ -165,7 +168,7 @@ class Lane:
         if self.shaper.active:
             self.shaper.ready(now, job.asked)
         work, hold, nbytes = issue(op)
-        flight = Flight(op, what, work, job.resumed, now, nbytes, hold)
+        flight = Flight(op, what, work, job.resumed, now, nbytes, hold, job.step)
         if self.eager and self._device == "cpu":  # on CUDA "done" would mean enqueued
             work.get_future().add_done_callback(lambda _: setattr(flight, "finished", self.clock.now()))
         return flight
@@ -176,11 +179,11 @@ class Lane:
         end = flight.finished or self.clock.now()
         if self.shaper.active:
             began, own, end = self.shaper.finish(flight.op.verb, flight.nbytes, self._last_arrival)
-            self.span(self.step, "port", flight.what, began, began, own, 0)
+            self.span(flight.step, "port", flight.what, began, began, own, 0)
             end = max(end, self.clock.now())
         sent, _ = traffic(flight.op.verb, flight.nbytes, self.size)
         self.sent += sent
-        self.span(self.step, "comm", flight.what, flight.asked, flight.arrived, end, sent)
+        self.span(flight.step, "comm", flight.what, flight.asked, flight.arrived, end, sent)
         self.busy = ""
         return self._finish(flight)
 

@@ -133,10 +133,11 @@ class Session(Turnable):
         self.meeting.go_on()
         while True:
             self._boundary()
-            if self.stopping:
-                return self._say("stopped")
-            if self.meeting.over or (self._at_last_step() and self.experiment.strategy.lockstep):
-                return self._say("done")
+            strategy = self.experiment.strategy
+            if self.stopping or self.meeting.over or (self._at_last_step() and strategy.lockstep):
+                if strategy.lockstep and strategy.can_settle:
+                    self.host.drive(strategy.settle(self.rank, self.state))
+                return self._say("stopped" if self.stopping else "done")
             self._step()
             if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
                 evaluate(self, together=self.experiment.strategy.lockstep)
@@ -150,6 +151,7 @@ class Session(Turnable):
         self.lane.step = self.rank.step
         if self.pending_pause:
             self._freeze()
+        self.rate.follow(self)
         began = self.clock.now()
         host.drive(strategy.step(self.rank, self.state))
         host.watch.settle()
@@ -224,7 +226,7 @@ class Session(Turnable):
     def _turn(self, what: dict[str, Any]) -> None:
         about = {k: what.get(k) for k in ("id", "path", "value", "requested_at")}
         try:
-            wanted = able(self.experiment.turn(what["path"], what["value"]))
+            wanted = able(self.experiment.turn(what["path"], what["value"]), self.layout)
         except KnobError as reason:
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})

@@ -27,12 +27,16 @@ from workbench.engine.watch import watch
 from workbench.experiment import Experiment
 from workbench.knobs import KnobError
 from workbench.layout import Layout, signature
+from workbench.optimizers import built
+from workbench.rates import Rate
 from workbench.tasks import rate
 
 
-def able(experiment: Experiment) -> Experiment:
-    """`experiment` if the engine performs what its strategy claims. Raises KnobError."""
+def able(experiment: Experiment, layout: Layout | None = None) -> Experiment:
+    """`experiment` if the engine performs what its strategy claims, on this model if known. Raises KnobError."""
     strategy = experiment.strategy
+    if layout is not None and (reason := strategy.refuses_model(layout.parts)):
+        raise KnobError(reason)
     if strategy.staged:
         what = "every rank computes the whole model"
     elif strategy.workers > 1 or strategy.shared:
@@ -51,6 +55,7 @@ def set_up(run: Any) -> None:
     run.local, doubt = _wires(run)
     run.tickets = Tickets(run.control, run.rank.index, run.inbox)
     _model(run)
+    able(run.experiment, run.layout)
     _host(run)
     run.set_fabric(None, run.experiment)
     changes.set_compressor(run, None, run.experiment)
@@ -100,9 +105,11 @@ def _model(run: Any) -> None:
     run.layout = Layout(run.model, e.bucket_mb)
     check_equal(run.control, signature(run.model), "parameter names, shapes or types")
     broadcast_model(run.control, run.layout, run.model)
-    run.optimizer = run.learner.optimizer([p for p in run.model.parameters() if p.requires_grad], e.lr)
+    params = [p for p in run.model.parameters() if p.requires_grad]
+    run.optimizer = built(e.optimizer, run.learner.optimizer, params, e.lr)
     torch.manual_seed(e.seed * 100_003 + rank.index + 1)
     rank.lr = e.lr or rate(run.optimizer)
+    run.rate = Rate(e, run.optimizer)
     run.batches = Batches(run.learner.data, rank.index, rank.size, run.device)
     run.restart_data()
 
@@ -119,6 +126,7 @@ def _host(run: Any) -> None:
     run.host.still_well = lambda: run.meeting.check()
     run.host.batches = run.batches.next
     run.host.before_update = run.before_update
+    run.host.clip = lambda: run.experiment.clip
 
 
 def _environment(run: Any, doubt: float) -> dict[str, Any]:

@@ -7,5 +7,6 @@ from workbench.fabric.link import Link as Link
 from workbench.fabric.link import traffic as traffic
 from workbench.fabric.noisy import Noisy as Noisy
 from workbench.fabric.slow import Slow as Slow
+from workbench.fabric.stumble import Stumble as Stumble
 
-__all__ = ["Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "traffic"]
+__all__ = ["Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble", "traffic"]

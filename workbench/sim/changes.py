@@ -16,6 +16,7 @@ from workbench.sim.costs import Costs
 from workbench.sim.host import Host
 
 if TYPE_CHECKING:
+    from workbench.layout import Layout
     from workbench.sim.world import World
 
 
@@ -58,6 +59,15 @@ class Turnable(ABC):
 
     def restart_data(self) -> None:
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
+
+    def make_optimizer(self, wanted: Experiment) -> Any:
+        return self.body.made(wanted)
+
+    def use_optimizer(self, optimizer: Any) -> None:
+        self.body.use(optimizer)
+
+    def sample(self, name: str, value: float) -> None:
+        self.host.note(name, value)
 
     def rebucket(self, bucket_mb: float) -> None:
         self.body.rebucket(bucket_mb)
@@ -116,9 +126,11 @@ class Turnable(ABC):
             self.mark("state", {"state": phase, "detail": ""})
 
 
-def refused(e: Experiment, costs: Costs | None, real: bool) -> str | None:
-    """Why `e` cannot be simulated, in a sentence that says what would do; or None."""
+def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | None = None) -> str | None:
+    """Why `e` cannot be simulated, with this model if it is known, in a sentence that says what would do; or None."""
     name = type(e.strategy).__name__
+    if layout is not None and (reason := e.strategy.refuses_model(layout.parts)):
+        return reason
     if e.strategy.opaque:
         return (
             f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "

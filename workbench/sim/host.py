@@ -93,7 +93,11 @@ class Host:
         (bucket,) = op.args
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
-        self.body.update(bucket)
+        if bucket is not None and self.experiment.clip:
+            raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
+        norm = self.body.update(bucket, self.experiment.clip)
+        if norm is not None:
+            self.note("grad_norm", norm)
         return self._compute(fiber, "update", None, share)
 
     def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:

@@ -12,6 +12,7 @@ from workbench import changes
 from workbench.experiment import Experiment
 from workbench.knobs import Change, KnobError, in_words, to_plain
 from workbench.ops import Op
+from workbench.rates import Rate
 from workbench.sim.changes import Turnable, refused
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
@@ -30,6 +31,7 @@ class Session(Turnable):
         self.host = Host(world, index, experiment, body)
         self.rank = self.host.rank
         self.rank.lr = experiment.lr or rate(body.optimizer)
+        self.rate = Rate(experiment, body.optimizer)
         self.planned = list(world.planned)
         self.state: Any = None
         self.flushing = False
@@ -62,6 +64,8 @@ class Session(Turnable):
             if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
                 await self._evaluate(together=self.experiment.strategy.lockstep)
         await self.stop_background()
+        if (strategy := self.experiment.strategy).lockstep and strategy.can_settle:
+            await strategy.settle(self.rank, self.state)
         self.say("done")
 
     async def _step(self) -> None:
@@ -71,6 +75,7 @@ class Session(Turnable):
             seconds, self.pending_pause = self.pending_pause, 0.0
             await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {seconds:.1f} s"})
+        self.rate.follow(self)
         began = clock.now
         if strategy.workers > 1:
             await self._all_workers()
@@ -86,7 +91,7 @@ class Session(Turnable):
             changes.flushed(self)
         if self.body.to_learn:
             if strategy.crosses:
-                await strategy.leave(self.rank, self.state)
+                await strategy.settle(self.rank, self.state)
             self.body.learn()
             self.mark_buckets()
         self.rank.step += 1
@@ -189,7 +194,7 @@ class Session(Turnable):
         about = {"id": f"planned {change.at_step}", "path": change.path, "value": value, "requested_at": None}
         try:
             wanted = self.experiment.turn(change.path, change.value)
-            if reason := refused(wanted, self.world.costs, self.world.real):
+            if reason := refused(wanted, self.world.costs, self.world.real, self.layout):
                 raise KnobError(reason)
             if wanted.strategy.staged != self.experiment.strategy.staged:
                 raise KnobError(f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, "

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from workbench.batches import Batches
+from workbench.canonical import prime
 from workbench.experiment import Experiment
 from workbench.layout import Layout
 from workbench.ops import Bucket, StrategyError
+from workbench.optimizers import Optimizer, built
 from workbench.tasks import Learner
 
 
@@ -61,12 +63,22 @@ class Outline:
         self.model = outline(learner)
         first = Layout(self.model, experiment.bucket_mb)
         names = [p.name for p in first.order]
-        self.arrival, self.optimizer = _tried(self.model, learner, experiment)
+        self.learner, self._made = learner, dict[Optimizer, Any]()
+        self.optimizer = self.made(experiment)
+        self.arrival = _tried(self.model, learner, experiment, self.optimizer)
         self.learned = bool(self.arrival)
         seen = set(self.arrival)
         self.arrival = self.arrival + [n for n in names if n not in seen]
         self._names = names
         self._cuts: dict[tuple[float, bool], Cut] = {}
+
+    def made(self, experiment: Experiment) -> Any:
+        """The optimizer that `experiment` wants, one for all ranks."""
+        wanted = experiment.optimizer
+        if wanted not in self._made:
+            params = [p for p in self.model.parameters() if p.requires_grad]
+            self._made[wanted] = built(wanted, self.learner.optimizer, params, experiment.lr)
+        return self._made[wanted]
 
     def cut(self, bucket_mb: float, learned: bool) -> Cut:
         """The buckets of this size, in the learned order of gradients or in the one before that was known."""
@@ -91,6 +103,7 @@ class Sizes:
         self.model, self.optimizer = whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
         self.learning = False
+        self._begun = True  # has the optimizer made a step?
 
     @property
     def layout(self) -> Layout:
@@ -128,8 +141,17 @@ class Sizes:
     def full(self, index: int) -> Bucket:
         return self.cut.buckets[index]
 
-    def update(self, bucket: Bucket | None) -> None:
-        pass
+    def made(self, experiment: Experiment) -> Any:
+        return self._outline.made(experiment)
+
+    def use(self, optimizer: Any) -> None:
+        self.optimizer, self._begun = optimizer, False
+
+    def update(self, bucket: Bucket | None, longest: float) -> None:
+        """Nothing moves; an optimizer that took over remembers something from its first step on."""
+        if not self._begun:
+            prime(self.layout, self.optimizer)
+            self._begun = True
 
     def grads(self) -> list[Bucket]:
         return self.cut.buckets
@@ -159,12 +181,11 @@ def outline(learner: Learner) -> nn.Module:
     return model.train()
 
 
-def _tried(model: nn.Module, learner: Learner, experiment: Experiment) -> tuple[list[str], Any]:
-    """(names of the parameters in the order in which gradients appear, an optimizer that has its state)."""
+def _tried(model: nn.Module, learner: Learner, experiment: Experiment, optimizer: Any) -> list[str]:
+    """Names of the parameters in the order in which gradients appear; gives the optimizer its state."""
     arrival: list[str] = []
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(lambda _, name=n: arrival.append(name)) for n, p in named]
-    optimizer = learner.optimizer([p for _, p in named], experiment.lr)
     try:
         batches = Batches(learner.data, 0, experiment.ranks, "meta")
         batches.restart(experiment.batch, experiment.seed, 0)
@@ -182,4 +203,4 @@ def _tried(model: nn.Module, learner: Learner, experiment: Experiment) -> tuple[
         optimizer.zero_grad(set_to_none=True)
     except Exception:
         optimizer.state.clear()
-    return arrival, optimizer
+    return arrival

@@ -19,10 +19,11 @@ from workbench.tasks import Learner
 class Part(Outline):
     """One stage of the model, as sizes."""
 
-    def __init__(self, whole: Outline, layers: list[tuple[str, nn.Module]], learner: Learner, lr: float) -> None:
+    def __init__(self, whole: Outline, layers: list[tuple[str, nn.Module]], learner: Learner, e: Experiment) -> None:
         self.model = nn.Sequential(OrderedDict(layers))
         named = [n for n, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = learner.optimizer(self.model.parameters(), lr)
+        self.learner, self._made = learner, {}
+        self.optimizer = self.made(e)
         self.arrival = [n for n in whole.arrival if n in set(named)]
         self._names = named[::-1]
         self._cuts = {}
@@ -62,7 +63,7 @@ def staged(whole: Outline, experiment: Experiment, learner: Learner) -> list[Sta
     cuts = _cuts(whole.model, ranks)
     crossing = _crossing(whole.model, cuts, experiment, learner)
     layers = list(whole.model.named_children())
-    parts = [Part(whole, layers[a:b], learner, experiment.lr) for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
+    parts = [Part(whole, layers[a:b], learner, experiment) for a, b in zip(cuts, [*cuts[1:], None], strict=True)]
     numels = [sum(p.numel() for p in part.model.parameters()) for part in parts]
     return [
         Stage(part, experiment.bucket_mb, n / sum(numels), x)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from workbench.batches import Batches
-from workbench.canonical import buffers
+from workbench.canonical import buffers, clipped
 from workbench.experiment import Experiment
 from workbench.layout import Layout
 from workbench.ops import Bucket, StrategyError
+from workbench.optimizers import built
 from workbench.sim.sizes import Cut, ready
 from workbench.tasks import Learner
 
@@ -30,7 +31,7 @@ class Tensors:
         self.learner = learner
         self.model = learner.model().train()
         self.layout = Layout(self.model, experiment.bucket_mb)
-        self.optimizer = learner.optimizer([p for p in self.model.parameters() if p.requires_grad], experiment.lr)
+        self.optimizer = self.made(experiment)
         self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
         self.restart_data(experiment.batch, experiment.seed, 0)
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
@@ -42,6 +43,14 @@ class Tensors:
         self._arrival: list[str] | None = None
         self._learned = False
         self._cut()
+
+    def made(self, experiment: Experiment) -> Any:
+        """The optimizer that `experiment` wants."""
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        return built(experiment.optimizer, self.learner.optimizer, params, experiment.lr)
+
+    def use(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
 
     def like(self, other: Tensors) -> None:
         """Takes over the parameters and buffers of `other`: random starts may differ from process to process."""
@@ -126,12 +135,19 @@ class Tensors:
     def full(self, index: int) -> Bucket:
         return self.layout.full(index)
 
-    def update(self, bucket: Bucket | None) -> None:
+    def update(self, bucket: Bucket | None, longest: float) -> float | None:
+        """One step of the optimizer; the norm of the gradient if it was not to be above `longest`."""
         if bucket is None:
+            norm = clipped(self.layout, longest) if longest else None
             with self._unnoticed():
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-            return self.layout.let_go()
+            self.layout.let_go()
+            return norm
+        self._update_one(bucket)
+        return None
+
+    def _update_one(self, bucket: Bucket) -> None:
         names = {part.name for part in bucket.parts}
         others = [p.param for p in self.layout.order if p.name not in names]
         if bucket.data.numel() != self.layout.buckets[bucket.index].data.numel():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from workbench.family import Family
-from workbench.ops import Rank
+from workbench.ops import Part, Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +19,13 @@ class Strategy(Family):
     exact:      one step equals one step on the joined batch of all ranks
     lockstep:   all ranks ask the same operations in the same order
     periodic:   ranks may differ between rounds; the canonical state is their mean
-    exchanges:  "gradients", "displacements" or "parameters"; compressors act on the first two only
+    exchanges:  "gradients", "moments", "displacements" or "parameters"; compressors act on all but the last
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
     shared:     all workers of one machine, whatever their rank, have one vector of parameters in common
-    crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `leave` settles them before
+    crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `settle` ends that before
                 anything is changed, and before buckets are cut anew
+    clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
     staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
 
     `lockstep` = False means asynchronous: ranks do not meet each step, and changes wait until all have drained.
@@ -40,10 +41,15 @@ class Strategy(Family):
     shared: ClassVar[bool] = False
     staged: ClassVar[bool] = False
     crosses: ClassVar[bool] = False
+    clips: ClassVar[bool] = True
 
     def trains(self, index: int, size: int) -> bool:
         """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
         return True
+
+    def batches(self, size: int) -> int:
+        """How many batches of one rank make the global batch that a learning rate may be scaled with."""
+        return sum(self.trains(r, size) for r in range(size))
 
     def heard(self, size: int) -> int:
         """Steps until every rank has heard, through messages, what rank 0 says; 0: they meet, or come when called.
@@ -80,6 +86,22 @@ class Strategy(Family):
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes what is under way, so that the mean of the ranks is the canonical state."""
 
+    async def settle(self, rank: Rank, state: Any) -> None:
+        """Where it `crosses`: finishes what is under way, to go on with the same `state`. Without it: `leave`."""
+        await self.leave(rank, state)
+
+    def hands_on(self, rank: Rank, state: Any) -> Any:
+        """After `leave`: an outer momentum, if it has one, as displacements by parameter's name; else None."""
+        return None
+
+    def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
+        """After `init`: what the strategy before `hands_on`, which one with an outer momentum goes on with."""
+
+    @property
+    def can_settle(self) -> bool:
+        """Can it finish what is under way without being left? In lockstep it does so when the run is over, too."""
+        return type(self).settle is not Strategy.settle
+
     async def known(self, rank: Rank, state: Any) -> Any:
         """Where ranks keep no common step: the parameters that all agree on, as far as this rank knows, as Buckets.
 
@@ -89,6 +111,10 @@ class Strategy(Family):
 
     def refuses_size(self, size: int) -> str | None:
         """Why it cannot run on `size` ranks, in a sentence that says what would do; or None."""
+        return None
+
+    def refuses_model(self, parts: list[Part]) -> str | None:
+        """Why it cannot train a model of these parameters, in a sentence that says what would do; or None."""
         return None
 
     def refuses(self, compressor: Any) -> str | None:

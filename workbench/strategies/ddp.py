@@ -32,6 +32,9 @@ class DDP(Strategy):
     exact: ClassVar[bool] = True
     exchanges: ClassVar[str] = "gradients"
 
+    def batches(self, size: int) -> int:
+        return self.accumulate * size
+
     async def step(self, rank: Rank, state: Any) -> None:
         share = 1.0 / (self.accumulate * rank.size)
         # share: each rank's loss is scaled, so that the sum over ranks is the mean gradient without a pass of its own

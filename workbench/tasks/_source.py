@@ -17,13 +17,23 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pyca
 EVERY = 10  # one file in so many is held out
 
 
-@cache
 def source(held_out: bool) -> Tensor:
     """The training text, or the held-out one: (n,) uint8. Read once per process."""
-    text = bytearray()
+    return _read(held_out)[0]
+
+
+def ends(held_out: bool) -> Tensor:
+    """Where each file of that text ends: (files,) int64, rising."""
+    return _read(held_out)[1]
+
+
+@cache
+def _read(held_out: bool) -> tuple[Tensor, Tensor]:
+    text, stops = bytearray(), []
     for number, path in enumerate(_files()):
         if (number % EVERY == EVERY - 1) == held_out:
             text += path.read_bytes()
+            stops.append(len(text))
         if len(text) >= (ENOUGH // EVERY if held_out else ENOUGH):
             break
     if len(text) < 100_000:
@@ -31,7 +41,7 @@ def source(held_out: bool) -> Tensor:
             f"ByteGPT reads the standard library's .py files, and {sysconfig.get_path('stdlib')} holds too few of "
             "them; take task=Digits, or a Python that comes with its sources"
         )
-    return torch.frombuffer(text, dtype=torch.uint8)
+    return torch.frombuffer(text, dtype=torch.uint8), torch.tensor(stops)
 
 
 @cache

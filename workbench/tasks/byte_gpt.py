@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from workbench.knobs import knob
 from workbench.tasks._base import Learner, TaskBase, shuffled
-from workbench.tasks._source import source
+from workbench.tasks._shards import by_files, dealt
+from workbench.tasks._source import ends, source
 
 HELD_OUT = 48  # windows that the held-out loss is taken over
 
@@ -23,7 +24,8 @@ class ByteGPT(TaskBase):
     """A small GPT that reads Python source, byte by byte.
 
     It begins at log(256) = 5.5 nats per byte, knows the letters' frequencies at 3.2, common words at 2. Every
-    tenth file of the standard library is held out. Nothing is downloaded.
+    tenth file of the standard library is held out. Nothing is downloaded. With `shards` = "files" each rank keeps
+    files of its own all the time, about equally many bytes; else every epoch is dealt out anew.
 
     Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
     https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
@@ -34,13 +36,15 @@ class ByteGPT(TaskBase):
     heads: int = knob(4, 1, 64, live=False, doc="attention heads")
     context: int = knob(64, 8, 4096, unit="bytes", live=False, doc="bytes read at once")
 
+    shards: str = knob("iid", choices=("iid", "files"), live=False, doc="do ranks read of all files, or each its own")
+
     lr: ClassVar[float] = 3e-3
     batch: ClassVar[int] = 8
 
     def build(self) -> Learner:
         return Learner(
             model=lambda: GPT(self.layers, self.width, self.heads, self.context),
-            data=partial(_batches, self.context),
+            data=self._batches,
             loss=_loss,
             optimizer=lambda params, lr: torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.01),
             evaluate=partial(_held_out, self.context),
@@ -50,6 +54,15 @@ class ByteGPT(TaskBase):
         if self.width % self.heads:
             return f"width={self.width}: must be a multiple of heads={self.heads}"
         return None
+
+    def _batches(self, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Tensor]:
+        """Windows of one rank: (batch, context + 1) uint8."""
+        windows = _windows(self.context, held_out=False)
+        if self.shards == "iid":
+            order = shuffled(len(windows), rank, ranks, batch, seed)
+        else:
+            order = dealt(_filed(self.context, ranks), rank, batch, seed)
+        return (windows[index] for index in order)
 
 
 class GPT(nn.Module):
@@ -107,10 +120,11 @@ def _windows(context: int, held_out: bool) -> Tensor:
     return source(held_out).unfold(0, context + 1, context)
 
 
-def _batches(context: int, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Tensor]:
-    """Windows of one rank: (batch, context + 1) uint8."""
-    windows = _windows(context, held_out=False)
-    return (windows[index] for index in shuffled(len(windows), rank, ranks, batch, seed))
+@cache
+def _filed(context: int, ranks: int) -> list[Tensor]:
+    """Windows by rank; one that reaches into the next file belongs to that in which it begins."""
+    begin = torch.arange(len(_windows(context, held_out=False))) * context
+    return by_files(torch.searchsorted(ends(held_out=False), begin, right=True), ranks)
 
 
 def _loss(model: nn.Module, window: Tensor) -> Tensor:

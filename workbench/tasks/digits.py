@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from workbench.knobs import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError, shuffled
+from workbench.tasks._shards import dealt, dirichlet
 
 EVERY = 5  # one image in so many is held out
 
@@ -27,12 +28,22 @@ class Digits(TaskBase):
     1,797 images of 8 x 8 pixels, a fifth of them held out; begins at log(10) = 2.3 nats and 10 % accuracy.
     Almost all of its parameters are in one layer, so it makes much traffic for little compute.
 
+    With `shards` = "iid" every epoch is dealt out anew and ranks see the same mix of digits. With "dirichlet" each rank
+    keeps examples of its own all the time, equally many, with its own mix of digits q_r ~ Dirichlet(alpha * the mix of
+    all): at alpha = 100 nearly alike, at 1 some digits are rare, at 0.1 two or three make up most.
+
     Reference: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proc. IEEE 1998; data:
-    Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49
+    Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI 1998, https://doi.org/10.24432/C50P49;
+    shards: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+    Classification", 2019, https://arxiv.org/abs/1909.06335
     """
 
     width: int = knob(32, 4, 512, live=False, doc="channels of the first layer; the second has twice as many")
     hidden: int = knob(384, 16, 8192, live=False, doc="features of the large layer")
+
+    shards: str = knob("iid", choices=("iid", "dirichlet"), live=False, doc="do ranks see like digits, or each its own")
+    alpha: float = knob(0.5, 0.01, 1000.0, log=True, live=False, doc="of Dirichlet shards: the smaller, the less alike")
+    shard_seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of who gets which examples in Dirichlet shards")
 
     lr: ClassVar[float] = 1e-3
     batch: ClassVar[int] = 32
@@ -41,11 +52,19 @@ class Digits(TaskBase):
     def build(self) -> Learner:
         return Learner(
             model=lambda: network(self.width, self.hidden),
-            data=_batches,
+            data=self._batches,
             loss=_loss,
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=_held_out,
         )
+
+    def _batches(self, rank: int, ranks: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        images, shown = _images(held_out=False)
+        if self.shards == "iid":
+            order = shuffled(len(shown), rank, ranks, batch, seed)
+        else:
+            order = dealt(_skewed(ranks, self.alpha, self.shard_seed), rank, batch, seed)
+        return ((images[index], shown[index]) for index in order)
 
 
 def network(width: int, hidden: int) -> nn.Module:
@@ -82,9 +101,9 @@ def _table() -> Tensor:
     return torch.tensor(np.column_stack([pixels, shown]), dtype=torch.float32)
 
 
-def _batches(rank: int, ranks: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    images, shown = _images(held_out=False)
-    return ((images[index], shown[index]) for index in shuffled(len(shown), rank, ranks, batch, seed))
+@cache
+def _skewed(ranks: int, alpha: float, seed: int) -> list[Tensor]:
+    return dirichlet(_images(held_out=False)[1], ranks, alpha, seed)
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

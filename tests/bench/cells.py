@@ -1,0 +1,273 @@
+"""A cell: one simulated run, and the few numbers of it that are kept as a small JSON file.
+
+A file is named after what was run and holds a key of all that the numbers depend on: the experiment, what compute
+costs, the strategy's code without its words. Where the key is still the same, a cell is not run again. Knows neither
+the campaign that it is part of nor the page that shows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from tests.bench.methods import FAST, LINK, SLOW, SLOW_RANK, STUMBLE, method
+from workbench import analysis
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link, Slow, Stumble
+from workbench.knobs import Change, KnobError, to_plain
+from workbench.run import Run
+from workbench.sim import Costs, Duration, Wire, simulate
+from workbench.strategies import DDP
+from workbench.tasks import ByteGPT, TaskBase
+
+DATA = Path(__file__).parents[2] / "docs" / "data" / "strategies"
+MEANING = 1  # raised when what is read off a run changes its meaning
+RANKS, SEEDS = 4, (0, 1, 2)
+TASK = ByteGPT(layers=2, width=64, heads=4, context=32)
+STEPS, EVERY = 300, 20  # steps of a cell; steps between two evaluations
+LITTLE = 0.01  # of the model's bytes: a step that sends less has not synchronised
+
+
+def fabric(where: str, seed: int) -> Fabric:
+    """The networks and faults of the tables, by name."""
+    link = Link(bandwidth=100.0, latency=5.0) if where == LINK else Link(bandwidth=10_000.0, latency=0.05)
+    faults = {SLOW: (Slow(rank=SLOW_RANK, factor=2.0),), STUMBLE: (Stumble(probability=0.1, factor=5.0, seed=seed),)}
+    return Fabric(link=link, faults=faults.get(where, ()))
+
+
+FABRICS = (FAST, LINK, SLOW, STUMBLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One simulated run: a strategy by name, the place of its row in the tables, and all else that it depends on.
+
+    after: steps of plain DDP before the strategy takes over, with its learning rate
+    rate:  the learning rate as a multiple of the task's
+    real:  real tensors, or sizes only
+    """
+
+    part: str
+    row: str
+    where: str
+    seed: int
+    method: str
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    task: TaskBase = TASK
+    fabric: Fabric = Fabric()
+    ranks: int = RANKS
+    steps: int = STEPS
+    every: int = EVERY
+    rate: float = 1.0
+    after: int = 0
+    real: bool = True
+
+    @property
+    def path(self) -> Path:
+        """Where in the data folder it is kept."""
+        words = f"{self.part} {self.row} {self.where} {self.seed}"
+        return Path(re.sub(r"[^\w.]+", "-", words).strip("-") + ".json")
+
+    @property
+    def work(self) -> int:
+        """Steps of all ranks times layers: what running it costs is about in proportion."""
+        steps = self.ranks * self.steps * getattr(self.task, "layers", 1)
+        return steps if self.real else steps // 20
+
+    def asked(self) -> tuple[Experiment, list[Change]]:
+        """The experiment and its changes. Raises KnobError."""
+        strategy = method(self.method).strategy(self.knobs)
+        lr = self.rate * self.task.lr
+        e = Experiment(
+            task=self.task, strategy=strategy, fabric=self.fabric, ranks=self.ranks, steps=self.steps, seed=self.seed,
+            eval_every=self.every, lr=lr, compressor=method(self.method).codec(),
+        )  # fmt: skip
+        if not self.after:
+            return e.checked(), []
+        changes = [
+            Change(self.after, "lr", lr),
+            *([Change(self.after, "strategy", strategy)] if strategy != DDP() else []),
+        ]
+        return Experiment.read({**e.plain(), "strategy": "DDP", "lr": self.task.lr}).checked(), changes
+
+
+def key(cell: Cell, costs: Costs) -> str:
+    """What the numbers of a cell depend on, as 16 hex digits. Raises KnobError where it cannot be run."""
+    experiment, changes = cell.asked()
+    what = {
+        "experiment": experiment.plain(), "changes": [[c.at_step, c.path, to_plain(c.value)] for c in changes],
+        "costs": costs_as_plain(costs), "real": cell.real, "after": cell.after, "meaning": MEANING,
+        "code": [code(type(x)) for x in (experiment.strategy, experiment.compressor)],
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
+def code(cls: type) -> str:
+    """A hash of a strategy's file and of the private files of its family that it imports, without their words."""
+    todo, seen = [sys.modules[cls.__module__]], dict[str, str]()
+    while todo:
+        module = todo.pop()
+        if module.__name__ in seen:
+            continue
+        tree = ast.parse(inspect.getsource(module))
+        seen[module.__name__] = _without_words(tree)
+        for node in ast.walk(tree):
+            name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if re.search(r"\._(?!base$)\w+$", name) and isinstance(found := sys.modules.get(name), ModuleType):
+                todo.append(found)
+    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _without_words(tree: ast.Module) -> str:
+    """The syntax without docstrings and comments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+# -- running and keeping --
+
+
+def measured(cell: Cell, costs: Costs) -> dict[str, Any]:
+    """Runs a cell and reads its numbers; one that cannot be says why."""
+    try:
+        experiment, changes = cell.asked()
+        run = simulate(experiment, changes=changes, costs=costs, real=cell.real)
+    except KnobError as reason:
+        return {"refused": str(reason)}
+    return read(run, cell.after)
+
+
+def read(run: Run, after: int = 0) -> dict[str, Any]:
+    """What is kept of a run. Bytes and synchronisations are those of the steps from `after` on.
+
+    samples_per_s: of all ranks together, until the first of them has made all its steps
+    bytes:         sent by one rank in one step, mean over ranks and steps; busiest: by the rank that sends most
+    compute:       mean seconds of a forward, a backward and an update
+    largest:       the most bytes that one rank sent in any one step
+    synced:        share of steps in which rank 0 sent more than a hundredth of the model
+    curve:         (step, seconds, held-out loss) of every evaluation; accuracy: the last one's, where there is one
+    """
+    e, tl = run.experiment, run.timeline
+    spans = tl.spans.rows()
+    steps = spans[spans.equal("lane", "step")]
+    done = min(float(steps.t1[steps.rank == r].max()) for r in np.unique(steps.rank))
+    made = int((steps.t1 <= done + 1e-12).sum())
+    sent = analysis.bytes_per_step(tl, after, e.steps + 1)
+    model = int(run.details("start", 0)[0][2]["nbytes"])
+    rows = tl.samples.rows()
+    held, right = rows[rows.equal("name", "held_out")], rows[rows.equal("name", "held_out:accuracy")]
+    work = spans[spans.equal("lane", "compute")]
+    phases = [work[work.equal("name", phase)] for phase in ("forward", "backward", "update")]
+    found: dict[str, Any] = {
+        "compute": [rounded(float((p.t1 - p.t0).sum()) / max(1, len(steps))) for p in phases],
+        "samples_per_s": rounded(e.batch * made / done),
+        "bytes": rounded(float(sent.sum()) / e.ranks / (e.steps - after)),
+        "busiest": rounded(float(sent.sum(axis=0).max()) / (e.steps - after)),
+        "largest": int(sent.max(initial=0)),
+        "synced": rounded(float((sent[: e.steps - after, 0] > LITTLE * model).mean())),
+        "model": model,
+        "curve": [[int(s), rounded(t), rounded(v)] for s, t, v in zip(held.step, held.t, held.value, strict=True)],
+    }
+    return {**found, **({"accuracy": rounded(float(right.value[-1]))} if len(right) else {})}
+
+
+def rounded(x: float) -> float:
+    """Six digits: enough, and short in a file."""
+    return float(f"{x:.6g}")
+
+
+def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
+    """Seconds until the held-out loss is `target`, between two evaluations in proportion; None if it never is.
+
+    >>> reached([[0, 0.0, 3.0], [20, 1.0, 2.0]], 2.5)
+    0.5
+    """
+    for (_, t0, high), (_, t1, low) in pairwise(curve):
+        if low <= target:
+            share = min(1.0, max(0.0, (high - target) / (high - low))) if high > low else 1.0
+            return float(t0 + (t1 - t0) * share)
+    return None
+
+
+class Results:
+    """What was measured, by part, row and place; refused cells apart."""
+
+    def __init__(self, files: Iterable[Mapping[str, Any]]) -> None:
+        self.files = [dict(f) for f in files]
+        self._found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+        self.refused: dict[tuple[str, str], str] = {}
+        for f in self.files:
+            if "refused" in f["found"]:
+                self.refused[f["part"], f["row"]] = f["found"]["refused"]
+            else:
+                self._found.setdefault((f["part"], f["row"], f["where"]), {})[f["seed"]] = f["found"]
+
+    @classmethod
+    def of(cls, folder: Path = DATA) -> Results:
+        """All cells in a folder."""
+        read = [json.loads(p.read_text()) for p in sorted(folder.glob("*.json"))]
+        return cls(f for f in read if "found" in f)
+
+    def seeds(self, part: str, row: str, where: str) -> dict[int, dict[str, Any]]:
+        """What was found, by seed; empty where nothing was measured."""
+        return dict(sorted(self._found.get((part, row, where), {}).items()))
+
+    def pairs(self, part: str, row: str, base: str, where: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """(what was found in `row`, in `base`) of every seed that both have."""
+        mine, others = self.seeds(part, row, where), self.seeds(part, base, where)
+        return [(mine[s], others[s]) for s in mine if s in others]
+
+
+def kept(cell: Cell, costs: Costs, folder: Path = DATA) -> dict[str, Any] | None:
+    """What was measured of a cell before, if it would come out the same now."""
+    path = folder / cell.path
+    if not path.exists():
+        return None
+    held = json.loads(path.read_text())
+    try:
+        return dict(held) if held["key"] == key(cell, costs) else None
+    except KnobError as reason:
+        return dict(held) if held["found"].get("refused") == str(reason) else None
+
+
+def keep(cell: Cell, costs: Costs, found: Mapping[str, Any], folder: Path = DATA, **more: Any) -> None:
+    """Writes a cell down."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"part": cell.part, "row": cell.row, "where": cell.where, "seed": cell.seed, "method": cell.method}
+    try:
+        about["key"] = key(cell, costs)
+    except KnobError:
+        about["key"] = ""
+    path = folder / cell.path
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({**about, **more, "found": found}))
+    fresh.replace(path)
+
+
+def costs_as_plain(costs: Costs) -> dict[str, Any]:
+    """Costs as JSON."""
+    return json.loads(json.dumps({**asdict(costs), "codec": dict(costs.codec)}))
+
+
+def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
+    phases = {k: tuple(Duration(*d) for d in plain[k]) for k in ("forward", "backward", "update")}
+    codec = {k: tuple(v) for k, v in plain["codec"].items()}
+    return Costs(**{**plain, **phases, "codec": codec, "wire": Wire(*plain["wire"])})

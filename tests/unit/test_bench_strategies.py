@@ -1,0 +1,276 @@
+"""The strategies' campaign: a cell is resumed, ratios are right, the page says what was found and what is lacking."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.bench import cells, claims, strategies, strategies_page
+from tests.bench.cells import FABRICS, SEEDS, STEPS, Cell, fabric, keep, kept, key, reached, read
+from tests.bench.methods import FAST, LINK, METHODS, SLOW, STUMBLE, Method
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link, Slow
+from workbench.sim import Costs, Duration, Wire
+from workbench.strategies import DDP, LocalSGD
+from workbench.tasks import Digits
+
+COSTS = Costs(forward=(Duration(0.004, 0.1), Duration(0.005, 0.1)), backward=0.008, update=0.002, wire=Wire(1e-4, 1e-9))
+TINY = Digits(width=4, hidden=16)
+
+
+def tiny(**rest: Any) -> Cell:
+    given = {"part": "table", "row": "LocalSGD(every=2)", "method": "LocalSGD", "knobs": {"every": 2}}
+    given |= {"where": FAST, "seed": 0}
+    return Cell(**{**given, "task": TINY, "steps": 6, "every": 3, **rest})
+
+
+def test_a_cell_is_kept_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = tiny()
+    assert kept(cell, COSTS, tmp_path) is None
+    keep(cell, COSTS, cells.measured(cell, COSTS), tmp_path)
+    before = (tmp_path / cell.path).read_text()
+    held = kept(cell, COSTS, tmp_path)
+    assert held is not None and held["found"]["curve"][-1][0] == 6
+    assert strategies.campaign([cell], COSTS, time.time() + 60, tmp_path) == 0
+    assert (tmp_path / cell.path).read_text() == before and not capsys.readouterr().out
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_cell_is_run_again_when_anything_that_matters_is_other() -> None:
+    cell, same = tiny(), tiny()
+    assert key(cell, COSTS) == key(same, COSTS)
+    others = [
+        tiny(knobs={"every": 3}), tiny(steps=7), tiny(seed=1), tiny(rate=2.0), tiny(after=2), tiny(task=Digits()),
+        tiny(fabric=fabric(LINK, 0)), tiny(method="DDP", knobs={}),
+    ]  # fmt: skip
+    keys = [key(cell, COSTS), key(cell, replace(COSTS, update=0.003)), *(key(other, COSTS) for other in others)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_words_in_a_strategys_file_do_not_matter_and_its_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = cells.inspect.getsource(cells.sys.modules["workbench.strategies.local_sgd"])
+    hashes = []
+    for changed in (
+        text,
+        text.replace('"""Local SGD:', '"""Said otherwise:'),
+        text.replace("since += 1", "since += 2"),
+    ):
+        cells.code.cache_clear()
+        monkeypatch.setattr(cells.inspect, "getsource", lambda _, changed=changed: changed)
+        hashes.append(cells.code(LocalSGD))
+    cells.code.cache_clear()
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_campaign_out_of_time_begins_nothing_and_says_how_much_is_left(tmp_path: Path) -> None:
+    assert strategies.campaign([tiny(), tiny(seed=1)], COSTS, time.time() - 1, tmp_path) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_numbers_of_a_cell_are_those_of_its_run() -> None:
+    link = Fabric(link=Link(bandwidth=100.0))
+    e = Experiment(task=TINY, strategy=LocalSGD(every=3), steps=6, eval_every=3, fabric=link)
+    run = simulate(e, costs=Costs(forward=0.01, backward=0.02, update=0.01), real=True)
+    f, p = read(run), 4
+    dense = 2 * (p - 1) * f["model"] // p
+    assert (
+        f["bytes"] == pytest.approx(dense / 3) == f["busiest"]
+        and f["largest"] == dense
+        and f["synced"] == pytest.approx(1 / 3)
+    )
+    wire = dense * 8e-6 / 100
+    assert f["samples_per_s"] == pytest.approx(4 * 6 * 32 / (6 * 0.04 + 2 * wire), rel=1e-4)
+    assert f["compute"] == pytest.approx([0.01, 0.02, 0.01])
+    assert [s for s, _, _ in f["curve"]] == [0, 3, 6] and f["curve"][1][1] == pytest.approx(0.12 + wire, rel=1e-4)
+    assert 0 <= f["accuracy"] <= 1
+
+
+def test_from_a_common_state_only_what_comes_after_counts() -> None:
+    cell = tiny(after=4, steps=8, every=8, rate=0.5)
+    experiment, changes = cell.asked()
+    assert experiment.strategy == DDP() and experiment.lr == TINY.lr
+    assert {c.path: c.value for c in changes} == {"lr": TINY.lr / 2, "strategy": LocalSGD(every=2)}
+    f = read(simulate(experiment, changes=changes, costs=COSTS, real=True), cell.after)
+    assert f["synced"] == 0.5 and f["bytes"] == pytest.approx(0.5 * f["largest"])
+
+
+def test_costs_come_back_from_the_data_as_they_were() -> None:
+    assert cells.costs_from_plain(json.loads(json.dumps(cells.costs_as_plain(COSTS)))) == COSTS
+
+
+def test_the_time_to_a_loss_lies_between_two_evaluations() -> None:
+    curve = [[0, 0.0, 4.0], [20, 2.0, 3.0], [40, 3.0, 3.5], [60, 5.0, 2.0]]
+    assert reached(curve, 3.5) == 1.0 and reached(curve, 3.0) == 2.0 and reached(curve, 2.75) == pytest.approx(4.0)
+    assert reached(curve, 1.0) is None
+
+
+def test_fabrics_are_the_four_that_are_asked_for() -> None:
+    fast = Link(bandwidth=10_000.0, latency=0.05)
+    assert fabric(FAST, 0) == Fabric(link=fast) and fabric(LINK, 0).link == Link(bandwidth=100.0, latency=5.0)
+    assert fabric(SLOW, 0).link == fabric(STUMBLE, 0).link == fast
+    (slow,) = fabric(SLOW, 0).faults
+    assert isinstance(slow, Slow) and slow.factor == 2.0
+    (stumble,) = fabric(STUMBLE, 2).faults
+    assert (stumble.probability, stumble.factor, stumble.rank, stumble.seed) == (0.1, 5.0, -1, 2)
+
+
+def test_a_plan_names_what_is_not_there_and_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = (Method(name="NotYetSGD", see="Nothing."), Method(name="LocalSGD", see="Wrong.", knobs=({"pace": 2},)))
+    monkeypatch.setattr(claims, "methods", lambda: later)
+    monkeypatch.setattr("tests.bench.methods.METHODS", (*later, *METHODS))
+    planned, lacking = strategies.planned(["table"])
+    assert {cell.row for cell in planned} == {"DDP"} and len(planned) == len(FABRICS) * len(SEEDS)
+    assert "skipped NotYetSGD: there is no such strategy yet" in lacking
+    assert any("LocalSGD(pace=2)" in line and "correct its entry" in line for line in lacking)
+
+
+def test_every_cell_has_a_file_of_its_own() -> None:
+    planned, _ = strategies.planned()
+    assert len({cell.path for cell in planned}) == len(planned) > 100
+    assert {cell.part for cell in planned} >= {"table", "outer", "selsync", "gossip"}
+
+
+# -- the page, from made-up cells --
+
+
+def made_up(folder: Path, row: str, where: str, seed: int = 0, part: str = "table", **found: Any) -> None:
+    """A cell that reaches 3.0 after STEPS / 2 steps and 2.5 at the end, 100 steps a second."""
+    curve = [[0, 0.0, 5.0], [STEPS // 2, 1.5, 3.0], [STEPS, 3.0, 2.5]]
+    sent = {"bytes": 1e6, "busiest": 1e6, "largest": 1_000_000, "synced": 1.0, "model": 600_000}
+    values = {"samples_per_s": 800.0, **sent, "compute": [0.003, 0.006, 0.001], "curve": curve, **found}
+    about = {"part": part, "row": row, "where": where, "seed": seed, "method": row.split("(")[0], "key": ""}
+    about |= {"commit": "abc1234", "date": "2026-11-21"}
+    name = "".join(c if c.isalnum() else "-" for c in f"{part} {row} {where} {seed}")
+    (folder / f"{name}.json").write_text(json.dumps({**about, "found": values}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for where in FABRICS:
+        for seed in SEEDS:
+            made_up(tmp_path, "DDP", where, seed)
+            quick = [[0, 0.0, 5.0], [STEPS // 2, 0.5, 3.0], [STEPS, 1.0, 2.55]]
+            made_up(
+                tmp_path,
+                "LocalSGD(every=4)",
+                where,
+                seed,
+                samples_per_s=2400.0,
+                bytes=2.5e5,
+                busiest=2.5e5,
+                curve=quick,
+            )
+    return tmp_path
+
+
+def row(page: str, heading: str, name: str) -> list[str]:
+    """The cells of a row of the table under a heading."""
+    section = page.split(f"## {heading}", 1)[1].split("\n## ", 1)[0]
+    line = next(line for line in section.splitlines() if line.startswith(f"| {name}") or line.startswith(f"| [{name}]"))
+    return [x.strip() for x in line.strip("|").split("|")]
+
+
+def test_a_page_holds_ratios_to_ddp_of_the_same_fabric(folder: Path) -> None:
+    page = strategies_page.text(folder)
+    found = row(page, "100 Mbit/s, 5 ms", "LocalSGD(every=4)")
+    assert found[1:] == ["3.00 (3.00 to 3.00)", "0.250", "3.00 (3.00 to 3.00)", "2.550 ± 0.000", "+2.0%"]
+    assert row(page, "Fast", "DDP")[1:4] == ["1.00 (1.00 to 1.00)", "1.000", "1.00 (1.00 to 1.00)"]
+    assert "counted to is 3:" in page and "commit abc1234" in page
+
+
+def test_a_page_says_what_is_lacking_and_what_was_refused(folder: Path) -> None:
+    made_up(folder, "ShadowMA", FAST)
+    about = {"part": "table", "row": "Gossip(graph=ring)", "where": FAST, "seed": 0, "method": "Gossip", "key": ""}
+    (folder / "refused.json").write_text(json.dumps({**about, "found": {"refused": "4 ranks make no circle"}}))
+    page = strategies_page.text(folder)
+    assert "Gossip(graph=ring): 4 ranks make no circle." in page
+    assert "Not measured yet:" in page and "LocalSGD(every=20)" in page.split("Not measured yet:")[1]
+    assert row(page, "Fast", "ShadowMA")[1] == "1.00 (1.00 to 1.00)"
+
+
+def test_a_loss_that_was_never_reached_is_said(folder: Path) -> None:
+    never = [[0, 0.0, 5.0], [STEPS, 1.0, 3.5]]
+    for seed in SEEDS:
+        made_up(folder, "ShadowMA", SLOW, seed, curve=never)
+    page = strategies_page.text(folder)
+    assert row(page, "One rank 2x slow", "ShadowMA")[3] == f"not reached in {STEPS} steps"
+
+
+def test_a_claim_that_does_not_show_says_why(folder: Path) -> None:
+    for where in FABRICS:
+        for seed in SEEDS:
+            made_up(folder, "ShadowMA", where, seed)
+    said = row(strategies_page.text(folder), "What the papers say", "ShadowMA")
+    assert "samples/s on 100 Mbit/s, 5 ms: 1.00, it does NOT show. The wire was not" in said[2]
+    said = row(strategies_page.text(folder), "What the papers say", "LocalSGD")
+    assert "LocalSGD(every=4): at best 3.00 times as fast" in said[2] and "3.00, it shows" in said[2]
+    assert "LocalSGD(every=20): not measured yet" in said[2]
+
+
+def test_a_common_state_is_left_with_each_ones_best_rate_and_shortfalls_are_marked(folder: Path) -> None:
+    for seed in SEEDS:
+        for rate, loss in ((0.5, 2.4), (1.0, 2.0), (2.0, 2.2)):
+            where, far = f"rate {rate:g}", [[0, 0, 5.0], [9, 1, loss + 0.1]]
+            made_up(folder, "DDP", where, seed, "outer", curve=[[0, 0, 5.0], [9, 1, loss]])
+            near = [[0, 0, 5.0], [9, 1, loss + 0.02]]
+            made_up(folder, "DiLoCo(every=25)", where, seed, "outer", bytes=3e4, curve=near)
+            made_up(folder, "SlowMo(every=25)", where, seed, "outer", bytes=6e4, curve=far)
+            streaming = "StreamingDiLoCo(every=25, fragments=4)"
+            made_up(folder, streaming, where, seed, "outer", bytes=4e3, largest=250_000)
+    page = strategies_page.text(folder)
+    assert row(page, "From a common state", "DiLoCo(every=25)")[1:5] == ["0.003", "2.020 ± 0.000", "+1.0%", "3.0%"]
+    assert "DiLoCo(every=25): +1.0% (asked: at most +2 %) with 3.0% of the bytes (asked: under 5 %)" in page
+    assert (
+        "SlowMo(every=25): +5.0% (asked: at most +2 %: NOT kept) with 6.0% of the bytes (asked: under 5 %: NOT kept)"
+        in page
+    )
+    assert "are 0.25 of DiLoCo's (asked: under a third)" in page
+
+
+def test_slow_ranks_selsync_and_gossip_are_held_against_what_was_asked(folder: Path) -> None:
+    late = [[0, 0.0, 5.0], [STEPS // 2, 1.48, 3.0], [STEPS, 3.0, 2.5]]
+    early = [[0, 0.0, 5.0], [STEPS // 2, 1.0, 3.0], [STEPS, 2.0, 2.5]]
+    for seed in SEEDS:
+        made_up(folder, "AsyncServer", SLOW, seed, curve=early)
+        made_up(folder, "BoundedStaleness(bound=3)", SLOW, seed, curve=late)
+        made_up(folder, "BoundedStaleness(bound=3)", STUMBLE, seed, curve=late)
+        made_up(folder, "DDP", "Digits", seed, "selsync", accuracy=0.97)
+        made_up(folder, "SelSync(delta=0.3)", "Digits", seed, "selsync", accuracy=0.965, synced=0.4)
+        made_up(folder, "SelSync(delta=1)", "Digits", seed, "selsync", accuracy=0.93, synced=0.2)
+    for mbit, ms in claims.WIRES:
+        for name in ("DDP", claims.RING, claims.EXPONENTIAL):
+            pace = 1.0 / claims.modelled(name, mbit, ms, {"compute": [0.003, 0.006, 0.001], "model": 600_000})
+            made_up(folder, name, f"{mbit:g} Mbit/s, {ms:g} ms", 0, "gossip", samples_per_s=pace)
+    page = strategies_page.text(folder)
+    slow = "Who is slow, and how"
+    assert row(page, slow, "AsyncServer")[2:4] == ["1.50 (1.50 to 1.50)", "faster"]
+    lines = [line for line in page.split(slow)[1].splitlines() if "BoundedStaleness(bound=3)" in line]
+    assert "faster: NOT so" in lines[0] and "| no faster |" in lines[1]
+    assert "Not measured yet: BackupWorkers" in page
+    assert "At most half of the synchronisations for at most one point: SelSync(delta=0.3)." in page
+    assert "Winner other than the model says: nowhere (18 comparisons)." in page
+    ring = row(page, "Gossip: latency or bandwidth", "10 Mbit/s, 0 ms")
+    assert float(ring[1]) < 1 and row(page, "Gossip: latency or bandwidth", "1000 Mbit/s, 20 ms")[1] > "1"
+
+
+def test_real_ranks_are_held_against_their_simulation(folder: Path) -> None:
+    for name, took in (("TorchDDP", 0.2), ("LocalSGD(every=4)", 0.12)):
+        about = {"part": "real", "row": name, "where": "paced", "seed": 0, "method": name, "key": ""}
+        values = {"step_s": took, "simulated_s": 0.1, "pace": 100.0, "steps": 24, "link": LINK}
+        (folder / f"real-{name}.json").write_text(json.dumps({**about, "found": values}))
+    page = strategies_page.text(folder)
+    assert row(page, "On real ranks", "LocalSGD(every=4)") == ["LocalSGD(every=4)", "120 ms", "100 ms", "1.200", "1.67"]
+    assert "Further off than 10 %: TorchDDP (2.00), LocalSGD(every=4) (1.20)." in page
+
+
+def test_a_page_without_data_says_so_everywhere(tmp_path: Path) -> None:
+    page = strategies_page.text(tmp_path)
+    assert page.count("Not measured yet") >= len(FABRICS) + len(claims.PARTS)
+    assert not np.any(["nan" in line.split() for line in page.splitlines()])

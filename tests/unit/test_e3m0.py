@@ -1,0 +1,151 @@
+"""E3M0: what four bits keep of a number, how they are packed, and the mean over ranks made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.ops import Op, Rank
+from workbench.strategies._e3m0 import BLOCK, decode, encode, mean, nbytes
+
+
+def there_and_back(x: torch.Tensor) -> torch.Tensor:
+    return decode(encode(x), x.numel())
+
+
+def noise(n: int, seed: int = 0) -> torch.Tensor:
+    """Numbers of all magnitudes."""
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=dice) * torch.exp2(torch.randint(-12, 3, (n,), generator=dice).float())
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 1000])
+def test_a_payload_has_half_a_byte_per_element_and_four_per_block(n: int) -> None:
+    code = encode(noise(n))
+    assert code.dtype == torch.uint8 and code.numel() == nbytes(n) == 4 * math.ceil(n / 256) + math.ceil(n / 2)
+    assert there_and_back(noise(n)).shape == (n,)
+    sizes = encode(torch.empty(n, device="meta"))
+    assert (sizes.shape, sizes.dtype) == (code.shape, code.dtype) and decode(sizes, n).shape == (n,)
+
+
+def test_there_are_eight_magnitudes_the_powers_of_two_below_the_largest_and_zero() -> None:
+    x = torch.cat([torch.linspace(0, 0.3, BLOCK // 2), torch.linspace(0.3, 3.0, BLOCK // 2)])
+    assert {float(v) for v in there_and_back(x).unique()} == {0.0, *(3.0 * 2.0**-k for k in range(7))}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_nearest_level_is_taken(seed: int) -> None:
+    x = noise(3 * BLOCK + 17, seed)
+    back = there_and_back(x)
+    for block, found in zip(x.split(BLOCK), back.split(BLOCK), strict=True):
+        s = float(block.abs().max())
+        levels = torch.tensor([0.0, *(s * 2.0**-k for k in range(7)), *(-s * 2.0**-k for k in range(7))])
+        nearest = (block.unsqueeze(1) - levels).abs().amin(1)
+        torch.testing.assert_close((block - found).abs(), nearest, rtol=1e-5, atol=1e-6 * s)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_error_is_within_its_bound_and_meets_it_nearly(seed: int) -> None:
+    x = noise(2000, seed)
+    scale = torch.cat([b.abs().max().expand(b.numel()) for b in x.split(BLOCK)])
+    over = (x - there_and_back(x)).abs() / torch.maximum(x.abs() / 3, scale / 128)
+    assert 0.9 < float(over.max()) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_decoded_is_encoded_to_the_same(seed: int) -> None:
+    once = there_and_back(noise(1000, seed))
+    assert torch.equal(there_and_back(once), once)
+
+
+def test_it_is_odd() -> None:
+    x = noise(1000)
+    assert torch.equal(there_and_back(-x), -there_and_back(x))
+
+
+def test_it_is_monotone() -> None:
+    back = there_and_back(noise(BLOCK).sort().values)
+    assert bool((back.diff() >= 0).all()) and len(back.unique()) > 8
+
+
+def test_it_does_not_look_at_how_large_numbers_are() -> None:
+    x = noise(1000)
+    assert torch.equal(there_and_back(x * 2.0**20), there_and_back(x) * 2.0**20)
+    assert bool(there_and_back(torch.full((5,), 3e38)).isfinite().all())
+    torch.testing.assert_close(there_and_back(torch.full((5,), 1e-40)), torch.full((5,), 1e-40), rtol=0, atol=1e-43)
+
+
+def test_zeros_and_one_element_come_back_as_they_are() -> None:
+    assert torch.equal(there_and_back(torch.zeros(700)), torch.zeros(700))
+    for value in (2.5, -1e-3, 0.0):
+        assert torch.equal(there_and_back(torch.tensor([value])), torch.tensor([value]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_floats_and_strided_views_are_what_their_float32_copies_are(dtype: torch.dtype) -> None:
+    wide = noise(1200).clamp(-1e4, 1e4).to(dtype)
+    assert torch.equal(there_and_back(wide[::3]), there_and_back(wide[::3].contiguous().float()))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_spoils_its_block_and_no_other(bad: float) -> None:
+    x = noise(3 * BLOCK)
+    want = there_and_back(x)
+    x[BLOCK + 5] = bad
+    back = there_and_back(x)
+    assert bool(back[BLOCK : 2 * BLOCK].isnan().all())
+    assert torch.equal(back[:BLOCK], want[:BLOCK]) and torch.equal(back[2 * BLOCK :], want[2 * BLOCK :])
+
+
+def agreed(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """`mean` on all ranks at once, without a wire: (what each is given, bytes that each sends)."""
+    p = len(xs)
+    coros: list[Coroutine[Op, Any, torch.Tensor]] = [mean(Rank(r, p), x, "x") for r, x in enumerate(xs)]
+    ops, sent, found = [c.send(None) for c in coros], [0] * p, []
+    while not found:
+        rows = [op.args[0] for op in ops]
+        if ops[0].verb == "all_to_all":
+            answers = [torch.stack([rows[source][r] for source in range(p)]) for r in range(p)]
+            sent = [n + (p - 1) * row[0].numel() for n, row in zip(sent, rows, strict=True)]
+        else:
+            answers = [torch.stack(rows)] * p
+            sent = [n + (p - 1) * row.numel() for n, row in zip(sent, rows, strict=True)]
+        ops = []
+        for c, answer in zip(coros, answers, strict=True):
+            try:
+                ops.append(c.send(answer))
+            except StopIteration as stop:
+                found.append(stop.value)
+    return found, sent
+
+
+@pytest.mark.parametrize(("p", "n"), [(1, 10), (2, 1), (3, 1000), (4, 4096), (4, 7), (8, 3001)])
+def test_the_mean_is_the_same_on_all_ranks_and_made_of_what_was_rounded_twice(p: int, n: int) -> None:
+    xs = [noise(n, r) for r in range(p)]
+    found, sent = agreed(xs)
+    chunk = math.ceil(n / p)
+    want = []
+    for at in range(0, n, chunk):
+        total = sum(there_and_back(torch.nn.functional.pad(x, (0, p * chunk - n))[at : at + chunk]) for x in xs)
+        want.append(there_and_back(total / p))
+    assert all(torch.equal(one, found[0]) for one in found)
+    torch.testing.assert_close(found[0], torch.cat(want)[:n])
+    assert sent == [2 * (p - 1) * (math.ceil(chunk / 2) + 4 * math.ceil(chunk / 256))] * p
+
+
+def test_two_ways_of_codes_send_fewer_bytes_than_everybodys_codes_to_everybody() -> None:
+    for p in (3, 4, 8, 16):
+        assert 2 * nbytes(math.ceil(100_000 / p)) < nbytes(100_000)
+    assert 2 * nbytes(50_000) == pytest.approx(nbytes(100_000), rel=1e-3), "as many with two ranks"
+
+
+def test_rows_are_encoded_each_for_itself() -> None:
+    rows = torch.stack([noise(777, seed) for seed in range(5)])
+    code = encode(rows)
+    assert torch.equal(code, torch.stack([encode(row) for row in rows]))
+    assert torch.equal(decode(code, 777), torch.stack([there_and_back(row) for row in rows]))
+    assert torch.equal(decode(code[3], 777), there_and_back(rows[3]))

@@ -1,0 +1,81 @@
+"""Ranks that stumble: as often as asked, each at steps of its own, the same again for the same seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.virtual import paced, rows
+from workbench import simulate
+from workbench.engine.shaping import Pace
+from workbench.fabric import Stumble
+from workbench.knobs import KnobError
+from workbench.strategies import LocalSGD
+
+STEPS = 2000
+
+
+def slow_steps(fault: Stumble, rank: int) -> set[int]:
+    return {s for s in range(STEPS) if fault.stretch(rank, s, "forward") > 1}
+
+
+def test_a_tenth_of_the_steps_is_five_times_as_long_in_every_phase() -> None:
+    fault = Stumble()
+    slow = slow_steps(fault, 0)
+    assert len(slow) / STEPS == pytest.approx(0.1, abs=0.02)
+    for phase in ("forward", "backward", "update"):
+        assert {fault.stretch(0, s, phase) for s in range(STEPS)} == {1.0, 5.0}
+        assert {s for s in range(STEPS) if fault.stretch(0, s, phase) == 5.0} == slow
+
+
+def test_ranks_stumble_at_steps_of_their_own_and_the_same_seed_draws_the_same() -> None:
+    fault = Stumble()
+    assert slow_steps(fault, 0) == slow_steps(Stumble(), 0) != slow_steps(fault, 1)
+    assert slow_steps(Stumble(seed=1), 0) != slow_steps(fault, 0)
+    both = slow_steps(fault, 0) & slow_steps(fault, 1)
+    assert len(both) / STEPS == pytest.approx(0.01, abs=0.008)
+
+
+def test_one_rank_alone_can_stumble_and_never_or_always_can_be_asked_for() -> None:
+    fault = Stumble(rank=2, probability=1.0, factor=3.0)
+    assert [fault.stretch(r, 0, "update") for r in range(4)] == [1.0, 1.0, 3.0, 1.0]
+    assert not slow_steps(Stumble(probability=0.0), 0)
+
+
+def test_it_is_refused_of_a_rank_that_is_not_there() -> None:
+    with pytest.raises(KnobError, match="rank=7: there are ranks 0 to 2"):
+        paced(faults=(Stumble(rank=7),)).checked()
+
+
+def test_the_simulator_stretches_those_steps_and_no_others() -> None:
+    fault = Stumble(probability=0.3, factor=4.0, seed=3)
+    run = simulate(paced(3, 20, pace=10.0, faults=(fault,), strategy=LocalSGD(every=20)))
+    for rank in range(3):
+        forward = rows(run, "compute", rank, "forward")
+        lasted = dict(zip(forward.step.tolist(), (forward.t1 - forward.t0).tolist(), strict=True))
+        assert lasted == {s: pytest.approx(3e-3 * fault.stretch(rank, s, "forward")) for s in range(20)}
+        assert len({round(t, 9) for t in lasted.values()}) == 2
+
+
+class _Slept:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.t = 0.0
+        self.clock = self
+
+    def now(self) -> float:
+        return self.t
+
+    def until(self, t: float) -> None:
+        self.t = t
+
+
+def test_the_engine_stretches_the_same_steps() -> None:
+    fault, naps = Stumble(probability=0.3, factor=4.0, seed=3), _Slept()
+    pace = Pace(1, naps)  # type: ignore[arg-type]
+    pace.seconds, pace.faults = 0.01, (fault,)
+    for step in range(20):
+        began = naps.now()
+        pace.begin("forward", step)
+        pace.reach(1.0)
+        assert naps.now() - began == pytest.approx(3e-3 * fault.stretch(1, step, "forward"))

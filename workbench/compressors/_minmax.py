@@ -1,0 +1,26 @@
+"""The min-max codec: a block of numbers as small integers, its smallest number and the step between codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def quantised(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(..., n) float32, a block per row -> codes (..., n) uint8 from 0 to 2^bits - 1, and (..., 2): min and step.
+
+    code = round((x - min) / step), step = (max - min) / (2^bits - 1), so no code can leave its range, whatever the
+    offset. A block of equal numbers has step 0 and comes back exactly. One that holds a NaN or an infinity, or whose
+    range is beyond float32, has a step that is not finite and codes 0, and comes back as NaN throughout.
+    """
+    top = 2**bits - 1
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    step = (high - low) / top
+    codes = ((x - low) / step).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(0, top)
+    return codes.to(torch.uint8), torch.cat([low, step], -1)
+
+
+def restored(codes: Tensor, scales: Tensor) -> Tensor:
+    """What `quantised` made -> (..., n) float32: min + code * step, within half a step of what it was."""
+    low, step = scales.split(1, -1)
+    return codes.float().mul_(step).add_(low)

@@ -1,0 +1,28 @@
+"""Ranks that are slow now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from workbench.fabric._base import Fault
+from workbench.knobs import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stumble(Fault):
+    """Now and then a rank is slow for one step; each rank's slow steps are drawn on their own, and can be repeated.
+
+    `probability` = 0.1 and `factor` = 5: in a random tenth of its steps a rank computes five times as long. Over many
+    steps all ranks are equally fast, which `Slow` is not.
+    """
+
+    probability: float = knob(0.1, 0.0, 1.0, doc="share of a rank's steps that are slow")
+    factor: float = knob(5.0, 1.0, 100.0, doc="how many times longer all compute of such a step lasts")
+    rank: int = knob(-1, -1, 4095, doc="which rank stumbles; -1: each of them, at steps of its own")
+    seed: int = knob(0, 0, 2**31 - 1, doc="seed of the draws, so that a run can be repeated")
+
+    def stretch(self, rank: int, step: int, phase: str) -> float:
+        if self.rank not in (-1, rank):
+            return 1.0
+        return self.factor if Random(f"stumble {self.seed}/{rank}/{step}").random() < self.probability else 1.0

@@ -1,0 +1,77 @@
+"""LAMB: Adam with a learning rate of its own for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.knobs import knob
+from workbench.optimizers._base import Optimizer, Own, by_layers, chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAMB(Optimizer):
+    """Adam in which every layer moves by a set share of its own length.
+
+        u <- m_hat / (sqrt(v_hat) + eps) + weight_decay w                     m, v and hat as in Adam
+        w <- w - lr (|w| / |u|) u                                             for each weight tensor w
+
+    Adam already makes steps of all elements about equally long; LAMB makes them as long as the layer's weights ask, so
+    `lr` is the share of its length by which each layer moves. Where |w| = |u| it is AdamW. Biases and normalisations
+    (parameters of one dimension) take Adam's steps and do not decay; a tensor that is zero, or does not move, has ratio
+    1. The paper allows for a function of |w| in place of |w|; this is the identity. The norms are those of whole
+    tensors on one rank, so nothing more is sent. The slots are Adam's, and mean the same.
+
+    When to use it: transformers with batches of many thousands, with a warm-up (`lr_warmup`). In the paper BERT keeps
+    its quality up to batches of 32,868 and is trained in 76 minutes.
+
+    Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
+    https://arxiv.org/abs/1904.00962
+    """
+
+    beta1: float = knob(0.9, 0.0, 0.9999, doc="how much of the mean gradient is kept in each step")
+    beta2: float = knob(0.999, 0.0, 0.999999, doc="how much of the mean squared gradient is kept in each step")
+    eps: float = knob(1e-6, 1e-12, 1.0, log=True, doc="added to the root mean square")
+    weight_decay: float = knob(0.01, 0.0, 10.0, log=True, doc="share of each weight that is added to its step")
+
+    def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
+        groups = by_layers(params, self.weight_decay)
+        return Lamb(groups, chosen(lr, own), (self.beta1, self.beta2), self.eps)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB as torch knows optimizers; groups with `adapt` = False are Adam. Slots: `exp_avg`, `exp_avg_sq`, `step`."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, *,
+                 weight_decay: float = 0.0, adapt: bool = True) -> None:  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for w in group["params"]:
+                if w.grad is not None:
+                    move = self._moved(w, group).add_(w, alpha=group["weight_decay"])
+                    if group["adapt"]:
+                        move.mul_(_ratio(w.norm(), move.norm()))
+                    w.add_(move, alpha=-group["lr"])
+
+    def _moved(self, w: Tensor, group: dict[str, Any]) -> Tensor:
+        """Adam's step at rate 1, after the moments have taken the gradient in."""
+        kept, (b1, b2) = self.state[w], group["betas"]
+        if not kept:
+            kept["step"] = torch.zeros(())
+            kept["exp_avg"], kept["exp_avg_sq"] = torch.zeros_like(w), torch.zeros_like(w)
+        kept["step"] += 1
+        m = kept["exp_avg"].lerp_(w.grad, 1 - b1)
+        v = kept["exp_avg_sq"].mul_(b2).addcmul_(w.grad, w.grad, value=1 - b2)
+        steps = float(kept["step"])
+        root = (v / (1 - b2**steps)).sqrt_().add_(group["eps"])
+        return (m / (1 - b1**steps)).div_(root)
+
+
+def _ratio(length: Tensor, move: Tensor) -> Tensor:
+    return torch.where((length > 0) & (move > 0), length / move, torch.ones_like(length))

@@ -1,0 +1,41 @@
+"""Stochastic gradient descent with momentum: torch's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workbench.knobs import knob
+from workbench.optimizers._base import Optimizer, Own, chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum.
+
+        v <- momentum v + grad + weight_decay w;   w <- w - lr v          Nesterov: w <- w - lr (grad + momentum v)
+
+    One slot: v, `momentum_buffer`; the model's bytes once more. The learning rate stands outside v, so a change
+    of it acts on old gradients, too, and nothing has to be corrected.
+
+    When to use it: to see what theory is about. With it LocalSGD with `every` = 1 equals DDP, and a batch k times as
+    large wants a rate k times as large.
+
+    Reference: torch.optim.SGD; Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    ICML 2013, https://proceedings.mlr.press/v28/sutskever13.html
+    """
+
+    momentum: float = knob(0.9, 0.0, 0.999, doc="how much of the last step's direction is kept")
+    nesterov: bool = knob(False, doc="the momentum looks one step ahead")
+    weight_decay: float = knob(0.0, 0.0, 1.0, log=True, doc="share of each parameter that is added to its gradient")
+
+    def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
+        decay, nesterov = self.weight_decay, self.nesterov
+        return torch.optim.SGD(params, chosen(lr, own), self.momentum, weight_decay=decay, nesterov=nesterov)
+
+    def refuses(self) -> str | None:
+        if not self.nesterov or self.momentum:
+            return None
+        return "nesterov=True: looks ahead along the momentum, and momentum=0 has none; give momentum above 0, or false"

@@ -1,0 +1,96 @@
+"""Adam whose momentum crosses the wire, its variance frozen: what QAdam and OneBitAdam have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+from workbench.strategies._base import Strategy
+
+
+class Moments:
+    """What one rank remembers: both moments, and the weight of the gradients that are in each: 1 - beta^t."""
+
+    def __init__(self, scaled: bool) -> None:
+        self.scaled = scaled  # for the whole stay: the residual is in these units
+        self.steps = 0
+        self.memory = Memory()
+        self.m_weight = 0.0
+        self.v_weight = 0.0
+
+    def of(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """m and v of a bucket's parameters."""
+        return self.memory.flat("m", bucket), self.memory.flat("v", bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentExchange(Strategy):
+    """Warm-up is Adam on averaged gradients; then v is frozen and ranks exchange m, each moved by its own gradient.
+
+    Both moments are kept here and equal on all ranks. The task's optimizer is never asked and keeps its state.
+    """
+
+    beta1: float = knob(0.9, 0.0, 0.9999, doc="how much of the momentum m is kept in each step")
+    beta2: float = knob(0.999, 0.0, 0.999999, doc="how much of the variance v is kept in each step of the warm-up")
+    eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to the root of v")
+    scaled: bool = knob(False, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
+    weight_decay: float = knob(0.0, 0.0, 10.0, doc="times the learning rate: the share of each parameter that goes")
+
+    exchanges: ClassVar[str] = "moments"
+    clips: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def warm_steps(self) -> int:
+        """Steps of warm-up."""
+
+    def init(self, rank: Rank) -> Moments:
+        return Moments(self.scaled)
+
+    async def step(self, rank: Rank, state: Moments) -> None:
+        warm = state.steps < self.warm_steps
+        agree = self._gradients if warm else self._momenta
+        await rank.forward()
+        pending = []
+        async for bucket in rank.backward(1.0 / rank.size):
+            pending.append(await rank.start(agree(rank, bucket, state), name=bucket.name))
+        for handle in pending:
+            await rank.wait(handle)
+        state.steps += 1
+        state.m_weight += (1 - self.beta1) * (1 - state.m_weight)
+        state.v_weight += (1 - self.beta2) * (1 - state.v_weight) if warm else 0.0
+        for bucket in await rank.params():
+            m, v = state.of(bucket)
+            bucket.data.mul_(1 - rank.lr * self.weight_decay)
+            bucket.data.addcdiv_(m, self._root(v, state), value=-rank.lr / state.m_weight)
+        for grad in await rank.grads():
+            grad.data.zero_()
+
+    async def _gradients(self, rank: Rank, bucket: Bucket, state: Moments) -> None:
+        """Both moments of the mean gradient, which crosses whole."""
+        m, v = state.of(bucket)
+        grad = await rank.all_reduce(bucket.data, "sum", bucket.name)
+        m.lerp_(grad, 1 - self.beta1)
+        v.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+
+    async def _momenta(self, rank: Rank, bucket: Bucket, state: Moments) -> None:
+        """The mean of the ranks' m. What had no gradient in the warm-up has no v, and does not move."""
+        m, v = state.of(bucket)
+        known = v > 0
+        bucket.data.mul_(1 - self.beta1).add_(m, alpha=self.beta1 / rank.size).mul_(known)
+        unit = self._root(v, state) if state.scaled else None
+        if unit is not None:
+            bucket.data.div_(unit)
+        await rank.compressor.reduce(rank, bucket, rank.memory)
+        if unit is not None:
+            bucket.data.mul_(unit)
+        m.copy_(bucket.data).mul_(known)
+
+    def _root(self, v: Tensor, state: Moments) -> Tensor:
+        """sqrt(v_hat) + eps."""
+        return (v / state.v_weight).sqrt_().add_(self.eps)

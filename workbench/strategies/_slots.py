@@ -1,0 +1,65 @@
+"""What becomes of each rank's momenta (all that its optimizer remembers) when parameters are averaged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.ops import Rank
+from workbench.strategies._groups import group_mean
+
+MOMENTUM = ("keep", "average", "zero")
+
+
+async def settle_slots(rank: Rank, momentum: str, group: range | None = None) -> None:
+    """Keeps, averages or zeroes what the optimizer remembers; averages over all ranks, or over those of `group`.
+
+    "average" sends the slots as one fp32 vector: as many bytes as the parameters for SGD with momentum, twice as
+    many for Adam.
+    """
+    if momentum == "keep" or not (slots := await rank.slots()):
+        return
+    if momentum == "zero":
+        for slot in slots:
+            slot.zero_()
+        return
+    flat = _joined(slots)
+    if group is not None:
+        await group_mean(rank, group, {"momentum": flat})
+    else:
+        await rank.all_reduce(flat, "sum", "momentum")
+        flat.div_(rank.size)
+    _put_back(flat, slots)
+
+
+async def bring_together(rank: Rank) -> None:
+    """Makes what the optimizers remember the same on all ranks: their mean, or zero where some remember less.
+
+    They do where a parameter never had a gradient on one rank. 16 bytes tell.
+    """
+    numel = sum(slot.numel() for slot in await rank.slots())
+    bounds = (await rank.params())[0].data.new_tensor([numel, -numel], dtype=torch.int64)
+    await rank.all_reduce(bounds, "max", "size of momentum")
+    alike = bounds.is_meta or int(bounds.sum()) == 0
+    await settle_slots(rank, "average" if alike else "zero")
+
+
+def _joined(slots: list[Tensor]) -> Tensor:
+    """All slots as one vector: (n,) fp32, where the largest of them lives."""
+    largest = max(slots, key=Tensor.numel)
+    flat = torch.empty(sum(s.numel() for s in slots), dtype=torch.float32, device=largest.device)
+    if not flat.is_meta:
+        for slot, piece in _pieces(flat, slots):
+            piece.copy_(slot)
+    return flat
+
+
+def _put_back(flat: Tensor, slots: list[Tensor]) -> None:
+    if not flat.is_meta:
+        for slot, piece in _pieces(flat, slots):
+            slot.copy_(piece)
+
+
+def _pieces(flat: Tensor, slots: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    pieces = flat.split([s.numel() for s in slots])
+    return [(slot, piece.view(slot.shape)) for slot, piece in zip(slots, pieces, strict=True)]

@@ -1,0 +1,78 @@
+"""BMUF: block momentum over model averaging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.knobs import knob
+from workbench.ops import Rank
+from workbench.strategies._base import Strategy
+from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
+from workbench.strategies._slots import MOMENTUM, settle_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class BMUF(Strategy):
+    """Each rank trains on its own for a block of `every` steps; a momentum filters the mean of where they got to.
+
+        params_i <- optimizer_i(params_i, grad_i)                             every step
+        delta <- eta delta + zeta ((1/p) sum_j params_j - anchor)             every H steps
+        W <- W + delta
+        anchor <- W   or, where `form` is "nesterov", W + eta delta;    params_i <- anchor
+
+    The anchor is where all ranks begin a block. delta is in units of parameters, so what is left of it keeps its
+    length when the learning rate changes; SlowMo's u changes with it. At a constant learning rate BMUF(eta, zeta) is
+    SlowMo(beta=eta, alpha=zeta). `buffers` says what becomes of the inner optimizer's memory after each block.
+
+    Sends 2 (p-1)/p of the model's bytes once per H = `every` steps while all wait. When it is left, a begun block ends
+    in the plain mean, and between blocks the anchor is what is left behind; SlowMo, DiLoCo and StreamingDiLoCo go on
+    with its momentum.
+
+    When to use it: as SlowMo. eta = 1 - 1/p and zeta = 1 are usual, so that with p ranks what a block adds moves the
+    model p times over in the end. Implementations differ in the Nesterov form: fairseq's moves the anchor by
+    (1 + eta) delta each time.
+
+    Reference: Chen and Huo, "Scalable Training of Deep Learning Machines by Incremental Block Training with Intra-block
+    Parallel Optimization and Blockwise Model-Update Filtering", ICASSP 2016,
+    https://ieeexplore.ieee.org/document/7472805
+    """
+
+    every: int = knob(4, 1, 256, unit="steps", log=True, doc="steps of a block, which each rank trains alone")
+    eta: float = knob(0.75, 0.0, 0.99, doc="block momentum; 1 - 1/p is usual")
+    zeta: float = knob(1.0, 0.0, 2.0, doc="block learning rate")
+    form: str = knob("classical", choices=("classical", "nesterov"), doc="ranks begin a block at W, or ahead of it")
+    buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's memory after a block")
+
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "displacements"
+
+    def init(self, rank: Rank) -> Round:
+        return Round()
+
+    async def step(self, rank: Rank, state: Round) -> None:
+        await state.begin(rank)
+        await rank.forward()
+        await rank.backward()
+        if self.buffers == "average":
+            await rank.grads()  # where there is none it is zero, so that all ranks remember something of each parameter
+        await rank.update()
+        state.trained(rank)
+        if state.since >= self.every:
+            # W + eta delta advances by zeta G + eta delta, so the anchor alone need be kept
+            await outer_step(rank, state, Outer(self.eta, gain=self.zeta, nesterov=self.form == "nesterov"))
+            await settle_slots(rank, self.buffers)
+
+    async def leave(self, rank: Rank, state: Round) -> None:
+        if state.since:
+            await outer_step(rank, state, None)
+
+    def hands_on(self, rank: Rank, state: Round) -> Any:
+        return handed(state.memory, self._unit)
+
+    def takes(self, rank: Rank, state: Round, momentum: Any) -> None:
+        taken(state.memory, momentum, self._unit)
+
+    @property
+    def _unit(self) -> float:
+        return 1.0 / self.zeta if self.zeta else 0.0

@@ -1,0 +1,73 @@
+"""DiLoCo: ranks train alone for long, and an outer Nesterov optimizer works on how far they got."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.knobs import knob
+from workbench.ops import Rank
+from workbench.strategies._base import Strategy
+from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Strategy):
+    """Each rank trains on its own for `every` steps; the mean displacement is a gradient for an outer Nesterov SGD.
+
+        params_i <- optimizer_i(params_i, grad_i)                             every step
+        D <- (1/p) sum_j (anchor - params_j);   b <- mu b + D                 every H steps
+        anchor <- anchor - eta (D + mu b);      params_i <- anchor
+
+    eta = `outer_lr`, mu = `outer_momentum`, H = `every`; the first outer step moves by eta (1 + mu) D. The inner
+    optimizer is the task's own and what it remembers stays on each rank. Sends 2 (p-1)/p of the model's bytes once
+    per H steps while all wait. With eta = 1 and mu = 0 it is LocalSGD; with H = 1, plain SGD inside and eta = 1 it is
+    DDP with Nesterov momentum mu (mu = 0: plain DDP). "heavy-ball" moves the anchor by eta b, as SlowMo does.
+
+    Displacements pass through the compressor. Under TopK with error feedback this is the sparsified displacement of
+    SparseLoCo, which has no outer momentum: error feedback takes its place. There the residual also decays; ours
+    does not, and our TopK picks from each bucket.
+
+    When it is left at the end of a round, the outer parameters are what is left behind. A begun round ends in the mean
+    of the ranks, without an outer step: nothing learned is lost, and no momentum acts on part of a round. SlowMo,
+    BMUF and StreamingDiLoCo go on with b.
+
+    When to use it: wires so slow that one wants to hear of the others only every few hundred steps. The paper
+    trains with AdamW inside and H = 500, from a model that was trained in step before; the default H here is short, so
+    that a lesson sees several rounds.
+
+    Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+    https://arxiv.org/abs/2311.08105; Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
+    https://arxiv.org/abs/2508.15706
+    """
+
+    every: int = knob(8, 1, 2000, unit="steps", log=True, doc="H: steps each rank trains alone between outer steps")
+    outer_lr: float = knob(0.7, 0.01, 2.0, doc="outer learning rate: how far the mean displacement is followed")
+    outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer momentum over the rounds; 0: none")
+    form: str = knob("nesterov", choices=("nesterov", "heavy-ball"), doc="of the outer momentum: does it look ahead?")
+
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "displacements"
+
+    def init(self, rank: Rank) -> Round:
+        return Round()
+
+    async def step(self, rank: Rank, state: Round) -> None:
+        await state.begin(rank)
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+        state.trained(rank)
+        if state.since >= self.every:
+            ahead = self.form == "nesterov"
+            await outer_step(rank, state, Outer(self.outer_momentum, rate=self.outer_lr, nesterov=ahead))
+
+    async def leave(self, rank: Rank, state: Round) -> None:
+        if state.since:
+            await outer_step(rank, state, None)
+
+    def hands_on(self, rank: Rank, state: Round) -> Any:
+        return handed(state.memory, 1.0)
+
+    def takes(self, rank: Rank, state: Round, momentum: Any) -> None:
+        taken(state.memory, momentum, 1.0)

@@ -1,0 +1,109 @@
+"""Elastic averaging: replicas are tied to a common centre by a spring, and so may explore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Handle, Memory, Rank
+from workbench.strategies._base import Strategy
+
+_Pending = list[tuple[Handle, Bucket, Bucket]]  # an exchange under way, the parameters, and what is added up
+
+
+class _State:
+    """What one rank remembers: steps since the last exchange, and the centre, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.since = 0
+        self.memory: Memory | None = None  # "centre"
+
+    def begin(self, buckets: list[Bucket]) -> Memory:
+        """Before the first step all parameters are equal: they are the centre."""
+        if self.memory is None:
+            self.memory = Memory()
+            for bucket in buckets:
+                self.memory.flat("centre", bucket).copy_(bucket.data)
+        return self.memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class EASGD(Strategy):
+    """Each rank trains on its own; now and then it and a common centre pull each other closer, but not together.
+
+        params_i <- optimizer_i(params_i, grad_i)                          every step
+        params_i <- params_i - alpha (params_i - centre)                   every `every` steps
+        centre   <- centre + alpha sum_i (params_i - centre)               at the same time
+        alpha = beta / p
+
+    Both lines use the old values, so the sum of all params_i and the centre stays what it was. Each exchange leaves
+    1 - alpha of the distances between ranks and 1 - (p+1) alpha of the centre's distance from their mean: with beta
+    = p / (p+1) the centre is the mean afterwards, from 2 p / (p+1) on the two swing ever further apart, and that is
+    refused. The centre lives on every rank: one all-reduce of the differences keeps all copies equal, 2 (p-1)/p of
+    the model's bytes per exchange. As in the paper's algorithm the gradient of that step is taken where the rank was
+    before; so the exchange goes on during forward and backward, and is waited for before the update.
+
+    With a task whose optimizer has Nesterov momentum this is EAMSGD. The centre is what the method learns: whoever
+    leaves goes on from there, after one more exchange. Held-out losses meanwhile are the mean's.
+
+    When to use it: the wire is slow, `every` is long, and many local optima make it worth that ranks differ; LocalSGD
+    sends as much and makes them equal each time.
+
+    Reference: Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015,
+    https://arxiv.org/abs/1412.6651
+    """
+
+    every: int = knob(4, 1, 256, unit="steps", log=True, doc="tau: steps between two exchanges with the centre")
+    beta: float = knob(0.9, 0.0, 2.0, doc="p alpha: how far an exchange moves the centre towards the ranks' mean")
+
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "displacements"
+
+    def refuses_size(self, size: int) -> str | None:
+        limit = 2 * size / (size + 1)
+        if self.beta < limit:
+            return None
+        return (
+            f"beta={self.beta:g} moves the centre of {size} ranks so far past their mean that the two swing ever "
+            f"further apart; use less than {limit:.4g}, such as {size / (size + 1):.3g}"
+        )
+
+    def init(self, rank: Rank) -> _State:
+        return _State()
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        buckets = await rank.params()
+        centre = state.begin(buckets)
+        state.since += 1
+        pending = await self._pull(rank, state, buckets, centre) if state.since >= self.every else []
+        await rank.forward()
+        await rank.backward()
+        await self._give_way(rank, pending, centre)
+        await rank.update()
+
+    async def _pull(self, rank: Rank, state: _State, buckets: list[Bucket], centre: Memory) -> _Pending:
+        """Starts adding up over all ranks, bucket by bucket, by how much they pull at the centre."""
+        pending = []
+        for bucket in buckets:
+            pull = bucket.like((bucket.data - centre.flat("centre", bucket)).mul_(self.beta / rank.size))
+            handle = await rank.start(rank.compressor.reduce(rank, pull, rank.memory), name=bucket.name)
+            pending.append((handle, bucket, pull))
+        state.since = 0
+        return pending
+
+    async def _give_way(self, rank: Rank, pending: _Pending, centre: Memory) -> None:
+        """Moves this rank towards the centre and the centre towards all ranks."""
+        for handle, bucket, pull in pending:
+            await rank.wait(handle)
+            place = centre.flat("centre", bucket)
+            bucket.data.lerp_(place, self.beta / rank.size)
+            place.add_(pull.data)
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        if state.memory is None:
+            return
+        buckets, centre = await rank.params(), state.memory
+        await self._give_way(rank, await self._pull(rank, state, buckets, centre), centre)
+        for bucket in buckets:
+            bucket.data.copy_(centre.flat("centre", bucket))

@@ -1,0 +1,130 @@
+"""Selective synchronisation: ranks agree only in the steps in which gradients change much."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, inf, isfinite
+from typing import Any, ClassVar
+
+import torch
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Rank
+from workbench.strategies._base import Strategy
+from workbench.strategies._examples import injected
+from workbench.strategies._groups import mean_of_all
+
+LONGEST = 1000  # steps a window may span
+TINY = 1e-30  # what is divided by where no gradient was
+
+
+class _State:
+    """What one rank remembers: its last gradients' norms, their mean at the last step, and its relative changes."""
+
+    def __init__(self) -> None:
+        self.norms: deque[float] = deque(maxlen=LONGEST)
+        self.changes: deque[float] = deque(maxlen=LONGEST)
+        self.before: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelSync(Strategy):
+    """Each rank watches how much its gradient changes; where one sees it change much, all synchronise, else none.
+
+        n_i      <- sum over parameters of ||grad_i||
+        change_i <- mean over the last `window` steps of |n_i - n_i before| / n_i before
+        params_i <- optimizer_i(params_i, grad_i)                     every step
+        params_i <- (1/p) sum_j params_j                              if any change_j >= delta
+
+    Means over a window weigh what is k steps old by (1 - smoothing)^k. With `norm_window` > 1 such a mean of norms
+    takes the place of n_i. Until the window is full, every step synchronises. The largest change of all ranks is
+    found by one all-reduce of 8 bytes per step, so all decide the same; 2 (p-1)/p of the model's bytes cross the
+    wire only in steps that synchronise. Both are waited for. On the record are each rank's "gradient change", to be
+    held against delta, and "synchronised", 1 or 0: the share of zeros is the LSSR, and 1 / (1 - LSSR) the saving.
+
+    delta = 0 synchronises always, a large one never. Momenta stay each rank's own. `aggregate` = "gradients" averages
+    gradients before the update instead: as DDP in such a step, but what ranks have moved apart in others stays.
+
+    For ranks whose data differ in kind, `inject_ranks` of them in turn give the first `inject_share` of their batch to
+    all others, by messages: a batch then holds others' examples, too, and is larger by as many.
+
+    When to use it: the wire is slow, and training has calm phases. Look at the changes on the record first: where
+    each step's gradient is noisy they may all lie above delta; means of norms over 25 steps make them some 25 times
+    smaller and steadier, and delta wants to be as much smaller (0.02 to 0.05 there). The authors' code takes both
+    means over 25 steps, and averages the parameters before the update; here ranks are equal after a synchronised step.
+    Simulated with sizes only, every step synchronises, for there is nothing to measure, and no examples can be shared.
+
+    Reference: Tyagi and Swany, "Accelerating Distributed ML Training via Selective Synchronization", CLUSTER 2023,
+    https://arxiv.org/abs/2307.07950, and its code, https://github.com/sahiltyagi4/SelSync
+    """
+
+    delta: float = knob(0.3, 0.0, 1e6, log=True, doc="synchronise from this relative change of the gradient on")
+    aggregate: str = knob("parameters", choices=("parameters", "gradients"), doc="what is averaged then")
+    window: int = knob(25, 1, LONGEST, unit="steps", log=True, doc="steps over which the change is averaged")
+    norm_window: int = knob(1, 1, LONGEST, unit="steps", log=True, doc="steps over which norms are averaged before")
+    smoothing: float = knob(0.01, 0.0, 0.9, doc="by how much less each older step counts in these averages")
+    inject_ranks: float = knob(0.0, 0.0, 1.0, doc="alpha: share of the ranks that give examples away in each step")
+    inject_share: float = knob(0.25, 0.0, 1.0, doc="beta: share of its batch that such a rank gives to all others")
+
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "parameters"
+
+    def init(self, rank: Rank) -> _State:
+        return _State()
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        await rank.forward(await self._examples(rank))
+        await rank.backward()
+        grads = await rank.grads()
+        due = await self._largest_change(rank, state, grads) >= self.delta
+        await rank.sample("synchronised", due)
+        if due and self.aggregate == "gradients":
+            await mean_of_all(rank, grads)
+        await rank.update()
+        if due and self.aggregate == "parameters":
+            await mean_of_all(rank, await rank.params())
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        await mean_of_all(rank, await rank.params())
+
+    async def _largest_change(self, rank: Rank, state: _State, grads: list[Bucket]) -> float:
+        """The largest smoothed change of any rank; infinite where one cannot tell."""
+        change, data = inf, grads[0].data
+        if not data.is_meta:
+            self._look(state, grads)
+            if state.changes:
+                smooth = self._smooth(state.changes, self.window)
+                await rank.sample("gradient change", smooth)
+                change = smooth if len(state.changes) >= self.window and isfinite(smooth) else inf
+        flag = data.new_full((1,), change, dtype=torch.float64)
+        await rank.all_reduce(flag, "max", "gradient change")
+        return inf if flag.is_meta else float(flag)
+
+    def _look(self, state: _State, grads: list[Bucket]) -> None:
+        """Takes one more gradient in."""
+        each = [torch.linalg.vector_norm(b.data[p.start : p.stop], dtype=torch.float64) for b in grads for p in b.parts]
+        state.norms.append(float(torch.stack(each).sum()))
+        now, before = self._smooth(state.norms, self.norm_window), state.before
+        if before is not None:
+            state.changes.append(abs(now - before) / max(before, TINY))
+        state.before = now
+
+    def _smooth(self, values: Iterable[float], window: int) -> float:
+        """The weighted mean of the last `window` values, or of all if they are fewer."""
+        last = list(values)[-window:]
+        weights = [(1.0 - self.smoothing) ** age for age in range(len(last))]
+        return sum(w * x for w, x in zip(weights, reversed(last), strict=True)) / sum(weights)
+
+    async def _examples(self, rank: Rank) -> Any:
+        """This step's batch with what others share; None, the next as it comes, where nobody does."""
+        giving = self.givers(rank.step, rank.size)
+        if not giving or not self.inject_share or rank.size == 1:
+            return None
+        return await injected(rank, await rank.batch(), giving, self.inject_share)
+
+    def givers(self, step: int, size: int) -> list[int]:
+        """The ranks that give examples away in a step: as many in each, and each rank as often as any."""
+        count = ceil(self.inject_ranks * size - 1e-9)
+        return sorted((step * count + k) % size for k in range(count))

@@ -1,0 +1,165 @@
+"""Streaming DiLoCo: one fragment of the model at a time, sent while training goes on, in four bits."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.knobs import knob
+from workbench.ops import Handle, Memory, Op, Part, Rank
+from workbench.strategies._base import Strategy
+from workbench.strategies._e3m0 import mean
+from workbench.strategies._fragments import Fragment, fragment, layers
+from workbench.strategies._outer import Outer, anchor, handed, taken
+
+
+class _Flight(NamedTuple):
+    """An exchange under way."""
+
+    handle: Handle
+    due: int  # the step after which it is waited for
+
+
+class _State:
+    """What one rank remembers: the steps made, the outer state by place in the model, and what is under way."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.memory = Memory()
+        self.flying: dict[int, _Flight] = {}  # by fragment, in the order of their start
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingDiLoCo(Strategy):
+    """DiLoCo that sends one fragment of the model at a time, in four bits, while the next steps are being computed.
+
+        params_i <- optimizer_i(params_i, grad_i)                                     every step
+        D <- (1/p) sum_j (anchor - params_j)  of one fragment is started              every H / F steps, each in turn
+        b <- mu b + D;   anchor <- anchor - eta (D + mu b)                            T steps later, and
+        params_i <- alpha params_i + (1 - alpha) anchor                               of that fragment
+
+    H = `every`, F = `fragments`, T = `delay`, mu = `outer_momentum`, eta = `outer_lr`. Fragment f of F is sent after
+    every step t with t = floor((f+1) H / F) mod H, counted from when the strategy was entered. It is waited for T steps
+    later, or when it is its turn again if that comes first. Fragments are made of whole layers (modules with
+    parameters), about equally large; equal layers go to fragments in turn. They do not depend on buckets.
+
+    With `bits` = 4 a displacement is rounded to E3M0 (a sign and a power of two), added up in fp32 by the rank that a
+    chunk belongs to, rounded again and gathered. A rank sends, for a fragment of n elements, with c = ceil(n / p),
+
+        2 (p-1) (ceil(c / 2) + 4 ceil(c / 256))        with 4 bits,        2 (p-1)/p 4 n        with 32
+
+    about an eighth. The most that goes in one step is one fragment, and no step is longer for it while T steps last
+    longer than its exchange. The scale (the largest magnitude of 256 elements) and the code for zero are ours: the
+    paper's could not be established. With F = 1, T = 0, alpha = 0 and 32 bits it is DiLoCo; with alpha = 1 each rank
+    trains alone.
+
+    Any change of a knob first waits for what is under way. When it is left, the ranks' mean is what is left behind,
+    in full precision: fragments have been learning since different steps. SlowMo, BMUF and DiLoCo go on with b.
+
+    When to use it: as DiLoCo, where its bursts are what the wire cannot carry. The paper takes fragments of three
+    transformer layers, H = 30 or 100, and alpha = 0.5 with a delay; the default H here is short and outer_lr is that
+    of DiLoCo.
+
+    Reference: Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
+    2025, https://arxiv.org/abs/2501.18512
+    """
+
+    every: int = knob(12, 1, 2000, unit="steps", log=True, doc="H: steps between two exchanges of the same fragment")
+    fragments: int = knob(3, 1, 64, log=True, doc="F: parts that the model's layers are dealt into")
+    delay: int = knob(1, 0, 64, unit="steps", doc="T: steps an exchange may take before it is waited for")
+    alpha: float = knob(0.5, 0.0, 1.0, doc="share of a rank's own parameters that is kept when a fragment comes")
+    outer_lr: float = knob(0.7, 0.01, 2.0, doc="outer learning rate: how far the mean displacement is followed")
+    outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer Nesterov momentum of each fragment")
+    bits: int = knob(4, choices=(32, 4), unit="bits", doc="per element of what is sent: fp32 or E3M0")
+
+    periodic: ClassVar[bool] = True
+    crosses: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "displacements"
+
+    def refuses_model(self, parts: list[Part]) -> str | None:
+        most = len(layers(parts))
+        if self.fragments <= most:
+            return None
+        return (
+            f"fragments={self.fragments}: the model has {most} layers with parameters and each fragment takes at least "
+            f"one; use at most {most}"
+        )
+
+    def refuses(self, compressor: Any) -> str | None:
+        if type(compressor).__name__ == "Dense":
+            return None
+        return (
+            f"StreamingDiLoCo has a format of its own (bits={self.bits}) and cannot use {compressor}; use Dense with "
+            f"it, or DiLoCo with {compressor}"
+        )
+
+    def init(self, rank: Rank) -> _State:
+        return _State()
+
+    def turn(self, steps: int) -> list[int]:
+        """The fragments whose turn it is after so many steps."""
+        count, every = self.fragments, self.every
+        return [f for f in range(count) if (f + 1) * every // count % every == steps % every]
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        if "anchor" not in state.memory.slots:
+            anchor(state.memory, [(await self._fragment(rank, f)).bucket for f in range(self.fragments)])
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+        state.steps += 1
+        for index in self.turn(state.steps):
+            if index in state.flying:
+                await self._land(rank, state, index)
+            await self._launch(rank, state, index)
+        for index in [f for f, flight in state.flying.items() if flight.due <= state.steps]:
+            await self._land(rank, state, index)
+
+    async def _launch(self, rank: Rank, state: _State, index: int) -> None:
+        """Starts the exchange of a fragment's displacement."""
+        bucket = (await self._fragment(rank, index)).bucket
+        moved = bucket.data.sub_(state.memory.flat("anchor", bucket))
+        handle = await rank.start(_mean(rank, moved, self.bits, f"fragment {index}"), name=f"fragment {index}")
+        state.flying[index] = _Flight(handle, state.steps + self.delay)
+
+    async def _land(self, rank: Rank, state: _State, index: int) -> None:
+        """Waits for a fragment; its outer step is made and merged into this rank's parameters as they are now."""
+        moved = await rank.wait(state.flying.pop(index).handle)
+        its = await self._fragment(rank, index)
+        theta = state.memory.flat("anchor", its.bucket)
+        outer = Outer(self.outer_momentum, rate=self.outer_lr, nesterov=True)
+        outer.step(theta, state.memory.flat("momentum", its.bucket), moved)
+        its.write(torch.lerp(theta, its.bucket.data, self.alpha))
+
+    async def _fragment(self, rank: Rank, index: int) -> Fragment:
+        return fragment(await rank.params(), index, self.fragments)
+
+    async def settle(self, rank: Rank, state: _State) -> None:
+        for index in list(state.flying):
+            await self._land(rank, state, index)
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        await self.settle(rank, state)
+        for bucket in await rank.params():
+            bucket.data.div_(rank.size)
+            await rank.all_reduce(bucket.data, "sum", bucket.name)
+
+    def hands_on(self, rank: Rank, state: _State) -> Any:
+        return handed(state.memory, 1.0)
+
+    def takes(self, rank: Rank, state: _State, momentum: Any) -> None:
+        taken(state.memory, momentum, 1.0)
+
+
+def _mean(rank: Rank, moved: Tensor, bits: int, name: str) -> Coroutine[Op, Any, Tensor]:
+    async def child() -> Tensor:
+        if bits == 4:
+            return await mean(rank, moved, name)
+        await rank.all_reduce(moved.div_(rank.size), "sum", name)
+        return moved
+
+    return child()
