@@ -237,9 +237,9 @@ class Rank:
         """The result of a started child."""
         return Op("wait", handle)
 
-    def again(self) -> Op:
-        """In `Strategy.background`: True while the run goes on, the same answer on every rank."""
-        return Op("again")
+    def again(self, rest: float = 0.0) -> Op:
+        """In `Strategy.background`: True while the run goes on, the same answer on every rank, after `rest` seconds."""
+        return Op("again", rest)
 
     def clock(self) -> Op:
         """Seconds since the run began, on the host's clock: for deadlines."""

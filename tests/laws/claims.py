@@ -11,6 +11,7 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 
 # name: (its claims among CLAIMS, what it exchanges)
 EXPECTED = {
+    "AsyncModelAverage": ("periodic", "parameters"),
     "AsyncServer": ("periodic", "displacements"),
     "BMUF": ("lockstep periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
@@ -19,11 +20,13 @@ EXPECTED = {
     "Gossip": ("lockstep periodic", "parameters"),
     "Hogwild": ("periodic shared", "parameters"),
     "LocalSGD": ("lockstep periodic", "displacements"),
+    "LowPrecisionDecentralized": ("lockstep periodic", "displacements"),
     "OneBitAdam": ("lockstep", "moments"),
     "QAdam": ("lockstep", "moments"),
     "SelSync": ("lockstep periodic", "parameters"),
     "ShadowMA": ("periodic", "parameters"),
     "SlowMo": ("lockstep periodic", "displacements"),
+    "StochasticGradientPush": ("lockstep periodic", "parameters"),
     "StreamingDiLoCo": ("lockstep periodic", "displacements"),
     "TorchDDP": ("exact lockstep opaque", "gradients"),
 }
@@ -37,7 +40,9 @@ def dense(sizes: list[int]) -> int:
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes; dense for all others
 SENT: dict[str, Callable[[list[int]], int]] = {
     "Gossip": lambda sizes: 2 * sum(sizes),
+    "LowPrecisionDecentralized": lambda sizes: 2 * sum(n // 4 + 8 for n in sizes),
     "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
+    "StochasticGradientPush": lambda sizes: sum(sizes) + 8,
     "StreamingDiLoCo": lambda sizes: 2 * 3 * (4 + 576 // 4 // 2),  # the 576 elements of layer a: scales and half bytes
 }
 
@@ -63,8 +68,12 @@ NOT_ALONE: dict[str, str] = {
 # in, end in an outer value that momentum has carried past the mean
 ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "SlowMo", "StreamingDiLoCo"}
 
+# strategies that round what they mix, so that the mean of the ranks moves while they come together
+ROUNDS = {"LowPrecisionDecentralized"}
+
 # (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("Gossip", "edges"): ({}, "0-1 1-2 2-3"),  # 3 is no graph
     ("LocalSGD", "start"): ({}, 9),  # a start that lies behind is over
     ("LocalSGD", "group"): ({}, 2),  # 3 would not divide the ranks
     ("LocalSGD", "group_every"): ({"group": 2}, 3),
@@ -74,4 +83,5 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("SelSync", "smoothing"): ({"window": 4, "delta": 0.5}, 0.9),
     ("SelSync", "inject_ranks"): ({}, 0.5),  # 3 is no share
     ("SelSync", "inject_share"): ({"inject_ranks": 0.5}, 1.0),
+    ("StochasticGradientPush", "edges"): ({}, "0>1 1>2 2>3 3>0"),
 }

@@ -107,6 +107,27 @@ def test_a_receiver_hears_that_it_must_leave_and_that_its_sender_is_gone(posts: 
         posts[1].recv(None, 2, "more")
 
 
+def test_what_a_rank_sent_before_it_went_still_comes(posts: list[Post]) -> None:
+    """Also when it is noticed first that there is nobody left to send to, as at the end of a run."""
+    posts[0].send(torch.ones(1), 1, "first")
+    posts[1].send(torch.ones(1), 0, "first")
+    for post in posts[:2]:
+        post.recv(None, None, "first")
+
+    def notices_late() -> None:
+        time.sleep(0.3)
+        posts[0]._out[1]._move()
+        time.sleep(0.3)
+
+    posts[0].do(notices_late)
+    posts[1].send(torch.full((2,), 7.0), 0, "last")
+    posts[1].close()
+    data, source = posts[0].recv(torch.empty(2), 1, "last")
+    assert source == 1 and data.tolist() == [7.0, 7.0]
+    with pytest.raises(ConnectionError, match="rank 1"):
+        posts[0].recv(None, 1, "more")
+
+
 def test_none_comes_once_all_that_was_sent_has_come(posts: list[Post]) -> None:
     expected = 3
     threading.Timer(0.2, lambda: [posts[0].send(torch.ones(1), 1, "x") for _ in range(expected)]).start()

@@ -9,8 +9,8 @@ import pytest
 
 from workbench.cluster.turns import Turn, Turns, classes, planned
 from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError
-from workbench.strategies import DDP
+from workbench.knobs import Change, KnobError, to_plain
+from workbench.strategies import DDP, LocalSGD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def test_a_turn_is_in_force_once_it_was_applied(turns: Turns) -> None:
 
 def test_a_short_path_means_the_whole_one_and_the_value_is_plain(turns: Turns) -> None:
     turn = ask(turns, "strategy", "LocalSGD")
-    assert turn.value == {"LocalSGD": {"every": 8}}
+    assert turn.value == to_plain(LocalSGD())
     assert ask(turns, "every", 4).path == "strategy.every"
 
 

@@ -134,9 +134,15 @@ class Background:
 
         return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
 
-    def _again(self) -> bool:
-        """True while any rank's step goes on. Waits for a step of this rank: sooner there is nothing new."""
-        while not self._idle.is_set() and not self._moved.wait(SLICE):
+    def _again(self, rest: float) -> bool:
+        """True while any rank's step goes on. Waits `rest` seconds, and for a step: sooner there is nothing new."""
+        until = self.run.clock.now() + rest
+        while not self._idle.is_set():
+            left = until - self.run.clock.now()
+            if left > 0:
+                self._idle.wait(min(SLICE, left))
+            elif self._moved.wait(SLICE):
+                break
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
         if self.run.post.gone:  # this rank's step will hear of it at its end

@@ -246,7 +246,7 @@ class Host:
     def _sample(self, name: str, value: float) -> None:
         self.record.sample(self.rank.step, name, self.clock.now(), float(value))
 
-    def _again(self) -> bool:
+    def _again(self, rest: float) -> bool:
         raise StrategyError("`again` belongs in a background coroutine, not in `step`")
 
     def mean_loss(self) -> float:

@@ -48,7 +48,7 @@ class Meeting:
     @property
     def heard(self) -> int:
         """Steps until all ranks have heard, through letters, what rank 0 says; 0: not at all."""
-        return int(self.strategy.heard(self.run.rank.size))
+        return int(self.strategy.heard_in(self.run.rank.size, self.run.rank.step))
 
     @property
     def trains(self) -> bool:

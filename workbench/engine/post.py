@@ -55,6 +55,7 @@ class Post:
         self.page, self.meet, self.came = 0, -1, 0
         self.sent = [0] * rank.size
         self.gone: set[int] = set()  # ranks that have closed their end
+        self.heard_from: set[int] = set()  # ranks whose line to this one is open
         self._boxes: dict[tuple[int, str], deque[Letter]] = {}  # (page, kind) -> letters in order of arrival
         self._news = threading.Condition()
         self._out: dict[int, Outgoing] = {}

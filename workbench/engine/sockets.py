@@ -60,22 +60,25 @@ class Outgoing:
                     written()
         except BlockingIOError:
             pass
-        except OSError:
-            return self._lost()
+        except OSError as error:
+            return self._lost(error)
         self.post.selector.modify(self.socket, BOTH if self._queue else READ, self._move)
         try:
             if not self.socket.recv(1):  # nobody ever answers here: readable means closed
-                self._lost()
+                self._lost(ConnectionResetError())
         except BlockingIOError:
             pass
-        except OSError:
-            self._lost()
+        except OSError as error:
+            self._lost(error)
 
-    def _lost(self) -> None:
+    def _lost(self, error: OSError) -> None:
+        """The peer is gone once its own line to this rank has ended, too: what it sent last may still be in there."""
         self._queue.clear()
         self.post.selector.unregister(self.socket)
         self.socket.close()
-        self.post.lose(self.to)
+        closed = isinstance(error, ConnectionResetError | BrokenPipeError)
+        if not closed or self.to not in self.post.heard_from:
+            self.post.lose(self.to)
 
 
 class Incoming:
@@ -108,6 +111,7 @@ class Incoming:
         if hello[HELLO.size:] != self.post.token:
             return  # a stranger
         (self.source,) = HELLO.unpack_from(hello)
+        self.post.heard_from.add(self.source)
         head = bytearray(HEAD.size)
         while True:
             yield memoryview(head)
@@ -123,6 +127,7 @@ class Incoming:
         self.post.selector.unregister(self.socket)
         self.socket.close()
         if self.source >= 0:
+            self.post.heard_from.discard(self.source)
             self.post.lose(self.source)
 
 

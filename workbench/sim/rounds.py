@@ -19,21 +19,30 @@ class Rounds:
         self.is_idle = False  # will the step not move on before a meeting?
         self._steps = 0  # made so far
         self._seen = 0  # of them, by the background
+        self._until = 0.0  # the rest that the background asked for is over
         self._resting: Fiber | None = None  # the background, until there is something new
 
     def again(self, fiber: Fiber, op: Op) -> Any:
         """The verb."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
+        (rest,) = op.args
+        self._until = self.host.clock.now + rest
         if not self._is_new:
             self._resting = fiber
             fiber.on = "the step to move on"
+            if rest:
+                self.host.clock.at(self._until, self)
             return PARK
         return self._ask(fiber)
 
     def moved(self) -> None:
         """The step has moved on."""
         self._steps += 1
+        self._wake()
+
+    def resume(self, _: Any) -> None:
+        """The rest is over."""
         self._wake()
 
     def idle(self) -> None:
@@ -44,8 +53,9 @@ class Rounds:
     @property
     def _is_new(self) -> bool:
         replay = self.host.world.replay
-        enough = self._seen + 1 if replay is None else replay.round(self.host.index).steps
-        return self.is_idle or self._steps >= enough
+        if replay is not None:
+            return self.is_idle or self._steps >= replay.round(self.host.index).steps
+        return self.is_idle or (self._steps > self._seen and self.host.clock.now >= self._until)
 
     def _wake(self) -> None:
         if self._resting is not None and self._is_new:

@@ -134,7 +134,7 @@ class Session(Turnable):
         if strategy.lockstep:
             return due
         idle = self.rank.role == "server" or step >= self.experiment.steps
-        heard = strategy.heard(self.rank.size)
+        heard = strategy.heard_in(self.rank.size, step)
         if idle:
             world.done.add(self.rank.index)
             self.host.rounds.idle()

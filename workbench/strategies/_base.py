@@ -60,6 +60,10 @@ class Strategy(Family):
         """
         return 0
 
+    def heard_in(self, size: int, step: int) -> int:
+        """`heard` in step `step`, for a strategy that keeps a common step only for a while, up to a step of the run."""
+        return self.heard(size)
+
     def init(self, rank: Rank) -> Any:
         """What this strategy remembers between steps on one rank; None for nothing."""
         return None

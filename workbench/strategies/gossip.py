@@ -6,61 +6,90 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from workbench.knobs import knob
-from workbench.ops import Rank
+from workbench.ops import Bucket, Rank
+from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
-from workbench.strategies._graph import GRAPHS, hops, mixing_round, refused
+from workbench.strategies._graph import GRAPHS, Round, hops, mixing_round, refused
+
+ORDERS = ("combine-then-adapt", "adapt-then-combine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Strategy):
-    """Every rank mixes its parameters with its neighbours' in each step, while it computes its gradient.
+    """Every rank mixes its parameters with its neighbours', every `every` steps, while it computes its gradient.
 
         params_i <- sum_j W_ij params_j                     W_ij > 0 for neighbours j of i and for i itself
         params_i <- optimizer_i(params_i, grad_i)           the gradient is that before the mixing
 
     W has Metropolis weights, 1 / (1 + the larger degree of i and j). Its rows and columns add up to 1, so the mean
     of all ranks moves as in DDP, and the ranks' disagreement shrinks in each round by its second largest |eigenvalue|:
-    1/3 on a ring of 4, (1 + 2 cos(2 pi / p)) / 3 on a ring of p; on "exponential" with 2^n ranks nothing is left of
-    it after n rounds. A rank sends the model's bytes once to each neighbour, so twice per step on a ring and once on
-    "exponential"; it connects to its neighbours only and waits for nobody else.
+    1/3 on a ring of 4, (1 + 2 cos(2 pi / p)) / 3 on a ring of p. On "exponential" (one rank to send to, another to hear
+    from) and "butterfly" (the same one for both) nothing is left of it after n rounds of 2^n ranks. "shift_one" is
+    Bagua's pairing and takes any even number. `edges` is a graph of your own, by pairs of ranks, "0-1 1-2 2-0", or
+    by W itself, row by row.
 
-    When to use it: latency is high, or ranks stumble now and then and not always the same one. In bytes only
-    "exponential" beats the all-reduce of DDP. Evaluate the mean: one rank alone is off by the disagreement.
+    A rank sends the model's bytes once to each neighbour, so twice per round on a ring and once on "exponential" and in
+    pairs; it connects to its neighbours only and waits for nobody else. In the order above the exchange hides behind
+    forward and backward. "adapt-then-combine" updates first and mixes what came out of it: nothing is hidden,
+    but the ranks end a step closer together; on "complete" with plain SGD it equals DDP.
+
+    When to use it: latency is high, or ranks stumble now and then and not always the same one. In bytes only the
+    graphs with one partner beat the all-reduce of DDP. Evaluate the mean: one rank is off by the disagreement.
 
     Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017,
-    https://arxiv.org/abs/1705.09056
+    https://arxiv.org/abs/1705.09056; "shift_one": Gan et al., "BAGUA: Scaling up Distributed Learning with System
+    Relaxations", VLDB 2021, https://arxiv.org/abs/2107.01499
     """
 
     graph: str = knob("ring", choices=GRAPHS, doc="who is whose neighbour; exponential: one other rank in each round")
+    edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
     mix: float = knob(1.0, 0.0, 1.0, doc="how far each round goes towards the weighted mean of the neighbourhood")
+    order: str = knob(ORDERS[0], choices=ORDERS, doc="mix before the update, beside the gradient, or after it")
+    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of mixing to the next")
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
     def heard(self, size: int) -> int:
-        return hops(self.graph, size)
+        return hops(self.edges or self.graph, size) * self.every
 
     def refuses_size(self, size: int) -> str | None:
-        return refused(self.graph, size)
+        return refused(self.edges or self.graph, size)
 
     async def step(self, rank: Rank, state: Any) -> None:
-        to, shares = mixing_round(self.graph, self.mix, rank.size, rank.index, rank.step)
-        buckets = await rank.params()
-        for bucket in buckets:
-            for other in to:
-                await rank.send(bucket.data, other, bucket.name)
-        await rank.forward()
-        await rank.backward()
-        for bucket in buckets:
-            mixed = bucket.data * shares[rank.index]
-            for other, share in shares.items():
-                if other != rank.index:
-                    theirs, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), other, bucket.name)
-                    mixed.add_(theirs, alpha=share)
-            bucket.data.copy_(mixed)
-        await rank.update()
+        number, waits = divmod(rank.step, self.every)
+        part = mixing_round(self.edges or self.graph, self.mix, rank.size, rank.index, number)
+        buckets = [] if waits else await rank.params()
+        if self.order == "combine-then-adapt":
+            await _tell(rank, buckets, part)
+            await rank.forward()
+            await rank.backward()
+            await _mix(rank, buckets, part)
+            await rank.update()
+        else:
+            await rank.forward()
+            await rank.backward()
+            await rank.update()
+            await _tell(rank, buckets, part)
+            await _mix(rank, buckets, part)
 
     async def leave(self, rank: Rank, state: Any) -> None:
-        for bucket in await rank.params():
-            bucket.data.div_(rank.size)
-            await rank.all_reduce(bucket.data, "sum", bucket.name)
+        await average(rank)
+
+
+async def _tell(rank: Rank, buckets: list[Bucket], part: Round) -> None:
+    for bucket in buckets:
+        for other in part.to:
+            await rank.send(bucket.data, other, bucket.name)
+
+
+async def _mix(rank: Rank, buckets: list[Bucket], part: Round) -> None:
+    """Adds up in rank order, so that ranks that take the same shares of the same values agree to the bit."""
+    for bucket in buckets:
+        mixed: Any = None
+        for other, share in part.shares.items():
+            theirs = bucket.data
+            if other != rank.index:
+                theirs, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), other, bucket.name)
+            mixed = theirs * share if mixed is None else mixed.add_(theirs, alpha=share)
+        bucket.data.copy_(mixed)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
+from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
 
 
@@ -59,6 +60,4 @@ class ShadowMA(Strategy):
         return [bucket.like(state.flat("mean", bucket)) for bucket in await rank.params()]
 
     async def leave(self, rank: Rank, state: Memory) -> None:
-        for bucket in await rank.params():
-            bucket.data.div_(rank.size)
-            await rank.all_reduce(bucket.data, "sum", bucket.name)
+        await average(rank)

@@ -1,0 +1,33 @@
+"""A simulated run together with its ranks, for tests that look at parameters and at what a strategy remembers."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.knobs import Change
+from workbench.run import Run
+from workbench.sim.session import Session
+
+
+def simulated(e: Experiment, *changes: Change, real: bool = True) -> tuple[Run, list[Session]]:
+    """The run, and its ranks as they were at its end."""
+    made: list[Session] = []
+    init = Session.__init__
+
+    def kept(self: Session, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    with patch.object(Session, "__init__", kept):
+        run = simulate(e, changes=changes, real=real)
+    return run, made
+
+
+def parameters(sessions: list[Any]) -> torch.Tensor:
+    """(ranks, n) float64: every rank's parameters in the order of the model, of either host's sessions."""
+    return torch.stack([torch.cat([b.data.double() for b in s.layout.params()]) for s in sessions])

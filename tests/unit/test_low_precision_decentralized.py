@@ -1,0 +1,157 @@
+"""Gossip in 8 bits: what neighbours know of each other, what it is without rounding, and what crosses the wire."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import experiment, live, run, toy, weights
+from tests.sim.insides import parameters, simulated
+from tests.sim.virtual import comm, paced, samples, seconds, stack
+from tests.unit.test_engine_control import until
+from tests.unit.test_gossip import matrix
+from tests.unit.test_gossip_graphs import Plain, exact_task
+from workbench import simulate
+from workbench.compressors import TopK
+from workbench.knobs import Change, KnobError
+from workbench.strategies import DDP, Gossip, LowPrecisionDecentralized
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_without_rounding_it_is_gossip_on_a_ring_of_thirds(ranks: int) -> None:
+    """A round is W x + (what the optimizer did), which is D-PSGD with the gradient taken before the mixing."""
+    e = paced(ranks, 10, strategy=LowPrecisionDecentralized(bits=32), task=exact_task(momentum=0.9))
+    plain = Plain(matrix("ring", ranks), adapt_first=False, momentum=0.9)
+    for step in range(10):
+        plain.step(step)
+    for sessions in (simulated(e)[1], run(e.turn("pace", 0.0))):
+        found = torch.stack([weights(s) for s in sessions])
+        torch.testing.assert_close(found, plain.parameters(), rtol=0, atol=1e-13)
+
+
+def of_neighbours(sessions: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What ranks remember of others, by pair, and what those remember of themselves."""
+    copies, originals = [], []
+    for s in sessions:
+        near = {(s.rank.index - 1) % len(sessions), (s.rank.index + 1) % len(sessions)}
+        assert set(s.state.known.slots) == {str(r) for r in near | {s.rank.index}}
+        for other in near:
+            for name, copy in s.state.known.slots[str(other)].items():
+                copies.append(copy)
+                originals.append(sessions[other].state.known.slots[str(other)][name])
+    return copies, originals
+
+
+@pytest.mark.parametrize("host", ["engine", "simulator"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_after_many_rounds_copies_equal_what_they_are_copies_of_to_the_bit(host: str, every: int) -> None:
+    """Through changes of bucket size, too: copies lie by place in the model."""
+    e = paced(4, 100, strategy=LowPrecisionDecentralized(every=every))
+    plan = (Change(40, "bucket_mb", 0.02), Change(70, "bucket_mb", 0.01))
+    sessions = simulated(e, *plan)[1] if host == "simulator" else run(e.turn("pace", 0.0), *plan)
+    copies, originals = of_neighbours(sessions)
+    assert len(copies) == 4 * 2 * 6 and all(torch.equal(a, b) for a, b in zip(copies, originals, strict=True))
+    if every == 1:  # else the last steps have moved the parameters further than anybody knows
+        for s in sessions:
+            own = s.state.known.slots[str(s.rank.index)]
+            found = torch.cat([own[name].double() for name, _ in sorted(s.model.named_parameters())])
+            assert torch.equal(found, weights(s))
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_ranks_come_together_though_they_round(bits: int) -> None:
+    """On a ring of 4 by 1/3 in each round; rounded, by nearly so, for the error is a 510th of what is still to go."""
+    e = paced(4, 16, strategy=LowPrecisionDecentralized(bits=bits), task=toy(partial(torch.optim.SGD, lr=0.3)))
+    still = Change(6, "lr", 1e-30)
+    spread = []
+    for steps in (6, 8, 10, 12):
+        found = parameters(simulated(e.turn("steps", steps), still)[1])
+        spread.append(float((found - found.mean(0)).norm()))
+    assert spread[0] > 1e-2
+    for a, b in pairwise(spread):
+        assert b == pytest.approx(a / 9, rel=1e-3 if bits == 32 else 0.25)
+
+
+def test_it_learns_as_gossip_does() -> None:
+    held = {}
+    for strategy in (Gossip(), LowPrecisionDecentralized()):
+        e = paced(4, 80, strategy=strategy, eval_every=80)
+        held[strategy] = samples(simulate(e, real=True), "held_out")
+    exact, rounded = held.values()
+    assert rounded[-1] < 0.5 * rounded[0] and rounded[-1] == pytest.approx(exact[-1], rel=0.02)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_on_the_wire_it_is_a_byte_per_parameter_and_a_heading_per_bucket(bits: int, ranks: int) -> None:
+    e = paced(ranks, 9, strategy=LowPrecisionDecentralized(bits=bits, every=4))
+    sessions = run(e.turn("pace", 0.0))
+    sizes = [b.nbytes // 4 for b in sessions[0].layout.buckets]
+    once = sum(n + 8 if bits == 8 else 4 * n for n in sizes)
+    neighbours = min(2, ranks - 1)
+    for s in sessions:
+        by_step = [sum(n for at, _, n in s.record.comm() if at == step) for step in range(9)]
+        assert by_step == [neighbours * once * (step % 4 == 0) for step in range(9)]
+    whole = simulate(e)
+    assert [sum(n for _, _, n in comm(whole, r)) for r in range(ranks)] == [neighbours * once * 3] * ranks
+
+
+def test_it_wins_where_latency_and_bandwidth_are_both_short() -> None:
+    """One bucket of 0.32 MB on 8 ranks at 10 Mbit/s and 20 ms: two messages of a quarter, after the update."""
+    def lasts(strategy: Any) -> float:
+        e = paced(8, 4, 1.0, 10.0, latency=20.0, strategy=strategy, task=stack(8, 100), bucket_mb=1.0)
+        return float(seconds(simulate(e))[-1])
+
+    wire = 8 * 100 * 100 * 8e-6 / 10.0
+    mine = lasts(LowPrecisionDecentralized())
+    assert mine == pytest.approx(0.001 + 2 * (0.020 + wire), rel=1e-3)
+    assert lasts(Gossip()) == pytest.approx(0.0001 + 2 * (0.020 + 4 * wire), rel=1e-3)
+    assert mine < 0.35 * lasts(DDP()) and mine < 0.5 * lasts(Gossip())
+
+
+def test_turned_live_the_codes_change_and_the_copies_stay() -> None:
+    sessions = run(experiment(3, 12, strategy=LowPrecisionDecentralized()), Change(4, "strategy.bits", 32),
+                   Change(6, "every", 2), Change(9, "strategy.bits", 8), Change(10, "every", 1))  # fmt: skip
+    copies, originals = of_neighbours(sessions)
+    assert all(torch.equal(a, b) for a, b in zip(copies, originals, strict=True))
+    sent = [sum(n for at, _, n in sessions[0].record.comm() if at == step) for step in range(12)]
+    assert sent[3] < sent[4] == sent[5] == sent[6] == sent[8] and sent[7] == sent[9] == 0 and sent[10] == sent[3]
+
+
+def test_a_change_reaches_all_round_the_ring_before_the_same_step() -> None:
+    sessions = live(experiment(5, 0, pace=5.0, strategy=LowPrecisionDecentralized(every=2)))
+    try:
+        for k, (path, value) in enumerate([("bucket_mb", 0.03), ("every", 1), ("strategy", "DDP")]):
+            until(lambda k=k: all(s.rank.step > 5 * k + 2 for s in sessions))
+            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            until(lambda k=k: len(sessions[0].record.noted("change")) > k)
+        step = sessions[0].record.noted("change")[2][0]
+        until(lambda: all(s.rank.step > step + 2 for s in sessions))
+        for s in sessions:
+            names = {r[0]: r[2] for r in s.record if r[1] == "step"}
+            assert names[step - 1] == "LowPrecisionDecentralized" and names[step] == "DDP"
+        sessions[0].request({"kind": "stop"})
+        assert all(s.join(20) for s in sessions)
+    finally:
+        for s in sessions:
+            s.abort()
+            assert s.join(20)
+
+
+def test_in_and_out_without_learning_changes_nothing() -> None:
+    there = [Change(3, "lr", 1e-30), Change(4, "strategy", "LowPrecisionDecentralized"), Change(8, "strategy", "DDP")]
+    stay, went = (run(experiment(3, 10, strategy=DDP()), *plan) for plan in (there[:1], there))
+    torch.testing.assert_close(weights(went[0]), weights(stay[0]), rtol=1e-6, atol=1e-7)
+
+
+def test_a_compressor_beside_its_own_codes_is_refused_in_words() -> None:
+    with pytest.raises(KnobError, match=r"has codes of its own instead of .*TopK.* use Dense with it, or LocalSGD"):
+        experiment(3, strategy=LowPrecisionDecentralized(), compressor=TopK.usual())
+    with pytest.raises(KnobError, match=r"bits=4: must be one of 8, 32"):
+        experiment(3, strategy=LowPrecisionDecentralized(bits=4))

@@ -1,0 +1,95 @@
+"""Bagua's asynchronous model average: now and then the mean, in the background, added between two steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+from workbench.strategies._average import average, sum_by_messages
+from workbench.strategies._base import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncModelAverage(Strategy):
+    """Each rank trains without ever waiting; every `every_ms` the ranks' parameters are averaged in the background.
+
+        step:        params_i <- optimizer_i(params_i + correction_i, grad_i);   correction_i <- 0
+        background:  before <- params_i + correction_i;   mean <- (1/p) sum_j before_j;   correction_i += mean - before
+
+    An averaging is of the whole model as it was at one moment. Its correction waits until the gradient under way is
+    computed, so that forward and backward see the same parameters, and is added, so the steps made meanwhile are kept:
+    the sum over ranks of all parameters is moved by the optimizers alone. The next one begins when every rank has
+    rested for `every_ms` by its own clock. Each costs 2 (p-1)/p of the model's bytes and none of a step's time.
+
+    Until step `warmup` of the run gradients are averaged as in DDP, after backward, and ranks wait for each other. That
+    goes by messages between neighbours on a ring, with an all-reduce's bytes, for ranks that are to part soon do not
+    meet for changes. ShadowMA averages as often as the wire lets, bucket by bucket, and adds each correction at once.
+
+    When to use it: ranks differ in speed, and the wire must not be busy all the time. Replicas drift apart for as
+    long as `every_ms` says.
+
+    Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021,
+    https://arxiv.org/abs/2107.01499
+    """
+
+    every_ms: float = knob(500.0, 0.0, 600000.0, unit="ms", doc="rest after an averaging; 0: the next at once")
+    warmup: int = knob(0, 0, 10**6, unit="steps", doc="until this step of the run gradients are averaged instead")
+
+    lockstep: ClassVar[bool] = False
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "parameters"
+
+    def heard_in(self, size: int, step: int) -> int:
+        return int(step < self.warmup)
+
+    def init(self, rank: Rank) -> Memory:
+        return Memory()  # "correction": what has come and awaits the step; "mean": the last one
+
+    async def step(self, rank: Rank, state: Memory) -> None:
+        await rank.forward()
+        if rank.step < self.warmup:
+            await rank.backward(1.0 / rank.size)
+            for bucket in await rank.grads():
+                await sum_by_messages(rank, bucket)
+        else:
+            await rank.backward()
+        _correct(await rank.params(), state)
+        await rank.update()
+
+    async def background(self, rank: Rank, state: Memory) -> None:
+        rest, warm = 0.0, self.warmup > 0
+        while await rank.again(rest):
+            if warm:  # until rank 0 says that it is over
+                told = torch.tensor([rank.step < self.warmup], dtype=torch.int32)
+                warm = bool(await rank.broadcast(told, 0, "warm-up"))
+                continue
+            buckets = await rank.params()
+            snapshot = [bucket.data + state.flat("correction", bucket) for bucket in buckets]
+            for bucket, before in zip(buckets, snapshot, strict=True):
+                mean = before / rank.size
+                await rank.all_reduce(mean, "sum", f"average {bucket.name}")
+                state.flat("mean", bucket).copy_(mean)
+                state.flat("correction", bucket).add_(mean.sub_(before))
+            rest = self.every_ms * 1e-3
+
+    async def known(self, rank: Rank, state: Memory) -> list[Bucket] | None:
+        if "mean" not in state.slots:
+            return None
+        return [bucket.like(state.flat("mean", bucket)) for bucket in await rank.params()]
+
+    async def leave(self, rank: Rank, state: Memory) -> None:
+        _correct(await rank.params(), state)
+        await average(rank)
+
+
+def _correct(buckets: list[Bucket], state: Memory) -> None:
+    """Adds what averagings have said since the last step."""
+    if "correction" in state.slots:
+        for bucket in buckets:
+            correction = state.flat("correction", bucket)
+            bucket.data.add_(correction)
+            correction.zero_()

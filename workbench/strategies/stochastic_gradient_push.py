@@ -1,0 +1,130 @@
+"""Stochastic gradient push: gossip along one-way streets, with a weight that tells how much has come together."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+from workbench.strategies._base import Strategy
+from workbench.strategies._graph import PUSHES, push_hops, push_refused, push_round
+
+
+class _Sent(NamedTuple):
+    """A round of messages that has been sent in `step` and not been taken."""
+
+    step: int
+    sources: tuple[int, ...]
+    buckets: list[Bucket]  # as they were cut then
+
+
+class _State:
+    """What one rank remembers: its push-sum weight, and the rounds whose messages it has not taken."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.owed: deque[_Sent] = deque()
+        self.memory = Memory()  # "arrived": what has come and is not yet in the parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class StochasticGradientPush(Strategy):
+    """Each rank gives shares of its parameters away and adds what it is given; nobody need give to who gives to it.
+
+        x_i <- optimizer_i(x_i, grad_i(z_i))                             the gradient is that at z_i
+        x_i <- sum_j P_ij x_j;   w_i <- sum_j P_ij w_j                   P_ij > 0 where j sends to i, and for i itself
+        z_i <- x_i / w_i                                                 w_i is 1 at first
+
+    Only the columns of P must add up to 1: what a rank keeps and gives away, 1 / (1 + receivers) each. So the sums of
+    all x_i and of all w_i stay what they are. x_i itself may drift to a multiple of the mean; z_i goes to the mean.
+    Where each rank gives to as many as it is given by, w_i stays 1 and this is gossip after the update. On "chain" and
+    most graphs of your own (`edges`: "0>1 1>2 2>0 0>2", or P row by row) it does not. The parameters of the model
+    are z_i but during the update.
+
+    A rank sends the model's bytes and 8 for the weight to each receiver, once per round on "exponential", where it
+    sends 1, 2, 4, ... ranks further in turn, and on "ring". With `overlap` = 0 it waits for what was sent to it in this
+    step; with more it takes a message `overlap` steps after that in which it was sent, so exchanges hide behind the
+    next steps, and what is under way is missing from x_i and w_i alike.
+
+    When to use it: as Gossip, and where links go one way or ranks have unequal numbers of neighbours. It loses
+    to DDP where only bandwidth counts. Left, it gives sum x_i / sum w_i, which the mean of the z_i is not.
+
+    Reference: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
+    https://arxiv.org/abs/1811.10792
+    """
+
+    graph: str = knob("exponential", choices=PUSHES, doc="who gives to whom; exponential: one other rank in each round")
+    edges: str = knob("", doc="a graph of your own instead, '0>1 1>2 2>0', or rows of weights, '0.5 0.5; 0.5 0.5'")
+    every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of messages to the next")
+    overlap: int = knob(0, 0, 16, unit="steps", doc="how many steps after it was sent a message is taken")
+
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "parameters"
+
+    def heard(self, size: int) -> int:
+        late = self.overlap // self.every  # rounds
+        return (push_hops(self.edges or self.graph, size, late) - late) * self.every + self.overlap
+
+    def refuses_size(self, size: int) -> str | None:
+        return push_refused(self.edges or self.graph, size)
+
+    def init(self, rank: Rank) -> _State:
+        return _State()
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        await rank.forward()
+        await rank.backward()
+        buckets = await rank.params()
+        _multiply(buckets, state.weight)
+        await rank.update()
+        if rank.step % self.every == 0:
+            await self._give(rank, state, buckets)
+        while state.owed and state.owed[0].step + self.overlap <= rank.step:
+            await _take(rank, state, buckets)
+        _multiply(buckets, 1 / state.weight)
+
+    async def _give(self, rank: Rank, state: _State, buckets: list[Bucket]) -> None:
+        part = push_round(self.edges or self.graph, rank.size, rank.index, rank.step // self.every)
+        for other, share in part.gives.items():
+            for bucket in buckets:
+                await rank.send(bucket.data * share, other, bucket.name)
+            await rank.send(torch.tensor([share * state.weight], dtype=torch.float64), other, "weight")
+        _multiply(buckets, part.keeps)
+        state.weight *= part.keeps
+        state.owed.append(_Sent(rank.step, part.sources, buckets))
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        buckets = await rank.params()
+        _multiply(buckets, state.weight)
+        while state.owed:
+            await _take(rank, state, buckets)
+        weight = await rank.all_reduce(torch.tensor([state.weight], dtype=torch.float64), "sum", "weight")
+        for bucket in buckets:
+            bucket.data.div_(float(weight))
+            await rank.all_reduce(bucket.data, "sum", bucket.name)
+        state.weight = 1.0
+
+
+async def _take(rank: Rank, state: _State, buckets: list[Bucket]) -> None:
+    """Adds the oldest round's messages to the parameters and the weight."""
+    sent = state.owed.popleft()
+    for source in sent.sources:
+        for bucket in sent.buckets:
+            theirs, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), source, bucket.name)
+            state.memory.flat("arrived", bucket).add_(theirs)
+        weight, _ = await rank.recv(torch.zeros(1, dtype=torch.float64), source, "weight")
+        state.weight += float(weight)
+    for bucket in buckets:
+        arrived = state.memory.flat("arrived", bucket)
+        bucket.data.add_(arrived)
+        arrived.zero_()
+
+
+def _multiply(buckets: list[Bucket], by: float) -> None:
+    if by != 1.0:
+        for bucket in buckets:
+            bucket.data.mul_(by)
