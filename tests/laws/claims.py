@@ -12,6 +12,7 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 # name: (its claims among CLAIMS, what it exchanges)
 EXPECTED = {
     "AsyncServer": ("periodic", "displacements"),
+    "BackupWorkers": ("", "gradients"),
     "BMUF": ("lockstep periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
     "DiLoCo": ("lockstep periodic", "displacements"),

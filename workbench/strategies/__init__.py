@@ -2,6 +2,7 @@
 
 from workbench.strategies._base import Strategy as Strategy
 from workbench.strategies.async_server import AsyncServer as AsyncServer
+from workbench.strategies.backup_workers import BackupWorkers as BackupWorkers
 from workbench.strategies.bmuf import BMUF as BMUF
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
@@ -22,6 +23,7 @@ __all__ = [
     "DDP",
     "EASGD",
     "AsyncServer",
+    "BackupWorkers",
     "DiLoCo",
     "Gossip",
     "Hogwild",
