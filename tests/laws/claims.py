@@ -14,6 +14,7 @@ EXPECTED = {
     "AsyncServer": ("periodic", "displacements"),
     "BackupWorkers": ("", "gradients"),
     "BMUF": ("lockstep periodic", "displacements"),
+    "BoundedStaleness": ("periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
     "DiLoCo": ("lockstep periodic", "displacements"),
     "EASGD": ("lockstep periodic", "displacements"),
@@ -46,7 +47,7 @@ SENT: dict[str, Callable[[list[int]], int]] = {
 SILENT = {"Hogwild": "all ranks have their parameters in one memory"}
 
 # strategies whose ranks each make a whole step, so that p of them go p times as far: laws give them 1/p of the rate
-SUMS = {"Hogwild"}
+SUMS = {"BoundedStaleness", "Hogwild"}
 
 # strategies that are not the plain optimizer on one rank, and why
 OUTER = "an outer optimizer works on what one rank alone has learned, too"
@@ -76,3 +77,6 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("SelSync", "inject_ranks"): ({}, 0.5),  # 3 is no share
     ("SelSync", "inject_share"): ({"inject_ranks": 0.5}, 1.0),
 }
+
+# asynchronous strategies in which one rank may be sent the model more often than another, and why
+AT_NEED = {"BoundedStaleness": "a rank fetches when its copy is too old, not in every step"}

@@ -4,6 +4,7 @@ from workbench.strategies._base import Strategy as Strategy
 from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.backup_workers import BackupWorkers as BackupWorkers
 from workbench.strategies.bmuf import BMUF as BMUF
+from workbench.strategies.bounded_staleness import BoundedStaleness as BoundedStaleness
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
@@ -24,6 +25,7 @@ __all__ = [
     "EASGD",
     "AsyncServer",
     "BackupWorkers",
+    "BoundedStaleness",
     "DiLoCo",
     "Gossip",
     "Hogwild",
