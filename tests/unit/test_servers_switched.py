@@ -6,12 +6,16 @@ import random
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests import torture
 from tests.ranks import batch, experiment, live, mse, run, toy
+from tests.sim.test_replay import Asked, engines
+from tests.sim.virtual import samples
 from tests.unit.test_engine_apart import over, until
+from workbench import simulate
 from workbench.canonical import optimizer_tensors, state_hash
 from workbench.engine.session import Session
 from workbench.fabric import Fabric, Noisy, Slow
@@ -101,3 +105,23 @@ def test_ranks_with_unequal_data_all_come_to_the_end(strategy: Strategy) -> None
     uneven = toy(data=lambda rank, ranks, seed: [batch(rank, step, seed) for step in range(1 + 3 * rank)])
     ranks = run(experiment(3, 12, task=uneven, strategy=strategy))
     assert {(s.phase, s.rank.step) for s in ranks} == {("done", 12)}
+
+
+CHANCE = [BackupWorkers(backup=1), BackupWorkers(backup=3), BoundedStaleness(bound=1), BoundedStaleness(bound=64)]
+
+
+@pytest.mark.parametrize("strategy", CHANCE, ids=str)
+def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the law of the usual settings: who is late, and who waits for whom, follows from that order alone."""
+    asked = Asked(monkeypatch, type(strategy))
+    e = experiment(4, 20, strategy=strategy, pace=4.0).turn("faults", [Slow(rank=1, factor=3.0), Noisy(spread=1.0)])
+    ranks = run(e)
+    engine = asked.taken()
+    simulated = simulate(e, real=True, replay=engines(ranks))
+    simulator = asked.taken()
+    for who in engine:
+        assert simulator[who] == engine[who], who
+    for s in ranks:
+        np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4, atol=1e-6)
