@@ -134,7 +134,8 @@ class Session(Turnable):
         while True:
             self._boundary()
             strategy = self.experiment.strategy
-            if self.stopping or self.meeting.over or (self._at_last_step() and strategy.lockstep):
+            at_last = 0 < self.experiment.steps <= self.rank.step
+            if self.stopping or self.meeting.over or (at_last and strategy.lockstep):
                 if strategy.lockstep and strategy.can_settle:
                     self.host.drive(strategy.settle(self.rank, self.state))
                 return self._say("stopped" if self.stopping else "done")
@@ -143,9 +144,6 @@ class Session(Turnable):
                 self._step()
             if self.experiment.evaluates(before, self.rank.step):
                 evaluate(self, together=self.experiment.strategy.lockstep)
-
-    def _at_last_step(self) -> bool:
-        return 0 < self.experiment.steps <= self.rank.step
 
     def _step(self) -> None:
         host, strategy = self.host, self.experiment.strategy
