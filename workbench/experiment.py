@@ -77,6 +77,10 @@ class Experiment:
         """This experiment with the task's own learning rate and batch where none was given."""
         return replace(self, lr=self.lr or self.task.lr, batch=self.batch or self.task.batch)
 
+    def evaluates(self, before: int, step: int) -> bool:
+        """Is the held-out loss due at `step`, to which a step from `before` has led?"""
+        return bool(self.eval_every) and step // self.eval_every > before // self.eval_every
+
     def plain(self) -> dict[str, Any]:
         """As JSON; `Experiment.read` reads it back."""
         return to_plain(self)["Experiment"]

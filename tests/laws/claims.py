@@ -13,7 +13,9 @@ CLAIMS = ("exact", "lockstep", "periodic", "opaque", "shared", "staged")
 EXPECTED = {
     "AsyncModelAverage": ("periodic", "parameters"),
     "AsyncServer": ("periodic", "displacements"),
+    "BackupWorkers": ("", "gradients"),
     "BMUF": ("lockstep periodic", "displacements"),
+    "BoundedStaleness": ("periodic", "displacements"),
     "DDP": ("exact lockstep", "gradients"),
     "DiLoCo": ("lockstep periodic", "displacements"),
     "EASGD": ("lockstep periodic", "displacements"),
@@ -50,7 +52,7 @@ SENT: dict[str, Callable[[list[int]], int]] = {
 SILENT = {"Hogwild": "all ranks have their parameters in one memory"}
 
 # strategies whose ranks each make a whole step, so that p of them go p times as far: laws give them 1/p of the rate
-SUMS = {"Hogwild"}
+SUMS = {"BoundedStaleness", "Hogwild"}
 
 # strategies that are not the plain optimizer on one rank, and why
 OUTER = "an outer optimizer works on what one rank alone has learned, too"
@@ -85,3 +87,6 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("SelSync", "inject_share"): ({"inject_ranks": 0.5}, 1.0),
     ("StochasticGradientPush", "edges"): ({}, "0>1 1>2 2>3 3>0"),
 }
+
+# asynchronous strategies in which one rank may be sent the model more often than another, and why
+AT_NEED = {"BoundedStaleness": "a rank fetches when its copy is too old, not in every step"}

@@ -91,6 +91,12 @@ def test_periods_turned_live_send_as_often_as_they_say() -> None:
     s = run(chosen, Change(12, "push", 4), Change(24, "fetch", 2))[1]
     assert asked(s, 0, 12)["push bucket"] == 12
     assert asked(s, 32, 48)["push bucket"] == 4
+    assert fetched(s, 0, 12) == 12 and fetched(s, 32, 48) == 8
+
+
+def fetched(s: Session, first: int, stop: int) -> int:
+    """How often a rank was given the server's parameters in steps [first, stop)."""
+    return sum(first <= r[0] < stop for r in s.record if r[2] == "recv fetch bucket 0 from 0")
 
 
 def test_dedicated_servers_only_serve_and_share_the_buckets() -> None:

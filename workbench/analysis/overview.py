@@ -19,7 +19,8 @@ def summary(run: Run) -> dict[str, Any]:
     """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps."""
     tl = run.timeline
     first, stop = last_steps(tl, RECENT)
-    times = step_times(tl, RECENT).seconds.max(axis=1, initial=0.0) if stop > first else np.empty(0)
+    times = np.fmax.reduce(step_times(tl, RECENT).seconds, axis=1) if stop > first else np.empty(0)
+    times = times[~np.isnan(times)]  # a rank may have passed over steps, but the median needs some that were made
     sent = bytes_per_step(tl, first, stop)
     return {
         "name": run.name,

@@ -184,7 +184,8 @@ class Meeting:
         if self.heard and not ended and not run.paused:
             planned = bool(self.planned())
             if run.post.meet < run.rank.step and (not run.inbox.empty() or (planned and not self.strategy.lockstep)):
-                run.post.meet = run.rank.step + self.heard
+                with run.host.alone:  # a server beside this step lets nobody on meanwhile, and then tells it
+                    run.post.meet = max(run.rank.step, self.strategy.newest(run.rank, run.state)) + self.heard
             return planned and bool(self.strategy.lockstep)
         if not (ended or run.paused or self.planned() or not run.inbox.empty()):
             return False

@@ -134,16 +134,16 @@ class Session(Turnable):
         while True:
             self._boundary()
             strategy = self.experiment.strategy
-            if self.stopping or self.meeting.over or (self._at_last_step() and strategy.lockstep):
+            at_last = 0 < self.experiment.steps <= self.rank.step
+            if self.stopping or self.meeting.over or (at_last and strategy.lockstep):
                 if strategy.lockstep and strategy.can_settle:
                     self.host.drive(strategy.settle(self.rank, self.state))
                 return self._say("stopped" if self.stopping else "done")
-            self._step()
-            if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
+            before = self.rank.step
+            if self.rank.role == "trainer":  # a server comes here for changes only
+                self._step()
+            if self.experiment.evaluates(before, self.rank.step):
                 evaluate(self, together=self.experiment.strategy.lockstep)
-
-    def _at_last_step(self) -> bool:
-        return 0 < self.experiment.steps <= self.rank.step
 
     def _step(self) -> None:
         host, strategy = self.host, self.experiment.strategy
@@ -153,7 +153,7 @@ class Session(Turnable):
             self._freeze()
         self.rate.follow(self)
         began = self.clock.now()
-        host.drive(strategy.step(self.rank, self.state))
+        made = host.drive(strategy.step(self.rank, self.state)) or 1
         host.watch.settle()
         self.record.span(self.rank.step, "step", type(strategy).__name__, began, began, self.clock.now(), 0)
         loss = host.mean_loss()
@@ -166,9 +166,9 @@ class Session(Turnable):
             adopt(self, names)
         if host.met and not self.tickets.asked:
             self.tickets.ask()
-        self.rank.step += 1
+        self.rank.step += made
         if self.credit:
-            self.credit -= 1
+            self.credit = max(0, self.credit - made)
             self.paused = self.credit == 0
 
     def _freeze(self) -> None:

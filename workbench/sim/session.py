@@ -60,8 +60,10 @@ class Session(Turnable):
             lockstep = self.experiment.strategy.lockstep
             if self.world.over or (lockstep and self.rank.step >= self.experiment.steps):
                 break
-            await self._step()
-            if self.experiment.eval_every and self.rank.step % self.experiment.eval_every == 0:
+            before = self.rank.step
+            if self.rank.role == "trainer":  # a server comes here for changes only
+                await self._step()
+            if self.experiment.evaluates(before, self.rank.step):
                 await self._evaluate(together=self.experiment.strategy.lockstep)
         await self.stop_background()
         if (strategy := self.experiment.strategy).lockstep and strategy.can_settle:
@@ -76,11 +78,11 @@ class Session(Turnable):
             await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {seconds:.1f} s"})
         self.rate.follow(self)
-        began = clock.now
+        began, made = clock.now, None
         if strategy.workers > 1:
             await self._all_workers()
         else:
-            await Op("drive", strategy.step(self.rank, self.state))
+            made = await Op("drive", strategy.step(self.rank, self.state))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
@@ -94,7 +96,7 @@ class Session(Turnable):
                 await strategy.settle(self.rank, self.state)
             await self.relay(self.body.learn)
             self.mark_buckets()
-        self.rank.step += 1
+        self.rank.step += made or 1
         host.rounds.moved()
 
     async def _all_workers(self) -> None:
@@ -142,7 +144,7 @@ class Session(Turnable):
                 world.over = True
                 world.call(step)
         if self.rank.index == 0 and due and world.meets < 0:
-            world.call(step + heard)
+            world.call(max(step, strategy.newest(self.rank, self.state)) + heard)
         while True:
             if world.meets >= 0 and (not heard or step == world.meets or idle):
                 self.rank.step = max(step, world.meets) if heard else step
@@ -239,7 +241,7 @@ class Session(Turnable):
     def _ended(self, fiber: Fiber) -> None:
         """A worker or the background has returned."""
         if fiber.waiter is not None:
-            return fiber.waiter.resume(None)
+            return fiber.waiter.resume(fiber.value)
         if fiber is self.background:
             self.background = None
         elif fiber.origin.startswith("worker"):

@@ -3,7 +3,9 @@
 from workbench.strategies._base import Strategy as Strategy
 from workbench.strategies.async_model_average import AsyncModelAverage as AsyncModelAverage
 from workbench.strategies.async_server import AsyncServer as AsyncServer
+from workbench.strategies.backup_workers import BackupWorkers as BackupWorkers
 from workbench.strategies.bmuf import BMUF as BMUF
+from workbench.strategies.bounded_staleness import BoundedStaleness as BoundedStaleness
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
@@ -26,6 +28,8 @@ __all__ = [
     "EASGD",
     "AsyncModelAverage",
     "AsyncServer",
+    "BackupWorkers",
+    "BoundedStaleness",
     "DiLoCo",
     "Gossip",
     "Hogwild",

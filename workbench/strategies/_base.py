@@ -64,13 +64,17 @@ class Strategy(Family):
         """`heard` in step `step`, for a strategy that keeps a common step only for a while, up to a step of the run."""
         return self.heard(size)
 
+    def newest(self, rank: Rank, state: Any) -> int:
+        """On rank 0, where `heard` > 0: the newest step that any rank may have begun, if others may overtake it."""
+        return rank.step
+
     def init(self, rank: Rank) -> Any:
         """What this strategy remembers between steps on one rank; None for nothing."""
         return None
 
     @abstractmethod
-    async def step(self, rank: Rank, state: Any) -> None:
-        """One step of training on one rank."""
+    async def step(self, rank: Rank, state: Any) -> int | None:
+        """One step of training on one rank; returns for how many it counts if not for one, as when it caught up."""
 
     async def background(self, rank: Rank, state: Any) -> None:
         """A second coroutine beside `step`, with a thread and a wire of its own; it changes parameters by `params`.

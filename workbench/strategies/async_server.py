@@ -10,26 +10,18 @@ import torch
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
 from workbench.strategies._base import Strategy
+from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
 
 
-class _State:
+class _State(Copies):
     """What one rank remembers: as a trainer since when it is on its own, as a server the parameters it holds."""
 
     def __init__(self) -> None:
-        self.memory: Memory | None = None  # "base": own parameters when they were last the server's; "centre": its own
-        self.version = 0  # of the centre: pushes that it has taken in
+        super().__init__()
+        self.version = 0  # of the centre: how often it was moved
         self.versions: dict[int, int] = {}  # by server, that which was fetched last
         self.owed: set[int] = set()  # servers whose answer to a push has not been read
         self.since_push = self.since_fetch = 0
-
-    def begin(self, buckets: list[Bucket]) -> Memory:
-        """Before the first step all parameters are equal: they are the base and the centre."""
-        if self.memory is None:
-            self.memory = Memory()
-            for bucket in buckets:
-                self.memory.flat("base", bucket).copy_(bucket.data)
-                self.memory.flat("centre", bucket).copy_(bucket.data)
-        return self.memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +31,21 @@ class AsyncServer(Strategy):
         trainer:  params_i <- optimizer_i(params_i, grad_i)                   every step
                   push d_i = params_i - base_i;   base_i <- params_i          every `push` steps
                   params_i <- centre + params_i - base_i;   base_i <- centre  every `fetch` steps
-        server:   centre <- centre + w d_i;   version <- version + 1          whenever a push comes
+        server:   v <- m v + w d_i;   centre <- centre + r v;   version <- version + 1       whenever a push comes
 
     w is 1/p of p trainers ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). The staleness of a push is
-    the number of pushes that the server has taken in since its sender last fetched; it is on the record. A trainer
-    sends the model's bytes once per push and gets them once per fetch; the server p times as many: its port is the
-    narrow place. With `servers` = 0 the server runs beside rank 0, which trains like all others; else the last
+    the number of pushes that the server has taken in since its sender last fetched; it is on the record. The server's
+    own optimizer is momentum SGD on what is pushed, with learning rate r = `server_lr` and momentum m =
+    `server_momentum`; usually it just adds (r = 1, m = 0). v is forgotten when the strategy is left.
+
+    A trainer sends the model's bytes once per push and gets them once per fetch; the server p times as many: its port
+    is the narrow place. With `servers` = 0 the server runs beside rank 0, which trains like all others; else the last
     `servers` ranks only serve, each an equal part of the buckets, and the others train.
 
-    When to use it: ranks differ in speed for long, and wires are fast. `synchronous` lets the server answer only
-    when every trainer has pushed: the same bytes and roles, everybody waits, staleness 0.
+    When to use it: ranks differ in speed for long, and wires are fast. The staler pushes are, the smaller the rate must
+    be: where each is t versions old and counts in full, plain SGD is stable up to a rate of 2 sin(pi / (2 (2 t + 1)))
+    over the curvature. `synchronous` lets the server answer only when every trainer has pushed: the same bytes and
+    roles, everybody waits, staleness 0, one version for all pushes.
 
     Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012,
     https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks; weights by staleness: Zhang et al.,
@@ -59,11 +56,14 @@ class AsyncServer(Strategy):
     push: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two pushes of one trainer")
     fetch: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two fetches of one trainer")
     weight: str = knob("mean", choices=("mean", "sum", "staleness"), doc="how much one push moves the centre")
+    server_lr: float = knob(1.0, 0.0, 2.0, doc="r: how far the server goes along what is pushed")
+    server_momentum: float = knob(0.0, 0.0, 0.99, doc="m: how much of its last move the server makes again")
     synchronous: bool = knob(False, doc="the server answers only when every trainer has asked")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
+    crosses: ClassVar[bool] = True
 
     def trains(self, index: int, size: int) -> bool:
         return index < size - self.servers
@@ -81,9 +81,7 @@ class AsyncServer(Strategy):
         return f"servers={self.servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
 
     def refuses(self, compressor: Any) -> str | None:
-        if type(compressor).__name__ == "Dense":
-            return None
-        return f"AsyncServer sends messages, which {compressor} cannot encode; use Dense with it, or LocalSGD or DDP"
+        return dense_only("AsyncServer", compressor)
 
     def init(self, rank: Rank) -> _State:
         return _State()
@@ -103,10 +101,10 @@ class AsyncServer(Strategy):
         for k, server in enumerate(servers):
             if server in state.owed:
                 await self._answer(rank, state, server, [])
-            await rank.send(torch.tensor([push, fetch, state.versions.get(server, 0)]), server, "ask")
+            await tell(rank, server, "ask", push, fetch, state.versions.get(server, 0))
             for bucket in buckets[k :: len(servers)] if push else ():
                 base = memory.flat("base", bucket)
-                await rank.send(bucket.data - base, server, f"push {bucket.name}")
+                await post(rank, server, "push", [bucket.like(bucket.data - base)])
                 base.copy_(bucket.data)
             state.owed.add(server)
         for k, server in enumerate(servers):
@@ -117,16 +115,14 @@ class AsyncServer(Strategy):
 
     async def _answer(self, rank: Rank, state: _State, server: int, buckets: list[Bucket]) -> None:
         """Reads what a server answers to a push or a fetch, and takes over its part of the parameters."""
-        head, _ = await rank.recv(torch.zeros(3, dtype=torch.int64), server, "answer")
-        pushed, version, staleness = head.tolist()
+        pushed, version, staleness = await answer(rank, server, 3)
         state.owed.discard(server)
         if pushed:
             await rank.sample("staleness", staleness)
-        for bucket in buckets:
+        for bucket, centre in zip(buckets, await taken(rank, server, "fetch", buckets), strict=True):
             base = state.begin([]).flat("base", bucket)
-            centre, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), server, f"fetch {bucket.name}")
-            bucket.data.sub_(base).add_(centre)
-            base.copy_(centre)
+            bucket.data.sub_(base).add_(centre.data)
+            base.copy_(centre.data)
             state.versions[server] = version
 
     async def background(self, rank: Rank, state: _State) -> None:
@@ -136,25 +132,31 @@ class AsyncServer(Strategy):
         buckets = await rank.params()
         memory = state.begin(buckets)
         buckets = buckets[servers.index(rank.index) :: len(servers)]
-        waiting: list[tuple[int, bool, bool, int]] = []
-        while (got := await rank.recv(torch.zeros(3, dtype=torch.int64), None, "ask")) is not None:
-            (push, fetch, version), source = got[0].tolist(), got[1]
-            moved = []
-            for bucket in buckets if push else ():
-                moved.append(await rank.recv(bucket.data.new_empty(bucket.data.shape), source, f"push {bucket.name}"))
+        waiting: list[tuple[int, int, int, int]] = []
+        while (got := await told(rank, "ask", 3)) is not None:
+            (push, fetch, version), source = got
             staleness = state.version - version
-            for bucket, (move, _) in zip(buckets, moved, strict=False):
-                memory.flat("centre", bucket).add_(move, alpha=self._share(trainers, staleness))
-            state.version += bool(push) and not self.synchronous
+            for moved in await taken(rank, source, "push", buckets if push else ()):
+                memory.flat("pushed", moved).add_(moved.data, alpha=self._share(trainers, staleness))
             waiting.append((source, push, fetch, staleness))
             if self.synchronous and len(waiting) < trainers:
                 continue
-            state.version += self.synchronous and any(pushed for _, pushed, _, _ in waiting)
+            if any(pushed for _, pushed, _, _ in waiting):
+                self._move(memory, buckets)
+                state.version += 1
             for who, pushed, fetched, stale in waiting:
-                await rank.send(torch.tensor([pushed, state.version, stale]), who, "answer")
-                for bucket in buckets if fetched else ():
-                    await rank.send(memory.flat("centre", bucket), who, f"fetch {bucket.name}")
+                await tell(rank, who, "answer", pushed, state.version, stale)
+                await post(rank, who, "fetch", [b.like(memory.flat("centre", b)) for b in buckets] if fetched else ())
             waiting = []
+
+    def _move(self, memory: Memory, buckets: list[Bucket]) -> None:
+        """The server's optimizer makes one step with what was pushed."""
+        for bucket in buckets:
+            move = pushed = memory.flat("pushed", bucket)
+            if self.server_momentum:
+                move = memory.flat("velocity", bucket).mul_(self.server_momentum).add_(pushed)
+            memory.flat("centre", bucket).add_(move, alpha=self.server_lr)
+            pushed.zero_()
 
     def _share(self, trainers: int, staleness: int) -> float:
         return {"mean": 1 / trainers, "sum": 1.0}.get(self.weight, 1 / max(1, staleness))
@@ -165,11 +167,21 @@ class AsyncServer(Strategy):
         return [bucket.like(state.begin(buckets).flat(slot, bucket)) for bucket in buckets]
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        """The centre, moved by what trainers have not pushed."""
+        """Everybody gets the centre, moved by what trainers have not pushed; the servers may share it out anew."""
         servers, buckets = self.serving(rank.size), await rank.params()
         memory = state.begin(buckets)
         for k, bucket in enumerate(buckets):
-            bucket.data.sub_(memory.flat("base", bucket)).div_(rank.size - self.servers)
-            if rank.index == servers[k % len(servers)]:
-                bucket.data.add_(memory.flat("centre", bucket))
+            base, centre = memory.flat("base", bucket), memory.flat("centre", bucket)
+            serves = rank.index == servers[k % len(servers)]
+            bucket.data.sub_(base).div_(rank.size - self.servers)
+            if serves:
+                bucket.data.add_(centre)
             await rank.all_reduce(bucket.data, "sum", bucket.name)
+            base.copy_(bucket.data)
+            centre.copy_(bucket.data)
+            if self.server_momentum:
+                velocity = memory.flat("velocity", bucket).mul_(serves)
+                await rank.all_reduce(velocity, "sum", f"velocity {bucket.name}")
+        versions = torch.tensor([state.version * (rank.index == server) for server in servers])
+        await rank.all_reduce(versions, "sum", "versions")
+        state.versions = dict(zip(servers, versions.tolist(), strict=True))

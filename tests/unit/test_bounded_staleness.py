@@ -1,0 +1,279 @@
+"""Bounded staleness: how far ranks get apart, what they see, what it costs, and how a change acts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import experiment, live, net, run, shipped, toy, weights
+from tests.sim.virtual import comm, paced, rows, samples, seconds
+from tests.unit.test_backup_workers import sessions as sessions
+from tests.unit.test_engine_apart import over, until
+from workbench import simulate
+from workbench.canonical import optimizer_tensors, state_hash
+from workbench.compressors import TopK
+from workbench.fabric import Noisy, Slow
+from workbench.knobs import Change, KnobError, to_plain
+from workbench.layout import fingerprint
+from workbench.run import Run
+from workbench.sim.session import Session
+from workbench.strategies import DDP, AsyncServer, BoundedStaleness, Strategy
+
+pytestmark = pytest.mark.ranks
+
+plain = partial(torch.optim.SGD, lr=0.02)
+momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+LAST = (Slow(rank=1, factor=5.0),)
+
+
+def apart(done: Run, ranks: int) -> list[int]:
+    """After each finished step of any rank, by how many steps the first leads the last."""
+    made = rows(done, "step")
+    clocks, found = [0] * ranks, []
+    for i in np.argsort(made.t1, kind="stable"):
+        clocks[made.rank[i]] += 1
+        found.append(max(clocks) - min(clocks))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [plain, momentum])
+def test_with_bound_0_it_is_data_parallelism_at_p_times_the_rate(optimizer: Any) -> None:
+    fast = partial(optimizer.func, **{**optimizer.keywords, "lr": 0.06})
+    want = run(experiment(3, 12, task=toy(fast), strategy=DDP()))
+    mine = run(experiment(3, 12, task=toy(optimizer), strategy=BoundedStaleness(bound=0)))
+    for s, other in zip(mine, want, strict=True):
+        np.testing.assert_allclose(s.record.losses(), other.record.losses(), rtol=1e-4, atol=1e-6)
+    centre = mine[0].host.drive(mine[0].experiment.strategy.known(mine[0].rank, mine[0].state))
+    total = {part.name: bucket.data[part.start : part.stop] for bucket in centre for part in bucket.parts}
+    flat = torch.cat([total[name].double() for name in sorted(total)])
+    torch.testing.assert_close(flat, weights(want[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [0, 3, 64])
+def test_one_rank_is_the_plain_optimizer(bound: int) -> None:
+    (alone,) = run(experiment(1, 12, strategy=BoundedStaleness(bound=bound)))
+    (want,) = run(experiment(1, 12, strategy=DDP()))
+    torch.testing.assert_close(weights(alone), weights(want), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("bound", "most"), [(0, 1), (1, 2), (3, 4), (7, 8)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_rank_is_never_more_than_the_bound_and_one_ahead_and_gets_there(bound: int, most: int, ranks: int) -> None:
+    done = simulate(paced(ranks, 60, strategy=BoundedStaleness(bound=bound), faults=LAST, mbit=0))
+    leads = apart(done, ranks)
+    assert max(leads) == most == bound + 1
+    assert done.state == "done" and len(rows(done, "step")) == 60 * ranks
+
+
+def test_on_the_engine_too() -> None:
+    ranks = run(experiment(3, 40, strategy=BoundedStaleness(bound=2), pace=4.0).turn("faults", LAST))
+    ends = sorted((r[5], s.rank.index) for s in ranks for r in s.record if r[1] == "step")
+    clocks, leads = [0] * 3, []
+    for _, r in ends:
+        clocks[r] += 1
+        leads.append(max(clocks) - min(clocks))
+    assert max(leads) == 3 and clocks == [40] * 3
+    assert len([s for s in ranks if s.error]) == 0
+
+
+def test_who_need_not_wait_keeps_its_pace_until_the_bound() -> None:
+    def lasts(bound: int, faults: tuple = LAST) -> np.ndarray:
+        return seconds(simulate(paced(4, 40, strategy=BoundedStaleness(bound=bound), faults=faults, mbit=0)), 0)
+
+    alone = lasts(64, ())
+    np.testing.assert_allclose(lasts(64), alone, rtol=1e-9)
+    for bound in (0, 1, 3, 10):
+        mine = lasts(bound)
+        free = bound + 1
+        np.testing.assert_allclose(mine[:free], alone[:free], rtol=1e-9)
+        assert mine[-10 - bound : -1 - bound].mean() == pytest.approx(5 * alone[0], rel=0.01), "then it waits for it"
+
+
+def test_chance_slowness_is_hidden_by_a_bound_and_a_rank_that_is_always_slow_is_not() -> None:
+    def length(bound: int, *faults: Any) -> float:
+        done = simulate(paced(4, 200, strategy=BoundedStaleness(bound=bound), faults=faults, mbit=0))
+        return float(rows(done, "step").t1.max())
+
+    noisy = (Noisy(spread=4.0),)
+    assert length(8, *noisy) < 0.85 * length(0, *noisy)
+    assert length(8, *LAST) > 0.99 * length(0, *LAST)
+
+
+def test_it_sees_every_update_that_it_must_and_no_update_twice() -> None:
+    """One weight per (rank, iteration): each update adds its own power of two, so a sum tells what is in it."""
+    ranks, steps, bound = 3, 8, 2
+    seen: dict[tuple[int, int, int], int] = {}
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(ranks * steps, dtype=torch.float64))
+
+    def loss(model: Counting, at: torch.Tensor) -> torch.Tensor:
+        r, c = int(at[0]), int(at[1])
+        for other in range(ranks):
+            here = model.w.detach()[other * steps : (other + 1) * steps]
+            assert set(here.tolist()) <= {0.0, 1.0}, "applied once or not at all"
+            count = int(here.sum())
+            assert bool((here[:count] == 1).all()), "in the order in which they were made"
+            seen[r, c, other] = count
+        return -model.w[r * steps + c]
+
+    task = toy(
+        partial(torch.optim.SGD, lr=1.0), model=Counting, loss=loss, evaluate=None,
+        data=lambda rank, ranks, seed: [torch.tensor([rank, step]) for step in range(steps)],
+    )  # fmt: skip
+    for faults in (LAST, (Noisy(spread=3.0, seed=1),), ()):
+        seen.clear()
+        e = paced(ranks, steps, lr=1.0, task=task, strategy=BoundedStaleness(bound=bound), faults=faults)
+        simulate(e, real=True)
+        assert len(seen) == ranks * steps * ranks
+        for (r, c, other), count in seen.items():
+            assert count == c if other == r else count >= c - bound, "every update with clock <= c - s - 1, and its own"
+        assert any(count < c for (_, c, _), count in seen.items())
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_it_fetches_only_when_its_copy_is_too_old(bound: int) -> None:
+    """Bytes: a model per iteration pushed; one fetched in s + 1 iterations at best, in each behind a slow rank."""
+    model, steps = 4 * sum(p.numel() for p in net().parameters()), 48
+    fetches = {}
+    for factor in (1.02, 5.0):
+        faults = (Slow(rank=1, factor=factor),)
+        done = simulate(paced(4, steps, strategy=BoundedStaleness(bound=bound), faults=faults, mbit=0))
+        found = done.timeline.samples.rows()
+        found = found[found.equal("name", "ahead")]
+        for r in range(4):
+            told = dict(zip(found.step[found.rank == r].tolist(), found.value[found.rank == r].tolist(), strict=True))
+            seen, want = 0, []
+            for c in range(steps + 1):
+                if c - bound > seen:
+                    want.append(c)
+                    seen = c - int(told.get(c, 0))
+            assert sorted(told) == [c for c in want if c < steps], "the answer to the last push is not read"
+            fetches[factor, r] = len(want)
+            if r:
+                assert sum(n for _, _, n in comm(done, r)) == steps * (model + 24)
+        answers = sum(fetches[factor, r] for r in (1, 2, 3))
+        assert sum(n for _, _, n in comm(done, 0)) == answers * (model + 8)
+    assert fetches[1.02, 1] == steps // (bound + 1), "the last of all finds everybody's updates there"
+    assert steps - 2 * bound <= fetches[5.0, 3] <= steps
+
+
+def test_without_a_bound_it_is_the_asynchronous_server_with_sums() -> None:
+    def done(strategy: Strategy) -> Run:
+        e = paced(4, 20, strategy=strategy, task=toy(plain), faults=(Noisy(spread=2.0),), mbit=0)
+        return simulate(e, real=True)
+
+    free, server = done(BoundedStaleness(bound=64)), done(AsyncServer(weight="sum"))
+    for r in range(4):
+        np.testing.assert_allclose(samples(free, "loss", r), samples(server, "loss", r), rtol=1e-4)
+        assert seconds(free, r).tolist() == pytest.approx(seconds(server, r).tolist())
+        assert len(samples(free, "ahead", r)) == 19
+
+
+@pytest.mark.parametrize("bound", [0, 2, 64])
+def test_a_rank_that_stands_still_for_three_seconds_hangs_nobody(bound: int) -> None:
+    e = paced(4, 400, strategy=BoundedStaleness(bound=bound), mbit=0)
+    done = simulate(e, changes=[Change(20, "faults", [{"Freeze": {"rank": 2, "seconds": 3.0}}])])
+    assert done.state == "done" and len(rows(done, "step")) == 1600
+    longest = float(seconds(done, 0).max())
+    assert longest < 0.011 if bound == 64 else longest > 2.9
+
+
+# -- live --
+
+
+def test_the_bound_acts_live() -> None:
+    e = paced(4, 120, strategy=BoundedStaleness(bound=1), faults=LAST, mbit=0)
+    turns = [Change(30, "bound", 6), Change(60, "bound", 0), Change(90, "bound", 64)]
+    done = simulate(e, changes=turns)
+    at = [c.at_step for c in done.changes]
+    assert len(at) == 3 and done.state == "done"
+    made = rows(done, "step")
+    most: dict[int, int] = defaultdict(int)
+    for lead, end in zip(apart(done, 4), np.sort(made.t1), strict=True):
+        stay = sum(end > made.t0[made.step == a].min() for a in at)
+        most[stay] = max(most[stay], lead)
+    assert (most[0], most[1], most[2]) == (2, 7, 1) and most[3] > 8
+
+
+@pytest.mark.parametrize(("bound", "slow"), [(0, 1), (2, 0), (64, 1)])
+def test_changes_pauses_single_steps_and_a_stop_reach_all_while_some_wait(bound: int, slow: int) -> None:
+    """Rank 0 names the step at which all meet, also where the others are as far ahead of it as can be."""
+    e = experiment(3, 0, strategy=BoundedStaleness(bound=bound), pace=5.0)
+    ranks = live(e.turn("faults", [Slow(rank=slow, factor=5.0)]))
+    try:
+        until(lambda: ranks[0].rank.step > 6, ranks)
+        again = to_plain(BoundedStaleness(bound=bound))
+        turns = [("lr", 0.01), ("bucket_mb", 0.02), ("bound", 1), ("strategy", "DDP"), ("strategy", again),
+                 ("bound", 64), ("bound", bound)]  # fmt: skip
+        for k, (path, value) in enumerate(turns):
+            ranks[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            until(lambda k=k: len(ranks[0].record.noted("change")) > k, ranks)
+        begun = ranks[slow].rank.step
+        until(lambda: ranks[slow].rank.step > begun + 3, ranks)
+        ranks[0].request({"kind": "pause"})
+        until(lambda: all(s.phase == "paused" for s in ranks), ranks)
+        steps = [s.rank.step for s in ranks]
+        assert len(set(steps)) == 1 or bound == 64
+        ranks[0].request({"kind": "step", "n": 2})
+        until(lambda: [s.rank.step for s in ranks] == [n + 2 for n in steps], ranks)
+        ranks[0].request({"kind": "turn", "id": "out", "path": "strategy", "value": "DDP"})
+        until(lambda: len(ranks[0].record.noted("change")) > len(turns), ranks)
+        assert len({state_hash(s.layout) for s in ranks}) == 1
+        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
+        ranks[0].request({"kind": "stop"})
+        assert all(s.join(20) for s in ranks)
+        assert {s.phase for s in ranks} == {"stopped"} and not ranks[0].record.noted("refused")
+    finally:
+        over(ranks)
+
+
+def test_it_is_left_with_every_update_in_it(sessions: list[Session]) -> None:
+    """All gradients are the same wherever they are taken: after the exit each update has counted once."""
+    task = toy(partial(torch.optim.SGD, lr=0.5), model=lambda: net(Line), loss=lambda m, x: m.w.sum(), evaluate=None)
+    for bound in (0, 2, 64):
+        e = paced(3, 30, lr=0.5, strategy=BoundedStaleness(bound=bound), faults=LAST, task=task)
+        done = simulate(e, changes=[Change(12, "strategy", "DDP")], real=True)
+        made = rows(done, "step")
+        updates = int((made.name == "BoundedStaleness").sum()) + int(made.rank.max() == 2) * len(
+            {s for s, n in zip(made.step.tolist(), made.name.tolist(), strict=True) if n == "DDP"})  # fmt: skip
+        start = float(weights_of(net(Line)).mean())
+        for s in sessions:
+            assert float(weights(s).mean()) == pytest.approx(start - 0.5 * updates, rel=1e-5)  # type: ignore[arg-type]
+
+
+class Line(torch.nn.Module):
+    """One number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1, 1))
+
+
+def weights_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("other", [n for n, cls in shipped(Strategy).items() if not cls.opaque])
+def test_it_is_entered_and_left_live_while_ranks_are_apart(other: str, sessions: list[Session]) -> None:
+    e = paced(4, 50, strategy=BoundedStaleness(bound=1), faults=LAST)
+    changes = [Change(9, "strategy", other), Change(18, "strategy", to_plain(BoundedStaleness(bound=5))),
+               Change(30, "strategy", "DDP")]  # fmt: skip
+    for real in (False, True):
+        done = simulate(e, changes=changes, real=real)
+        assert done.state == "done" and len(done.changes) == 3
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+def test_what_cannot_be_is_refused_in_words() -> None:
+    with pytest.raises(KnobError, match="use Dense with it"):
+        experiment(2, strategy=BoundedStaleness(), compressor=TopK.usual())
+    with pytest.raises(KnobError, match=r"bound=65: must be an integer in \[0, 64\] iterations"):
+        experiment(2, strategy=BoundedStaleness(bound=65))

@@ -1,0 +1,127 @@
+"""Random live turns among the strategies with a server, while ranks stumble: nothing may hang, no rank may differ."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import torture
+from tests.ranks import batch, experiment, live, mse, run, toy
+from tests.sim.test_replay import Asked, engines
+from tests.sim.virtual import samples
+from tests.unit.test_engine_apart import over, until
+from workbench import simulate
+from workbench.canonical import optimizer_tensors, state_hash
+from workbench.engine.session import Session
+from workbench.fabric import Fabric, Noisy, Slow
+from workbench.knobs import to_plain
+from workbench.layout import fingerprint
+from workbench.strategies import DDP, AsyncServer, BackupWorkers, BoundedStaleness, Gossip, LocalSGD, Strategy
+
+pytestmark = pytest.mark.ranks
+
+AMONG = [*2 * (BackupWorkers, AsyncServer, BoundedStaleness), DDP, LocalSGD, Gossip]
+
+
+def answered(ranks: list[Session]) -> int:
+    return len(ranks[0].record.noted("change")) + len(ranks[0].record.noted("refused"))
+
+
+def play(seed: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """Turns everything that may be turned, as the torture does; the ranks at the end, in data parallelism, paused."""
+    shipped = torture.shipped
+    monkeypatch.setattr(torture, "shipped", lambda family: AMONG if family is Strategy else shipped(family))
+    dice = random.Random(seed)
+    slow = Fabric(faults=(Slow(rank=dice.randrange(4), factor=3.0), Noisy(spread=2.0)))
+    ranks = live(experiment(4, 0, strategy=BackupWorkers(backup=1), pace=3.0, fabric=slow, eval_every=5))
+    asked = 0
+    try:
+        until(lambda: ranks[0].rank.step > 3, ranks)
+        for burst in torture.sequence(seed, turns, 4):
+            for what, value in burst:
+                if what in ("pause", "step"):
+                    pause(ranks, what, value)
+                    continue
+                plain = to_plain(value) if not isinstance(value, tuple) else [to_plain(v) for v in value]
+                ranks[0].request({"kind": "turn", "id": str(asked), "path": what, "value": plain})
+                asked += 1
+            until(lambda asked=asked: answered(ranks) >= asked, ranks)
+            time.sleep(dice.uniform(0, 0.05))
+        for path, value in (("compressor", "Dense"), ("faults", []), ("strategy", "DDP")):
+            ranks[0].request({"kind": "turn", "id": path, "path": path, "value": value})
+            asked += 1
+        until(lambda: answered(ranks) >= asked, ranks)
+        ranks[0].request({"kind": "pause"})
+        until(lambda: all(s.phase == "paused" for s in ranks), ranks)
+        return ranks
+    except BaseException:
+        over(ranks)
+        raise
+
+
+def pause(ranks: list[Session], what: str, value: Any) -> None:
+    ranks[0].request({"kind": "pause"} if what == "pause" else {"kind": "step", "n": value})
+    until(lambda: all(s.phase == "paused" for s in ranks), ranks)
+    ranks[0].request({"kind": "resume"})
+    until(lambda: all(s.phase == "running" for s in ranks), ranks)
+
+
+@pytest.mark.parametrize("seed", [2])
+def test_random_turns_leave_equal_ranks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = play(seed, 20, monkeypatch)
+    try:
+        assert type(ranks[0].experiment.strategy) is DDP
+        assert len({s.rank.step for s in ranks}) == 1
+        assert len({state_hash(s.layout) for s in ranks}) == 1
+        assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
+        kinds = {r[2] for s in ranks for r in s.record if r[1] == "step"}
+        assert len(kinds & {"BackupWorkers", "AsyncServer", "BoundedStaleness"}) >= 2
+    finally:
+        over(ranks)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("strategy", [BackupWorkers(backup=1), BoundedStaleness(bound=1)], ids=str)
+def test_a_rank_that_fails_frees_those_that_wait_for_the_server(strategy: Strategy, rank: int) -> None:
+    def loss(model: Any, pair: tuple) -> torch.Tensor:
+        if torch.equal(pair[0], poison):
+            raise ValueError("a bad example")
+        return mse(model, pair)
+
+    poison = batch(rank, 5, 0)[0]
+    ranks = live(experiment(3, 0, task=toy(loss=loss), strategy=strategy, pace=4.0))
+    assert all(s.join(20) for s in ranks), [s.status() for s in ranks]
+    causes = [s.error for s in ranks if s.error and not s.error["consequence"]]
+    assert [(e["rank"], e["text"]) for e in causes] == [(rank, "a bad example")]
+
+
+@pytest.mark.parametrize("strategy", [BackupWorkers(backup=1), BoundedStaleness(bound=1), AsyncServer()], ids=str)
+def test_ranks_with_unequal_data_all_come_to_the_end(strategy: Strategy) -> None:
+    uneven = toy(data=lambda rank, ranks, seed: [batch(rank, step, seed) for step in range(1 + 3 * rank)])
+    ranks = run(experiment(3, 12, task=uneven, strategy=strategy))
+    assert {(s.phase, s.rank.step) for s in ranks} == {("done", 12)}
+
+
+CHANCE = [BackupWorkers(backup=1), BackupWorkers(backup=3), BoundedStaleness(bound=1), BoundedStaleness(bound=64)]
+
+
+@pytest.mark.parametrize("strategy", CHANCE, ids=str)
+def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the law of the usual settings: who is late, and who waits for whom, follows from that order alone."""
+    asked = Asked(monkeypatch, type(strategy))
+    e = experiment(4, 20, strategy=strategy, pace=4.0).turn("faults", [Slow(rank=1, factor=3.0), Noisy(spread=1.0)])
+    ranks = run(e)
+    engine = asked.taken()
+    simulated = simulate(e, real=True, replay=engines(ranks))
+    simulator = asked.taken()
+    for who in engine:
+        assert simulator[who] == engine[who], who
+    for s in ranks:
+        np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,71 @@
+"""A step may count for several: both hosts number, evaluate and end alike. And a server makes no steps at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import experiment, live, run
+from tests.sim.virtual import rows
+from tests.unit.test_engine_apart import over, until
+from workbench import simulate
+from workbench.knobs import Change
+from workbench.ops import Rank
+from workbench.strategies import AsyncServer, Strategy
+
+pytestmark = pytest.mark.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strides(Strategy):
+    """Every step at an odd number counts for two, all others for one."""
+
+    async def step(self, rank: Rank, state: Any) -> int | None:
+        await rank.forward()
+        await rank.backward()
+        await rank.all_reduce(torch.zeros(1), "sum", "together")
+        await rank.update()
+        return 2 if rank.step % 2 else None
+
+
+def test_both_hosts_number_evaluate_and_end_alike() -> None:
+    e = experiment(2, 11, strategy=Strides(), eval_every=4)
+    want = [0, 1, 3, 5, 7, 9]
+    for s in run(e, Change(4, "lr", 0.01)):
+        assert [r[0] for r in s.record if r[1] == "step"] == want
+        assert [r[0] for r in s.record if r[1] == "eval"] == [0, 5, 9], "after the steps that passed 4 and 8"
+        assert s.rank.step == 11 and s.phase == "done"
+        assert [m[0] for m in s.record.noted("change")] == ([5] if s.rank.index == 0 else [])
+    simulated = simulate(e.turn("pace", 1.0), changes=[Change(4, "lr", 0.01)], real=True)
+    for r in range(2):
+        assert rows(simulated, "step", r).step.tolist() == want
+        assert rows(simulated, "eval", r).step.tolist() == [0, 5, 9]
+    assert [c.at_step for c in simulated.changes] == [5]
+
+
+def test_single_steps_are_used_up_by_what_a_step_counts_for() -> None:
+    sessions = live(experiment(2, 0, strategy=Strides(), pace=2.0))
+    try:
+        until(lambda: sessions[0].rank.step > 4, sessions)
+        sessions[0].request({"kind": "pause"})
+        until(lambda: all(s.phase == "paused" for s in sessions), sessions)
+        begun = sessions[0].rank.step
+        sessions[0].request({"kind": "step", "n": 3})
+        until(lambda: all(s.rank.step > begun and s.phase == "paused" for s in sessions), sessions)
+        assert {s.rank.step for s in sessions} == {begun + 4} and begun % 2 == 1
+    finally:
+        over(sessions)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_server_makes_no_step_though_it_comes_to_every_change(synchronous: bool) -> None:
+    e = experiment(4, 20, strategy=AsyncServer(servers=1, synchronous=synchronous))
+    changes = [Change(6, "lr", 0.01), Change(12, "bucket_mb", 0.03)]
+    sessions = run(e, *changes)
+    assert [sum(r[1] == "step" for r in s.record) for s in sessions] == [20, 20, 20, 0]
+    simulated = simulate(e.turn("pace", 5.0), changes=changes)
+    assert [len(rows(simulated, "step", r)) for r in range(4)] == [20, 20, 20, 0]
+    assert len(simulated.changes) == 2

@@ -1,0 +1,68 @@
+"""What strategies with a server share: messages between it and the ranks, and what each side keeps of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from workbench.ops import Bucket, Memory, Rank
+
+
+class Copies:
+    """What one rank keeps of the parameters.
+
+    In slot "base" its own as they were when they were last the server's or were last pushed; in slot "centre", on a
+    rank that serves, the server's.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Memory | None = None
+
+    def begin(self, buckets: list[Bucket]) -> Memory:
+        """Before the first step all parameters are equal: they are the base and the centre."""
+        if self.memory is None:
+            self.memory = Memory()
+            for bucket in buckets:
+                self.memory.flat("base", bucket).copy_(bucket.data)
+                self.memory.flat("centre", bucket).copy_(bucket.data)
+        return self.memory
+
+
+async def tell(rank: Rank, to: int, kind: str, *numbers: int) -> None:
+    """Sends a heading: a few whole numbers."""
+    await rank.send(torch.tensor(numbers, dtype=torch.int64), to, kind)
+
+
+async def told(rank: Rank, kind: str, count: int, source: int | None = None) -> tuple[list[int], int] | None:
+    """The next heading of `kind` and who sent it; None when nothing more can come."""
+    got = await rank.recv(torch.zeros(count, dtype=torch.int64), source, kind)
+    return None if got is None else (got[0].tolist(), got[1])
+
+
+async def answer(rank: Rank, server: int, count: int) -> list[int]:
+    """The heading of what `server` answers."""
+    numbers, _ = await rank.recv(torch.zeros(count, dtype=torch.int64), server, "answer")
+    return list(numbers.tolist())
+
+
+async def post(rank: Rank, to: int, what: str, buckets: Iterable[Bucket]) -> None:
+    """Sends buckets, each as a message of its own."""
+    for bucket in buckets:
+        await rank.send(bucket.data, to, f"{what} {bucket.name}")
+
+
+async def taken(rank: Rank, source: int, what: str, buckets: Iterable[Bucket]) -> list[Bucket]:
+    """What `source` posted for the places of `buckets`, in new memory."""
+    found = []
+    for bucket in buckets:
+        data, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), source, f"{what} {bucket.name}")
+        found.append(bucket.like(data))
+    return found
+
+
+def dense_only(name: str, compressor: object) -> str | None:
+    """Why `compressor` cannot work where messages carry what is exchanged; or None."""
+    if type(compressor).__name__ == "Dense":
+        return None
+    return f"{name} sends messages, which {compressor} cannot encode; use Dense with it, or LocalSGD or DDP"

@@ -1,0 +1,118 @@
+"""Synchronous steps that do not wait for the last few ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Rank
+from workbench.strategies._base import Strategy
+from workbench.strategies._server import answer, dense_only, post, taken, tell, told
+
+
+class _State:
+    """What the server beside rank 0 remembers; on other ranks nothing."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version  # of the parameters: the number of the step whose gradients it is waiting for
+        self.come: dict[int, list[Bucket]] = {}  # gradients of this version, by rank
+        self.means: dict[int, list[Bucket]] = {}  # by version, those that some rank has not been sent
+        self.wanting: dict[int, int] = {}  # by version, how many ranks those are
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackupWorkers(Strategy):
+    """Of p ranks the first p - b gradients of each step count; those that come later are dropped.
+
+        rank:    grad_i of params_v -> server, with its version v
+        server:  mean_v <- (1/n) sum of the first n = p - b gradients of version v, in rank order;   v <- v + 1
+        rank:    params <- optimizer(params, mean_v)             for each version that it has not applied yet
+
+    A rank whose gradient came too late is sent the means that it missed, applies them one after the other and goes on
+    with the newest version, so its step counts for several. All ranks apply the same means in the same order, so
+    parameters and the state of any optimizer stay equal on them, to the bit. With b = 0 it is DDP.
+
+    The server runs beside rank 0. A rank sends the model's bytes once per gradient and is sent them once per version,
+    so the server sends p - 1 times as many: its port is the narrow place, where DDP's all-reduce has none. A step
+    lasts as long as the n-th gradient takes. A late rank finishes what it has begun before it begins anew (a backward
+    cannot be broken off), so only where all ranks begin a version together is that the n-th smallest of p times,
+    H_p - H_b on average for times from the exponential distribution with mean 1. The Sample "late" is 1 where a
+    gradient was dropped, else 0.
+
+    When to use it: ranks stumble at random and wires are fast. The data of a rank that is always slow is never
+    learned, and its work is lost. A mean of n gradients has the noise of n batches: scale the learning rate by n.
+
+    Reference: Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981
+    """
+
+    backup: int = knob(0, 0, 64, unit="ranks", doc="b: how many gradients of each step are not waited for")
+
+    lockstep: ClassVar[bool] = False
+    exchanges: ClassVar[str] = "gradients"
+
+    def heard(self, size: int) -> int:
+        return 1
+
+    def newest(self, rank: Rank, state: _State) -> int:
+        return state.version
+
+    def refuses_size(self, size: int) -> str | None:
+        if self.backup < size:
+            return None
+        return (
+            f"backup={self.backup} leaves none of {size} ranks whose gradient counts; use at most {size - 1}, or more "
+            f"ranks"
+        )
+
+    def refuses(self, compressor: Any) -> str | None:
+        return dense_only("BackupWorkers", compressor)
+
+    def init(self, rank: Rank) -> _State:
+        return _State(rank.step)
+
+    async def step(self, rank: Rank, state: _State) -> int:
+        await rank.forward()
+        await rank.backward(1.0 / (rank.size - self.backup))
+        await tell(rank, 0, "push", rank.step)
+        await post(rank, 0, "gradient", await rank.grads())
+        newest, counted = await answer(rank, 0, 2)
+        await rank.sample("late", 1 - counted)
+        for _ in range(rank.step, newest):
+            for bucket in await rank.grads():
+                await rank.recv(bucket.data, 0, f"mean {bucket.name}")
+            await rank.update()
+        return newest - rank.step
+
+    async def background(self, rank: Rank, state: _State) -> None:
+        if rank.index:
+            return
+        buckets = await rank.params()
+        while (got := await told(rank, "push", 1)) is not None:
+            (version,), source = got
+            gradient = await taken(rank, source, "gradient", buckets)
+            if version < state.version:
+                await self._answer(rank, state, source, version, counted=False)
+                continue
+            state.come[source] = gradient
+            if len(state.come) < rank.size - self.backup:
+                continue
+            sources = sorted(state.come)
+            total, *others = (state.come[source] for source in sources)
+            for other in others:
+                for into, bucket in zip(total, other, strict=True):
+                    into.data.add_(bucket.data)
+            state.means[version], state.wanting[version] = total, rank.size
+            state.come, state.version = {}, version + 1
+            for source in sources:
+                await self._answer(rank, state, source, version, counted=True)
+
+    async def _answer(self, rank: Rank, state: _State, to: int, version: int, counted: bool) -> None:
+        """Sends a rank all means from that of `version` on, and forgets those that everybody has."""
+        newest = state.version
+        await tell(rank, to, "answer", newest, counted)
+        for missed in range(version, newest):
+            await post(rank, to, "mean", state.means[missed])
+            state.wanting[missed] -= 1
+            if not state.wanting[missed]:
+                del state.means[missed], state.wanting[missed]

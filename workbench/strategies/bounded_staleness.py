@@ -1,0 +1,137 @@
+"""Stale synchronous parallel: the fastest rank may be ahead of the slowest, but only so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.knobs import knob
+from workbench.ops import Bucket, Rank
+from workbench.strategies._base import Strategy
+from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
+
+FREE = 64  # the end of the scale of `bound`, which stands for infinity
+
+
+class _State(Copies):
+    """What one rank remembers: how far it is, and as of when its copy is; as a server how far all are."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.clock = 0  # iterations that this rank has finished
+        self.seen = 0  # its copy has every update of this many iterations of every rank
+        self.asked = False  # has it asked for the server's parameters, which it has not read?
+        self.clocks = [0] * size  # by rank, updates that the server has taken in
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedStaleness(Strategy):
+    """Each rank trains at its own pace, but none begins an iteration more than s ahead of the slowest.
+
+        rank:    begin iteration c only if c - min_j c_j <= s     c_j: iterations that rank j has finished
+                 params_i <- centre, if its copy is older than that allows
+                 params_i <- optimizer_i(params_i, grad_i);   push what that moved;   c_i <- c_i + 1
+        server:  centre <- centre + what was pushed;   answers a fetch for iteration c once min_j c_j >= c - s
+
+    So in iteration c a rank sees its own updates and every update of the first c - s iterations of all others, and
+    never has one rank finished more than s + 1 iterations more than another. A rank asks for what it needs next
+    together with its push and waits for it before it begins. Updates are summed, not averaged: s = 0 is DDP at
+    p times the learning rate with plain or momentum SGD. At 64, the end of its scale, s stands for infinity: nobody
+    waits, everybody fetches in every iteration (ASP).
+
+    A rank pushes the model's bytes in every iteration and fetches them only when its copy is too old: once in s + 1
+    iterations where all are equally fast, in every iteration where it waits for a slower one. The server beside rank
+    0 sends what all others fetch. The Sample "ahead" is by how many iterations a rank that fetches leads the slowest.
+
+    When to use it: every rank is slow now and then, and not always the same one; then a bound of a few iterations
+    hides it. Behind a rank that is always slow all others end up waiting, whatever the bound. The sum of p updates
+    wants a learning rate 1/p of that of DDP.
+
+    Reference: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013,
+    https://papers.nips.cc/paper/2013/hash/b7bb35b9c6ca2aee2df08cf09d7016c2-Abstract.html
+    """
+
+    bound: int = knob(3, 0, FREE, unit="iterations", doc=f"s: how far ahead of the slowest rank; {FREE}: any distance")
+
+    lockstep: ClassVar[bool] = False
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "displacements"
+    crosses: ClassVar[bool] = True
+
+    @property
+    def free(self) -> bool:
+        """Is there no bound?"""
+        return self.bound == FREE
+
+    def heard(self, size: int) -> int:
+        return 0 if self.free else self.bound + 2
+
+    def refuses(self, compressor: Any) -> str | None:
+        return dense_only("BoundedStaleness", compressor)
+
+    def init(self, rank: Rank) -> _State:
+        return _State(rank.size)
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        buckets = await rank.params()
+        memory = state.begin(buckets)
+        await self._fetched(rank, state, buckets)
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+        state.clock += 1
+        needs = 0 if self.free else state.clock - self.bound
+        state.asked = self.free or needs > state.seen
+        await tell(rank, 0, "push", state.clock, state.asked, needs)
+        for bucket in buckets:
+            base = memory.flat("base", bucket)
+            await post(rank, 0, "push", [bucket.like(bucket.data - base)])
+            base.copy_(bucket.data)
+
+    async def _fetched(self, rank: Rank, state: _State, buckets: list[Bucket]) -> None:
+        """Waits for the server's parameters, if they were asked for, and takes them over."""
+        if not state.asked:
+            return
+        state.asked = False
+        (state.seen,) = await answer(rank, 0, 1)
+        await rank.sample("ahead", state.clock - state.seen)
+        for bucket, centre in zip(buckets, await taken(rank, 0, "fetch", buckets), strict=True):
+            bucket.data.copy_(centre.data)
+            state.begin(buckets).flat("base", bucket).copy_(centre.data)
+
+    async def background(self, rank: Rank, state: _State) -> None:
+        if rank.index:
+            return
+        buckets = await rank.params()
+        memory = state.begin(buckets)
+        waiting: list[tuple[int, int]] = []  # who waits, and for which clock of the slowest
+        while (got := await told(rank, "push", 3)) is not None:
+            (clock, asks, needs), source = got
+            for moved in await taken(rank, source, "push", buckets):
+                memory.flat("centre", moved).add_(moved.data)
+            state.clocks[source] = clock
+            if asks:
+                waiting.append((source, needs))
+            slowest = min(state.clocks)
+            for who, needs in waiting:
+                if needs <= slowest:
+                    await tell(rank, who, "answer", slowest)
+                    await post(rank, who, "fetch", [b.like(memory.flat("centre", b)) for b in buckets])
+            waiting = [(who, needs) for who, needs in waiting if needs > slowest]
+
+    async def known(self, rank: Rank, state: _State) -> list[Bucket] | None:
+        if rank.index:
+            return None
+        buckets = await rank.params()
+        memory = state.begin(buckets)
+        return [bucket.like(memory.flat("centre", bucket)) for bucket in buckets]
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        """Everybody gets the centre: every update is in it."""
+        buckets = await rank.params()
+        memory = state.begin(buckets)
+        await self._fetched(rank, state, buckets)
+        for bucket in buckets:
+            bucket.data.copy_(memory.flat("centre", bucket))
+            await rank.broadcast(bucket.data, 0, bucket.name)
+            memory.flat("base", bucket).copy_(bucket.data)
