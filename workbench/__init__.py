@@ -10,7 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.compressors import Cast, Codec, Compressor, Dense, ErrorFeedback, TopK
+    from workbench.compressors import (
+        ByteGrad,
+        Cast,
+        Codec,
+        Compressor,
+        Dense,
+        ErrorFeedback,
+        OneBit,
+        PowerSGD,
+        TopK,
+    )
     from workbench.experiment import Experiment
     from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow, Stumble
     from workbench.knobs import Change, Knob, KnobError, knob
@@ -20,12 +30,36 @@ if TYPE_CHECKING:
     from workbench.recipes import recipe
     from workbench.run import Run, RunError
     from workbench.sim import Costs, Deadlock, simulate
-    from workbench.strategies import DDP, AsyncServer, Gossip, LocalSGD, ShadowMA, Strategy, TorchDDP
+    from workbench.strategies import (
+        BMUF,
+        DDP,
+        EASGD,
+        AsyncModelAverage,
+        AsyncServer,
+        BackupWorkers,
+        BoundedStaleness,
+        DiLoCo,
+        Gossip,
+        Hogwild,
+        LocalSGD,
+        LowPrecisionDecentralized,
+        OneBitAdam,
+        QAdam,
+        SelSync,
+        ShadowMA,
+        SlowMo,
+        StochasticGradientPush,
+        Strategy,
+        StreamingDiLoCo,
+        TorchDDP,
+    )
     from workbench.tasks import ByteGPT, Digits, Task
     from workbench.timeline import Mark, Sample, Span, Timeline
 
 _HOMES = {
-    "compressors": ("Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "TopK"),
+    "compressors": (
+        "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK",
+    ),
     "experiment": ("Experiment",),
     "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble"),
     "knobs": ("Change", "Knob", "KnobError", "knob"),
@@ -35,18 +69,24 @@ _HOMES = {
     "recipes": ("recipe",),
     "run": ("Run", "RunError"),
     "sim": ("Costs", "Deadlock", "simulate"),
-    "strategies": ("DDP", "AsyncServer", "Gossip", "LocalSGD", "ShadowMA", "Strategy", "TorchDDP"),
+    "strategies": (
+        "BMUF", "DDP", "EASGD", "AsyncModelAverage", "AsyncServer", "BackupWorkers", "BoundedStaleness", "DiLoCo",
+        "Gossip", "Hogwild", "LocalSGD", "LowPrecisionDecentralized", "OneBitAdam", "QAdam", "SelSync", "ShadowMA",
+        "SlowMo", "StochasticGradientPush", "Strategy", "StreamingDiLoCo", "TorchDDP",
+    ),
     "tasks": ("ByteGPT", "Digits", "Task"),
     "timeline": ("Mark", "Sample", "Span", "Timeline"),
 }
 
 __version__ = "0.1.0"
 __all__ = [
-    "DDP", "LAMB", "LARS", "SGD", "Adam", "AdamW", "AsyncServer", "Bucket", "ByteGPT", "Cast", "Change", "Codec",
-    "Compressor", "Costs", "Deadlock", "Dense", "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze",
-    "Gossip", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "Mark", "Memory", "Noisy", "Optimizer", "Rank", "Run",
-    "RunError", "Sample", "ShadowMA", "Slow", "Span", "Strategy", "Stumble", "Task", "TaskOwn", "Timeline", "TopK",
-    "TorchDDP", "knob", "recipe", "simulate",
+    "BMUF", "DDP", "EASGD", "LAMB", "LARS", "SGD", "Adam", "AdamW", "AsyncModelAverage", "AsyncServer",
+    "BackupWorkers", "BoundedStaleness", "Bucket", "ByteGPT", "ByteGrad", "Cast", "Change", "Codec", "Compressor",
+    "Costs", "Deadlock", "Dense", "DiLoCo", "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze",
+    "Gossip", "Hogwild", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "LowPrecisionDecentralized", "Mark",
+    "Memory", "Noisy", "OneBit", "OneBitAdam", "Optimizer", "PowerSGD", "QAdam", "Rank", "Run", "RunError", "Sample",
+    "SelSync", "ShadowMA", "Slow", "SlowMo", "Span", "StochasticGradientPush", "Strategy", "StreamingDiLoCo",
+    "Stumble", "Task", "TaskOwn", "Timeline", "TopK", "TorchDDP", "knob", "recipe", "simulate",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import typing
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
@@ -126,7 +127,7 @@ def knobs(thing: Any) -> tuple[Knob, ...]:
     Of an instance, `default` is the instance's present value.
     """
     owner = thing if isinstance(thing, type) else type(thing)
-    types = typing.get_type_hints(owner)
+    types = _types(owner)
     out = []
     for f in fields(owner):
         if "knob" not in f.metadata:
@@ -140,6 +141,16 @@ def knobs(thing: Any) -> tuple[Knob, ...]:
         rest = f.metadata["knob"]
         out.append(Knob(name=f.name, kind=_plain_type(hint), default=default, element=element, **rest))
     return tuple(out)
+
+
+_TYPES: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def _types(owner: type) -> dict[str, Any]:
+    """The types of a class's fields, looked up once per class: that takes longer than all the rest."""
+    if owner not in _TYPES:
+        _TYPES[owner] = typing.get_type_hints(owner)
+    return _TYPES[owner]
 
 
 def _plain_type(hint: Any) -> type:

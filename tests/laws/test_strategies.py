@@ -17,6 +17,7 @@ from workbench.knobs import Change, KnobError, knobs
 from workbench.strategies import Strategy
 
 ALL = shipped(Strategy)
+pytestmark = pytest.mark.ranks
 every = pytest.mark.parametrize("name", ALL)
 
 

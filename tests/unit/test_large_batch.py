@@ -173,7 +173,6 @@ def test_ranks_that_counted_steps_of_their_own_rise_together_under_ddp(before: S
         ({"lr_warmup": -1}, "lr_warmup=-1: must be an integer in"),
         ({"clip": -1.0}, "clip=-1.0: must be a number in"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused_in_words(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=words):
