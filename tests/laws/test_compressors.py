@@ -93,8 +93,8 @@ def test_a_contraction_contracts(name: str) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("x", [torch.zeros(5), torch.ones(1), torch.arange(8.0)[::2], torch.randn(7).bfloat16(),
-                               torch.randn(7).half(), torch.full((4,), 1e4)], ids=str)
+@pytest.mark.parametrize("x", [torch.zeros(5), torch.ones(1), torch.arange(8.0)[::2], torch.full((4,), 1e4),
+                               torch.linspace(-2, 2, 7).bfloat16(), torch.linspace(-2, 2, 7).half()], ids=str)
 def test_odd_inputs_come_back_with_their_shape_and_dtype(name: str, x: torch.Tensor) -> None:
     codec = CODECS[name]()
     back = codec.decode(codec.encode(x), x)
