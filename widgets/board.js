@@ -13,11 +13,14 @@ function pageColours(el) {
     : { dark, paper, ink: "#1a1a1a", muted: "#565656", faint: "#8c8c8c", grid: "#e0e0e0" };
 }
 
-// plotly.js, once per page whoever asks first: window.__plotly is the promise of it.
+// plotly.js, once per page whoever asks first: window.__plotly is the promise of it. An answer may be lost, for a page that
+// reconnects makes its models anew and the one that asked hears nothing more: then it is asked for again, ever more patiently.
+let asked = 0;
 function plotly(model) {
   if (window.Plotly?.react) return Promise.resolve(window.Plotly);
   window.__plotly ??= new Promise((done, fail) => {
-    setTimeout(() => fail(new Error("plotly.js did not come in 30 s")), 30_000); // asked for again with the next rows
+    const patience = 8 * 2 ** Math.min(asked++, 3);
+    setTimeout(() => fail(new Error(`plotly.js did not come in ${patience} s`)), 1000 * patience);
     const take = async (message, buffers) => {
       if (message.kind !== "plotly") return;
       model.off("msg:custom", take);
@@ -100,8 +103,13 @@ class Hub {
   schedule() {
     if (this.drawing) return;
     this.drawing = true;
-    requestAnimationFrame(() => this.draw().catch(console.error).finally(() => (this.drawing = false)));
+    requestAnimationFrame(() => this.draw().then(() => (this.drawing = false), (error) => this.again(error)));
     if (!this.present) this.acknowledge();
+  }
+  again(error) { // where no rows follow, nothing else would draw what is here
+    console.warn(error);
+    this.drawing = false;
+    setTimeout(() => this.schedule(), 1000);
   }
   // Draws the panels that are due: the timeline first, then the ones drawn longest ago, until time is up.
   async draw() {

@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.open('recorded'))"
 
 
-def record(sheet: Sheet) -> None:
+def record(sheet: Sheet, cell: str = CELL) -> None:
     """A run directory to ask about, and a notebook that shows it."""
     run = simulate(first_run().turn("steps", 30).turn("eval_every", 0))
     run.save(sheet.jupyter.folder / "recorded")
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)], metadata=kernel)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)], metadata=kernel)
     nbformat.write(book, sheet.jupyter.folder / "ask.ipynb")
 
 
@@ -46,3 +46,22 @@ def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
     panel.scroll_into_view_if_needed()
     sheet.shot("what-if")
     assert not hard_to_read(sheet.page, ".twb-whatif")
+
+
+DEAF = """
+from widgets.board import Board
+hear, asked = Board._hear, []
+def once_deaf(self, widget, said, buffers):
+    asked.append(said.get("kind"))
+    if asked.count("plotly") != 1 or said.get("kind") != "plotly":
+        hear(self, widget, said, buffers)
+Board._hear = once_deaf
+"""
+
+
+def test_charts_come_though_the_first_request_for_plotly_is_lost(sheet: Sheet) -> None:
+    """As when a page reconnects: nothing new follows of a run that is over, so nothing else would ask again."""
+    record(sheet, DEAF + CELL)
+    sheet.open("ask.ipynb")
+    sheet.run("Dashboard(")
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws", timeout=30_000)

@@ -82,19 +82,25 @@ class RowView {
   make_choice() {
     const head = el("div", "twb-head");
     this.select = el("select", "twb-select", { id: this.id });
-    this.select.addEventListener("change", () => this.send(this.row.options[+this.select.value].value));
+    this.select.addEventListener("change", () => { clearTimeout(this.due); this.due = setTimeout(() => this.chose(), 350); });
     head.append(this.label, this.select);
     this.root.append(head);
+  }
+  chose() { // once after a series of keys: arrows and letters pass over options that nobody wants
+    this.due = 0;
+    this.send(this.row.options[+this.select.value].value);
   }
   update_choice(row) {
     const said = JSON.stringify(row.options.map((o) => [o.text, o.refused]));
     if (said !== this.said) {
+      const at = this.select.value;
       const blank = el("option", "", { value: -1, textContent: "choose …", disabled: true, hidden: true });
       this.select.replaceChildren(blank, ...row.options.map((o, i) =>
         el("option", "", { value: i, textContent: o.refused ? `${o.text} (refused here)` : o.text, title: o.doc })));
       this.said = said;
+      this.select.value = at;
     }
-    this.select.value = row.index;
+    if (!this.due) this.select.value = row.index;
   }
 
   make_check() {
