@@ -65,3 +65,5 @@ def test_charts_come_though_the_first_request_for_plotly_is_lost(sheet: Sheet) -
     sheet.open("ask.ipynb")
     sheet.run("Dashboard(")
     sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws", timeout=30_000)
+    timeline = sheet.page.locator("[data-view=timeline]")
+    assert int(timeline.get_attribute("data-draws") or 0) > 0 and int(timeline.get_attribute("data-spans") or 0) > 100
