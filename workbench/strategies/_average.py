@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from workbench.ops import Bucket, Rank
+from workbench.strategies._groups import mean_of_all
 
 
 async def average(rank: Rank) -> None:
     """The parameters become their mean over all ranks, bit for bit the same on each."""
-    for bucket in await rank.params():
-        bucket.data.div_(rank.size)
-        await rank.all_reduce(bucket.data, "sum", bucket.name)
+    await mean_of_all(rank, await rank.params())
 
 
 async def sum_by_messages(rank: Rank, bucket: Bucket) -> None:
