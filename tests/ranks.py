@@ -17,7 +17,7 @@ from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.family import members
 from workbench.knobs import Change
-from workbench.ops import Bucket, Memory, Part, Rank
+from workbench.ops import Bucket, Memory, Op, Part, Rank
 from workbench.tasks import Task
 
 
@@ -155,25 +155,66 @@ def exchange(compressor: Compressor, g: torch.Tensor, group: list[Part], memorie
     parts = tuple(Part(p.name, p.shape, p.start - lo, p.stop - lo) for p in group)
     buckets = [Bucket(0, g[r, lo:hi].clone(), parts, lo) for r in range(len(memories))]
     ranks = [Rank(r, len(memories)) for r in range(len(memories))]
-    coros = [compressor.reduce(k, b, m) for k, b, m in zip(ranks, buckets, memories, strict=True)]
-    asked = [c.send(None) for c in coros]
-    while asked:
-        xs = [op.args[0] for op in asked]
-        if asked[0].verb == "all_reduce":
-            total = torch.stack(xs).sum(0)
-            for x in xs:
-                x.copy_(total)
-            answers = xs
-        elif asked[0].verb == "all_to_all":
-            answers = list(torch.stack(xs, 1))
-        else:
-            answers = [torch.stack(xs)] * len(xs)
-        after = []
-        for c, answer in zip(coros, answers, strict=True):
-            try:
-                after.append(c.send(answer))
-            except StopIteration:
-                continue
-        asked = after
+    together([compressor.reduce(k, b, m) for k, b, m in zip(ranks, buckets, memories, strict=True)])
     assert all(torch.allclose(b.data, buckets[0].data, rtol=0, atol=0, equal_nan=True) for b in buckets)
     return buckets[0].data.double()
+
+
+def together(coros: list[Any], seen: list[Op] | None = None) -> list[Any]:
+    """Drives one coroutine per rank, collective by collective, without a wire; what each returned.
+
+    `seen` takes down rank 0's Ops.
+    """
+    asked: list[Any] = [None] * len(coros)
+    answers: list[Any] = [None] * len(coros)
+    returned: list[Any] = [None] * len(coros)
+    while True:
+        for r, c in enumerate(coros):
+            asked[r] = _next(c, answers[r], returned, r, seen if r == 0 else None)
+        if None in asked:
+            assert asked == [None] * len(coros), asked
+            return returned
+        assert len({op.verb for op in asked}) == 1, asked
+        answers = _answers(asked[0].verb, [op.args[0] for op in asked], asked[0].args)
+
+
+def _next(coro: Any, answer: Any, returned: list[Any], r: int, seen: list[Op] | None) -> Op | None:
+    """The next collective that a coroutine asks for; None at its end. Samples take no partner."""
+    try:
+        op = coro.send(answer)
+        while op.verb == "sample":
+            if seen is not None:
+                seen.append(op)
+            op = coro.send(None)
+    except StopIteration as stop:
+        returned[r] = stop.value
+        return None
+    if seen is not None:
+        seen.append(op)
+    return op
+
+
+def _answers(verb: str, xs: list[Any], args: tuple) -> list[Any]:
+    """What each rank is answered in a collective; additions in rank order."""
+    p = len(xs)
+    match verb:
+        case "all_reduce":
+            total = xs[0].clone()
+            for x in xs[1:]:
+                total = torch.maximum(total, x) if args[1] == "max" else total + x
+            for x in xs:
+                x.copy_(total)
+            return xs
+        case "broadcast":
+            first = xs[args[1]].clone()
+            for x in xs:
+                x.copy_(first)
+            return xs
+        case "all_to_all":
+            return list(torch.stack(xs, 1))
+        case "all_to_allv":
+            assert [[row.numel() for row in x] for x in xs] == [list(row) for row in args[1]]
+            return [[xs[i][j].clone() for i in range(p)] for j in range(p)]
+        case "all_gather":
+            return [torch.stack(xs) for _ in xs]
+    raise AssertionError(verb)

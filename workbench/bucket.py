@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
 
 
 class Part(NamedTuple):
@@ -58,12 +58,23 @@ class Memory:
 
     `flat` keeps one value per element of the model (an error-feedback residual, an anchor); `parts` keeps
     one object per parameter (a PowerSGD factor). Both are addressed by place in the model, never by bucket.
+    `dice` are this rank's own random numbers, which touch nobody else's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
         self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> (n,)
         self.parts: dict[str, dict[str, Any]] = {}  # slot -> parameter -> anything
         self._joined: dict[tuple[str, str], Tensor] = {}
+        self._dice: dict[str, Generator] = {}
+
+    def dice(self, device: Any = "cpu") -> Generator:
+        """Random numbers for tensors on `device`: other ones on every rank, the same in every run of one seed."""
+        if str(device) not in self._dice:
+            from torch import Generator
+
+            self._dice[str(device)] = Generator(device).manual_seed(self.seed)
+        return self._dice[str(device)]
 
     def flat(self, slot: str, bucket: Bucket) -> Tensor:
         """The slot's values for `bucket`: (n,) in the bucket's dtype, zero when first asked for.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from workbench.canonical import buffers, check_same, flattened, optimizer_tensors, prime, scatter_back, state_hash
-from workbench.compressors import Dense, ErrorFeedback
+from workbench.compressors import Dense, ErrorFeedback, inside
 from workbench.experiment import Experiment
 from workbench.ops import Rank
 from workbench.optimizers import carry
@@ -112,11 +112,7 @@ def flushed(run: Changing) -> None:
 
 def remembers(compressor: Any) -> bool:
     """Does `compressor`, or what it wraps, feed a residual back?"""
-    while compressor is not None:
-        if isinstance(compressor, ErrorFeedback):
-            return True
-        compressor = getattr(compressor, "of", None)
-    return False
+    return any(isinstance(c, ErrorFeedback) for c in inside(compressor))
 
 
 def _has_residual(run: Changing) -> bool:

@@ -126,10 +126,11 @@ class Rank:
     step:         the number of the present step, from 0
     lr:           the present learning rate
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
+    density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
     memory:       the compressor's memory on this rank
     """
 
-    def __init__(self, index: int, size: int) -> None:
+    def __init__(self, index: int, size: int, seed: int = 0) -> None:
         self.index = index
         self.size = size
         self.worker = 0
@@ -137,7 +138,8 @@ class Rank:
         self.step = 0
         self.lr = 0.0
         self.compressor: Any = None
-        self.memory = Memory()
+        self.density = 0.01
+        self.memory = Memory(seed * 100_003 + index)
 
     # compute
     def batch(self) -> Op:
@@ -206,6 +208,17 @@ class Rank:
     def all_to_all(self, x: Tensor, name: str = "") -> Op:
         """(size, n) -> (size, n): row j goes to rank j; row i of the answer came from rank i."""
         return Op("all_to_all", x, name)
+
+    def all_to_allv(self, rows: list[Tensor], lengths: tuple[tuple[int, ...], ...], name: str = "") -> Op:
+        """Rows of any length, one dtype: row j goes to rank j; returns the list of what came from ranks 0, 1, ...
+
+        lengths[i][j] is how many elements rank i sends to rank j, the same on all ranks, who must know it before.
+        What is not sent costs nothing: with one row that is not empty per rank it is an exchange in pairs.
+        """
+        has, said = [row.numel() for row in rows], list(lengths[self.index])
+        if has != said:
+            raise StrategyError(f"all_to_allv: rank {self.index}'s rows have {has} elements, but `lengths` says {said}")
+        return Op("all_to_allv", rows, lengths, name)
 
     def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:
         """`x` becomes rank `source`'s `x`, in place; returns `x`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workbench.engine.shaping import Port, Shaper
-from workbench.fabric import Fabric, Link
+from workbench.fabric import Fabric, Link, even
 
 
 class HandClock:
@@ -38,7 +38,7 @@ def operation(s: Shaper, asked: float, codec: float = 0.0, transfer: float = 1e-
     clock.t = max(clock.t, asked) + codec
     ready = s.ready(clock.t, asked)
     clock.t += transfer
-    return s.finish("all_reduce", 10_000, lambda: ready)[2]
+    return s.finish(even("all_reduce", 10_000, 2), lambda: ready)[2]
 
 
 @pytest.mark.parametrize("late", [0.0, 2e-3])

@@ -2,6 +2,7 @@
 
 from workbench.compressors._base import Codec as Codec
 from workbench.compressors._base import Compressor as Compressor
+from workbench.compressors._base import inside as inside
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
@@ -20,4 +21,5 @@ __all__ = [
     "OneBit",
     "PowerSGD",
     "TopK",
+    "inside",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from workbench.family import Family
@@ -27,6 +28,8 @@ class Compressor(Family):
     unbiased:    the expected result is the input
     contraction: ||x - C(x)||^2 <= (1 - delta) ||x||^2 for some delta > 0; wants error feedback
     immediate:   `reduce` is one collective without arithmetic, so no thread of its own is worth its while
+    varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
+                 share that is, and what is sent is an estimate
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -34,10 +37,20 @@ class Compressor(Family):
     unbiased: ClassVar[bool] = False
     contraction: ClassVar[bool] = False
     immediate: ClassVar[bool] = False
+    varies: ClassVar[bool] = False
 
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
+
+
+def inside(compressor: Compressor) -> Iterator[Compressor]:
+    """`compressor`, and all that it wraps or chooses among, from the outside in."""
+    yield compressor
+    for f in fields(compressor):
+        value = getattr(compressor, f.name)
+        if isinstance(value, Compressor):
+            yield from inside(value)
 
 
 @dataclass(frozen=True, kw_only=True)

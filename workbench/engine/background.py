@@ -25,7 +25,7 @@ class Background:
 
     def __init__(self, run: Any, wire: Wire | None, shaper: Shaper) -> None:
         self.run, self.wire = run, wire
-        self.lane = Lane("background", wire, run.clock, shaper, run.record.span, run.device)
+        self.lane = Lane("background", wire, run.clock, shaper, run.record, run.device)
         self.lane.eager = True  # its children run on this thread
         self.error: BaseException | None = None
         self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end

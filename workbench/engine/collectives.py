@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -75,8 +76,9 @@ class Wire:
     def all_gather(self, out: Tensor, x: Tensor) -> Any:
         return self.group._allgather_base(out, x)
 
-    def all_to_all(self, out: Tensor, x: Tensor) -> Any:
-        return self.group.alltoall_base(out, x, [], [])
+    def all_to_all(self, out: Tensor, x: Tensor, takes: Sequence[int] = (), gives: Sequence[int] = ()) -> Any:
+        """Equal rows, or as many elements as it says from and to each rank."""
+        return self.group.alltoall_base(out, x, list(takes), list(gives))
 
     def send(self, x: Tensor, to: int, tag: int) -> Any:
         return self.group.send([x], to, tag)

@@ -28,8 +28,8 @@ from workbench.layout import Layout
 from workbench.ops import Bucket, Handle, Op, Rank, StrategyError, message
 
 Span = Callable[..., None]
-_INSIDE = {"all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "start", "wait", "sample", "params",
-           "clock", "send", "recv"}
+_INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
+           "sample", "params", "clock", "send", "recv"}
 _NOT_YET = {
     "forward_buckets": "cannot stop before each bucket's layers: await `rank.forward()` whole, or simulate",
     "hold": "keeps every parameter whole on every rank: simulate a strategy that shards them",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workbench.engine.collectives import Wire
 from workbench.engine.shaping import Clock, Shaper
-from workbench.fabric import traffic
+from workbench.fabric import Load, even, uneven
 from workbench.ops import Handle, Op, StrategyError
 
 CODEC_FLOOR = 100e-6  # shorter stretches of a child's own work are not worth a span
@@ -41,12 +41,12 @@ class Job:
 class Flight:
     """A collective issued and not yet waited for."""
 
-    __slots__ = ("arrived", "asked", "finished", "hold", "nbytes", "op", "step", "what", "work")
+    __slots__ = ("arrived", "asked", "finished", "hold", "load", "op", "step", "what", "work")
 
-    def __init__(self, op: Op, what: str, work: Any, asked: float, arrived: float, nbytes: int, hold: Any,
+    def __init__(self, op: Op, what: str, work: Any, asked: float, arrived: float, load: Load, hold: Any,
                  step: int) -> None:
         self.op, self.what, self.work, self.asked, self.arrived = op, what, work, asked, arrived
-        self.nbytes, self.hold, self.step = nbytes, hold, step
+        self.load, self.hold, self.step = load, hold, step
         self.finished = 0.0
 
 
@@ -58,9 +58,9 @@ class Lane:
     sleep for.
     """
 
-    def __init__(self, name: str, wire: Wire | None, clock: Clock, shaper: Shaper, span: Callable[..., None],
+    def __init__(self, name: str, wire: Wire | None, clock: Clock, shaper: Shaper, record: Any,
                  device: str = "cpu") -> None:
-        self.name, self.wire, self.clock, self.shaper, self.span = name, wire, clock, shaper, span
+        self.name, self.wire, self.clock, self.shaper, self.record = name, wire, clock, shaper, record
         self.size = wire.size if wire else 1
         self.rank = wire.rank if wire else 0
         self.eager = False
@@ -151,12 +151,15 @@ class Lane:
     def _codec(self, job: Job, began: float) -> None:
         now = self.clock.now()
         if now - began > CODEC_FLOOR:
-            self.span(job.step, "codec", job.name, began, began, now, 0)
+            self.record.span(job.step, "codec", job.name, began, began, now, 0)
 
     # -- one collective --
 
     def _issue(self, op: Op, job: Job) -> Flight | None:
-        """Puts a collective on the wire; None when one rank is all there is."""
+        """Puts a collective on the wire; None when one rank is all there is, or for a Sample."""
+        if op.verb == "sample":
+            name, value = op.args
+            return self.record.sample(job.step, name, self.clock.now(), float(value))
         issue = getattr(self, f"_{op.verb}", None)
         if issue is None:
             raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
@@ -167,8 +170,8 @@ class Lane:
         now = self.clock.now()
         if self.shaper.active:
             self.shaper.ready(now, job.asked)
-        work, hold, nbytes = issue(op)
-        flight = Flight(op, what, work, job.resumed, now, nbytes, hold, job.step)
+        work, hold = issue(op)
+        flight = Flight(op, what, work, job.resumed, now, self._load(op), hold, job.step)
         if self.eager and self._device == "cpu":  # on CUDA "done" would mean enqueued
             work.get_future().add_done_callback(lambda _: setattr(flight, "finished", self.clock.now()))
         return flight
@@ -178,12 +181,11 @@ class Lane:
         self.wire.wait(flight.work)
         end = flight.finished or self.clock.now()
         if self.shaper.active:
-            began, own, end = self.shaper.finish(flight.op.verb, flight.nbytes, self._last_arrival)
-            self.span(flight.step, "port", flight.what, began, began, own, 0)
+            began, own, end = self.shaper.finish(flight.load, self._last_arrival)
+            self.record.span(flight.step, "port", flight.what, began, began, own, 0)
             end = max(end, self.clock.now())
-        sent, _ = traffic(flight.op.verb, flight.nbytes, self.size)
-        self.sent += sent
-        self.span(flight.step, "comm", flight.what, flight.asked, flight.arrived, end, sent)
+        self.sent += flight.load.sent
+        self.record.span(flight.step, "comm", flight.what, flight.asked, flight.arrived, end, flight.load.sent)
         self.busy = ""
         return self._finish(flight)
 
@@ -194,33 +196,51 @@ class Lane:
         self.wire.wait(self.wire.all_reduce(mine, "max"))
         return float(mine[0])
 
-    def _all_reduce(self, op: Op) -> tuple[Any, Any, int]:
+    def _load(self, op: Op) -> Load:
+        """What the ports have to carry."""
+        x = op.args[0]
+        if op.verb == "all_to_allv":
+            return uneven(op.args[1], x[0].element_size(), self.rank)
+        return even(op.verb, x.numel() * x.element_size(), self.size)
+
+    def _all_reduce(self, op: Op) -> tuple[Any, Any]:
         x, how, _ = op.args
-        return self.wire.all_reduce(x, how), x, _nbytes(x)
+        return self.wire.all_reduce(x, how), x
 
-    def _broadcast(self, op: Op) -> tuple[Any, Any, int]:
+    def _broadcast(self, op: Op) -> tuple[Any, Any]:
         x, source, _ = op.args
-        return self.wire.broadcast(x, source), x, _nbytes(x)
+        return self.wire.broadcast(x, source), x
 
-    def _all_gather(self, op: Op) -> tuple[Any, Any, int]:
+    def _all_gather(self, op: Op) -> tuple[Any, Any]:
         x = _wire_view(op.args[0])
         out = x.new_empty(self.size * x.numel())
-        return self.wire.all_gather(out, x), out, _nbytes(x)
+        return self.wire.all_gather(out, x), out
 
-    def _all_to_all(self, op: Op) -> tuple[Any, Any, int]:
+    def _all_to_all(self, op: Op) -> tuple[Any, Any]:
         x = _wire_view(op.args[0])
         out = torch.empty_like(x)
-        return self.wire.all_to_all(out, x), out, _nbytes(x)
+        return self.wire.all_to_all(out, x), out
 
-    def _reduce_scatter(self, op: Op) -> tuple[Any, Any, int]:
+    def _all_to_allv(self, op: Op) -> tuple[Any, Any]:
+        rows, lengths, _ = op.args
+        width = rows[0].element_size()
+        gives = [width * n for n in lengths[self.rank]]
+        takes = [width * row[self.rank] for row in lengths]
+        x = torch.cat([row.reshape(-1) for row in rows]).view(torch.uint8)
+        out = x.new_empty(sum(takes))
+        return self.wire.all_to_all(out, x, takes, gives), out.split(takes)
+
+    def _reduce_scatter(self, op: Op) -> tuple[Any, Any]:
         """gloo's own moves a whole all-reduce's bytes; an all-to-all and a local sum do not."""
         x = op.args[0].contiguous()
         out = torch.empty_like(x)
-        return self.wire.all_to_all(out, x), out, _nbytes(x)
+        return self.wire.all_to_all(out, x), out
 
     def _finish(self, flight: Flight) -> Any:
-        like: Tensor = flight.op.args[0]
+        like: Any = flight.op.args[0]
         match flight.op.verb:
+            case "all_to_allv":
+                return [row.view(like[0].dtype) for row in flight.hold]
             case "all_gather":
                 return flight.hold.view(like.dtype).view(self.size, *like.shape)
             case "all_to_all":
@@ -230,14 +250,12 @@ class Lane:
         return flight.hold
 
 
-def _alone(op: Op) -> Tensor:
-    """With one rank every collective is the identity."""
-    x: Tensor = op.args[0]
+def _alone(op: Op) -> Any:
+    """With one rank every collective is the identity; a Sample has no answer."""
+    if op.verb == "sample":
+        return None
+    x = op.args[0]
     return x.unsqueeze(0) if op.verb == "all_gather" else x
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def _wire_view(x: Tensor) -> Tensor:

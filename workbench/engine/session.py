@@ -38,7 +38,7 @@ class Session(Turnable):
         changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
     ) -> None:
         self.experiment = experiment.checked()
-        self.rank = Rank(rank, size)
+        self.rank = Rank(rank, size, experiment.seed)
         self.generation, self.device, self.kind, self.loopback = generation, device, kind, loopback
         self.clock = Clock(epoch)
         self.naps = Naps(self.clock)

@@ -126,7 +126,7 @@ def _host(run: Any) -> None:
     run.post = Post(rank, run.store, run.where, run.generation, run.port, run.leaving, run.record.span,
                     local=run.loopback)
     run.post.step = lambda: run.lane.step
-    run.lane = Lane("comm", run.data_wire, run.clock, Shaper(run.port, board(run)), run.record.span, run.device)
+    run.lane = Lane("comm", run.data_wire, run.clock, Shaper(run.port, board(run)), run.record, run.device)
     run.host = Host(rank, run.model, run.learner.loss, run.optimizer, run.layout, run.lane, run.post,
                     Pace(rank.index, run.naps), watch(run.device, run.clock, run.record))
     run.host.still_well = lambda: run.meeting.check()

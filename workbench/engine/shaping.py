@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from workbench.fabric import Fabric
+from workbench.fabric import Fabric, Load
 from workbench.fabric.load import SHARES, choke, port_seconds, stretch
 
 RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
@@ -145,10 +145,10 @@ class Shaper:
             self.board.post(self.number, ready)
         return ready
 
-    def finish(self, verb: str, nbytes: int, last: Callable[[], float]) -> tuple[float, float, float]:
+    def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
         """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
         began = self.board.last(self.number) if self.board else last()
-        mine, slowest = self.cost(verb, nbytes)
+        mine, slowest = self.cost(load)
         noise = self.port.fabric.link.noise(self.port.seed, self.number)
         end = began + slowest * noise
         self.port.free = max(self.port.free, end)
@@ -157,10 +157,10 @@ class Shaper:
         self._woke = self.naps.clock.now()
         return began, began + mine * noise, end
 
-    def cost(self, verb: str, nbytes: int) -> tuple[float, float]:
+    def cost(self, load: Load) -> tuple[float, float]:
         """Seconds that this rank's port, and the slowest port, would be busy."""
         fabric = self.port.fabric
-        plain = port_seconds(fabric, verb, nbytes, self.size)
+        plain = port_seconds(fabric, load)
         chokes = [choke(fabric.faults, r) for r in range(self.size)]
         return plain * chokes[self.port.rank], plain * max(chokes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from workbench.fabric._base import Fault
 from workbench.knobs import knob
@@ -40,6 +41,42 @@ class Fabric:
     faults: tuple[Fault, ...] = knob((), doc="what is wrong on purpose")
 
 
+class Load(NamedTuple):
+    """What a collective asks of the ports of `size` ranks.
+
+    sent:     bytes that this rank sends
+    busiest:  bytes of the port with the most to send or to take in
+    total:    bytes that all ranks send
+    messages: messages that follow one after the other
+    """
+
+    sent: int
+    busiest: int
+    total: int
+    messages: int
+
+
+def even(verb: str, nbytes: int, size: int) -> Load:
+    """The Load of a collective in which all ranks hand in `nbytes`."""
+    sent, messages = traffic(verb, nbytes, size)
+    return Load(sent, sent, sent if verb == "send" else sent * size, messages)
+
+
+def uneven(lengths: tuple[tuple[int, ...], ...], width: int, rank: int) -> Load:
+    """The Load of an all-to-all in which rank i sends lengths[i][j] elements of `width` bytes to rank j.
+
+    What a rank keeps for itself crosses no wire, and nothing is sent to whom there is nothing for.
+
+    >>> uneven(((5, 1, 0), (2, 0, 0), (0, 0, 7)), 4, 1)
+    Load(sent=8, busiest=8, total=12, messages=1)
+    """
+    p = range(len(lengths))
+    out = [sum(lengths[i][j] for j in p if j != i) for i in p]
+    into = [sum(lengths[i][j] for i in p if i != j) for j in p]
+    messages = max(sum(lengths[i][j] > 0 for j in p if j != i) for i in p)
+    return Load(out[rank] * width, max(*out, *into) * width, sum(out) * width, messages)
+
+
 def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
     """(bytes sent by one rank, messages one after the other) of a collective on `size` ranks.
 
@@ -60,6 +97,8 @@ def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
             return (p - 1) * nbytes // p, p - 1
         case "all_gather":
             return (p - 1) * nbytes, p - 1
+        case "all_to_allv":  # `nbytes` leave this rank
+            return nbytes, p - 1
         case "send":
             return nbytes, 1
     raise ValueError(f"{verb} is not a collective")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from workbench.fabric._base import Fault
-from workbench.fabric.link import Fabric, traffic
+from workbench.fabric.link import Fabric, Load
 
 SHARES = {"forward": 0.3, "backward": 0.6, "update": 0.1}  # of a step's compute, where `pace` states it
 
@@ -37,9 +37,6 @@ def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
     return seconds
 
 
-def port_seconds(fabric: Fabric, verb: str, nbytes: int, size: int) -> float:
-    """Seconds that a healthy port is busy with a collective of `nbytes` handed in on `size` ranks, without jitter."""
-    sent, messages = traffic(verb, nbytes, size)
-    if fabric.shared and verb != "send":
-        sent *= size
-    return fabric.link.seconds(sent, messages)
+def port_seconds(fabric: Fabric, load: Load) -> float:
+    """Seconds for which a collective keeps the busiest port, if healthy, or the one that all share; without jitter."""
+    return fabric.link.seconds(load.total if fabric.shared else load.busiest, load.messages)

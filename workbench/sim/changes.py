@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench.changes import in_step
+from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.fabric.load import pauses
 from workbench.ops import Op, Rank
@@ -55,8 +56,10 @@ class Turnable(ABC):
 
     def choose_lane(self) -> None:
         """Children run as on the engine's own thread; what their codec costs is looked up anew."""
-        costs = self.world.costs
-        self.host.kinds = costs.stretches(self.rank.compressor) if costs else ()
+        costs, compressor = self.world.costs, self.rank.compressor
+        self.host.kinds = costs.stretches(compressor) if costs else ()
+        if not self.world.real and self.rank.index == 0 and any(c.varies for c in inside(compressor)):
+            self.mark("estimate", {"density": self.rank.density, "measured": bool(costs and costs.density)})
 
     def restart_data(self) -> None:
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)

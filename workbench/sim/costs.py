@@ -47,6 +47,7 @@ class Costs:
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to nothing else
     evaluate: seconds of one evaluation
+    density:  share of elements that a choice by their values keeps, for simulations with sizes only; 0: not known
 
     Where an experiment states a `pace`, compute takes what the pace says or what is measured, whichever is longer.
     """
@@ -59,6 +60,7 @@ class Costs:
     late: float = 0.0
     between: float = 0.0
     evaluate: float = 0.0
+    density: float = 0.0
 
     def __post_init__(self) -> None:
         for phase in PHASES:
@@ -75,7 +77,8 @@ class Costs:
         Fitted: each rank's median and spread (1.4826 MAD) of forward, backward and update, less what faults
         stretched; per compressor the median seconds per byte of each stretch of codec work; off a Link the wire's
         two numbers by least squares over the medians of each collective's transfer (last arrival to end), on one
-        how late collectives end; the median of what a step lasts beyond compute and waiting; the evaluation.
+        how late collectives end; the median of what a step lasts beyond compute and waiting; the evaluation; the
+        median of the Samples "density", which compressors write whose choice depends on the data.
         """
         from workbench.sim.measure import measured
 

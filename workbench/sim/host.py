@@ -27,7 +27,7 @@ class Host:
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
         self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
-        self.rank = Rank(index, world.size)
+        self.rank = Rank(index, world.size, experiment.seed)
         self.experiment, self.body = experiment, body
         self.lanes: dict[str, Lane] = {}
         self.free: dict[str, float] = {}  # when each worker's device is free again
@@ -40,7 +40,7 @@ class Host:
         meet = self._collective
         self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
             "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
-            "all_gather": meet, "reduce_scatter": meet, "all_to_all": meet, "broadcast": meet,
+            "all_gather": meet, "reduce_scatter": meet, "all_to_all": meet, "all_to_allv": meet, "broadcast": meet,
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
             "grads": self._grads, "slots": self._slots,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,

@@ -28,7 +28,7 @@ def measured(run: Run) -> Costs:
     about = _Recorded(run)
     durations = {phase: about.durations(phase) for phase in PHASES}
     return Costs(**durations, codec=about.codecs(), wire=about.wire(), late=about.late(), between=about.between(),
-                 evaluate=about.evaluation())
+                 evaluate=about.evaluation(), density=about.density())
 
 
 class _Recorded:
@@ -147,6 +147,12 @@ class _Recorded:
         rows = rows[rows.equal("lane", "eval")]
         each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
         return float(np.median(each)) if each else 0.0
+
+    def density(self) -> float:
+        """The share of elements that a choice by their values kept; 0 where there was none."""
+        rows = self.run.timeline.samples.rows()
+        kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
+        return float(np.median(kept)) if len(kept) else 0.0
 
 
 def _turns(run: Run) -> list[tuple[int, Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workbench.fabric import traffic
+from workbench.fabric import Load, even, uneven
 from workbench.ops import Op, StrategyError
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ class Mismatch(StrategyError):
 class Meeting:
     """One collective of all ranks under way."""
 
-    __slots__ = ("asked", "fibers", "lane", "left", "name", "nbytes", "number", "op", "steps", "t0", "world", "x", "xs")
+    __slots__ = ("asked", "fibers", "lane", "left", "name", "number", "op", "size", "steps", "t0", "world", "x", "xs")
 
     def __init__(self, world: World, lane: str, number: int, fiber: Fiber, op: Op) -> None:
         p = world.size
         self.world, self.lane, self.number, self.op, self.left = world, lane, number, op, p
         self.name = f"{op.verb} {op.args[-1] or fiber.name}".rstrip()
-        self.x: Tensor = op.args[0]
-        self.nbytes = self.x.numel() * self.x.element_size()
+        self.x: Any = op.args[0]
+        self.size = _size(op)
         self.fibers: list[Any] = [None] * p
         self.xs: list[Any] = [None] * p
         self.asked, self.t0, self.steps = [0.0] * p, [0.0] * p, [0] * p
@@ -42,7 +42,7 @@ class Meeting:
     def join(self, fiber: Fiber, op: Op) -> None:
         """A rank has come."""
         x = op.args[0]
-        if op.verb != self.op.verb or (x is not self.x and x.numel() * x.element_size() != self.nbytes):
+        if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
             raise self._mismatch(fiber, op)
         r = fiber.host.index
         self.fibers[r], self.xs[r] = fiber, x
@@ -52,17 +52,20 @@ class Meeting:
             self._go()
 
     def _go(self) -> None:
-        world, verb = self.world, self.op.verb
+        world = self.world
+        load = _load(self.op, self.size, world.size, 0)
         fabric = world.hosts[0].experiment.fabric
         now = world.clock.now
-        began, own, end = world.ports.meet(now, fabric, verb, self.nbytes, self.number + 1)
+        began, own, end = world.ports.meet(now, fabric, load, self.number + 1)
         t0 = np.array(self.t0)
         if fabric.link.shaped:
             world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0)
-        sent, _ = traffic(verb, self.nbytes, world.size)
+        sent: Any = load.sent
+        if self.op.verb == "all_to_allv":
+            sent = np.array([_load(self.op, self.size, world.size, r).sent for r in range(world.size)])
         world.record.block("comm", self.name, self.steps, np.array(self.asked), t0, end, sent)
-        for host in world.hosts:
-            host.sent += sent
+        for host, nbytes in zip(world.hosts, np.broadcast_to(sent, world.size).tolist(), strict=True):
+            host.sent += nbytes
         world.clock.at(end, self)
 
     def resume(self, _: Any) -> None:
@@ -76,6 +79,8 @@ class Meeting:
     def _results(self) -> list[Any]:
         """What each rank is answered; real tensors are added up in rank order."""
         verb, x, p = self.op.verb, self.x, self.world.size
+        if verb == "all_to_allv":
+            return [[self.xs[i][r].clone() for i in range(p)] for r in range(p)]
         if x.is_meta:
             return [_shape_of(verb, x, p)] * p if verb not in ("all_reduce", "broadcast") else self.xs
         xs: list[Tensor] = self.xs
@@ -104,12 +109,24 @@ class Meeting:
     def _mismatch(self, fiber: Fiber, op: Op) -> Mismatch:
         first = next(f for f in self.fibers if f is not None)
         mine = f"{op.verb} {op.args[-1] or fiber.name}".rstrip()
-        nbytes = op.args[0].numel() * op.args[0].element_size()
         return Mismatch(
-            f"rank {first.host.index} asked for {self.name} of {self.nbytes} bytes in step {first.step}, but rank "
-            f"{fiber.host.index} for {mine} of {nbytes} bytes in step {fiber.step} on lane {self.lane!r}: on one lane "
-            f"all ranks must ask for the same collectives in the same order"
+            f"rank {first.host.index} asked for {self.name} of {self.size} bytes in step {first.step}, but rank "
+            f"{fiber.host.index} for {mine} of {_size(op)} bytes in step {fiber.step} on lane {self.lane!r}: on one "
+            f"lane all ranks must ask for the same collectives in the same order"
         )
+
+
+def _size(op: Op) -> Any:
+    """What all ranks must agree in: the bytes that each hands in, or who sends how many to whom."""
+    if op.verb == "all_to_allv":
+        return op.args[1]
+    return op.args[0].numel() * op.args[0].element_size()
+
+
+def _load(op: Op, size: Any, ranks: int, rank: int) -> Load:
+    if op.verb == "all_to_allv":
+        return uneven(op.args[1], op.args[0][0].element_size(), rank)
+    return even(op.verb, size, ranks)
 
 
 def _merge(total: Tensor, other: Tensor, how: str) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from workbench.fabric import Fabric, traffic
+from workbench.fabric import Fabric, Load, even, traffic
 from workbench.fabric.load import choke, port_seconds
 from workbench.sim.costs import Costs
 
@@ -29,11 +29,11 @@ class Ports:
         self._price = lru_cache(maxsize=4096)(self._priced)
 
     def meet(
-        self, now: float, fabric: Fabric, verb: str, nbytes: int, number: int
+        self, now: float, fabric: Fabric, load: Load, number: int
     ) -> tuple[float, np.ndarray | float, float]:
         """The `number`-th collective of a lane, whose last rank has come: (began, each port's end, end for all)."""
         began = max(now, float(self.free.max()))
-        plain = self._price(fabric, verb, nbytes)
+        plain = self._price(fabric, load)
         if not fabric.link.shaped:
             end = began + plain
             self.free[:] = end
@@ -54,7 +54,7 @@ class Ports:
         if source == to:
             return now, now, now
         self._letters[source] += 1
-        seconds = self._price(fabric, "send", nbytes * (self.size if fabric.shared else 1))
+        seconds = self._price(fabric, even("send", nbytes * (self.size if fabric.shared else 1), self.size))
         seconds *= fabric.link.noise(self.seed + source, self._letters[source])
         slow = self.chokes(fabric) if fabric.faults else np.ones(self.size)
         began = max(now, float(self.free[source]))
@@ -74,7 +74,7 @@ class Ports:
             found = self._chokes[fabric] = np.array([choke(fabric.faults, r) for r in range(self.size)])
         return found
 
-    def _priced(self, fabric: Fabric, verb: str, nbytes: int) -> float:
+    def _priced(self, fabric: Fabric, load: Load) -> float:
         if fabric.link.shaped:
-            return port_seconds(fabric, verb, nbytes, self.size)
-        return self.costs.wire.seconds(*traffic(verb, nbytes, self.size)) if self.costs else 0.0
+            return port_seconds(fabric, load)
+        return self.costs.wire.seconds(load.busiest, load.messages) if self.costs else 0.0

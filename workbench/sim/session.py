@@ -30,6 +30,7 @@ class Session(Turnable):
         self.world, self.body = world, body
         self.host = Host(world, index, experiment, body)
         self.rank = self.host.rank
+        self.rank.density = (world.costs and world.costs.density) or self.rank.density
         self.rank.lr = experiment.lr or rate(body.optimizer)
         self.rate = Rate(experiment, body.optimizer)
         self.planned = list(world.planned)
@@ -48,8 +49,8 @@ class Session(Turnable):
 
     async def live(self) -> None:
         """The whole run on this rank."""
-        self.mark("start", {"host": "simulated", "device": "sizes only" if self.body.layout.buckets[0].data.is_meta
-                            else "cpu", "parameters": self.layout.numel, "nbytes": self.layout.nbytes})
+        self.mark("start", {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
+                            "parameters": self.layout.numel, "nbytes": self.layout.nbytes})
         self.mark_buckets()
         self.enter(None, self.experiment)
         await self._evaluate(together=True)

@@ -1,0 +1,59 @@
+"""Compressors that choose, by their values, which elements cross the wire: how many may differ from rank to rank."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._uneven import gathered
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(Compressor):
+    """A compressor given by which elements it keeps; every rank gathers every other's (index, value) pairs.
+
+    Bytes sent by rank i for k_i kept elements: (p-1) * (8 + 8 k_i) in fp32: how many there are, then 32-bit indices
+    and values as one message. All ranks add up in rank order, so they hold the same bits. The share that was kept is
+    written into the record as the Sample "density".
+    """
+
+    varies: ClassVar[bool] = True
+
+    @abstractmethod
+    def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """(n,) -> indices (k,) int64 without repetition, and the values (k,) that cross the wire for them."""
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        x = bucket.data
+        if not x.numel():
+            return None
+        if x.is_meta:
+            index = x.new_empty(max(1, round(rank.density * x.numel())), dtype=torch.int64)
+            values = x.new_empty(index.shape)
+        else:
+            index, values = self.choose(x, memory, bucket)
+            await rank.sample("density", index.numel() / x.numel())
+        every = await gathered(rank, message(index, values), bucket.name)
+        own = torch.zeros_like(x).index_add_(0, index, values)
+        x.zero_()
+        for one in every:
+            x.index_add_(0, *opened(one, x.dtype))
+        return own
+
+
+def message(index: Tensor, values: Tensor) -> Tensor:
+    """Indices (k,) below 2^31 and values (k,) as one message: (k * (4 + element size),) uint8."""
+    return torch.cat([index.to(torch.int32).view(torch.uint8), values.contiguous().view(torch.uint8)])
+
+
+def opened(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `message` made -> indices (k,) int64 and values (k,) of `dtype`."""
+    k = message.numel() // (4 + dtype.itemsize)
+    index, values = message.split([4 * k, dtype.itemsize * k])
+    return index.clone().view(torch.int32).long(), values.clone().view(dtype)

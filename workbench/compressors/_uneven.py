@@ -1,0 +1,33 @@
+"""Gathering what is not of one length on all ranks: first the lengths, then what they are of, without padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.ops import Rank
+
+WIDTH = 8  # bytes of a length on the wire
+
+
+async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tuple[tuple[int, ...], ...]:
+    """How many elements every rank has for every other: row i is rank i's `rows`. Sends (p-1) * 8 bytes per entry.
+
+    With sizes only nobody can know another's: all are taken to have as many as this rank.
+    """
+    if rank.size == 1 or like.is_meta:
+        return (tuple(rows),) * rank.size
+    mine = torch.tensor(rows, dtype=torch.int64, device=like.device)
+    return tuple(map(tuple, (await rank.all_gather(mine, name)).tolist()))
+
+
+async def gathered(rank: Rank, x: Tensor, name: str) -> list[Tensor]:
+    """Every rank's `x`, (m_i,) on rank i, of one dtype, in rank order.
+
+    Bytes sent by rank i: (p-1) * (8 + m_i * element size): its length, then its elements.
+    """
+    if rank.size == 1:
+        return [x]
+    [*each] = [row[0] for row in await lengths_of(rank, [x.numel()], x, name)]
+    got: list[Tensor] = await rank.all_to_allv([x] * rank.size, tuple((n,) * rank.size for n in each), name)
+    return got
