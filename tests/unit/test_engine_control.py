@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from workbench.engine.session import Session
 from workbench.fabric import Freeze, Slow
 from workbench.knobs import Change
 from workbench.layout import fingerprint
-from workbench.strategies import LocalSGD
+from workbench.strategies import DDP, LocalSGD, Strategy, StreamingDiLoCo
 
 pytestmark = pytest.mark.ranks
 
@@ -47,6 +48,31 @@ def test_a_change_acts_on_all_ranks_before_the_same_step(three: list[Session]) -
     for s in three:
         names = {r[0]: r[2] for r in s.record if r[1] == "step"}
         assert names[step - 1] == "DDP" and names[step] == "LocalSGD"
+
+
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2), StreamingDiLoCo(every=4, fragments=2)], ids=repr)
+def test_ranks_of_one_host_meet_for_a_ticket_only_when_there_is_one(strategy: Strategy) -> None:
+    sessions = live(experiment(3, 0, strategy=strategy, pace=5.0))
+    try:
+        until(lambda: all(s.rank.step > 2 for s in sessions))
+        asked = [0] * 3
+        for k, s in enumerate(sessions):
+            def counted(wait: float = 0.0, k: int = k, ask: Any = s.tickets.ask) -> None:
+                asked[k] += 1
+                ask(wait)
+
+            s.tickets.ask = counted
+        step = sessions[0].rank.step
+        until(lambda: all(s.rank.step > step + 20 for s in sessions))
+        assert asked == [0, 0, 0]
+        sessions[0].request({"kind": "turn", "id": "a", "path": "bucket_mb", "value": 0.05})
+        until(lambda: all(s.experiment.bucket_mb == 0.05 for s in sessions))
+        assert asked == [1, 1, 1]
+        sessions[0].request({"kind": "stop"})
+        assert all(s.join(20) for s in sessions) and asked == [2, 2, 2]
+    finally:
+        for s in sessions:
+            s.abort()
 
 
 def test_a_change_acts_within_a_step_and_200_ms(three: list[Session]) -> None:

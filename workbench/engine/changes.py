@@ -53,6 +53,7 @@ class Turnable:
         if wanted.strategy.shared:
             self.commons.enter()
         self.state = wanted.strategy.init(self.rank)
+        self.tickets.enter(wanted.strategy, self.lane)
         self.meeting.enter()
 
     async def gather(self: Any, number: int) -> list[int]:

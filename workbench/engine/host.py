@@ -180,7 +180,7 @@ class Host:
         self.pace.reach(1.0)
         self.watch.span(self.rank.step, "backward", began)
 
-    def _update(self, bucket: Bucket | None = None) -> None:
+    def _update(self, bucket: Bucket | None, by: Callable[[], None] | None) -> None:
         if bucket is not None:
             raise StrategyError("the engine updates the whole model at once: `rank.update()`, or simulate")
         self.before_update()
@@ -190,7 +190,7 @@ class Host:
         with self.alone:
             if longest := self.clip():
                 self._sample("grad_norm", clipped(self.layout, longest))
-            self.optimizer.step()
+            (by or self.optimizer.step)()
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()
         self.pace.reach(1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ CODEC_FLOOR = 100e-6  # shorter stretches of a child's own work are not worth a 
 class Job:
     """A child under way: its coroutine, its result, and when what happened."""
 
-    __slots__ = ("asked", "child", "done", "error", "flight", "name", "resumed", "step", "value")
+    __slots__ = ("asked", "child", "done", "error", "flight", "name", "number", "resumed", "step", "value")
 
     def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: float, done: threading.Event | None,
-                 step: int) -> None:
-        self.child, self.name, self.asked = child, name, asked
+                 step: int, number: int) -> None:
+        self.child, self.name, self.asked, self.number = child, name, asked, number
         self.step = step  # that it was started in, which is the step of all that it does
         self.done = done  # None where the thread that waits also runs it
         self.value: Any = None
@@ -67,6 +67,8 @@ class Lane:
         self.busy = ""
         self.sent = 0  # bytes sent so far
         self.step = 0
+        self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
+        self.before: Callable[[int], None] = lambda number: None  # called before a child begins
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._device = device
@@ -76,7 +78,10 @@ class Lane:
     def start(self, child: Coroutine[Op, Any, Any], name: str) -> Handle:
         handle = Handle(name, self.name)
         here = self.eager or self.size == 1
-        job = handle._state = Job(child, name, self.clock.now(), None if here else threading.Event(), self.step)
+        self.started += 1
+        self.before(self.started)
+        done = None if here else threading.Event()
+        job = handle._state = Job(child, name, self.clock.now(), done, self.step, self.started)
         if here:
             self._advance(job, finish=False)
         else:
@@ -93,6 +98,7 @@ class Lane:
             job.done.wait()
         if job.error is not None:
             raise job.error
+        self.completed = max(self.completed, job.number)
         return job.value
 
     def close(self) -> None:

@@ -164,8 +164,7 @@ class Session(Turnable):
             changes.flushed(self)
         if (names := host.learned_order()) is not None:
             adopt(self, names)
-        if host.met and not self.tickets.asked:
-            self.tickets.ask()
+        self.before_update()
         self.rank.step += made
         if self.credit:
             self.credit = max(0, self.credit - made)
@@ -178,7 +177,7 @@ class Session(Turnable):
         self.mark("fault", {"text": f"stood still for {self.clock.now() - began:.1f} s"})
 
     def before_update(self) -> None:
-        if self.host.met and not self.tickets.asked:
+        if self.host.met and not self.tickets.asked and self.tickets.rung(self.lane.completed):
             self.tickets.ask()
 
     # -- between steps --
@@ -291,6 +290,7 @@ class Session(Turnable):
             self.host.forget_hooks()
             self.leave_opaque()
             self.lane.close()
+            self.tickets.close()
             self.host.post.close()
         for wire in self.wires:
             wire.close()

@@ -23,7 +23,7 @@ from workbench.engine.lane import Lane
 from workbench.engine.meeting import Meeting
 from workbench.engine.post import Post
 from workbench.engine.shaping import Board, Pace, Port, Shaper
-from workbench.engine.ticket import Tickets
+from workbench.engine.ticket import Bell, Tickets
 from workbench.engine.watch import watch
 from workbench.experiment import Experiment
 from workbench.knobs import KnobError
@@ -57,7 +57,7 @@ def set_up(run: Any) -> None:
     run.local, doubt = _wires(run)
     run.commons = Commons(run)
     able(run, run.experiment)
-    run.tickets = Tickets(run.control, run.rank.index, run.inbox)
+    run.tickets = Tickets(run.control, run.rank.index, run.inbox, bell(run))
     _model(run)
     able(run, run.experiment)
     _host(run)
@@ -69,6 +69,7 @@ def set_up(run: Any) -> None:
     if run.experiment.strategy.shared:
         run.commons.enter()
     run.state = run.experiment.strategy.init(run.rank)
+    run.tickets.enter(run.experiment.strategy, run.lane)
     run.board = partial(board, run)
     run.meeting = Meeting(run)
     run.meeting.enter()
@@ -77,12 +78,23 @@ def set_up(run: Any) -> None:
 
 
 def board(run: Any, name: str = "") -> Board | None:
-    """Where the ranks of this host post their arrivals at the collectives of one wire; rank 0 removes it at the end."""
+    """Where the ranks of this host post their arrivals at the collectives of one wire."""
+    path = _shared(run, f"{name}.board")
+    return Board(path, run.rank.index, run.rank.size) if path else None
+
+
+def bell(run: Any) -> Bell | None:
+    """What rank 0 rings when it has something to say."""
+    path = _shared(run, ".bell")
+    return Bell(path) if path else None
+
+
+def _shared(run: Any, name: str) -> Path | None:
+    """A file of this run that all ranks of this host open and rank 0 removes at the end; None where they have none."""
     if not run.local or run.rank.size == 1:
         return None
-    path = Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}-{run.generation}{name}.board"
-    run.boards.append(path)
-    return Board(path, run.rank.index, run.rank.size)
+    run.boards.append(Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}-{run.generation}{name}")
+    return run.boards[-1]
 
 
 def _wires(run: Any) -> tuple[bool, float]:
@@ -132,6 +144,7 @@ def _host(run: Any) -> None:
     run.host.still_well = lambda: run.meeting.check()
     run.host.batches = run.batches.next
     run.host.before_update = run.before_update
+    run.lane.before = run.tickets.ring
     run.host.clip = lambda: run.experiment.clip
 
 

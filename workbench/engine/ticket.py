@@ -1,28 +1,59 @@
 """Tickets: how all ranks learn of a change before the same step.
 
-Rank 0 reads its inbox and publishes one ticket per meeting: a 32-byte header on a wire of its own, followed by
-JSON only when there is something to say. It is asked for just before the update and taken after it, so it hides
-behind the update and a change acts on the very next step.
+Rank 0 reads its inbox and publishes a ticket: a 32-byte header on a wire of its own, followed by JSON if there is
+something to say. It is asked for just before the update and taken after it, so it hides behind the update and a
+change acts on the very next step.
+
+[Note: The bell] A meeting in every step, only to hear that there is nothing to say, holds up ranks that share cores.
+On one host rank 0 rings instead: before it begins the child with the number n, it writes n into memory that all see.
+Who has completed child n must see it, for that needed rank 0. So all who have completed as many children answer alike
+whether they are to meet, without a word.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import queue
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.engine.collectives import Wire
+from workbench.engine.lane import Lane
 
 Ticket = dict[str, Any]  # {"requests": [...]} and nothing else; an empty one is None
 
 
-class Tickets:
-    """The control wire of one rank, used by its training thread only."""
+class Bell:
+    """A number in a small file that the ranks of one host share: rank 0 writes it and all read it."""
 
-    def __init__(self, wire: Wire | None, rank: int, inbox: queue.SimpleQueue[Ticket]) -> None:
-        self.wire, self.rank, self.inbox = wire, rank, inbox
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, 8)
+            self._map = mmap.mmap(fd, 8)
+        finally:
+            os.close(fd)
+        self.number = np.frombuffer(self._map, dtype=np.int64)
+
+    def close(self) -> None:
+        """Gives the file's descriptor back."""
+        self.number = np.zeros(1, np.int64)
+        self._map.close()
+
+
+class Tickets:
+    """The control wire of one rank, used by its training thread only. See [Note: The bell]."""
+
+    def __init__(self, wire: Wire | None, rank: int, inbox: queue.SimpleQueue[Ticket], bell: Bell | None) -> None:
+        self.wire, self.rank, self.inbox, self.bell = wire, rank, inbox, bell
+        self._by_bell = False
+        self._heard = 0  # the last number that was rung and answered
+        self._rings = False
         self._header = torch.zeros(4, dtype=torch.int64)
         self._work: Any = None
         self._body = b""
@@ -30,6 +61,35 @@ class Tickets:
     @property
     def asked(self) -> bool:
         return self._work is not None
+
+    def ring(self, number: int) -> None:
+        """Rank 0 is about to begin the child with this number: it rings if there is something in its inbox."""
+        if self._by_bell and self.bell is not None and not self._rings and not self.inbox.empty():
+            self.bell.number[0], self._rings = number, True
+
+    def rung(self, done: int) -> bool:
+        """Is there to be a ticket, for those who have completed the child with the number `done`?"""
+        if not self._by_bell:
+            return True
+        assert self.bell is not None
+        number = int(self.bell.number[0])
+        if not self._heard < number <= done:
+            return False
+        self._heard, self._rings = number, False
+        return True
+
+    def enter(self, strategy: Any, lane: Lane) -> None:
+        """A strategy has taken over, and children are counted from 1 again. torch's own has none on our lane."""
+        size = self.wire.size if self.wire else 1
+        self._by_bell = self.bell is not None and strategy.lockstep and not strategy.opaque and not strategy.heard(size)
+        self._heard, self._rings = 0, False
+        lane.started = lane.completed = 0
+        if self.bell is not None and self.rank == 0:
+            self.bell.number[0] = 0
+
+    def close(self) -> None:
+        if self.bell is not None:
+            self.bell.close()
 
     def ask(self, wait: float = 0.0) -> None:
         """Rank 0 publishes what its inbox holds (waiting up to `wait` seconds for something); others listen."""
