@@ -7,7 +7,7 @@ host's answer. See "The trampoline" in workbench/DESIGN.md.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
 
 from workbench.bucket import Bucket, Memory, Part
@@ -160,12 +160,13 @@ class Rank:
         """
         return Backward(grad, micro)
 
-    def update(self, bucket: Bucket | None = None) -> Op:
+    def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None) -> Op:
         """One step of the optimizer with the gradients that are there; gradients are cleared after.
 
-        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters.
+        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters. With `by` that is
+        called in the optimizer's place: a strategy's own step, which takes the time of any update.
         """
-        return Op("update", bucket)
+        return Op("update", bucket, by)
 
     def params(self) -> Op:
         """The parameters as a list of Buckets that view them: writing into `data` changes the model."""

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +25,10 @@ import numpy as np
 
 from tests.bench.methods import FAST, LINK, SLOW, SLOW_RANK, STUMBLE, method
 from workbench import analysis
+from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, Slow, Stumble
-from workbench.knobs import Change, KnobError, to_plain
+from workbench.knobs import Change, KnobError, from_plain, knobs, to_plain
 from workbench.run import Run
 from workbench.sim import Costs, Duration, Wire, simulate
 from workbench.strategies import DDP
@@ -58,6 +59,8 @@ class Cell:
     after: steps of plain DDP before the strategy takes over, with its learning rate
     rate:  the learning rate as a multiple of the task's
     real:  real tensors, or sizes only
+    codec: the compressor as plain data where it is not the method's, such as {"TopK": {"density": 0.01}}
+    bucket_mb: the size of a bucket
     """
 
     part: str
@@ -74,6 +77,8 @@ class Cell:
     rate: float = 1.0
     after: int = 0
     real: bool = True
+    codec: Mapping[str, Any] | str = ""
+    bucket_mb: float = 1.0
 
     @property
     def path(self) -> Path:
@@ -90,10 +95,11 @@ class Cell:
     def asked(self) -> tuple[Experiment, list[Change]]:
         """The experiment and its changes. Raises KnobError."""
         strategy = method(self.method).strategy(self.knobs)
+        codec = from_plain(self.codec, Compressor, "compressor") if self.codec else method(self.method).codec()
         lr = self.rate * self.task.lr
         e = Experiment(
             task=self.task, strategy=strategy, fabric=self.fabric, ranks=self.ranks, steps=self.steps, seed=self.seed,
-            eval_every=self.every, lr=lr, compressor=method(self.method).codec(),
+            eval_every=self.every, lr=lr, compressor=codec, bucket_mb=self.bucket_mb,
         )  # fmt: skip
         if not self.after:
             return e.checked(), []
@@ -108,11 +114,24 @@ def key(cell: Cell, costs: Costs) -> str:
     """What the numbers of a cell depend on, as 16 hex digits. Raises KnobError where it cannot be run."""
     experiment, changes = cell.asked()
     what = {
-        "experiment": experiment.plain(), "changes": [[c.at_step, c.path, to_plain(c.value)] for c in changes],
+        "experiment": told(experiment), "changes": [[c.at_step, c.path, told(c.value)] for c in changes],
         "costs": costs_as_plain(costs), "real": cell.real, "after": cell.after, "meaning": MEANING,
-        "code": [code(type(x)) for x in (experiment.strategy, experiment.compressor)],
+        "code": [code(type(x)) for x in (experiment.strategy, *inside(experiment.compressor))],
     }  # fmt: skip
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def told(value: Any) -> Any:
+    """A setting as plain data without what is as usual, so that a knob that is new changes nothing.
+
+    >>> told(Experiment(ranks=3, fabric=Fabric(link=Link(latency=5.0))))
+    {'Experiment': {'fabric': {'Fabric': {'link': {'Link': {'latency': 5.0}}}}, 'ranks': 3}}
+    """
+    if not is_dataclass(value) or isinstance(value, type):
+        return [told(v) for v in value] if isinstance(value, (list, tuple)) else to_plain(value)
+    usual = {k.name: k.default for k in knobs(type(value))}
+    mine = {f.name: getattr(value, f.name) for f in fields(value)}
+    return {type(value).__name__: {k: told(v) for k, v in mine.items() if k not in usual or v != usual[k]}}
 
 
 @cache

@@ -21,7 +21,10 @@ OUTER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("StreamingDiLoCo", {"every": PERIOD, "fragments": 4}),
 )
 DRIFTING = (4, 8, 16, 32)
-DELTAS = (0.1, 0.3, 1.0)
+SELECTIVE: tuple[dict[str, Any], ...] = (
+    {"delta": 0.1}, {"delta": 0.3}, {"delta": 1.0},
+    {"delta": 0.02, "norm_window": 25}, {"delta": 0.05, "norm_window": 25},
+)
 SMALL = Digits(width=8, hidden=64)
 WIRES = tuple((mbit, ms) for mbit in (10.0, 100.0, 1000.0) for ms in (0.0, 5.0, 20.0))
 RING, EXPONENTIAL = "Gossip(graph=ring)", "Gossip(graph=exponential)"
@@ -195,7 +198,7 @@ def slow_text(found: Results) -> str:
 
 
 def selsync_cells() -> list[Cell]:
-    every = [("DDP", "DDP", {}), *((f"SelSync(delta={d:g})", "SelSync", {"delta": d}) for d in DELTAS)]
+    every = [("DDP", "DDP", {}), *((method_label("SelSync", k), "SelSync", k) for k in SELECTIVE)]
     return [
         Cell(part="selsync", row=label, where="Digits", seed=seed, method=name, knobs=knobs, task=SMALL,
              steps=160, every=160)
@@ -209,8 +212,8 @@ def selsync_text(found: Results) -> str:
         return missing("DDP on Digits")
     right = statistics.fmean(f["accuracy"] for f in base.values())
     lines, good = [["DDP", "100%", f"{right:.1%}", ""]], []
-    for delta in DELTAS:
-        label = f"SelSync(delta={delta:g})"
+    for knobs in SELECTIVE:
+        label = method_label("SelSync", knobs)
         if not (each := found.seeds("selsync", label, "Digits")):
             continue
         synced = statistics.fmean(f["synced"] for f in each.values())

@@ -212,13 +212,13 @@ METHODS = (
     ),
     Method(
         name="QAdam", knobs=({"warmup": 60},), shown={"warmup": 12}, compressor="ByteGrad", mbit=200.0, window=300,
-        see="After its warm-up it is DDP's timeline with a quarter of the bytes: momenta of one byte per element, summed in two hops. Its own update costs nothing here.",
+        see="After its warm-up it is DDP's timeline with a quarter of the bytes: momenta of one byte per element, summed in two hops.",
         paper="In Bagua it trained BERT-Large on 128 GPUs; Bagua as a whole was up to 2 times as fast as its rivals (Gan et al., VLDB 2021).",
         claim=Claim(measure="pace", where=LINK, least=1.0, why="Its two hops pay latency, and of the run a fifth was warm-up with whole gradients."),
     ),
     Method(
         name="OneBitAdam", knobs=({"freeze_step": 60},), shown={"freeze_step": 12}, compressor="OneBit", mbit=200.0, window=300,
-        see="After the freeze only signs of the momentum cross the wire, a thirty-second of the bytes. Its own update costs nothing here.",
+        see="After the freeze only signs of the momentum cross the wire, a thirty-second of the bytes.",
         paper="Up to 5 times less communication and up to 3.4 times as fast (title of DeepSpeed's tutorial).",
         claim=Claim(measure="bytes", where=LINK, least=2.5, why="A fifth of the run was warm-up with whole gradients."),
     ),

@@ -243,7 +243,7 @@ def test_slow_ranks_selsync_and_gossip_are_held_against_what_was_asked(folder: P
         made_up(folder, "BoundedStaleness(bound=3)", STUMBLE, seed, curve=late)
         made_up(folder, "DDP", "Digits", seed, "selsync", accuracy=0.97)
         made_up(folder, "SelSync(delta=0.3)", "Digits", seed, "selsync", accuracy=0.965, synced=0.4)
-        made_up(folder, "SelSync(delta=1)", "Digits", seed, "selsync", accuracy=0.93, synced=0.2)
+        made_up(folder, "SelSync(delta=1.0)", "Digits", seed, "selsync", accuracy=0.93, synced=0.2)
     for mbit, ms in claims.WIRES:
         for name in ("DDP", claims.RING, claims.EXPONENTIAL):
             pace = 1.0 / claims.modelled(name, mbit, ms, {"compute": [0.003, 0.006, 0.001], "model": 600_000})

@@ -45,6 +45,24 @@ class StepOfItsOwn(Strategy):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepInItsPlace(Strategy):
+    """The same, in the optimizer's place."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        params, grads = await rank.params(), await rank.grads()
+        for grad in grads:
+            await rank.all_reduce(grad.data.div_(rank.size), "sum", grad.name)
+
+        def move() -> None:
+            for bucket, grad in zip(params, grads, strict=True):
+                bucket.data.add_(grad.data, alpha=-rank.lr)
+
+        await rank.update(by=move)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MomentumShared(Strategy):
     """Each rank steps on its own gradient; what the optimizers remember is averaged after each step."""
 
@@ -101,3 +119,21 @@ def test_slots_are_what_the_optimizer_remembers() -> None:
         for k, state in theirs.items():
             torch.testing.assert_close(mine[k]["momentum_buffer"], state["momentum_buffer"], rtol=1e-4, atol=1e-6)
     simulate(e.turn("pace", 1.0))
+
+
+def test_a_step_in_the_optimizers_place_moves_by_itself_and_clears_gradients() -> None:
+    own, placed = (run(experiment(2, 6, strategy=s()))[0] for s in (StepOfItsOwn, StepInItsPlace))
+    assert torch.equal(weights(own), weights(placed))
+    assert all(p.grad is None for p in placed.model.parameters())
+    simulated = simulate(experiment(2, 6, strategy=StepInItsPlace(), pace=10), real=True)
+    assert placed.record.losses() == pytest.approx(samples(simulated, "loss", 0), rel=1e-5)
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_a_step_in_the_optimizers_place_takes_an_updates_time(real: bool) -> None:
+    spans = simulate(experiment(2, 3, strategy=StepInItsPlace(), pace=10), real=real).spans
+    updates = spans[(spans.lane == "compute") & (spans.name == "update")]
+    assert (updates.t1 - updates.t0).tolist() == pytest.approx([1e-3] * 6)
+    (session, _) = run(experiment(2, 3, strategy=StepInItsPlace(), pace=10))
+    took = [r[5] - r[4] for r in session.record if r[1:3] == ("compute", "update")]
+    assert len(took) == 3 and min(took) >= 0.9e-3

@@ -90,12 +90,12 @@ class Host:
         return self._compute(fiber, "backward", self.body.backward(*op.args, False))
 
     def _update(self, fiber: Fiber, op: Op) -> Any:
-        (bucket,) = op.args
+        bucket, by = op.args
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
         if bucket is not None and self.experiment.clip:
             raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
-        norm = self.body.update(bucket, self.experiment.clip)
+        norm = self.body.update(bucket, self.experiment.clip, by)
         if norm is not None:
             self.note("grad_norm", norm)
         return self._compute(fiber, "update", None, share)

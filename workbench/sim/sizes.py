@@ -7,6 +7,7 @@ which order its gradients appear; a model that cannot be run there keeps the rev
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -147,9 +148,9 @@ class Sizes:
     def use(self, optimizer: Any) -> None:
         self.optimizer, self._begun = optimizer, False
 
-    def update(self, bucket: Bucket | None, longest: float) -> None:
+    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None) -> None:
         """Nothing moves; an optimizer that took over remembers something from its first step on."""
-        if not self._begun:
+        if by is None and not self._begun:
             prime(self.layout, self.optimizer)
             self._begun = True
 

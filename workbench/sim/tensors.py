@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -146,12 +146,12 @@ class Tensors:
     def full(self, index: int) -> Bucket:
         return self.layout.full(index)
 
-    def update(self, bucket: Bucket | None, longest: float) -> float | None:
+    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None) -> float | None:
         """One step of the optimizer; the norm of the gradient if it was not to be above `longest`."""
         if bucket is None:
             norm = clipped(self.layout, longest) if longest else None
             with self._unnoticed():
-                self.optimizer.step()
+                (by or self.optimizer.step)()
             self.optimizer.zero_grad(set_to_none=True)
             self.layout.let_go()
             return norm

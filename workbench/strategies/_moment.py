@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -64,12 +65,14 @@ class MomentExchange(Strategy):
         state.steps += 1
         state.m_weight += (1 - self.beta1) * (1 - state.m_weight)
         state.v_weight += (1 - self.beta2) * (1 - state.v_weight) if warm else 0.0
-        for bucket in await rank.params():
+        await rank.update(by=partial(self._move, await rank.params(), rank.lr, state))
+
+    def _move(self, params: list[Bucket], lr: float, state: Moments) -> None:
+        """One step by the moments."""
+        for bucket in params:
             m, v = state.of(bucket)
-            bucket.data.mul_(1 - rank.lr * self.weight_decay)
-            bucket.data.addcdiv_(m, self._root(v, state), value=-rank.lr / state.m_weight)
-        for grad in await rank.grads():
-            grad.data.zero_()
+            bucket.data.mul_(1 - lr * self.weight_decay)
+            bucket.data.addcdiv_(m, self._root(v, state), value=-lr / state.m_weight)
 
     async def _gradients(self, rank: Rank, bucket: Bucket, state: Moments) -> None:
         """Both moments of the mean gradient, which crosses whole."""
