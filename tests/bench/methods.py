@@ -175,7 +175,7 @@ METHODS = (
         claim=Claim(measure="bytes", where=LINK, least=100.0, why="Rounds here are of 20 steps, in the paper of up to 100; four bits are the same."),
     ),
     Method(
-        name="SelSync", knobs=({"delta": 0.3},), shown={"delta": 0.125, "window": 1}, real=True, window=330,
+        name="SelSync", knobs=({"delta": 0.3}, {"delta": 0.05, "norm_window": 25}), shown={"delta": 0.125, "window": 1}, real=True, window=330,
         see="In each step all ask, in 8 bytes, whether any gradient changed much; only then the whole model is averaged, at steps that nobody knows beforehand.",
         paper="As accurate as synchronous training or more, in up to 14 times less time (abstract of Tyagi and Swany, 2023).",
         claim=Claim(measure="time", where=LINK, least=1.0, why="Its question, 8 bytes that all wait for, costs a whole all-reduce's latency in every step."),
