@@ -28,7 +28,7 @@ def ways(x: torch.Tensor, seed: int, **rest: float) -> list[torch.Tensor]:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_on_average_it_is_what_it_was(seed: int, top: int) -> None:
     """U = T ||mean - x||^2 / mean ||Q - x||^2 is 1 on average, with a spread of sqrt(2 / degrees of freedom)."""
-    draws, own = 1000, dice(seed)
+    draws, own = 500, dice(seed)
     x = noise(seed, 2000).abs() ** 3
     x = x / x.max() * top
     off = torch.stack([dithered(x, own, top=top) - x for _ in range(draws)]).double()

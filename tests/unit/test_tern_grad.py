@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.ranks import exchange, experiment, placed, run, together, toy
+from workbench import simulate
 from workbench.canonical import state_hash
 from workbench.compressors import TernGrad
 from workbench.compressors.tern_grad import field
@@ -199,3 +200,13 @@ def test_it_trains(shared: bool) -> None:
     session = run(experiment(2, 101, compressor=TernGrad(one_scale=shared, clip_rms=2.5), **rest), within=50)[0]
     held = [v for _, name, _, v in session.record.samples if name == "held_out"]
     assert held[-1] < 0.8 * held[0], held
+
+
+@both
+def test_the_same_seed_draws_the_same_on_engine_and_simulator(shared: bool) -> None:
+    e = experiment(3, 6, compressor=TernGrad(one_scale=shared))
+    first, again = (run(e)[0] for _ in range(2))
+    assert state_hash(first.layout) == state_hash(again.layout)
+    samples = simulate(e.turn("pace", 10), real=True).samples
+    losses = samples[(samples["rank"] == 0) & (samples.name == "loss")].value.tolist()
+    assert first.record.losses() == pytest.approx(losses, rel=1e-5)

@@ -35,8 +35,8 @@ def dithered(x: Tensor, dice: Generator | None, scale: float = 1.0, top: int = 2
     flat = x.reshape(-1).float()
     out = torch.empty(flat.shape, dtype=torch.uint8)
     n = min(flat.numel(), BLOCK)
-    real = torch.empty(n, dtype=torch.float32)
-    whole, dither = torch.empty(2, n, dtype=torch.int32)
+    real, whole = torch.empty(n, dtype=torch.float32), torch.empty(n, dtype=torch.int32)
+    dither = real.view(torch.int32)  # two uses, one place: less cache
     state = torch.empty(-(-n // 2), dtype=torch.int64).random_(-(2**63), None, generator=dice).view(torch.int32)[:n]
     middle, term = torch.tensor(2 ** (POINT - 1) + 0.5, dtype=torch.float32), torch.tensor(TERM, dtype=torch.int32)
     low, high = 2 ** (POINT - 1), top * 2**POINT + 2 ** (POINT - 1)
