@@ -15,14 +15,19 @@ EXPECTED = {
     "ByteGrad": "",
     "Cast": "linear",
     "Dense": "linear unbiased immediate",
+    "EFSignSGD": "contraction",
     "ErrorFeedback": "",
+    "Float8": "",
     "OneBit": "",
     "PowerSGD": "linear",
+    "SignSGD": "",
+    "TernGrad": "unbiased",
     "TopK": "contraction",
 }
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs
 DELTA: dict[str, Callable[[Any, int], float]] = {
+    "EFSignSGD": lambda codec, n: 1 / n,
     "TopK": lambda codec, n: max(1, round(codec.density * n)) / n,
 }
 
@@ -36,6 +41,13 @@ def two_hops(bucket: Bucket, p: int, bits: int, head: int) -> int:
     """Codes of `bits` and `head` bytes per chunk, to the rank that adds up and from there to all."""
     chunk = -(-bucket.data.numel() // p)
     return 2 * (p - 1) * (head + -(-chunk * bits // 8))
+
+
+def scaled_bytes(bucket: Bucket, p: int, block: int) -> int:
+    """A byte per element and 4 for each block of equal length, in two hops."""
+    chunk = -(-bucket.data.numel() // p)
+    k = -(-chunk // block)
+    return 2 * (p - 1) * (4 * k + k * -(-chunk // k))
 
 
 def factors(bucket: Bucket, p: int, r: int) -> int:
@@ -56,17 +68,27 @@ def factors(bucket: Bucket, p: int, r: int) -> int:
 SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
+    "EFSignSGD": lambda b, p, kept: (p - 1) * (4 + -(-b.data.numel() // 8)),
     "ErrorFeedback": lambda b, p, kept: reduced(b.nbytes, p),
+    "Float8": lambda b, p, kept: scaled_bytes(b, p, 256),
     "OneBit": lambda b, p, kept: two_hops(b, p, 1, 4),
     "PowerSGD": lambda b, p, kept: factors(b, p, 4),
+    "SignSGD": lambda b, p, kept: two_hops(b, p, 1, 2),
+    "TernGrad": lambda b, p, kept: reduced(4 * len(b.parts), p) + reduced(-(-b.data.numel() // 2), p),
 }
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
-TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
+TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("ByteGrad", "stochastic"): ({}, True),  # a switch has no far end
+    ("Float8", "stochastic"): ({}, True),
+    ("TernGrad", "one_scale"): ({}, False),
+    ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares cut nothing off in a small layer
+}
 
 # compressors that are not put under error feedback, and why
 NO_FEEDBACK: dict[str, str] = {
     "ErrorFeedback": "there is one residual, it is not fed back twice",
+    "TernGrad": "its error is larger than its input, so a residual would grow without bound; it is unbiased instead",
 }
 
 # compressors whose own sum rounds, which no rank's residual knows of: what error feedback may lose, relatively

@@ -35,14 +35,14 @@ class Coded(Compressor):
     @property
     @abstractmethod
     def width(self) -> int:
-        """Bits of a code: 1, 4 or 8."""
+        """Bits of a code: 1, 2, 4 or 8."""
 
     @abstractmethod
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """(rows, blocks, n) float32 -> codes (rows, blocks, n) uint8, scales (rows, blocks, scalars) float32."""
 
     @abstractmethod
-    def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         """The way back."""
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
@@ -50,12 +50,12 @@ class Coded(Compressor):
         if not n:
             return None
         x = self._chunks(bucket.data.float(), rank.size)
-        sent = self._message(x)
-        own = self._opened(sent, x)
+        sent = self._message(x, memory)
+        own = self._opened(sent, x, memory)
         came = await rank.all_to_all(sent, bucket.name)
-        total = self._opened(came, x).sum(0)
-        every = await rank.all_gather(self._message(total[None])[0], bucket.name)
-        out = self._opened(every, x)
+        total = self._opened(came, x, memory).sum(0)
+        every = await rank.all_gather(self._message(total[None], memory)[0], bucket.name)
+        out = self._opened(every, x, memory)
         own[rank.index] += out[rank.index] - total
         bucket.data.copy_(out.view(-1)[:n])
         return own.view(-1)[:n].to(bucket.data.dtype)
@@ -67,19 +67,19 @@ class Coded(Compressor):
         rest = size * blocks * -(-m // blocks) - x.numel()
         return torch.cat([x, x[-1:].expand(rest)]).view(size, blocks, -1)
 
-    def _message(self, x: Tensor) -> Tensor:
+    def _message(self, x: Tensor, memory: Memory) -> Tensor:
         """(rows, blocks, n) -> (rows, bytes) uint8."""
-        codes, scales = self.quantise(x)
+        codes, scales = self.quantise(x, memory)
         rows = len(x)
         return torch.cat([scales.reshape(rows, -1).view(torch.uint8), packed(codes.view(rows, -1), self.width)], 1)
 
-    def _opened(self, message: Tensor, like: Tensor) -> Tensor:
+    def _opened(self, message: Tensor, like: Tensor, memory: Memory) -> Tensor:
         """(rows, bytes) uint8 -> (rows, blocks, n) float32."""
         _, blocks, n = like.shape
         head = 4 * blocks * self.scalars
         scales = message[:, :head].reshape(-1).view(torch.float32).view(len(message), blocks, -1)
         codes = unpacked(message[:, head:], self.width, blocks * n)
-        return self.restore(codes.view(len(message), blocks, n), scales)
+        return self.restore(codes.view(len(message), blocks, n), scales, memory)
 
 
 def packed(codes: Tensor, width: int) -> Tensor:
