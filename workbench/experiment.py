@@ -14,6 +14,7 @@ from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
 CLIP = "a longer gradient is scaled down to this norm before an update; a rank's own where ranks update alone; 0 is off"
+MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Experiment:
     steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after so many; 0 runs until stopped")
     seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of the model and the data")
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
+    measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
 
     def turn(self, path: str, value: Any) -> Experiment:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench import changes
+from workbench import changes, measuring
 from workbench.engine.changes import Turnable, adopt
 from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, peer_left
 from workbench.engine.evaluate import evaluate
@@ -51,7 +51,7 @@ class Session(Turnable):
         self.paused, self.credit, self.stopping = False, 0, False
         self._asked = threading.Event()  # a person asked for an abort
         self.pending_pause = 0.0
-        self.flushing = False
+        self.flushing, self.measuring = False, measuring.Measuring()
         self.model: Any = None
         self.optimizer: Any = None
         self.host: Host | None = None
@@ -153,7 +153,7 @@ class Session(Turnable):
             self._freeze()
         self.rate.follow(self)
         began = self.clock.now()
-        made = host.drive(strategy.step(self.rank, self.state)) or 1
+        made = host.drive(self.measuring.step(self)) or 1
         host.watch.settle()
         self.record.span(self.rank.step, "step", type(strategy).__name__, began, began, self.clock.now(), 0)
         loss = host.mean_loss()

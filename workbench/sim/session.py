@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from workbench import changes
 from workbench.experiment import Experiment
 from workbench.knobs import Change, KnobError, in_words, to_plain
+from workbench.measuring import Measuring
 from workbench.ops import Op
 from workbench.rates import Rate
 from workbench.sim.changes import Turnable, refused
@@ -36,6 +37,7 @@ class Session(Turnable):
         self.planned = list(world.planned)
         self.state: Any = None
         self.flushing = False
+        self.measuring = Measuring()
         self.pending_pause = 0.0
         self.background: Fiber | None = None
         self.host.ended = self._ended
@@ -83,7 +85,7 @@ class Session(Turnable):
         if strategy.workers > 1:
             await self._all_workers()
         else:
-            made = await Op("drive", strategy.step(self.rank, self.state))
+            made = await Op("drive", self.measuring.step(self))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
