@@ -10,6 +10,7 @@ from torch import Tensor
 from workbench.compressors._minmax import quantised, restored
 from workbench.compressors._two_hop import Coded
 from workbench.knobs import knob
+from workbench.ops import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ class ByteGrad(Coded):
     def width(self) -> int:
         return self.bits
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         return quantised(x, self.bits)
 
-    def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         return restored(codes, scales)

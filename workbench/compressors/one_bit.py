@@ -11,6 +11,7 @@ from torch import Tensor
 from workbench.compressors._two_hop import Coded
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.knobs import knob
+from workbench.ops import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,9 @@ class OneBit(Coded):
     def width(self) -> int:
         return 1
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         scale = x.abs().mean(-1, keepdim=True) if self.scale == "mean" else x.square().mean(-1, keepdim=True).sqrt_()
         return (x >= 0).view(torch.uint8), torch.where(scale.isfinite(), scale, torch.nan)
 
-    def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         return codes.float().mul_(2.0).sub_(1.0).mul_(scales)
