@@ -12,12 +12,16 @@ CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 
 # name: its claims among CLAIMS
 EXPECTED = {
+    "ALQ": "unbiased",
+    "AMQ": "unbiased",
     "ByteGrad": "",
     "Cast": "linear",
     "Dense": "linear unbiased immediate",
     "ErrorFeedback": "",
+    "NUQSGD": "unbiased",
     "OneBit": "",
     "PowerSGD": "linear",
+    "QSGD": "unbiased",
     "TopK": "contraction",
 }
 
@@ -38,6 +42,13 @@ def two_hops(bucket: Bucket, p: int, bits: int, head: int) -> int:
     return 2 * (p - 1) * (head + -(-chunk * bits // 8))
 
 
+def gathered_codes(bucket: Bucket, p: int, bits: int, block: int) -> int:
+    """Codes of `bits` and 4 bytes per block, from all to all."""
+    n = bucket.data.numel()
+    blocks = -(-n // block)
+    return (p - 1) * (4 * blocks + -(-blocks * -(-n // blocks) * bits // 8))
+
+
 def factors(bucket: Bucket, p: int, r: int) -> int:
     """Two thin factors of each matrix, r columns each, and what is not worth it whole."""
     first = second = 0
@@ -54,15 +65,24 @@ def factors(bucket: Bucket, p: int, r: int) -> int:
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
 # A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
 SENT: dict[str, Callable[[Bucket, int, float], int]] = {
+    "ALQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
+    "AMQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
     "ErrorFeedback": lambda b, p, kept: reduced(b.nbytes, p),
+    "NUQSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
     "OneBit": lambda b, p, kept: two_hops(b, p, 1, 4),
     "PowerSGD": lambda b, p, kept: factors(b, p, 4),
+    "QSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
 }
 
+FITTED = ("ALQ", "AMQ")
+
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
-TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
+TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    **{(name, knob): ({knob: 6}, 10**6) for name in FITTED for knob in ("fit_first", "fit_second", "fit_every")},
+    **{(name, "samples"): ({"fit_first": 6, "block": 64}, 1) for name in FITTED},
+}
 
 # compressors that are not put under error feedback, and why
 NO_FEEDBACK: dict[str, str] = {
