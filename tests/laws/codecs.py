@@ -12,6 +12,8 @@ CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 
 # name: its claims among CLAIMS
 EXPECTED = {
+    "ALQ": "unbiased",
+    "AMQ": "unbiased",
     "ByteGrad": "",
     "Cast": "linear",
     "Dense": "linear unbiased immediate",
@@ -22,6 +24,8 @@ EXPECTED = {
     "PowerSGD": "linear",
     "SignSGD": "",
     "TernGrad": "unbiased",
+    "NUQSGD": "unbiased",
+    "QSGD": "unbiased",
     "TopK": "contraction",
 }
 
@@ -50,6 +54,13 @@ def scaled_bytes(bucket: Bucket, p: int, block: int) -> int:
     return 2 * (p - 1) * (4 * k + k * -(-chunk // k))
 
 
+def gathered_codes(bucket: Bucket, p: int, bits: int, block: int) -> int:
+    """Codes of `bits` and 4 bytes per block, from all to all."""
+    n = bucket.data.numel()
+    blocks = -(-n // block)
+    return (p - 1) * (4 * blocks + -(-blocks * -(-n // blocks) * bits // 8))
+
+
 def factors(bucket: Bucket, p: int, r: int) -> int:
     """Two thin factors of each matrix, r columns each, and what is not worth it whole."""
     first = second = 0
@@ -66,6 +77,8 @@ def factors(bucket: Bucket, p: int, r: int) -> int:
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
 # A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
 SENT: dict[str, Callable[[Bucket, int, float], int]] = {
+    "ALQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
+    "AMQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
     "EFSignSGD": lambda b, p, kept: (p - 1) * (4 + -(-b.data.numel() // 8)),
@@ -75,7 +88,11 @@ SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "PowerSGD": lambda b, p, kept: factors(b, p, 4),
     "SignSGD": lambda b, p, kept: two_hops(b, p, 1, 2),
     "TernGrad": lambda b, p, kept: reduced(4 * len(b.parts), p) + reduced(-(-b.data.numel() // 2), p),
+    "NUQSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
+    "QSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
 }
+
+FITTED = ("ALQ", "AMQ")
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
@@ -83,6 +100,8 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("Float8", "stochastic"): ({}, True),
     ("TernGrad", "one_scale"): ({}, False),
     ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares cut nothing off in a small layer
+    **{(name, knob): ({knob: 6}, 10**6) for name in FITTED for knob in ("fit_first", "fit_second", "fit_every")},
+    **{(name, "samples"): ({"fit_first": 6, "block": 64}, 1) for name in FITTED},
 }
 
 # compressors that are not put under error feedback, and why

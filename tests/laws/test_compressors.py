@@ -9,6 +9,7 @@ import torch
 
 from tests.laws.codecs import CLAIMS, DELTA, EXPECTED, NO_FEEDBACK, ROUNDS, SENT, TURNED
 from tests.ranks import exchange, experiment, placed, run, shipped, together
+from tests.unbiased import assert_unbiased
 from workbench import simulate
 from workbench.canonical import state_hash
 from workbench.compressors import Codec, Compressor, ErrorFeedback, TopK
@@ -120,16 +121,9 @@ def test_a_contraction_contracts(name: str) -> None:
 @claiming("unbiased")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_is_unbiased_means_its_input(name: str, seed: int) -> None:
-    """U = T ||mean - x||^2 / mean ||C(x) - x||^2 is 1 on average, with a spread of sqrt(2 / degrees of freedom)."""
     codec, draws, memory = ALL[name](), 2000, Memory(seed)
     x = torch.randn(256, generator=torch.Generator().manual_seed(seed)) ** 3
-    off = torch.stack([alone(codec, x, memory) - x for _ in range(draws)]).double()
-    spread = off.square().mean(0)
-    if not float(spread.sum()):
-        return  # exact
-    u = draws * off.mean(0).square().sum() / spread.sum()
-    freedom = spread.sum() ** 2 / spread.square().sum()
-    assert abs(u - 1) < 5 * (2 / freedom) ** 0.5 + 5 / draws**0.5, (float(u), float(freedom))
+    assert_unbiased(torch.stack([alone(codec, x, memory) - x for _ in range(draws)]))
 
 
 @every
