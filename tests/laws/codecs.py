@@ -12,13 +12,17 @@ CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 
 # name: its claims among CLAIMS
 EXPECTED = {
+    "Accordion": "",
     "ByteGrad": "",
     "Cast": "linear",
     "Dense": "linear unbiased immediate",
     "ErrorFeedback": "",
+    "LGreCo": "",
+    "Layers": "",
     "OneBit": "",
     "PowerSGD": "linear",
     "TopK": "contraction",
+    "WarmUp": "",
 }
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs
@@ -51,18 +55,48 @@ def factors(bucket: Bucket, p: int, r: int) -> int:
     return reduced(first, p) + reduced(second, p)
 
 
+def pairs(n: int, p: int, density: float) -> int:
+    """The indices and the values of the kept elements, gathered by all."""
+    return 2 * traffic("all_gather", 4 * max(1, round(density * n)), p)[0]
+
+
+def by_layers(bucket: Bucket, p: int, smallest: int, density: float) -> int:
+    """Pairs of the large matrices together, and all else whole."""
+    sizes = [(part.stop - part.start, len(part.shape) > 1) for part in bucket.parts]
+    large = sum(n for n, matrix in sizes if matrix and n >= smallest)
+    rest = sum(n for n, matrix in sizes if not (matrix and n >= smallest))
+    return (pairs(large, p, density) if large else 0) + (reduced(4 * rest, p) if rest else 0)
+
+
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
 # A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
 SENT: dict[str, Callable[[Bucket, int, float], int]] = {
+    "Accordion": lambda b, p, kept: factors(b, p, 2),
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
     "ErrorFeedback": lambda b, p, kept: reduced(b.nbytes, p),
+    "LGreCo": lambda b, p, kept: pairs(b.data.numel(), p, 0.01),
+    "Layers": lambda b, p, kept: by_layers(b, p, 1024, 0.01),
     "OneBit": lambda b, p, kept: two_hops(b, p, 1, 4),
     "PowerSGD": lambda b, p, kept: factors(b, p, 4),
+    "WarmUp": lambda b, p, kept: reduced(b.nbytes, p),
 }
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
-TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
+TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("Accordion", "every"): ({"threshold": 1e6}, 1),
+    ("Accordion", "harsh"): ({"every": 1, "threshold": 1e6}, "TopK"),
+    ("Accordion", "threshold"): ({"every": 1, "threshold": 0.0}, 1e6),
+    ("LGreCo", "budget"): ({"every": 2}, 10.0),
+    ("LGreCo", "every"): ({"budget": 10.0}, 1),
+    ("LGreCo", "spread"): ({"every": 2, "budget": 10.0}, 64.0),
+    ("Layers", "only"): ({}, "bias"),
+    ("Layers", "vectors"): ({"smallest": 0}, True),
+    ("WarmUp", "of"): ({"steps": 1}, "TopK"),
+    ("WarmUp", "schedule"): ({}, "exponential"),
+    ("WarmUp", "stages"): ({"schedule": "exponential"}, 1),
+    ("WarmUp", "steps"): ({}, 1),
+}
 
 # compressors that are not put under error feedback, and why
 NO_FEEDBACK: dict[str, str] = {

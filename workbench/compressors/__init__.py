@@ -3,23 +3,31 @@
 from workbench.compressors._base import Codec as Codec
 from workbench.compressors._base import Compressor as Compressor
 from workbench.compressors._base import inside as inside
+from workbench.compressors.accordion import Accordion as Accordion
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
+from workbench.compressors.l_greco import LGreCo as LGreCo
+from workbench.compressors.layers import Layers as Layers
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
 from workbench.compressors.top_k import TopK as TopK
+from workbench.compressors.warm_up import WarmUp as WarmUp
 
 __all__ = [
+    "Accordion",
     "ByteGrad",
     "Cast",
     "Codec",
     "Compressor",
     "Dense",
     "ErrorFeedback",
+    "LGreCo",
+    "Layers",
     "OneBit",
     "PowerSGD",
     "TopK",
+    "WarmUp",
     "inside",
 ]
