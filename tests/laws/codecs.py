@@ -14,12 +14,15 @@ CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 EXPECTED = {
     "ALQ": "unbiased",
     "AMQ": "unbiased",
+    "Accordion": "",
     "ByteGrad": "",
     "Cast": "linear",
     "Dense": "linear unbiased immediate",
     "EFSignSGD": "contraction",
     "ErrorFeedback": "",
     "Float8": "",
+    "LGreCo": "",
+    "Layers": "",
     "OneBit": "",
     "PowerSGD": "linear",
     "SignSGD": "",
@@ -27,6 +30,7 @@ EXPECTED = {
     "NUQSGD": "unbiased",
     "QSGD": "unbiased",
     "TopK": "contraction",
+    "WarmUp": "",
 }
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs
@@ -74,11 +78,25 @@ def factors(bucket: Bucket, p: int, r: int) -> int:
     return reduced(first, p) + reduced(second, p)
 
 
+def pairs(n: int, p: int, density: float) -> int:
+    """The indices and the values of the kept elements, gathered by all."""
+    return 2 * traffic("all_gather", 4 * max(1, round(density * n)), p)[0]
+
+
+def by_layers(bucket: Bucket, p: int, smallest: int, density: float) -> int:
+    """Pairs of the large matrices together, and all else whole."""
+    sizes = [(part.stop - part.start, len(part.shape) > 1) for part in bucket.parts]
+    large = sum(n for n, matrix in sizes if matrix and n >= smallest)
+    rest = sum(n for n, matrix in sizes if not (matrix and n >= smallest))
+    return (pairs(large, p, density) if large else 0) + (reduced(4 * rest, p) if rest else 0)
+
+
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
 # A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
 SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "ALQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
     "AMQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
+    "Accordion": lambda b, p, kept: factors(b, p, 2),
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
     "EFSignSGD": lambda b, p, kept: (p - 1) * (4 + -(-b.data.numel() // 8)),
@@ -90,6 +108,9 @@ SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "TernGrad": lambda b, p, kept: reduced(4 * len(b.parts), p) + reduced(-(-b.data.numel() // 2), p),
     "NUQSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
     "QSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
+    "LGreCo": lambda b, p, kept: pairs(b.data.numel(), p, 0.01),
+    "Layers": lambda b, p, kept: by_layers(b, p, 1024, 0.01),
+    "WarmUp": lambda b, p, kept: reduced(b.nbytes, p),
 }
 
 FITTED = ("ALQ", "AMQ")
@@ -102,6 +123,18 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares cut nothing off in a small layer
     **{(name, knob): ({knob: 6}, 10**6) for name in FITTED for knob in ("fit_first", "fit_second", "fit_every")},
     **{(name, "samples"): ({"fit_first": 6, "block": 64}, 1) for name in FITTED},
+    ("Accordion", "every"): ({"threshold": 1e6}, 1),
+    ("Accordion", "harsh"): ({"every": 1, "threshold": 1e6}, "TopK"),
+    ("Accordion", "threshold"): ({"every": 1, "threshold": 0.0}, 1e6),
+    ("LGreCo", "budget"): ({"every": 2}, 10.0),
+    ("LGreCo", "every"): ({"budget": 10.0}, 1),
+    ("LGreCo", "spread"): ({"every": 2, "budget": 10.0}, 64.0),
+    ("Layers", "only"): ({}, "bias"),
+    ("Layers", "vectors"): ({"smallest": 0}, True),
+    ("WarmUp", "of"): ({"steps": 1}, "TopK"),
+    ("WarmUp", "schedule"): ({}, "exponential"),
+    ("WarmUp", "stages"): ({"schedule": "exponential"}, 1),
+    ("WarmUp", "steps"): ({}, 1),
 }
 
 # compressors that are not put under error feedback, and why

@@ -3,6 +3,7 @@
 from workbench.compressors._base import Codec as Codec
 from workbench.compressors._base import Compressor as Compressor
 from workbench.compressors._base import inside as inside
+from workbench.compressors.accordion import Accordion as Accordion
 from workbench.compressors.alq import ALQ as ALQ
 from workbench.compressors.amq import AMQ as AMQ
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
@@ -11,6 +12,8 @@ from workbench.compressors.dense import Dense as Dense
 from workbench.compressors.ef_sign_sgd import EFSignSGD as EFSignSGD
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
 from workbench.compressors.float8 import Float8 as Float8
+from workbench.compressors.l_greco import LGreCo as LGreCo
+from workbench.compressors.layers import Layers as Layers
 from workbench.compressors.nuqsgd import NUQSGD as NUQSGD
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
@@ -18,12 +21,14 @@ from workbench.compressors.qsgd import QSGD as QSGD
 from workbench.compressors.sign_sgd import SignSGD as SignSGD
 from workbench.compressors.tern_grad import TernGrad as TernGrad
 from workbench.compressors.top_k import TopK as TopK
+from workbench.compressors.warm_up import WarmUp as WarmUp
 
 __all__ = [
     "ALQ",
     "AMQ",
     "NUQSGD",
     "QSGD",
+    "Accordion",
     "ByteGrad",
     "Cast",
     "Codec",
@@ -32,10 +37,13 @@ __all__ = [
     "EFSignSGD",
     "ErrorFeedback",
     "Float8",
+    "LGreCo",
+    "Layers",
     "OneBit",
     "PowerSGD",
     "SignSGD",
     "TernGrad",
     "TopK",
+    "WarmUp",
     "inside",
 ]

@@ -30,6 +30,7 @@ class Compressor(Family):
     immediate:   `reduce` is one collective without arithmetic, so no thread of its own is worth its while
     varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
                  share that is, and what is sent is an estimate
+    assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -38,10 +39,15 @@ class Compressor(Family):
     contraction: ClassVar[bool] = False
     immediate: ClassVar[bool] = False
     varies: ClassVar[bool] = False
+    assumes: ClassVar[str] = ""
 
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
+
+    def refuses(self) -> str | None:
+        """Why these knobs cannot be together, in a sentence that says what would do; or None."""
+        return None
 
 
 def inside(compressor: Compressor) -> Iterator[Compressor]:

@@ -58,8 +58,11 @@ class Turnable(ABC):
         """Children run as on the engine's own thread; what their codec costs is looked up anew."""
         costs, compressor = self.world.costs, self.rank.compressor
         self.host.kinds = costs.stretches(compressor) if costs else ()
-        if not self.world.real and self.rank.index == 0 and any(c.varies for c in inside(compressor)):
-            self.mark("estimate", {"density": self.rank.density, "measured": bool(costs and costs.density)})
+        held = list(inside(compressor))
+        taken = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c.assumes}" for c in held if c.assumes))
+        if not self.world.real and self.rank.index == 0 and (taken or any(c.varies for c in held)):
+            detail = {"density": self.rank.density, "measured": bool(costs and costs.density)}
+            self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
     def restart_data(self) -> None:
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
