@@ -10,6 +10,7 @@ from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
 from workbench.compressors.top_k import TopK as TopK
+from workbench.compressors.zen import Zen as Zen
 
 __all__ = [
     "ByteGrad",
@@ -21,5 +22,6 @@ __all__ = [
     "OneBit",
     "PowerSGD",
     "TopK",
+    "Zen",
     "inside",
 ]
