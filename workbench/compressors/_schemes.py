@@ -124,7 +124,7 @@ async def gather(rank: Rank, x: Tensor, units: Units, mine: Tensor, sizes: list[
     mine = torch.zeros_like(mine)
     for one in every:
         _add(x, mine, one, units)
-    return int(mine.sum())
+    return int(mine.count_nonzero())
 
 
 async def tree(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> int:
@@ -150,7 +150,7 @@ async def tree(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> 
             index, elements, values = opened(got, units, x.dtype)
             x.zero_()[elements] = values
             return index.numel()
-    return int(mine.sum())
+    return int(mine.count_nonzero())
 
 
 async def ring(rank: Rank, x: Tensor, units: Units, mine: Tensor, name: str) -> int:

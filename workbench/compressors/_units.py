@@ -53,7 +53,7 @@ class Units:
 
     def held(self, touched: Tensor) -> int:
         """How many elements lie in these units, (units,) bool."""
-        return int(touched.sum()) if self.single else int(self._widths[touched].sum())
+        return int(touched.count_nonzero()) if self.single else int(self._widths[touched].sum())
 
     def elements(self, index: Tensor) -> Tensor:
         """Units (k,) int64 -> their elements in the bucket, unit by unit: (v,) int64."""

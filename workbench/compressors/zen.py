@@ -75,7 +75,7 @@ class Zen(Compressor):
         nonzero = x != 0
         kinds = [Units(bucket, rows) for rows in self._kinds]
         touched = [units.touched(nonzero) for units in kinds]
-        counts = [n for units, t in zip(kinds, touched, strict=True) for n in (int(t.sum()), units.held(t))]
+        counts = [n for units, t in zip(kinds, touched, strict=True) for n in (int(t.count_nonzero()), units.held(t))]
         told = await lengths_of(rank, counts, x, bucket.name)
         kind = min(range(len(kinds)), key=lambda i: sum(size(row[2 * i], row[2 * i + 1], width) for row in told))
         units, mine, each = kinds[kind], touched[kind], [row[2 * kind : 2 * kind + 2] for row in told]
@@ -100,7 +100,7 @@ class Zen(Compressor):
                 together = await owners(rank, x, units, mine, self._map(units, p, memory), bucket.name)
             case _:
                 await rank.all_reduce(x, "sum", bucket.name)
-                together = int(units.touched(x != 0).sum())
+                together = int(units.touched(x != 0).count_nonzero())
         seen = pool(load, p, together) / units.count
         memory.parts.setdefault(self.pools, {}).update((block.name, seen) for block in units.blocks)
         return None
