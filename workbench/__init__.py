@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         OneBit,
         PowerSGD,
         TopK,
+        Zen,
     )
     from workbench.experiment import Experiment
     from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow, Stumble
@@ -53,12 +54,12 @@ if TYPE_CHECKING:
         StreamingDiLoCo,
         TorchDDP,
     )
-    from workbench.tasks import ByteGPT, Digits, Task
+    from workbench.tasks import ByteGPT, ClickThrough, CriteoTSV, Digits, Task
     from workbench.timeline import Mark, Sample, Span, Timeline
 
 _HOMES = {
     "compressors": (
-        "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK",
+        "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK", "Zen",
     ),
     "experiment": ("Experiment",),
     "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble"),
@@ -74,19 +75,20 @@ _HOMES = {
         "Gossip", "Hogwild", "LocalSGD", "LowPrecisionDecentralized", "OneBitAdam", "QAdam", "SelSync", "ShadowMA",
         "SlowMo", "StochasticGradientPush", "Strategy", "StreamingDiLoCo", "TorchDDP",
     ),
-    "tasks": ("ByteGPT", "Digits", "Task"),
+    "tasks": ("ByteGPT", "ClickThrough", "CriteoTSV", "Digits", "Task"),
     "timeline": ("Mark", "Sample", "Span", "Timeline"),
 }
 
 __version__ = "0.1.0"
 __all__ = [
     "BMUF", "DDP", "EASGD", "LAMB", "LARS", "SGD", "Adam", "AdamW", "AsyncModelAverage", "AsyncServer",
-    "BackupWorkers", "BoundedStaleness", "Bucket", "ByteGPT", "ByteGrad", "Cast", "Change", "Codec", "Compressor",
-    "Costs", "Deadlock", "Dense", "DiLoCo", "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze",
-    "Gossip", "Hogwild", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "LowPrecisionDecentralized", "Mark",
-    "Memory", "Noisy", "OneBit", "OneBitAdam", "Optimizer", "PowerSGD", "QAdam", "Rank", "Run", "RunError", "Sample",
-    "SelSync", "ShadowMA", "Slow", "SlowMo", "Span", "StochasticGradientPush", "Strategy", "StreamingDiLoCo",
-    "Stumble", "Task", "TaskOwn", "Timeline", "TopK", "TorchDDP", "knob", "recipe", "simulate",
+    "BackupWorkers", "BoundedStaleness", "Bucket", "ByteGPT", "ByteGrad", "Cast", "Change", "ClickThrough", "Codec",
+    "Compressor", "Costs", "CriteoTSV", "Deadlock", "Dense", "DiLoCo", "Digits", "ErrorFeedback", "Experiment",
+    "Fabric", "Fault", "Freeze", "Gossip", "Hogwild", "Knob", "KnobError", "Lab", "Link", "LocalSGD",
+    "LowPrecisionDecentralized", "Mark", "Memory", "Noisy", "OneBit", "OneBitAdam", "Optimizer", "PowerSGD", "QAdam",
+    "Rank", "Run", "RunError", "Sample", "SelSync", "ShadowMA", "Slow", "SlowMo", "Span", "StochasticGradientPush",
+    "Strategy", "StreamingDiLoCo", "Stumble", "Task", "TaskOwn", "Timeline", "TopK", "TorchDDP", "Zen", "knob",
+    "recipe", "simulate",
 ]  # fmt: skip
 
 

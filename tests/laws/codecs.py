@@ -31,6 +31,7 @@ EXPECTED = {
     "QSGD": "unbiased",
     "TopK": "contraction",
     "WarmUp": "",
+    "Zen": "unbiased varies",
 }
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs
@@ -89,6 +90,24 @@ def by_layers(bucket: Bucket, p: int, smallest: int, density: float) -> int:
     large = sum(n for n, matrix in sizes if matrix and n >= smallest)
     rest = sum(n for n, matrix in sizes if not (matrix and n >= smallest))
     return (pairs(large, p, density) if large else 0) + (reduced(4 * rest, p) if rest else 0)
+def pairs(bucket: Bucket, p: int, kept: float) -> int:
+    """Zen: counts, then what the cheapest of its schemes sends if ranks choose at random; p is a power of two."""
+    n = bucket.data.numel()
+    units = sum(part.shape[0] if len(part.shape) > 1 else part.stop - part.start for part in bucket.parts)
+    k, v = max(1, round(kept * units)), max(1, round(kept * n))
+    u = [units * (1 - (1 - k / units) ** j) for j in range(1, p + 1)]
+
+    def message(count: float, slices: int = 1) -> int:
+        return round(4 + 4 * count / slices + 4 * v * count / k / slices)
+
+    told = 8 * (p - 1)
+    return 4 * told + min(
+        reduced(bucket.nbytes, p),
+        (p - 1) * message(u[0]),
+        sum(told + message(u[2**i - 1]) for i in range(p.bit_length() - 1)),
+        sum(told + message(count, p) for count in u[:-1]) + told + (p - 1) * message(u[-1], p),
+        p * told + (p - 1) * message(u[0], p) + told + (p - 1) * (-(-units // p // 8) + round(4 * v * u[-1] / k / p)),
+    )
 
 
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
@@ -111,6 +130,7 @@ SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "LGreCo": lambda b, p, kept: pairs(b.data.numel(), p, 0.01),
     "Layers": lambda b, p, kept: by_layers(b, p, 1024, 0.01),
     "WarmUp": lambda b, p, kept: reduced(b.nbytes, p),
+    "Zen": lambda b, p, kept: pairs(b, p, kept),
 }
 
 FITTED = ("ALQ", "AMQ")
@@ -135,6 +155,7 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("WarmUp", "schedule"): ({}, "exponential"),
     ("WarmUp", "stages"): ({"schedule": "exponential"}, 1),
     ("WarmUp", "steps"): ({}, 1),
+    ("Zen", "rows"): ({"scheme": "gather"}, "elements"),  # a dense sum has no index that could stand for more or less
 }
 
 # compressors that are not put under error feedback, and why

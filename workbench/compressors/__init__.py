@@ -22,6 +22,7 @@ from workbench.compressors.sign_sgd import SignSGD as SignSGD
 from workbench.compressors.tern_grad import TernGrad as TernGrad
 from workbench.compressors.top_k import TopK as TopK
 from workbench.compressors.warm_up import WarmUp as WarmUp
+from workbench.compressors.zen import Zen as Zen
 
 __all__ = [
     "ALQ",
@@ -45,5 +46,6 @@ __all__ = [
     "TernGrad",
     "TopK",
     "WarmUp",
+    "Zen",
     "inside",
 ]
