@@ -90,7 +90,9 @@ def by_layers(bucket: Bucket, p: int, smallest: int, density: float) -> int:
     large = sum(n for n, matrix in sizes if matrix and n >= smallest)
     rest = sum(n for n, matrix in sizes if not (matrix and n >= smallest))
     return (pairs(large, p, density) if large else 0) + (reduced(4 * rest, p) if rest else 0)
-def pairs(bucket: Bucket, p: int, kept: float) -> int:
+
+
+def cheapest(bucket: Bucket, p: int, kept: float) -> int:
     """Zen: counts, then what the cheapest of its schemes sends if ranks choose at random; p is a power of two."""
     n = bucket.data.numel()
     units = sum(part.shape[0] if len(part.shape) > 1 else part.stop - part.start for part in bucket.parts)
@@ -130,7 +132,7 @@ SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "LGreCo": lambda b, p, kept: pairs(b.data.numel(), p, 0.01),
     "Layers": lambda b, p, kept: by_layers(b, p, 1024, 0.01),
     "WarmUp": lambda b, p, kept: reduced(b.nbytes, p),
-    "Zen": lambda b, p, kept: pairs(b, p, kept),
+    "Zen": lambda b, p, kept: cheapest(b, p, kept),
 }
 
 FITTED = ("ALQ", "AMQ")
