@@ -66,15 +66,19 @@ class Levels(Coded):
         return own.view(-1)[:n].to(bucket.data.dtype)
 
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        if x.is_meta:
+            return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(*x.shape[:-1], 1)
         size = norms(x, self.norm)
         levels = self.levels(memory).to(x.device)
         r = x / size.where(size != 0, 1.0)
         top = len(levels) - 1
         y = torch.add(r.new_tensor(top / 2), r, alpha=top / 2, out=r) if self.even else between(r, levels)
-        codes = dithered(y, None if x.is_meta else memory.dice(x.device)).clamp_(max=top)
+        codes = dithered(y, memory.dice(x.device)).clamp_(max=top)
         return codes, size.where(size.isfinite(), torch.nan)
 
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
+        if codes.is_meta:
+            return scales.new_empty(codes.shape)
         levels = self.levels(memory).to(codes.device)
         if self.even:
             half = (len(levels) - 1) / 2
@@ -98,7 +102,7 @@ def between(r: Tensor, levels: Tensor) -> Tensor:
     return r.sub_(low.index_select(0, flat).view(r.shape)).div_(step.index_select(0, flat).view(r.shape)).add_(k)
 
 
-def dithered(y: Tensor, dice: Generator | None) -> Tensor:
+def dithered(y: Tensor, dice: Generator) -> Tensor:
     """(...) float32 in [0, 255] -> (...) uint8: floor(y), or one more with probability y - floor(y).
 
     Whole numbers stay what they are. NaN gives any code.
