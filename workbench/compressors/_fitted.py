@@ -116,6 +116,8 @@ class _Fit:
 
 def looks(x: Tensor, norm: str, most: int) -> Tensor:
     """(blocks, n) -> (min(blocks, most), 3): of the blocks with the largest norms. One that is not finite counts 0."""
+    if x.is_meta:
+        return x.new_empty(min(most, len(x)), NUMBERS)
     size = norms(x, norm)
     r = x / size.where(size != 0, 1.0)
     seen = torch.cat([size, r.mean(-1, keepdim=True), r.std(-1, correction=0, keepdim=True)], -1)

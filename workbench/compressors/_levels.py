@@ -67,6 +67,8 @@ class Levels(Coded):
         return own.view(-1)[:n].to(bucket.data.dtype)
 
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        if x.is_meta:
+            return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(*x.shape[:-1], 1)
         size = norms(x, self.norm)
         levels = self.levels(memory).to(x.device)
         r = x / size.where(size != 0, 1.0)
@@ -75,6 +77,8 @@ class Levels(Coded):
         return dithered(y, dice_for(x, memory), top=top), size.where(size.isfinite(), torch.nan)
 
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
+        if codes.is_meta:
+            return scales.new_empty(codes.shape)
         levels = self.levels(memory).to(codes.device)
         if self.even:
             half = (len(levels) - 1) / 2
