@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.compressors import Compressor, Dense
+from workbench.compressors import Compressor, Dense, inside
 from workbench.fabric import Fabric
 from workbench.knobs import KnobError, checked, from_plain, knob, to_plain, turn
 from workbench.optimizers import Optimizer, TaskOwn
@@ -52,6 +52,9 @@ class Experiment:
     def checked(self) -> Experiment:
         """This experiment if every knob and every combination in it can be. Raises KnobError."""
         good = checked(self)
+        for compressor in inside(good.compressor):
+            if reason := compressor.refuses():
+                raise KnobError(reason)
         if reason := good.strategy.refuses(good.compressor):
             raise KnobError(reason)
         if reason := good.strategy.refuses_size(good.ranks):

@@ -43,6 +43,14 @@ class Compressor(Family):
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
 
+    def refuses(self) -> str | None:
+        """Why these knobs cannot be together, in a sentence that says what would do; or None."""
+        return None
+
+    def refuses_feedback(self) -> str | None:
+        """Why its error cannot be fed back, in a sentence that says what would do; or None."""
+        return None
+
 
 def inside(compressor: Compressor) -> Iterator[Compressor]:
     """`compressor`, and all that it wraps or chooses among, from the outside in."""
