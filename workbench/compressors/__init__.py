@@ -9,7 +9,12 @@ from workbench.compressors.dense import Dense as Dense
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
+from workbench.compressors.random_k import RandomK as RandomK
+from workbench.compressors.sampled_top_k import SampledTopK as SampledTopK
+from workbench.compressors.sidco import SIDCo as SIDCo
+from workbench.compressors.threshold import Threshold as Threshold
 from workbench.compressors.top_k import TopK as TopK
+from workbench.compressors.wangni import Wangni as Wangni
 
 __all__ = [
     "ByteGrad",
@@ -20,6 +25,11 @@ __all__ = [
     "ErrorFeedback",
     "OneBit",
     "PowerSGD",
+    "RandomK",
+    "SIDCo",
+    "SampledTopK",
+    "Threshold",
     "TopK",
+    "Wangni",
     "inside",
 ]
