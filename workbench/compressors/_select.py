@@ -93,7 +93,7 @@ def unset(flags: Tensor) -> Tensor:
         return flags.logical_not().nonzero().flatten()
     eights = flags[:whole].view(torch.int64)
     some = eights.ne(_EIGHT).nonzero().flatten()
-    if 4 * some.numel() > eights.numel():
+    if 2 * some.numel() > eights.numel():
         return flags.logical_not().nonzero().flatten()
     at = eights[some].view(torch.bool).logical_not_().nonzero().flatten()
     rest = flags[whole:].logical_not().nonzero().flatten().add_(whole)

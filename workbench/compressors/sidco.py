@@ -38,8 +38,9 @@ class SIDCo(Sparse):
     Bytes sent: (p-1) * (8 + 8 k_i) by a rank k_i of whose entries reach t. Biased: the bare name SIDCo means
     ErrorFeedback(of=SIDCo()). The largest entry is always sent, so no bucket falls silent.
 
-    When to use it: where a search for the largest entries is too slow and a count that is off by some per cent is not
-    minded. It asks for means and shares only, and neither sorts nor samples.
+    When to use it: to compare. It asks for means and shares only and neither sorts nor samples. On a CPU the quarter
+    of all entries that the second fit looks at costs more than all of TopK's search, which hits its k exactly; on GPUs
+    it has not been measured here.
 
     After the authors' code, with these differences. Their number of fits is one for all tensors of a process, and one
     less where too much was sent; but heavy tails are what sends too much, and a single fit to them ten times as
@@ -81,17 +82,17 @@ class SIDCo(Sparse):
         size = size.float()
         if not bool(size.sum().isfinite()):
             size = size.nan_to_num(0.0, 0.0, 0.0)
-        count = int(size.count_nonzero())
+        if not float(size.min()):
+            size = size[size.nonzero().flatten()]
+        count = size.numel()
         if count <= wanted:
             return 0.0
-        if count < size.numel():
-            size = size[size > 0]
         if stages == 1 or wanted >= FIRST * count:
             return _FITS[self.fit](size, wanted / count)
         t = _FITS[self.fit](size, FIRST)
         later = _exponential if self.fit == "exponential" else _pareto
         for left in range(stages - 1, 0, -1):
-            over = size[size > t]
+            over = size[above(size, t)]
             if not over.numel():
                 break
             t = max(0.0, t + later(over - t, (wanted / over.numel()) ** (1 / left)))

@@ -27,7 +27,7 @@ class Threshold(Sparse):
 
     When to use it: the amount that is sent shall follow the gradients. Under error feedback and for one amount over
     the whole training, a constant v leaves less error than a constant k (the paper's finding). Nothing is sorted or
-    sampled, so it is the fastest of the sparse codecs.
+    sampled: one pass finds what crosses.
 
     GRACE's code bounds v by the largest entry, sign and all, so a bucket without positive entries is sent whole. Here
     magnitudes are compared.
