@@ -32,11 +32,18 @@ EXPECTED = {
     "TopK": "contraction",
     "WarmUp": "",
     "Zen": "unbiased varies",
+    "RandomK": "linear",
+    "SIDCo": "contraction varies",
+    "SampledTopK": "contraction varies",
+    "Threshold": "varies",
+    "Wangni": "unbiased varies",
 }
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs
 DELTA: dict[str, Callable[[Any, int], float]] = {
     "EFSignSGD": lambda codec, n: 1 / n,
+    "SIDCo": lambda codec, n: 1 / n,
+    "SampledTopK": lambda codec, n: 0.98 * max(1, round(codec.density * n)) / n,
     "TopK": lambda codec, n: max(1, round(codec.density * n)) / n,
 }
 
@@ -112,9 +119,25 @@ def cheapest(bucket: Bucket, p: int, kept: float) -> int:
     )
 
 
+def chosen(bucket: Bucket, p: int, kept: float) -> int:
+    """How many there are, then an index and a value for each, to every other rank."""
+    return (p - 1) * (8 + 8 * round(kept * bucket.data.numel()))
+
+
+def survivors(bucket: Bucket, p: int, kept: float, whole: float) -> int:
+    """A head of 16 bytes, pairs for those that cross whole, an index and a bit for each of the others."""
+    n = bucket.data.numel()
+    pair = round(whole * n)
+    rest = round(kept * n) - pair
+    return (p - 1) * (16 + 8 * pair + 4 * rest + -(-rest // 8))
+
+
+# what a compressor that varies notes of each bucket, as Samples, for its formula below; without a line: the density
+NOTED: dict[str, tuple[str, ...]] = {"Wangni": ("density", "whole")}
+
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
 # A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
-SENT: dict[str, Callable[[Bucket, int, float], int]] = {
+SENT: dict[str, Callable[..., int]] = {
     "ALQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
     "AMQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
     "Accordion": lambda b, p, kept: factors(b, p, 2),
@@ -133,6 +156,11 @@ SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "Layers": lambda b, p, kept: by_layers(b, p, 1024, 0.01),
     "WarmUp": lambda b, p, kept: reduced(b.nbytes, p),
     "Zen": lambda b, p, kept: cheapest(b, p, kept),
+    "RandomK": lambda b, p, kept: reduced(4 * max(1, round(0.01 * b.data.numel())), p),
+    "SIDCo": lambda b, p, kept: chosen(b, p, kept),
+    "SampledTopK": lambda b, p, kept: chosen(b, p, kept),
+    "Threshold": lambda b, p, kept: chosen(b, p, kept),
+    "Wangni": lambda b, p, kept, whole=0.0: survivors(b, p, kept, whole),
 }
 
 FITTED = ("ALQ", "AMQ")
@@ -158,12 +186,15 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("WarmUp", "stages"): ({"schedule": "exponential"}, 1),
     ("WarmUp", "steps"): ({}, 1),
     ("Zen", "rows"): ({"scheme": "gather"}, "elements"),  # a dense sum has no index that could stand for more or less
+    ("RandomK", "scaled"): ({}, True),
+    ("Wangni", "variance"): ({"rule": "variance"}, 4.0),
 }
 
 # compressors that are not put under error feedback, and why
 NO_FEEDBACK: dict[str, str] = {
     "ErrorFeedback": "there is one residual, it is not fed back twice",
     "TernGrad": "its error is larger than its input, so a residual would grow without bound; it is unbiased instead",
+    "Wangni": "its noise is larger than the gradient, and would be fed back and grow",
 }
 
 # compressors whose own sum rounds, which no rank's residual knows of: what error feedback may lose, relatively

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.laws.codecs import CLAIMS, DELTA, EXPECTED, NO_FEEDBACK, ROUNDS, SENT, TURNED
+from tests.laws.codecs import CLAIMS, DELTA, EXPECTED, NO_FEEDBACK, NOTED, ROUNDS, SENT, TURNED
 from tests.ranks import exchange, experiment, placed, run, shipped, together
 from tests.unbiased import assert_unbiased
 from workbench import simulate
@@ -92,9 +92,10 @@ def test_what_is_linear_adds_up(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_bytes_on_the_record_are_the_formula(name: str) -> None:
     session = run(experiment(4, 5, compressor=ALL[name]()))[0]
-    chosen = iter([v for step, what, _, v in session.record.samples if what == "density" and step == 3])
+    noted = [iter([v for step, what, _, v in session.record.samples if what == each and step == 3])
+             for each in NOTED.get(name, ("density",))]
     buckets = session.layout.buckets
-    want = sum(SENT[name](b, 4, next(chosen) if ALL[name].varies else 1.0) for b in buckets)
+    want = sum(SENT[name](b, 4, *(map(next, noted) if ALL[name].varies else [1.0])) for b in buckets)
     assert sum(n for step, _, n in session.record.comm() if step == 3) == want
 
 

@@ -18,9 +18,14 @@ from workbench.compressors.nuqsgd import NUQSGD as NUQSGD
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
 from workbench.compressors.qsgd import QSGD as QSGD
+from workbench.compressors.random_k import RandomK as RandomK
+from workbench.compressors.sampled_top_k import SampledTopK as SampledTopK
+from workbench.compressors.sidco import SIDCo as SIDCo
 from workbench.compressors.sign_sgd import SignSGD as SignSGD
 from workbench.compressors.tern_grad import TernGrad as TernGrad
+from workbench.compressors.threshold import Threshold as Threshold
 from workbench.compressors.top_k import TopK as TopK
+from workbench.compressors.wangni import Wangni as Wangni
 from workbench.compressors.warm_up import WarmUp as WarmUp
 from workbench.compressors.zen import Zen as Zen
 
@@ -42,9 +47,14 @@ __all__ = [
     "Layers",
     "OneBit",
     "PowerSGD",
+    "RandomK",
+    "SIDCo",
+    "SampledTopK",
     "SignSGD",
     "TernGrad",
+    "Threshold",
     "TopK",
+    "Wangni",
     "WarmUp",
     "Zen",
     "inside",

@@ -49,6 +49,10 @@ class Compressor(Family):
         """Why these knobs cannot be together, in a sentence that says what would do; or None."""
         return None
 
+    def refuses_feedback(self) -> str | None:
+        """Why its error cannot be fed back, in a sentence that says what would do; or None."""
+        return None
+
 
 def inside(compressor: Compressor) -> Iterator[Compressor]:
     """`compressor`, and all that it wraps or chooses among, from the outside in."""

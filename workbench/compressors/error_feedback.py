@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from workbench.compressors._base import Compressor
+from workbench.compressors._base import Compressor, inside
 from workbench.compressors.dense import Dense
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
@@ -32,6 +32,9 @@ class ErrorFeedback(Compressor):
     of: Compressor = knob(Dense(), doc="the compressor whose error is fed back")
 
     slot: ClassVar[str] = "residual"
+
+    def refuses(self) -> str | None:
+        return next(filter(None, (c.refuses_feedback() for c in inside(self.of))), None)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         residual = memory.flat(self.slot, bucket)
