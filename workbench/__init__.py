@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.compressors import (
+        ACPSGD,
         ByteGrad,
         Cast,
         Codec,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "compressors": (
-        "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK",
+        "ACPSGD", "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK",
     ),
     "experiment": ("Experiment",),
     "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble"),
@@ -80,7 +81,7 @@ _HOMES = {
 
 __version__ = "0.1.0"
 __all__ = [
-    "BMUF", "DDP", "EASGD", "LAMB", "LARS", "SGD", "Adam", "AdamW", "AsyncModelAverage", "AsyncServer",
+    "ACPSGD", "BMUF", "DDP", "EASGD", "LAMB", "LARS", "SGD", "Adam", "AdamW", "AsyncModelAverage", "AsyncServer",
     "BackupWorkers", "BoundedStaleness", "Bucket", "ByteGPT", "ByteGrad", "Cast", "Change", "Codec", "Compressor",
     "Costs", "Deadlock", "Dense", "DiLoCo", "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze",
     "Gossip", "Hogwild", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "LowPrecisionDecentralized", "Mark",

@@ -3,6 +3,7 @@
 from workbench.compressors._base import Codec as Codec
 from workbench.compressors._base import Compressor as Compressor
 from workbench.compressors._base import inside as inside
+from workbench.compressors.acp_sgd import ACPSGD as ACPSGD
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
@@ -12,6 +13,7 @@ from workbench.compressors.power_sgd import PowerSGD as PowerSGD
 from workbench.compressors.top_k import TopK as TopK
 
 __all__ = [
+    "ACPSGD",
     "ByteGrad",
     "Cast",
     "Codec",

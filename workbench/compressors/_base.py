@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from workbench.family import Family
-from workbench.ops import Bucket, Memory, Rank
+from workbench.ops import Bucket, Memory, Part, Rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,10 @@ class Compressor(Family):
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
+
+    def refuses_model(self, parts: list[Part]) -> str | None:
+        """Why it cannot work on gradients of these parameters, in a sentence that says what would do; or None."""
+        return None
 
 
 def inside(compressor: Compressor) -> Iterator[Compressor]:
