@@ -253,7 +253,7 @@ async def _share_optimizer(run: Changing, was: Experiment) -> None:
 
 def refuses_model(e: Experiment, parts: list[Part]) -> str | None:
     """Why a model of these parameters cannot be trained as `e` says, in a sentence that says what would do; or None."""
-    said = (who.refuses_model(parts) for who in (e.strategy, *inside(e.compressor)))
+    said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
     return next((reason for reason in said if reason), None)
 
 

@@ -56,7 +56,8 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
 
     def noting(run: Any, was: Any, owed: Any) -> None:
         for name, piece in run.rank.memory.slots.get("residual", {}).items():
-            BOOKS.add(BOOKS.dropped, name, piece)
+            if not piece.is_meta:
+                BOOKS.add(BOOKS.dropped, name, piece)
         plain(run, was, owed)
 
     monkeypatch.setattr(changes, "_dropped", noting)

@@ -104,33 +104,71 @@ class LowRank(Compressor):
             else:
                 newer.pop(part.name, None)
 
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        own = await self.reduce_owing(rank, bucket, memory)
+        return None if own is None else own.written(bucket.data)
+
+    @abstractmethod
+    async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Contribution | None:
+        """The sum over ranks into `bucket.data`, and this rank's part of it as factors."""
+
     async def summed(
-        self, rank: Rank, bucket: Bucket, x: Tensor, stacks: list[Stack], bases: list[Tensor], whole: list[Part],
-        own: Tensor | None = None,
-    ) -> list[Tensor]:  # fmt: skip
+        self, rank: Rank, bucket: Bucket, x: Tensor, stacks: list[Stack], bases: list[Tensor], whole: list[Part]
+    ) -> tuple[list[Tensor], Contribution]:
         """M B for each matrix M of `x` and its B in `bases`, summed over ranks in one all-reduce: (matrices, n, rank).
 
-        What crosses `whole` goes with them and is written into `x`. `own` takes (M B) B^T of this rank alone, M B as
+        What crosses `whole` goes with them and is written into `x`. The second is (M B) B^T of this rank alone, M B as
         it was sent: factors cross in the bucket's dtype, arithmetic is at least fp32.
         """
         tail = torch.cat([x[:0], *(x[part.start : part.stop] for part in whole)])
         sizes = [len(s.parts) * s.n * self.rank for s in stacks]
         flat = x.new_empty(sum(sizes) + tail.numel())
-        *views, rest = flat.split([*sizes, tail.numel()])
+
+        def views(of: Tensor) -> tuple[list[Tensor], Tensor]:
+            *found, rest = of.split([*sizes, tail.numel()])
+            return [f.view(len(s.parts), s.n, self.rank) for f, s in zip(found, stacks, strict=True)], rest
+
+        found, rest = views(flat)
         rest.copy_(tail)
-        found = [v.view(len(s.parts), s.n, self.rank) for v, s in zip(views, stacks, strict=True)]
         for stack, base, f in zip(stacks, bases, found, strict=True):
             multiply(stack.matrices(x), base, f)
         sent = flat.to(bucket.data.dtype)
         flat.copy_(sent)
-        if own is not None:
-            for stack, base, f in zip(stacks, bases, found, strict=True):
-                multiply(f, base.mT, stack.matrices(own))
+        own = Contribution(stacks, bases, *views(flat.clone()), whole, sent.dtype)
         flat.copy_(await rank.all_reduce(sent, "sum", bucket.name))
+        scatter(x, whole, rest)
+        return found, own
+
+
+class Contribution:
+    """What one rank contributed: F B^T for each matrix, and elements that crossed whole."""
+
+    def __init__(self, stacks: list[Stack], bases: list[Tensor], found: list[Tensor], rest: Tensor, whole: list[Part],
+                 wire: torch.dtype) -> None:
+        self.stacks, self.bases, self.found = stacks, bases, found
+        self.whole, self.rest, self.wire = whole, rest, wire
+
+    def written(self, like: Tensor) -> Tensor:
+        """(n,) in the dtype of the wire."""
+        own = torch.empty_like(like, dtype=self.rest.dtype)
+        for stack, base, f in zip(self.stacks, self.bases, self.found, strict=True):
+            multiply(f, base.mT, stack.matrices(own))
+        scatter(own, self.whole, self.rest)
+        return own.to(self.wire)
+
+    def less(self, x: Tensor, into: Tensor) -> None:
+        """into <- x less what was contributed, without writing that down where it need not be rounded."""
+        if self.wire != x.dtype:
+            torch.sub(x, self.written(x), out=into)
+            return
+        for stack, base, f in zip(self.stacks, self.bases, self.found, strict=True):
+            for rest, m, one, b in zip(stack.matrices(into), stack.matrices(x), f, base, strict=True):
+                torch.addmm(m, one, b.T, alpha=-1, out=rest)
         start = 0
-        for part in whole:
-            x[part.start : part.stop] = rest[start : (start := start + part.stop - part.start)]
-        return found
+        for part in self.whole:
+            stop = start + part.stop - part.start
+            torch.sub(x[part.start : part.stop], self.rest[start:stop], out=into[part.start : part.stop])
+            start = stop
 
 
 class Stack(NamedTuple):
@@ -159,12 +197,11 @@ def matrix(part: Part) -> tuple[int, int]:
     return n, (part.stop - part.start) // max(n, 1)
 
 
-def contribution(x: Tensor, whole: list[Part]) -> Tensor:
-    """Room for what this rank contributes: what crosses whole is there already."""
-    own = torch.empty_like(x)
-    for part in whole:
-        own[part.start : part.stop] = x[part.start : part.stop]
-    return own
+def scatter(x: Tensor, parts: list[Part], values: Tensor) -> None:
+    """The joined values of `parts` back to where they belong."""
+    start = 0
+    for part in parts:
+        x[part.start : part.stop] = values[start : (start := start + part.stop - part.start)]
 
 
 def multiply(xs: Iterable[Tensor], ys: Iterable[Tensor], outs: Iterable[Tensor]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from workbench.compressors._low_rank import LEFT_IS_NEWER, LowRank, contribution, multiply, orthonormal
+from workbench.compressors._low_rank import LEFT_IS_NEWER, Contribution, LowRank, multiply, orthonormal
 from workbench.ops import Bucket, Memory, Rank
 
 
@@ -44,19 +43,17 @@ class ACPSGD(LowRank):
     def sends(self, n: int, m: int) -> float:
         return self.rank * (n + m) / 2
 
-    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+    async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Contribution | None:
         stacks, whole = self.sorted(bucket, memory.parts.get(LEFT_IS_NEWER, ()))
         if not stacks:
             await rank.all_reduce(bucket.data, "sum", bucket.name)
             return None
-        wire = bucket.data.dtype
-        x = bucket.data.to(torch.promote_types(wire, torch.float32))
-        own = contribution(x, whole)
+        x = bucket.data.to(torch.promote_types(bucket.data.dtype, torch.float32))
         known = [self.directions(memory, s, x, fresh=not (self.warm_start or s.turned)) for s in stacks]
         bases = [orthonormal(b) for b in known]
-        factors = await self.summed(rank, bucket, x, stacks, bases, whole, own)
+        factors, own = await self.summed(rank, bucket, x, stacks, bases, whole)
         for stack, base, f in zip(stacks, bases, factors, strict=True):
             multiply(f, base.mT, stack.matrices(x))
             self.remember(memory, stack.other, f, self.directions(memory, stack.other, x))
         bucket.data.copy_(x)
-        return own.to(wire)
+        return own

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from workbench.compressors._base import Compressor
+from workbench.compressors._base import Compressor, Owed
 from workbench.compressors.dense import Dense
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
@@ -51,7 +51,7 @@ class ErrorFeedback(Compressor):
         residual = memory.flat(self.slot, bucket, wide(bucket.data.dtype))
         x = bucket.data + residual
         rounded = put(bucket, x)
-        own = await self.of.reduce(rank, bucket, memory)
+        own = await self.of.reduce_owing(rank, bucket, memory)
         settle(residual, x, rounded if own is None else own, bucket.data)
         return None
 
@@ -75,13 +75,18 @@ def put(bucket: Bucket, x: Tensor) -> Tensor | None:
     return data.clone()
 
 
-def settle(residual: Tensor, x: Tensor, own: Tensor | None, out: Tensor) -> None:
+def settle(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> None:
     """residual <- x - own (None: all of x was sent), but what it was where `x` or the result `out` is not finite."""
     if x.is_meta or bool((x.sum() + out.sum(dtype=x.dtype)).isfinite()):
-        if own is None:
-            residual.zero_()
-        else:
-            torch.sub(x, own, out=residual)
-        return
-    left = torch.zeros_like(x) if own is None else x - own
+        return _less(x, own, residual)
+    _less(x, own, left := torch.empty_like(x))
     residual.copy_(torch.where(x.isfinite() & out.isfinite() & left.isfinite(), left, residual))
+
+
+def _less(x: Tensor, own: Tensor | Owed | None, into: Tensor) -> None:
+    if own is None:
+        into.zero_()
+    elif isinstance(own, Tensor):
+        torch.sub(x, own, out=into)
+    else:
+        own.less(x, into)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from workbench.compressors._low_rank import LowRank, contribution, multiply, orthonormal
+from workbench.compressors._low_rank import Contribution, LowRank, multiply, orthonormal
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
 
@@ -50,22 +49,23 @@ class PowerSGD(LowRank):
     def sends(self, n: int, m: int) -> float:
         return self.iterations * self.rank * (n + m)
 
-    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+    async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Contribution | None:
         stacks, whole = self.sorted(bucket)
         if not stacks:
             await rank.all_reduce(bucket.data, "sum", bucket.name)
             return None
-        wire = bucket.data.dtype
-        x = bucket.data.to(torch.promote_types(wire, torch.float32))
-        own = contribution(x, whole)
+        x = bucket.data.to(torch.promote_types(bucket.data.dtype, torch.float32))
         others = [s.other for s in stacks]
-        bases = before = [orthonormal(self.directions(memory, s, x, fresh=not self.warm_start)) for s in stacks]
+        before = [orthonormal(self.directions(memory, s, x, fresh=not self.warm_start)) for s in stacks]
+        found, first = await self.summed(rank, bucket, x, stacks, before, whole)
         for left in reversed(range(self.iterations)):
-            ps = [orthonormal(p) for p in await self.summed(rank, bucket, x, stacks, bases, whole)]
-            qs = await self.summed(rank, bucket, x, others, ps, [], None if left else own)
-            bases, whole = [orthonormal(q) for q in qs] if left else qs, []
+            ps = [orthonormal(p) for p in found]
+            qs, own = await self.summed(rank, bucket, x, others, ps, [])
+            if left:
+                found, _ = await self.summed(rank, bucket, x, stacks, [orthonormal(q) for q in qs], [])
+        own.whole, own.rest = first.whole, first.rest
         for stack, other, p, q, old in zip(stacks, others, ps, qs, before, strict=True):
             multiply(q, p.mT, other.matrices(x))
             self.remember(memory, stack, q, old)
         bucket.data.copy_(x)
-        return own.to(wire)
+        return own
