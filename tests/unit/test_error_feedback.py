@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ranks import exchange, placed
+from tests.ranks import exchange, placed, together
 from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, OneBit, PowerSGD, TopK
 from workbench.compressors.error_feedback import wide
-from workbench.ops import Memory
+from workbench.ops import Bucket, Memory, Rank
 
 NARROW = [torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
@@ -100,6 +100,22 @@ def test_where_a_step_is_not_finite_the_residual_stays_what_it_was_on_all_ranks(
     # where it is finite the step was as any other
     now = sum(torch.cat([m.slots["residual"][p.name] for p in parts]) for m in memories)
     torch.testing.assert_close((out + now)[~lost].float(), (g.sum(0) + sum(before))[~lost], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+@pytest.mark.parametrize("of", [PowerSGD(rank=2), PowerSGD(rank=2, iterations=2), ACPSGD(rank=2)], ids=str)
+def test_a_contribution_kept_as_factors_is_the_one_that_is_written_out(of: Compressor, dtype: torch.dtype) -> None:
+    parts, fed, bare = placed((20, 24), (40,), (30, 40)), Memory(), Memory()
+    for step in range(4):
+        before = torch.cat([fed.slots["residual"][p.name] for p in parts]) if step else torch.zeros(1720)
+        x = gradients(step, 1720).to(dtype)[0]
+        exchange(ErrorFeedback(of=of), x[None], parts, [fed])
+        total = x.float() + before
+        bucket = Bucket(0, total.clone().to(dtype), tuple(parts), 0)
+        (own,) = together([of.reduce(Rank(0, 1), bucket, bare)])
+        assert own.dtype == dtype and torch.allclose(own, bucket.data, rtol=1e-4, atol=1e-4)
+        left = torch.cat([fed.slots["residual"][p.name] for p in parts])
+        torch.testing.assert_close(left, total - own.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_huge_but_finite_gradient_is_a_step_like_any_other() -> None:
