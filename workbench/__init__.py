@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.compressors import (
+        ACPSGD,
         ByteGrad,
         Cast,
         Codec,

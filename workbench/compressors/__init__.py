@@ -4,6 +4,7 @@ from workbench.compressors._base import Codec as Codec
 from workbench.compressors._base import Compressor as Compressor
 from workbench.compressors._base import inside as inside
 from workbench.compressors.accordion import Accordion as Accordion
+from workbench.compressors.acp_sgd import ACPSGD as ACPSGD
 from workbench.compressors.alq import ALQ as ALQ
 from workbench.compressors.amq import AMQ as AMQ
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
@@ -30,6 +31,7 @@ from workbench.compressors.warm_up import WarmUp as WarmUp
 from workbench.compressors.zen import Zen as Zen
 
 __all__ = [
+    "ACPSGD",
     "ALQ",
     "AMQ",
     "NUQSGD",

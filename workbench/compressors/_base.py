@@ -5,15 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from workbench.family import Family
-from workbench.ops import Bucket, Memory, Rank
+from workbench.ops import Bucket, Memory, Part, Rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Payload = tuple["Tensor", ...]
+
+
+class Owed(Protocol):
+    """What a rank contributed, not written out: making it would take longer than taking it away."""
+
+    def less(self, x: Tensor, into: Tensor) -> None:
+        """into <- x less what was contributed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,14 @@ class Compressor(Family):
 
     def refuses_feedback(self) -> str | None:
         """Why its error cannot be fed back, in a sentence that says what would do; or None."""
+        return None
+
+    async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | Owed | None:
+        """As `reduce`, for one who wants only what is left of the data: a contribution may say how to take it away."""
+        return await self.reduce(rank, bucket, memory)
+
+    def refuses_model(self, parts: list[Part]) -> str | None:
+        """Why it cannot work on gradients of these parameters, in a sentence that says what would do; or None."""
         return None
 
 

@@ -50,8 +50,7 @@ class Session(Turnable):
         self.error: dict[str, Any] | None = None
         self.paused, self.credit, self.stopping = False, 0, False
         self._asked = threading.Event()  # a person asked for an abort
-        self.pending_pause = 0.0
-        self.flushing, self.measuring = False, measuring.Measuring()
+        self.pending_pause, self.flushing, self.measuring = 0.0, 0, measuring.Measuring()
         self.model: Any = None
         self.optimizer: Any = None
         self.host: Host | None = None
@@ -230,6 +229,7 @@ class Session(Turnable):
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})
             return
+        self.lane.step = self.rank.step
         self.host.drive(changes.apply(self, wanted))
         if self.rank.index == 0:
             self.mark("change", {**about, "text": f"{what['path']} = {in_words(what['value'])}"})

@@ -38,7 +38,7 @@ def able(run: Any, experiment: Experiment) -> Experiment:
     strategy, layout = experiment.strategy, getattr(run, "layout", None)
     if reason := run.commons.refuses(strategy):
         raise KnobError(reason)
-    if layout is not None and (reason := strategy.refuses_model(layout.parts)):
+    if layout is not None and (reason := changes.refuses_model(experiment, layout.parts)):
         raise KnobError(reason)
     if strategy.staged:
         what = "every rank computes the whole model"
@@ -62,7 +62,7 @@ def set_up(run: Any) -> None:
     able(run, run.experiment)
     _host(run)
     run.set_fabric(None, run.experiment)
-    changes.set_compressor(run, None, run.experiment)
+    changes.begin(run)
     run.choose_lane()
     if run.experiment.strategy.opaque:
         run.enter_opaque()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from workbench.changes import in_step
+from workbench.changes import in_step, refuses_model
 from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.fabric.load import pauses
@@ -156,7 +156,7 @@ class Turnable(ABC):
 def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | None = None) -> str | None:
     """Why `e` cannot be simulated, with this model if it is known, in a sentence that says what would do; or None."""
     name = type(e.strategy).__name__
-    if layout is not None and (reason := e.strategy.refuses_model(layout.parts)):
+    if layout is not None and (reason := refuses_model(e, layout.parts)):
         return reason
     if e.strategy.opaque:
         return (

@@ -36,7 +36,7 @@ class Session(Turnable):
         self.rate = Rate(experiment, body.optimizer)
         self.planned = list(world.planned)
         self.state: Any = None
-        self.flushing = False
+        self.flushing = 0
         self.measuring = Measuring()
         self.pending_pause = 0.0
         self.background: Fiber | None = None
@@ -44,7 +44,7 @@ class Session(Turnable):
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
         self._workers = 0
         self.set_fabric(None, experiment)
-        changes.set_compressor(self, None, experiment)
+        changes.begin(self)
         self.choose_lane()
 
     # -- the life of a rank --
