@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from workbench.canonical import buffers, check_same, flattened, optimizer_tensors, prime, scatter_back, state_hash
-from workbench.compressors import Dense, ErrorFeedback, inside
+from workbench.compressors import inside
 from workbench.experiment import Experiment
+from workbench.momentum import hand_over
 from workbench.ops import Rank
 from workbench.optimizers import carry
 from workbench.rates import Rate
@@ -74,6 +75,8 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     elif wanted.strategy.opaque and (wanted.bucket_mb, wanted.fabric) != (was.bucket_mb, was.fabric):
         run.leave_opaque()
         run.enter_opaque()
+    if not run.flushing:
+        await hand_over(run)
     run.choose_lane()
 
 
@@ -94,29 +97,34 @@ def needs_switch(was: Any, wanted: Any) -> bool:
 
 
 def set_compressor(run: Changing, was: Experiment | None, wanted: Experiment) -> None:
-    """A residual that the new compressor would not feed back is sent once, uncompressed, and then gone."""
-    run.rank.compressor = wanted.compressor
-    run.flushing = False
-    if was is not None and _has_residual(run) and not remembers(wanted.compressor):
-        run.rank.compressor = ErrorFeedback(of=Dense())
-        run.flushing = True
+    """What the compressor so far owes and the new one would not send is sent once, uncompressed, and then gone."""
+    present = run.rank.compressor
+    run.rank.compressor, run.flushing = wanted.compressor, False
+    if was is None:
+        return
+    kept = {c.owes for c in inside(wanted.compressor)}
+    for owing in _owing(run, present):
+        if owing.owes not in kept:
+            run.rank.compressor, run.flushing = owing.whole(), True
 
 
-def flushed(run: Changing) -> None:
-    """The residual has been sent: the compressor that was asked for takes over."""
+async def flushed(run: Changing) -> None:
+    """What was owed has been sent: the compressor that was asked for takes over."""
     run.flushing = False
-    run.rank.memory.drop(ErrorFeedback.slot)
+    run.rank.memory.drop(run.rank.compressor.owes)
     run.rank.compressor = run.experiment.compressor
+    await hand_over(run)
     run.choose_lane()
 
 
 def remembers(compressor: Any) -> bool:
-    """Does `compressor`, or what it wraps, feed a residual back?"""
-    return any(isinstance(c, ErrorFeedback) for c in inside(compressor))
+    """Does `compressor`, or what it wraps, feed back what it has not sent?"""
+    return any(c.owes for c in inside(compressor))
 
 
-def _has_residual(run: Changing) -> bool:
-    return ErrorFeedback.slot in run.rank.memory.slots
+def _owing(run: Changing, compressor: Any) -> list[Any]:
+    """Those in `compressor` that have not sent everything."""
+    return [c for c in inside(compressor) if c.owes in run.rank.memory.slots]
 
 
 async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
@@ -146,11 +154,13 @@ def _drop_foreign_residual(run: Changing, was: Experiment, wanted: Experiment) -
     One of moments means nothing to others than those it was left by, which begin anew with every strategy.
     """
     kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
-    if _has_residual(run) and (len(kinds) > 1 or "moments" in kinds):
-        pieces = list(run.rank.memory.slots[ErrorFeedback.slot].values())
-        run.rank.memory.drop(ErrorFeedback.slot)
+    if len(kinds) == 1 and "moments" not in kinds:
+        return
+    for slot in {c.owes for c in _owing(run, run.rank.compressor)}:
+        pieces = list(run.rank.memory.slots[slot].values())
+        run.rank.memory.drop(slot)
         if any(p.is_meta for p in pieces):  # sizes only: there is no norm to tell
-            return
+            continue
         norm = sum(float(p.float().square().sum()) for p in pieces) ** 0.5
         run.mark("residual", {"dropped": norm, "unit": was.strategy.exchanges})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from workbench.compressors._base import Compressor
+from workbench.compressors._base import Compressor, inside
 from workbench.compressors.dense import Dense
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
@@ -31,9 +31,13 @@ class ErrorFeedback(Compressor):
     of: Compressor = knob(Dense(), doc="the compressor whose error is fed back")
 
     slot: ClassVar[str] = "residual"
+    owes: ClassVar[str] = slot
+
+    def whole(self) -> Compressor:
+        return ErrorFeedback(of=Dense())
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        if isinstance(self.of, ErrorFeedback):  # there is one residual: it cannot be fed back twice
+        if any(c.owes for c in inside(self.of)):  # what is fed back within cannot be fed back twice
             return await self.of.reduce(rank, bucket, memory)
         residual = memory.flat(self.slot, bucket)
         x = residual.add_(bucket.data)  # the residual's own storage holds x until the contribution is known
