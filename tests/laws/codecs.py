@@ -16,8 +16,11 @@ EXPECTED = {
     "Cast": "linear",
     "Dense": "linear unbiased immediate",
     "ErrorFeedback": "",
+    "GTopK": "",
+    "OkTopK": "varies",
     "OneBit": "",
     "PowerSGD": "linear",
+    "ScaleCom": "",
     "TopK": "contraction",
 }
 
@@ -30,6 +33,11 @@ DELTA: dict[str, Callable[[Any, int], float]] = {
 def reduced(nbytes: int, p: int) -> int:
     """One all-reduce."""
     return traffic("all_reduce", nbytes, p)[0]
+
+
+def largest(bucket: Bucket, density: float = 0.01) -> int:
+    """How many entries of a bucket are kept."""
+    return max(1, round(density * bucket.data.numel()))
 
 
 def two_hops(bucket: Bucket, p: int, bits: int, head: int) -> int:
@@ -57,12 +65,19 @@ SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
     "ErrorFeedback": lambda b, p, kept: reduced(b.nbytes, p),
+    "GTopK": lambda b, p, kept: 8 * largest(b) * (p.bit_length() - 1),  # p is a power of two
+    "OkTopK": lambda b, p, kept: 8 * (p - 1) * (p + 2) + 8 * round(kept * b.data.numel() * (2 * (p - 1) / p)),
     "OneBit": lambda b, p, kept: two_hops(b, p, 1, 4),
     "PowerSGD": lambda b, p, kept: factors(b, p, 4),
+    "ScaleCom": lambda b, p, kept: traffic("broadcast", 4 * largest(b), p)[0] + reduced(4 * largest(b), p),
 }
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
-TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {}
+TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("OkTopK", "threshold_every"): ({}, 1),
+    ("OkTopK", "region_every"): ({}, 1),
+    ("ScaleCom", "beta"): ({}, 0.1),
+}
 
 # compressors that are not put under error feedback, and why
 NO_FEEDBACK: dict[str, str] = {

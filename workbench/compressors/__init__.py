@@ -7,8 +7,11 @@ from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
+from workbench.compressors.g_top_k import GTopK as GTopK
+from workbench.compressors.ok_top_k import OkTopK as OkTopK
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
+from workbench.compressors.scale_com import ScaleCom as ScaleCom
 from workbench.compressors.top_k import TopK as TopK
 
 __all__ = [
@@ -18,8 +21,11 @@ __all__ = [
     "Compressor",
     "Dense",
     "ErrorFeedback",
+    "GTopK",
+    "OkTopK",
     "OneBit",
     "PowerSGD",
+    "ScaleCom",
     "TopK",
     "inside",
 ]
