@@ -14,6 +14,7 @@ CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 EXPECTED = {
     "ByteGrad": "",
     "Cast": "linear",
+    "DGC": "varies",
     "Dense": "linear unbiased immediate",
     "ErrorFeedback": "",
     "GTopK": "",
@@ -63,6 +64,7 @@ def factors(bucket: Bucket, p: int, r: int) -> int:
 # A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
 SENT: dict[str, Callable[[Bucket, int, float], int]] = {
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
+    "DGC": lambda b, p, kept: (p - 1) * (8 + 8 * round(kept * b.data.numel())),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
     "ErrorFeedback": lambda b, p, kept: reduced(b.nbytes, p),
     "GTopK": lambda b, p, kept: 8 * largest(b) * (p.bit_length() - 1),  # p is a power of two
@@ -74,6 +76,10 @@ SENT: dict[str, Callable[[Bucket, int, float], int]] = {
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("DGC", "nesterov"): ({}, True),
+    ("DGC", "masking"): ({}, False),
+    ("DGC", "sample"): ({"density": 0.05}, 1.0),
+    ("DGC", "local_clip"): ({}, 1e-3),
     ("OkTopK", "threshold_every"): ({}, 1),
     ("OkTopK", "region_every"): ({}, 1),
     ("ScaleCom", "beta"): ({}, 0.1),
@@ -81,6 +87,7 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
 
 # compressors that are not put under error feedback, and why
 NO_FEEDBACK: dict[str, str] = {
+    "DGC": "its velocity is the residual, in units of steps: tests/unit/test_dgc.py",
     "ErrorFeedback": "there is one residual, it is not fed back twice",
 }
 
