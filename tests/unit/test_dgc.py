@@ -170,6 +170,7 @@ def sgd(**rest: Any) -> dict[str, Any]:
 
 
 def agree(a: list[Any], b: list[Any]) -> None:
+    assert a and len(a) == len(b)
     for s, t in zip(a, b, strict=True):
         torch.testing.assert_close(weights(s), weights(t), rtol=1e-4, atol=1e-6)
 
