@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Generator, Tensor, dtype
 
+MOMENTUM = "momentum"  # the slot of a compressor's Memory for the optimizer's momentum, where it keeps that itself
+
 
 class Part(NamedTuple):
     """One parameter's place inside a bucket: elements [start, stop) of the bucket's flat data."""

@@ -17,6 +17,7 @@ from workbench.compressors import ErrorFeedback, inside
 from workbench.compressors._leaving import _Leaving as Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.experiment import Experiment
+from workbench.momentum import hand_over
 from workbench.ops import Part, Rank
 from workbench.optimizers import carry
 from workbench.rates import Rate
@@ -79,6 +80,8 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     elif wanted.strategy.opaque and (wanted.bucket_mb, wanted.fabric) != (was.bucket_mb, was.fabric):
         run.leave_opaque()
         run.enter_opaque()
+    if not run.flushing:
+        await hand_over(run)
     run.choose_lane()
 
 
@@ -104,27 +107,33 @@ def begin(run: Changing) -> None:
 
 
 async def _change_compressor(run: Changing, was: Experiment, wanted: Experiment, foreign: bool = False) -> None:
-    """Another compressor takes over, at once or when what error feedback has left unsent is settled.
+    """Another compressor takes over, at once or when what the one before owes is settled.
 
-    One that feeds back goes on with the residual. Else the one that is left says what becomes of it (`off`), and one
-    that is asked for in the meantime changes nothing about that. A residual that is `foreign` to what is exchanged from
-    now on is dropped, whatever takes over.
+    One that keeps what is owed in the same place goes on with it. Else the one that is left says what becomes of it:
+    its `whole` sends it in one step, and error feedback may take several, or none (`off`). One that is asked for in
+    the meantime changes nothing about that. What is owed and `foreign` to what is exchanged from now on is dropped.
     """
-    steps, left = run.flushing, _feeding(was.compressor)
+    steps, left, present = run.flushing, _feeding(was.compressor), run.rank.compressor
     begin(run)
     if foreign:
-        if steps or left is not None:
-            _dropped(run, was, await _owed(run))
+        for slot in sorted({c.owes for c in (*inside(was.compressor), *inside(present)) if c.owes}):
+            _dropped(run, was, slot, await _owed(run, slot))
+        return
+    kept = {"", ErrorFeedback.slot, *(c.owes for c in inside(wanted.compressor))}
+    others = [c for c in (*inside(present), *inside(was.compressor)) if c.owes not in kept]
+    if others:
+        run.rank.compressor, run.flushing = others[0].whole(), 1
         return
     if remembers(wanted.compressor):
         return run.rank.memory.drop(Leaving.asked)
     if not steps and left is not None:
-        owed = await _owed(run)
-        if not _has_residual(run) or (owed is not None and not owed.any()):
+        owed = await _owed(run, ErrorFeedback.slot)
+        if ErrorFeedback.slot not in run.rank.memory.slots or (owed is not None and not owed.any()):
             return run.rank.memory.drop(ErrorFeedback.slot)
-        if left.off == "drop":
-            return _dropped(run, was, owed)
-        steps = left.over if left.off == "bleed" else 1
+        off = getattr(left, "off", "flush")
+        if off == "drop":
+            return _dropped(run, was, ErrorFeedback.slot, owed)
+        steps = left.over if off == "bleed" else 1
         if owed is not None:
             run.rank.memory.parts[Leaving.asked] = {"": owed}
     _send_on(run, steps)
@@ -136,12 +145,17 @@ def _send_on(run: Changing, steps: int) -> None:
     run.rank.compressor = Leaving(share=1.0 / steps) if steps else run.experiment.compressor
 
 
-def flushed(run: Changing) -> None:
-    """A step has sent its share of the residual."""
-    _tell_sent(run)
-    _send_on(run, run.flushing - 1)
+async def flushed(run: Changing) -> None:
+    """A step has sent its share of what was owed; after the last one whom it was asked for takes over."""
+    sent = run.rank.compressor
+    if isinstance(sent, Leaving):
+        _tell_sent(run)
+        _send_on(run, run.flushing - 1)
+    else:
+        begin(run)
     if not run.flushing:
-        run.rank.memory.drop(ErrorFeedback.slot)
+        run.rank.memory.drop(sent.owes)
+        await hand_over(run)
         run.choose_lane()
 
 
@@ -165,9 +179,9 @@ def _tell_sent(run: Changing) -> None:
     run.mark("residual", detail)
 
 
-async def _owed(run: Changing) -> Tensor | None:
-    """A sketch of the sum of all ranks' residuals, from one small all-reduce; None where there are sizes only."""
-    pieces = run.rank.memory.slots.get(ErrorFeedback.slot, {})
+async def _owed(run: Changing, slot: str) -> Tensor | None:
+    """A sketch of what all ranks together owe, from one small all-reduce; None where there are sizes only."""
+    pieces = run.rank.memory.slots.get(slot, {})
     mine = torch.zeros(SIGNS * WIDTH, device=run.layout.order[0].param.device)
     if not mine.is_meta:
         mine = sum((sketch(piece, name) for name, piece in pieces.items()), mine)
@@ -175,10 +189,10 @@ async def _owed(run: Changing) -> Tensor | None:
     return None if total.is_meta else total
 
 
-def _dropped(run: Changing, was: Experiment, owed: Tensor | None) -> None:
-    """The residual is forgotten, and the record says how much: this rank's own, and on rank 0 the mean's, in words."""
-    pieces = list(run.rank.memory.slots.get(ErrorFeedback.slot, {}).values())
-    run.rank.memory.drop(ErrorFeedback.slot)
+def _dropped(run: Changing, was: Experiment, slot: str, owed: Tensor | None) -> None:
+    """What is owed is forgotten, and the record says how much: this rank's own, and on rank 0 the mean's, in words."""
+    pieces = list(run.rank.memory.slots.get(slot, {}).values())
+    run.rank.memory.drop(slot)
     run.rank.memory.drop(Leaving.asked)
     if owed is None or not pieces:  # sizes only, or a rank that exchanges nothing: there is no norm to tell
         return
@@ -195,13 +209,9 @@ def remembers(compressor: Any) -> bool:
     return _feeding(compressor) is not None
 
 
-def _feeding(compressor: Any) -> ErrorFeedback | None:
-    """The error feedback in `compressor`, the outermost if there are several."""
-    return next((c for c in inside(compressor) if isinstance(c, ErrorFeedback)), None)
-
-
-def _has_residual(run: Changing) -> bool:
-    return ErrorFeedback.slot in run.rank.memory.slots
+def _feeding(compressor: Any) -> Any:
+    """What in `compressor` feeds a residual back, the outermost if there are several; or None."""
+    return next((c for c in inside(compressor) if c.owes == ErrorFeedback.slot), None)
 
 
 async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workbench import momentum
 from workbench.compressors import Compressor, Dense, inside
 from workbench.fabric import Fabric
 from workbench.knobs import KnobError, checked, from_plain, knob, to_plain, turn
@@ -69,6 +70,8 @@ class Experiment:
                 f"their norm cannot be told; use clip=0 with it, or DDP or LocalSGD"
             )
         if reason := good.optimizer.refuses():
+            raise KnobError(reason)
+        if reason := momentum.refused(good):
             raise KnobError(reason)
         for fault in good.fabric.faults:
             if getattr(fault, "rank", 0) >= good.ranks:

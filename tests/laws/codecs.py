@@ -12,39 +12,43 @@ CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 
 # name: its claims among CLAIMS
 EXPECTED = {
-    "ALQ": "unbiased",
-    "AMQ": "unbiased",
     "Accordion": "",
     "ACPSGD": "linear",
+    "ALQ": "unbiased",
+    "AMQ": "unbiased",
     "ByteGrad": "",
     "Cast": "linear",
     "Dense": "linear unbiased immediate",
+    "DGC": "varies",
     "EFSignSGD": "contraction",
     "ErrorFeedback": "",
     "Float8": "",
-    "LGreCo": "",
+    "GTopK": "",
     "Layers": "",
+    "LGreCo": "",
+    "NUQSGD": "unbiased",
+    "OkTopK": "varies",
     "OneBit": "",
     "PowerSGD": "linear",
+    "QSGD": "unbiased",
+    "RandomK": "linear",
+    "SampledTopK": "contraction varies",
+    "ScaleCom": "",
+    "SIDCo": "contraction varies",
     "SignSGD": "",
     "TernGrad": "unbiased",
-    "NUQSGD": "unbiased",
-    "QSGD": "unbiased",
+    "Threshold": "varies",
     "TopK": "contraction",
+    "Wangni": "unbiased varies",
     "WarmUp": "",
     "Zen": "unbiased varies",
-    "RandomK": "linear",
-    "SIDCo": "contraction varies",
-    "SampledTopK": "contraction varies",
-    "Threshold": "varies",
-    "Wangni": "unbiased varies",
 }
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs
 DELTA: dict[str, Callable[[Any, int], float]] = {
     "EFSignSGD": lambda codec, n: 1 / n,
-    "SIDCo": lambda codec, n: 1 / n,
     "SampledTopK": lambda codec, n: 0.98 * max(1, round(codec.density * n)) / n,
+    "SIDCo": lambda codec, n: 1 / n,
     "TopK": lambda codec, n: max(1, round(codec.density * n)) / n,
 }
 
@@ -52,6 +56,11 @@ DELTA: dict[str, Callable[[Any, int], float]] = {
 def reduced(nbytes: int, p: int) -> int:
     """One all-reduce."""
     return traffic("all_reduce", nbytes, p)[0]
+
+
+def largest(bucket: Bucket, density: float = 0.01) -> int:
+    """How many entries of a bucket are kept."""
+    return max(1, round(density * bucket.data.numel()))
 
 
 def two_hops(bucket: Bucket, p: int, bits: int, head: int) -> int:
@@ -137,17 +146,6 @@ def survivors(bucket: Bucket, p: int, kept: float, whole: float) -> int:
     return (p - 1) * (16 + 8 * pair + 4 * rest + -(-rest // 8))
 
 
-# what a compressor that varies notes of each bucket, as Samples, for its formula below; without a line: the density
-NOTED: dict[str, tuple[str, ...]] = {"Wangni": ("density", "whole")}
-
-# bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
-# A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
-SENT: dict[str, Callable[..., int]] = {
-    "ALQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
-    "AMQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
-    "Accordion": lambda b, p, kept: factors(b, p, 2),
-
-
 def right_factors(bucket: Bucket, p: int, r: int) -> int:
     """The right one of the factors of each matrix, and what would not halve whole, in one all-reduce."""
     total = 0
@@ -157,61 +155,78 @@ def right_factors(bucket: Bucket, p: int, r: int) -> int:
     return reduced(total, p)
 
 
+# what a compressor that varies notes of each bucket, as Samples, for its formula below; without a line: the density
+NOTED: dict[str, tuple[str, ...]] = {"Wangni": ("density", "whole")}
+
 # bytes that one of p ranks sends for a bucket with the usual knobs; `kept` is the share of elements that it chose.
 # A Codec needs no line: its formula is what `encode` returns, which a law of its own checks.
-SENT: dict[str, Callable[[Bucket, int, float], int]] = {
+SENT: dict[str, Callable[..., int]] = {
+    "Accordion": lambda b, p, kept: factors(b, p, 2),
     "ACPSGD": lambda b, p, kept: right_factors(b, p, 4),  # in the fourth step
+    "ALQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
+    "AMQ": lambda b, p, kept: gathered_codes(b, p, 3, 8192),
     "ByteGrad": lambda b, p, kept: two_hops(b, p, 8, 8),
     "Dense": lambda b, p, kept: reduced(b.nbytes, p),
+    "DGC": lambda b, p, kept: (p - 1) * (8 + 8 * round(kept * b.data.numel())),
     "EFSignSGD": lambda b, p, kept: (p - 1) * (4 + -(-b.data.numel() // 8)),
     "ErrorFeedback": lambda b, p, kept: reduced(b.nbytes, p),
     "Float8": lambda b, p, kept: scaled_bytes(b, p, 256),
+    "GTopK": lambda b, p, kept: 8 * largest(b) * (p.bit_length() - 1),  # p is a power of two
+    "Layers": lambda b, p, kept: by_layers(b, p, 1024, 0.01),
+    "LGreCo": lambda b, p, kept: pairs(b.data.numel(), p, 0.01),
+    "NUQSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
+    "OkTopK": lambda b, p, kept: 8 * (p - 1) * (p + 2) + 8 * round(kept * b.data.numel() * (2 * (p - 1) / p)),
     "OneBit": lambda b, p, kept: two_hops(b, p, 1, 4),
     "PowerSGD": lambda b, p, kept: factors(b, p, 4),
+    "QSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
+    "RandomK": lambda b, p, kept: reduced(4 * max(1, round(0.01 * b.data.numel())), p),
+    "SampledTopK": lambda b, p, kept: chosen(b, p, kept),
+    "ScaleCom": lambda b, p, kept: traffic("broadcast", 4 * largest(b), p)[0] + reduced(4 * largest(b), p),
+    "SIDCo": lambda b, p, kept: chosen(b, p, kept),
     "SignSGD": lambda b, p, kept: two_hops(b, p, 1, 2),
     "TernGrad": lambda b, p, kept: reduced(4 * len(b.parts), p) + reduced(-(-b.data.numel() // 2), p),
-    "NUQSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
-    "QSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
-    "LGreCo": lambda b, p, kept: pairs(b.data.numel(), p, 0.01),
-    "Layers": lambda b, p, kept: by_layers(b, p, 1024, 0.01),
-    "WarmUp": lambda b, p, kept: reduced(b.nbytes, p),
-    "Zen": lambda b, p, kept: cheapest(b, p, kept),
-    "RandomK": lambda b, p, kept: reduced(4 * max(1, round(0.01 * b.data.numel())), p),
-    "SIDCo": lambda b, p, kept: chosen(b, p, kept),
-    "SampledTopK": lambda b, p, kept: chosen(b, p, kept),
     "Threshold": lambda b, p, kept: chosen(b, p, kept),
     "Wangni": lambda b, p, kept, whole=0.0: survivors(b, p, kept, whole),
+    "WarmUp": lambda b, p, kept: reduced(b.nbytes, p),
+    "Zen": lambda b, p, kept: cheapest(b, p, kept),
 }
 
 FITTED = ("ALQ", "AMQ")
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
-    ("ByteGrad", "stochastic"): ({}, True),  # a switch has no far end
-    ("Float8", "stochastic"): ({}, True),
-    ("TernGrad", "one_scale"): ({}, False),
-    ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares cut nothing off in a small layer
     **{(name, knob): ({knob: 6}, 10**6) for name in FITTED for knob in ("fit_first", "fit_second", "fit_every")},
     **{(name, "samples"): ({"fit_first": 6, "block": 64}, 1) for name in FITTED},
     ("Accordion", "every"): ({"threshold": 1e6}, 1),
     ("Accordion", "harsh"): ({"every": 1, "threshold": 1e6}, "TopK"),
     ("Accordion", "threshold"): ({"every": 1, "threshold": 0.0}, 1e6),
+    ("ACPSGD", "rank"): ({}, 8),  # the highest is above every matrix of the model, and refused
+    ("ACPSGD", "warm_start"): ({}, False),
+    ("ByteGrad", "stochastic"): ({}, True),  # a switch has no far end
+    ("DGC", "local_clip"): ({}, 1e-3),
+    ("DGC", "masking"): ({}, False),
+    ("DGC", "nesterov"): ({}, True),
+    ("DGC", "sample"): ({"density": 0.05}, 1.0),
+    ("Float8", "stochastic"): ({}, True),
+    ("Layers", "only"): ({}, "bias"),
+    ("Layers", "vectors"): ({"smallest": 0}, True),
     ("LGreCo", "budget"): ({"every": 2}, 10.0),
     ("LGreCo", "every"): ({"budget": 10.0}, 1),
     ("LGreCo", "spread"): ({"every": 2, "budget": 10.0}, 64.0),
-    ("Layers", "only"): ({}, "bias"),
-    ("Layers", "vectors"): ({"smallest": 0}, True),
+    ("OkTopK", "region_every"): ({}, 1),
+    ("OkTopK", "threshold_every"): ({}, 1),
+    ("PowerSGD", "rank"): ({}, 8),
+    ("PowerSGD", "warm_start"): ({}, False),
+    ("RandomK", "scaled"): ({}, True),
+    ("ScaleCom", "beta"): ({}, 0.1),
+    ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares cut nothing off in a small layer
+    ("TernGrad", "one_scale"): ({}, False),
+    ("Wangni", "variance"): ({"rule": "variance"}, 4.0),
     ("WarmUp", "of"): ({"steps": 1}, "TopK"),
     ("WarmUp", "schedule"): ({}, "exponential"),
     ("WarmUp", "stages"): ({"schedule": "exponential"}, 1),
     ("WarmUp", "steps"): ({}, 1),
     ("Zen", "rows"): ({"scheme": "gather"}, "elements"),  # a dense sum has no index that could stand for more or less
-    ("RandomK", "scaled"): ({}, True),
-    ("Wangni", "variance"): ({"rule": "variance"}, 4.0),
-    ("ACPSGD", "rank"): ({}, 8),  # the highest is above every matrix of the model, and refused
-    ("ACPSGD", "warm_start"): ({}, False),
-    ("PowerSGD", "rank"): ({}, 8),
-    ("PowerSGD", "warm_start"): ({}, False),
 }
 
 # (compressor, knob): why turning it shows nothing yet, and where it is tested that it acts
@@ -222,6 +237,7 @@ LATER: dict[tuple[str, str], str] = {
 
 # compressors that are not put under error feedback, and why
 NO_FEEDBACK: dict[str, str] = {
+    "DGC": "its velocity is the residual, in units of steps: tests/unit/test_dgc.py",
     "ErrorFeedback": "there is one residual, it is not fed back twice",
     "TernGrad": "its error is larger than its input, so a residual would grow without bound; it is unbiased instead",
     "Wangni": "its noise is larger than the gradient, and would be fed back and grow",

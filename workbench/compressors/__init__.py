@@ -10,17 +10,21 @@ from workbench.compressors.amq import AMQ as AMQ
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
+from workbench.compressors.dgc import DGC as DGC
 from workbench.compressors.ef_sign_sgd import EFSignSGD as EFSignSGD
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
 from workbench.compressors.float8 import Float8 as Float8
+from workbench.compressors.g_top_k import GTopK as GTopK
 from workbench.compressors.l_greco import LGreCo as LGreCo
 from workbench.compressors.layers import Layers as Layers
 from workbench.compressors.nuqsgd import NUQSGD as NUQSGD
+from workbench.compressors.ok_top_k import OkTopK as OkTopK
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
 from workbench.compressors.qsgd import QSGD as QSGD
 from workbench.compressors.random_k import RandomK as RandomK
 from workbench.compressors.sampled_top_k import SampledTopK as SampledTopK
+from workbench.compressors.scale_com import ScaleCom as ScaleCom
 from workbench.compressors.sidco import SIDCo as SIDCo
 from workbench.compressors.sign_sgd import SignSGD as SignSGD
 from workbench.compressors.tern_grad import TernGrad as TernGrad
@@ -34,6 +38,7 @@ __all__ = [
     "ACPSGD",
     "ALQ",
     "AMQ",
+    "DGC",
     "NUQSGD",
     "QSGD",
     "Accordion",
@@ -45,13 +50,16 @@ __all__ = [
     "EFSignSGD",
     "ErrorFeedback",
     "Float8",
+    "GTopK",
     "LGreCo",
     "Layers",
+    "OkTopK",
     "OneBit",
     "PowerSGD",
     "RandomK",
     "SIDCo",
     "SampledTopK",
+    "ScaleCom",
     "SignSGD",
     "TernGrad",
     "Threshold",

@@ -38,6 +38,7 @@ class Compressor(Family):
     varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
                  share that is, and what is sent is an estimate
     assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
+    owes:        the slot of its Memory that holds what it has not sent yet; "" where it remembers nothing
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -47,6 +48,16 @@ class Compressor(Family):
     immediate: ClassVar[bool] = False
     varies: ClassVar[bool] = False
     assumes: ClassVar[str] = ""
+    owes: ClassVar[str] = ""
+
+    @property
+    def carries(self) -> bool:
+        """Does it keep the optimizer's momentum, in its Memory's slot MOMENTUM, so that the optimizer steps without?"""
+        return False
+
+    def whole(self) -> Compressor:
+        """Where it `owes`: what sends all of it in one step, with that step's data, and then owes nothing."""
+        return self
 
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:

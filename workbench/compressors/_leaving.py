@@ -27,6 +27,7 @@ class _Leaving(Compressor):
     share: float = 1.0
 
     linear: ClassVar[bool] = True
+    owes: ClassVar[str] = ErrorFeedback.slot
     asked: ClassVar[str] = "leaving"
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:

@@ -45,15 +45,22 @@ class ErrorFeedback(Compressor):
     over: int = knob(10, 2, 10_000, unit="steps", log=True, doc="bleeding takes so many steps")
 
     slot: ClassVar[str] = "residual"
+    owes: ClassVar[str] = slot
+
+    def whole(self) -> Compressor:
+        return ErrorFeedback(of=Dense())
 
     def refuses(self) -> str | None:
         return next(filter(None, (c.refuses_feedback() for c in inside(self.of))), None)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        of = bare(self.of)
+        if any(c.owes for c in inside(of)):  # it feeds back by itself
+            return await of.reduce(rank, bucket, memory)
         residual = memory.flat(self.slot, bucket, wide(bucket.data.dtype))
         x = bucket.data + residual
         rounded = put(bucket, x)
-        own = await bare(self.of).reduce_owing(rank, bucket, memory)
+        own = await of.reduce_owing(rank, bucket, memory)
         settle(residual, x, rounded if own is None else own, bucket.data)
         return None
 

@@ -160,7 +160,7 @@ class Session(Turnable):
         if loss != loss or loss in (float("inf"), float("-inf")):
             self._not_finite(loss)
         if self.flushing and host.met:
-            changes.flushed(self)
+            host.drive(changes.flushed(self))
         if (names := host.learned_order()) is not None:
             adopt(self, names)
         self.before_update()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from workbench import changes
+from workbench import changes, momentum
 from workbench.batches import Batches
 from workbench.engine.canonical import broadcast_model, check_equal
 from workbench.engine.clocks import agree_on_time
@@ -39,6 +39,8 @@ def able(run: Any, experiment: Experiment) -> Experiment:
     if reason := run.commons.refuses(strategy):
         raise KnobError(reason)
     if layout is not None and (reason := changes.refuses_model(experiment, layout.parts)):
+        raise KnobError(reason)
+    if layout is not None and (reason := momentum.refused(experiment, lambda: run.make_optimizer(experiment))):
         raise KnobError(reason)
     if strategy.staged:
         what = "every rank computes the whole model"

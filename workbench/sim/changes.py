@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from workbench import momentum
 from workbench.changes import in_step, refuses_model
 from workbench.compressors import inside
 from workbench.experiment import Experiment
@@ -153,10 +154,15 @@ class Turnable(ABC):
             self.mark("state", {"state": phase, "detail": ""})
 
 
-def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | None = None) -> str | None:
-    """Why `e` cannot be simulated, with this model if it is known, in a sentence that says what would do; or None."""
+def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | None = None,
+            made: Callable[[], Any] | None = None) -> str | None:  # fmt: skip
+    """Why `e` cannot be simulated, in a sentence that says what would do; or None. Asked again once there is a model:
+    this is its layout, and `made` makes its optimizer.
+    """
     name = type(e.strategy).__name__
     if layout is not None and (reason := refuses_model(e, layout.parts)):
+        return reason
+    if made is not None and (reason := momentum.refused(e, made)):
         return reason
     if e.strategy.opaque:
         return (
