@@ -113,7 +113,8 @@ async def _change_compressor(run: Changing, was: Experiment, wanted: Experiment,
     its `whole` sends it in one step, and error feedback may take several, or none (`off`). One that is asked for in
     the meantime changes nothing about that. What is owed and `foreign` to what is exchanged from now on is dropped.
     """
-    steps, left, present = run.flushing, _feeding(was.compressor), run.rank.compressor
+    left, present = _feeding(was.compressor), run.rank.compressor
+    steps = run.flushing if isinstance(present, Leaving) else 0
     begin(run)
     if foreign:
         for slot in sorted({c.owes for c in (*inside(was.compressor), *inside(present)) if c.owes}):

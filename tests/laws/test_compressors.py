@@ -52,7 +52,7 @@ def test_every_live_knob_changes_bytes_or_result(name: str) -> None:
     for k in knobs(ALL[name]):
         if (name, k.name) in LATER:
             continue
-        other = next(iter(sorted(set(k.choices) - {k.default})), None) or ("TopK" if k.family else k.high)
+        other = next(iter(sorted(set(k.choices) - {k.default})), "TopK" if k.family else k.high)
         beside, other = TURNED.get((name, k.name), ({}, other))
         plain = run(experiment(2, 8, compressor=ALL[name](**beside)))[0]
         turned = run(experiment(2, 8, compressor=ALL[name](**beside)), Change(4, f"compressor.{k.name}", other))[0]

@@ -54,11 +54,11 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
     BOOKS.__init__()  # type: ignore[misc]
     plain = changes._dropped
 
-    def noting(run: Any, was: Any, owed: Any) -> None:
-        for name, piece in run.rank.memory.slots.get("residual", {}).items():
+    def noting(run: Any, was: Any, slot: str, owed: Any) -> None:
+        for name, piece in run.rank.memory.slots.get(slot, {}).items():
             if not piece.is_meta:
                 BOOKS.add(BOOKS.dropped, name, piece)
-        plain(run, was, owed)
+        plain(run, was, slot, owed)
 
     monkeypatch.setattr(changes, "_dropped", noting)
     yield BOOKS
