@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test quick bench bench-strategies netns tables torture lint clean
+.PHONY: help lab demo test quick bench bench-strategies bench-compression netns tables torture lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -12,6 +12,7 @@ help:
 	@echo "make test   run every test"
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
+	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make torture  a thousand random live changes (SEED=7 replays)"
 	@echo "make lint   ruff and mypy"
@@ -34,6 +35,10 @@ bench: $(VENV)/.installed-test
 
 bench-strategies: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench.strategies
+
+bench-compression: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.bench.codecs --out docs/data/codecs.json
+	@$(BIN)/python -m tests.bench.compression
 
 netns: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench netns

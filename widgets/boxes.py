@@ -54,10 +54,12 @@ KINDS = (
     Kind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
     Kind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
     Kind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
+    Kind("measuring", "measuring what compression does", 0.0, 0.30, BROWN, "x"),
     Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
 )
 _NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
-_LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port"}
+_LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port",
+          "measuring": "measuring"}  # fmt: skip
 
 
 class Boxes(NamedTuple):

@@ -165,7 +165,8 @@ function legend(figure, colours) {
     const colour = themed(trace.fillcolor ?? trace.marker?.color ?? trace.line?.color, colours);
     if (!trace.fill && trace.type !== "bar") {
       const width = trace.line?.width ?? 2;
-      return [[trace.name, `height:0;border-top:${width}px solid ${colour};opacity:${trace.opacity ?? 1}`, number]];
+      const dash = { dash: "dashed", dot: "dotted" }[trace.line?.dash] ?? "solid";
+      return [[trace.name, `height:0;border-top:${width}px ${dash} ${colour};opacity:${trace.opacity ?? 1}`, number]];
     }
     const shape = (trace.fillpattern ?? trace.marker?.pattern)?.shape || "";
     const [top, bottom] = trace.meta?.lane ?? [0, 0.4];

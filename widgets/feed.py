@@ -80,7 +80,7 @@ class Feed:
 def _spec(view: View, run: Any) -> dict[str, Any]:
     """What the page must know of a view before any row of it."""
     figure = view.figure(run)
-    said = ("name", "title", "about", "empty", "width", "axes", "labelled", "tools", "spoken")
+    said = ("name", "title", "about", "empty", "width", "axes", "labelled", "tools", "spoken", "quiet")
     return {
         **{k: getattr(view, k) for k in said},
         "figure": None if figure is None else json.loads(figure.to_json()),

@@ -51,9 +51,10 @@ class Panel {
     const { holding } = this;
     const [version, theme] = [holding.version, this.hub.theme];
     this.vacant.hidden = !holding.empty || !holding.spec.empty;
+    this.el.hidden = holding.spec.quiet && holding.empty;
     if (!this.picture) this.text(holding.html ?? "");
-    else {
-      if (this.theme !== theme) this.key(theme);
+    else if (!this.el.hidden) {
+      if (this.theme !== theme || !this.items) this.key(theme);
       for (const [item, number] of this.items) item.hidden = item.lane && !holding.traces[number].n;
       const labels = await this.picture.draw(Plotly, theme, this.hub.marks);
       this.el.dataset.marks = JSON.stringify(labels);

@@ -6,6 +6,9 @@ import time
 from collections import deque
 from typing import Any
 
+from workbench.analysis import last_steps
+from workbench.analysis.window import MEASURING, Window
+
 PATIENCE = 2.0  # seconds without a step after which a person wonders
 WINDOW = 20  # steps that the speed is taken over
 
@@ -19,6 +22,7 @@ class Progress:
         self.step = -1
         self.seen = time.monotonic()  # when a step ended last
         self.lengths: deque[float] = deque(maxlen=WINDOW)
+        self.measures = False  # was any step of this run measured?
 
     def follow(self, run: Any) -> Progress:
         """Reads what is new; another run is read from its first row."""
@@ -34,6 +38,10 @@ class Progress:
             self.seen = time.monotonic()
             self.step = int(steps.step[-1])
             self.lengths.extend((steps.t1 - steps.t0)[-WINDOW:])
+            self.measures = self.measures or bool(spans.equal("lane", MEASURING).any())
+            if self.measures:
+                w = Window(run.timeline, *last_steps(run.timeline, WINDOW))
+                self.lengths = deque(w.step_seconds[w.usual, 0], maxlen=WINDOW)
         return self
 
     @property
@@ -43,7 +51,7 @@ class Progress:
 
     @property
     def rate(self) -> float | None:
-        """Steps per second over the last steps; evaluation and pauses are not part of a step."""
+        """Steps per second over the last steps; evaluation and pauses are not part of a step, nor is measuring."""
         total = sum(self.lengths)
         return len(self.lengths) / total if total else None
 

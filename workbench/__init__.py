@@ -11,15 +11,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.compressors import (
+        ACPSGD,
+        ALQ,
+        AMQ,
+        DGC,
+        NUQSGD,
+        QSGD,
+        Accordion,
         ByteGrad,
         Cast,
         Codec,
         Compressor,
         Dense,
+        EFSignSGD,
         ErrorFeedback,
+        Float8,
+        GTopK,
+        Layers,
+        LGreCo,
+        OkTopK,
         OneBit,
         PowerSGD,
+        RandomK,
+        SampledTopK,
+        ScaleCom,
+        SIDCo,
+        SignSGD,
+        TernGrad,
+        Threshold,
         TopK,
+        Wangni,
+        WarmUp,
+        Zen,
     )
     from workbench.experiment import Experiment
     from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow, Stumble
@@ -53,12 +76,15 @@ if TYPE_CHECKING:
         StreamingDiLoCo,
         TorchDDP,
     )
-    from workbench.tasks import ByteGPT, Digits, Task
+    from workbench.tasks import ByteGPT, ClickThrough, CriteoTSV, Digits, Task
     from workbench.timeline import Mark, Sample, Span, Timeline
 
 _HOMES = {
     "compressors": (
-        "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK",
+        "Accordion", "ACPSGD", "ALQ", "AMQ", "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "DGC",
+        "EFSignSGD", "ErrorFeedback", "Float8", "GTopK", "Layers", "LGreCo", "NUQSGD", "OkTopK", "OneBit",
+        "PowerSGD", "QSGD", "RandomK", "SampledTopK", "ScaleCom", "SIDCo", "SignSGD", "TernGrad", "Threshold",
+        "TopK", "Wangni", "WarmUp", "Zen",
     ),
     "experiment": ("Experiment",),
     "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble"),
@@ -74,19 +100,22 @@ _HOMES = {
         "Gossip", "Hogwild", "LocalSGD", "LowPrecisionDecentralized", "OneBitAdam", "QAdam", "SelSync", "ShadowMA",
         "SlowMo", "StochasticGradientPush", "Strategy", "StreamingDiLoCo", "TorchDDP",
     ),
-    "tasks": ("ByteGPT", "Digits", "Task"),
+    "tasks": ("ByteGPT", "ClickThrough", "CriteoTSV", "Digits", "Task"),
     "timeline": ("Mark", "Sample", "Span", "Timeline"),
 }
 
 __version__ = "0.1.0"
 __all__ = [
-    "BMUF", "DDP", "EASGD", "LAMB", "LARS", "SGD", "Adam", "AdamW", "AsyncModelAverage", "AsyncServer",
-    "BackupWorkers", "BoundedStaleness", "Bucket", "ByteGPT", "ByteGrad", "Cast", "Change", "Codec", "Compressor",
-    "Costs", "Deadlock", "Dense", "DiLoCo", "Digits", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Freeze",
-    "Gossip", "Hogwild", "Knob", "KnobError", "Lab", "Link", "LocalSGD", "LowPrecisionDecentralized", "Mark",
-    "Memory", "Noisy", "OneBit", "OneBitAdam", "Optimizer", "PowerSGD", "QAdam", "Rank", "Run", "RunError", "Sample",
-    "SelSync", "ShadowMA", "Slow", "SlowMo", "Span", "StochasticGradientPush", "Strategy", "StreamingDiLoCo",
-    "Stumble", "Task", "TaskOwn", "Timeline", "TopK", "TorchDDP", "knob", "recipe", "simulate",
+    "ACPSGD", "ALQ", "AMQ", "BMUF", "DDP", "DGC", "EASGD", "LAMB", "LARS", "NUQSGD", "QSGD", "SGD", "Accordion",
+    "Adam", "AdamW", "AsyncModelAverage", "AsyncServer", "BackupWorkers", "BoundedStaleness", "Bucket", "ByteGPT",
+    "ByteGrad", "Cast", "Change", "ClickThrough", "Codec", "Compressor", "Costs", "CriteoTSV", "Deadlock", "Dense",
+    "DiLoCo", "Digits", "EFSignSGD", "ErrorFeedback", "Experiment", "Fabric", "Fault", "Float8", "Freeze", "GTopK",
+    "Gossip", "Hogwild", "Knob", "KnobError", "LGreCo", "Lab", "Layers", "Link", "LocalSGD",
+    "LowPrecisionDecentralized", "Mark", "Memory", "Noisy", "OkTopK", "OneBit", "OneBitAdam", "Optimizer",
+    "PowerSGD", "QAdam", "RandomK", "Rank", "Run", "RunError", "SIDCo", "Sample", "SampledTopK", "ScaleCom",
+    "SelSync", "ShadowMA", "SignSGD", "Slow", "SlowMo", "Span", "StochasticGradientPush", "Strategy",
+    "StreamingDiLoCo", "Stumble", "Task", "TaskOwn", "TernGrad", "Threshold", "Timeline", "TopK", "TorchDDP",
+    "Wangni", "WarmUp", "Zen", "knob", "recipe", "simulate",
 ]  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
+    from torch import Generator, Tensor, dtype
+
+MOMENTUM = "momentum"  # the slot of a compressor's Memory for the optimizer's momentum, where it keeps that itself
 
 
 class Part(NamedTuple):
@@ -76,19 +78,19 @@ class Memory:
             self._dice[str(device)] = Generator(device).manual_seed(self.seed)
         return self._dice[str(device)]
 
-    def flat(self, slot: str, bucket: Bucket) -> Tensor:
-        """The slot's values for `bucket`: (n,) in the bucket's dtype, zero when first asked for.
+    def flat(self, slot: str, bucket: Bucket, kind: dtype | None = None) -> Tensor:
+        """The slot's values for `bucket`: (n,) in the bucket's dtype or in `kind`, zero when first asked for.
 
         Contiguous and shared: writing into it is remembered. Cut anew when the bucket's parameters change.
         """
         key = (slot, "/".join(part.name for part in bucket.parts))
         if key not in self._joined:
-            self._join(slot, key, bucket)
+            self._join(slot, key, bucket, kind)
         return self._joined[key]
 
-    def _join(self, slot: str, key: tuple[str, str], bucket: Bucket) -> None:
+    def _join(self, slot: str, key: tuple[str, str], bucket: Bucket, kind: dtype | None) -> None:
         pieces = self.slots.setdefault(slot, {})
-        whole = bucket.data.new_zeros(bucket.data.numel())
+        whole = bucket.data.new_zeros(bucket.data.numel(), dtype=kind)
         for part in bucket.parts:
             if part.name in pieces:
                 whole[part.start : part.stop] = pieces[part.name]

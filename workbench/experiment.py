@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.compressors import Compressor, Dense
+from workbench import momentum
+from workbench.compressors import Compressor, Dense, inside
 from workbench.fabric import Fabric
 from workbench.knobs import KnobError, checked, from_plain, knob, to_plain, turn
 from workbench.optimizers import Optimizer, TaskOwn
@@ -14,6 +15,7 @@ from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
 CLIP = "a longer gradient is scaled down to this norm before an update; a rank's own where ranks update alone; 0 is off"
+MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Experiment:
     steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after so many; 0 runs until stopped")
     seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of the model and the data")
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
+    measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
 
     def turn(self, path: str, value: Any) -> Experiment:
@@ -52,6 +55,9 @@ class Experiment:
     def checked(self) -> Experiment:
         """This experiment if every knob and every combination in it can be. Raises KnobError."""
         good = checked(self)
+        for compressor in inside(good.compressor):
+            if reason := compressor.refuses():
+                raise KnobError(reason)
         if reason := good.strategy.refuses(good.compressor):
             raise KnobError(reason)
         if reason := good.strategy.refuses_size(good.ranks):
@@ -64,6 +70,8 @@ class Experiment:
                 f"their norm cannot be told; use clip=0 with it, or DDP or LocalSGD"
             )
         if reason := good.optimizer.refuses():
+            raise KnobError(reason)
+        if reason := momentum.refused(good):
             raise KnobError(reason)
         for fault in good.fabric.faults:
             if getattr(fault, "rank", 0) >= good.ranks:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.run import Run
 
-LANES = ("step", "compute", "wait", "comm", "port", "codec", "ticket", "eval", "switch")  # from top to bottom
+# from top to bottom
+LANES = ("step", "compute", "wait", "comm", "port", "codec", "measuring", "ticket", "eval", "switch")
 _HOMES = {
     "task": "tasks", "strategy": "strategies", "compressor": "compressors", "fabric": "fabric",
     "optimizer": "optimizers",

@@ -29,13 +29,17 @@ class StrategyError(RuntimeError):
 
 
 class Op:
-    """One thing asked of the host: `verb` with its arguments. A Span is an Op plus when."""
+    """One thing asked of the host: `verb` with its arguments. A Span is an Op plus when.
 
-    __slots__ = ("args", "verb")
+    measures: it is asked only to see what another one does; a host writes its Span into the lane "measuring"
+    """
+
+    __slots__ = ("args", "measures", "verb")
 
     def __init__(self, verb: str, *args: Any) -> None:
         self.verb = verb
         self.args = args
+        self.measures = False
 
     def __await__(self) -> Generator[Op, Any, Any]:
         return (yield self)

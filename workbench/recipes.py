@@ -6,11 +6,12 @@ import difflib
 import inspect
 from collections.abc import Callable
 
+from workbench.compressors import Zen
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, Slow
 from workbench.knobs import KnobError
 from workbench.strategies import DDP
-from workbench.tasks import ByteGPT, Digits
+from workbench.tasks import ByteGPT, ClickThrough, Digits
 
 
 def first_run() -> Experiment:
@@ -26,6 +27,12 @@ def slow_link() -> Experiment:
 def digits() -> Experiment:
     """Digits as fast as the machine goes: 90 % accuracy within seconds."""
     return Experiment(task=Digits(), eval_every=10)
+
+
+def clicks() -> Experiment:
+    """ClickThrough on a slow wire, where almost all that Dense sends is zero: turn the compressor to Dense and back."""
+    fabric = Fabric(link=Link(bandwidth=100, latency=0.2))
+    return Experiment(task=ClickThrough(), compressor=Zen(), pace=50, fabric=fabric)
 
 
 def full_speed() -> Experiment:

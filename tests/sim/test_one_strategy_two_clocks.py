@@ -8,7 +8,7 @@ import pytest
 from tests.ranks import experiment, run, shipped
 from tests.sim.virtual import begun, comm, rows, samples
 from workbench import simulate
-from workbench.compressors import Compressor
+from workbench.compressors import Compressor, inside
 from workbench.knobs import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD, Strategy
 
@@ -27,7 +27,8 @@ def test_both_hosts_are_asked_the_same_operations(name: str, compressor: str) ->
         assert "use " in str(refusal)
         return
     sessions = run(e)
-    for real in (False, True):
+    guessed = any(c.varies for c in inside(e.compressor))  # how much is sent depends on numbers that sizes only lack
+    for real in (True,) if guessed else (False, True):
         simulated = simulate(e.turn("pace", 5.0), real=real)
         for s in sessions:
             assert comm(simulated, s.rank.index) == begun(s.record)

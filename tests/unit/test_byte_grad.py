@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, toy, weights
 from workbench.canonical import state_hash
-from workbench.compressors import ByteGrad, Compressor, ErrorFeedback, OneBit
+from workbench.compressors import ByteGrad, Compressor, ErrorFeedback, Float8, OneBit
 from workbench.compressors._minmax import quantised, restored
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.knobs import Change
@@ -19,7 +19,10 @@ from workbench.ops import Bucket, Memory, Rank
 
 pytestmark = pytest.mark.ranks
 
-CODECS = [ByteGrad(), ByteGrad(bits=4), ByteGrad(bits=4, block=64), OneBit(), OneBit(scale="rms", block=64)]
+CODECS = [
+    ByteGrad(), ByteGrad(bits=4), ByteGrad(bits=4, block=64), ByteGrad(bits=2, stochastic=True, block=64),
+    OneBit(), OneBit(scale="rms", block=64), Float8(block=0), Float8(to="e5m2", block=64, stochastic=True),
+]  # fmt: skip
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -42,7 +45,7 @@ def steps(x: np.ndarray, ranks: int, bits: int, block: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("block", [0, 64])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize(("ranks", "n"), [(1, 1000), (2, 999), (3, 1000), (4, 1024), (8, 517)])
 def test_each_element_is_within_half_a_step_of_each_coding(ranks: int, n: int, bits: int, block: int) -> None:
     g = noise(n, ranks, n) ** 3
@@ -55,20 +58,39 @@ def test_each_element_is_within_half_a_step_of_each_coding(ranks: int, n: int, b
     assert np.abs(out - exact).max() > 0.4 * first.min()
 
 
-@pytest.mark.parametrize(("bits", "off"), [(8, 0.0098), (4, 0.167)])
+@pytest.mark.parametrize(("bits", "off"), [(8, 0.0098), (4, 0.167), (2, 0.93)])
 def test_the_error_on_normal_numbers_in_blocks_of_512_is_the_published_rule(bits: int, off: float) -> None:
-    g = noise(3, 4, 2048)
+    """And rounding at random makes it the square root of two times as large."""
+    g, memories = noise(3, 4, 2048), [Memory(r) for r in range(4)]
     exact = g.double().sum(0)
     assert float((reduced(ByteGrad(bits=bits), g) - exact).norm() / exact.norm()) == pytest.approx(off, rel=0.1)
+    chance = ByteGrad(bits=bits, stochastic=True)
+    tries = [float((exchange(chance, g, placed((2048,)), memories) - exact).norm() / exact.norm()) for _ in range(20)]
+    assert sum(tries) / 20 == pytest.approx(off * 2**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_rounded_at_random_the_mean_is_right_through_both_hops(bits: int) -> None:
+    draws, g = 1500, noise(1, 3, 64) ** 3  # each draw in a block of its own
+    memories, exact = [Memory(r) for r in range(3)], g.double().sum(0)
+    codec = ByteGrad(bits=bits, block=64, stochastic=True)
+    off = exchange(codec, g.repeat(1, draws), placed((64 * draws,)), memories).view(draws, 64) - exact
+    spread = off.square().mean(0)
+    u = draws * off.mean(0).square().sum() / spread.sum()
+    freedom = spread.sum() ** 2 / spread.square().sum()
+    assert abs(u - 1) < 5 * (2 / freedom) ** 0.5 + 5 / draws**0.5, (float(u), float(freedom))
+    nearest = exchange(ByteGrad(bits=bits, block=64), g.repeat(1, 3), placed((192,)), memories)[:64] - exact
+    assert float(nearest.square().sum()) > 10 * float(off.mean(0).square().sum()), "which the nearest is not"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_integers_that_fill_the_codes_are_added_to_the_bit(ranks: int, bits: int) -> None:
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_integers_that_fill_the_codes_are_added_to_the_bit(ranks: int, bits: int, stochastic: bool) -> None:
     top = 2**bits - 1
     chunk = torch.cat([torch.tensor([0, top]), torch.randint(0, top + 1, (62,))])
     g = (chunk.repeat(ranks) - 7.0).repeat(ranks, 1)
-    assert torch.equal(reduced(ByteGrad(bits=bits), g).float(), g.sum(0))
+    assert torch.equal(reduced(ByteGrad(bits=bits, stochastic=stochastic), g).float(), g.sum(0))
 
 
 def test_a_large_offset_and_a_tiny_range_never_wrap() -> None:
@@ -83,7 +105,7 @@ def test_a_large_offset_and_a_tiny_range_never_wrap() -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_numbers_that_are_all_equal_come_back_as_they_are(codec: Compressor) -> None:
-    for value in (0.0, 1.0, -3.25, 1e-30, 1e30) if isinstance(codec, ByteGrad) else (0.0, 0.5, -3.25):
+    for value in (0.0, 1.0, -3.25, 1e-30, 1e30) if isinstance(codec, ByteGrad | Float8) else (0.0, 0.5, -3.25):
         for n in (1, 2, 7, 100):
             out = reduced(codec, torch.full((3, n), value))
             torch.testing.assert_close(out, torch.full((n,), 3 * value).double(), rtol=1e-6, atol=0)
@@ -133,7 +155,7 @@ def test_other_dtypes_and_strides_keep_shape_and_dtype(codec: Compressor, dtype:
     torch.testing.assert_close(end.value.value, bucket.data)  # alone, what this rank contributes is all there is
 
 
-@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 101])
 def test_codes_are_packed_to_their_bits(width: int, n: int) -> None:
     codes = torch.randint(0, 2**width, (3, n), generator=torch.Generator().manual_seed(n)).to(torch.uint8)

@@ -166,5 +166,5 @@ def test_feedback_within_feedback_is_one() -> None:
     """So `compressor.of` may be turned to a bare name, which brings its own."""
     e = experiment(2, 8, compressor=ErrorFeedback())
     within = run(e, Change(0, "compressor.of", "OneBit"))[0]
-    assert str(within.experiment.compressor) == "ErrorFeedback(of=ErrorFeedback(of=OneBit(block=0, scale='mean')))"
+    assert within.experiment.compressor == ErrorFeedback(of=OneBit.usual())
     assert torch.equal(weights(within), weights(run(e, Change(0, "compressor", "OneBit"))[0]))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_own
 
 from tests.ranks import batch, exchange, experiment, mse, net, placed, run, toy, weights
+from workbench import simulate
 from workbench.canonical import state_hash
 from workbench.compressors import Dense, ErrorFeedback, PowerSGD
+from workbench.compressors._low_rank import RIGHT
 from workbench.fabric import traffic
-from workbench.knobs import Change
-from workbench.ops import Bucket, Memory, Rank
+from workbench.knobs import Change, KnobError
+from workbench.ops import Bucket, Memory, Part, Rank
 from workbench.strategies import DDP, LocalSGD
 
 pytestmark = pytest.mark.ranks
@@ -54,7 +61,7 @@ def test_it_is_the_algorithm_of_the_paper_applied_to_the_summed_gradient(ranks: 
     first = noise(77, 30, r)
     memories = [Memory() for _ in range(ranks)]
     for memory in memories:
-        memory.parts[PowerSGD.slot] = {"p0": first.clone()}
+        memory.parts[RIGHT] = {"p0": first.clone()}
     got = [exchange(ErrorFeedback(of=PowerSGD(rank=r)), g, MATRIX, memories) for g in steps]
     want = plain_power_sgd([g.sum(0).view(40, 30).numpy() for g in steps], first.numpy().copy())
     for a, b in zip(got, want, strict=True):
@@ -74,6 +81,16 @@ def test_a_gradient_of_low_rank_is_recovered_in_its_first_step() -> None:
     memory = [Memory(), Memory()]
     g = torch.stack([low_rank(3, 2), 2 * low_rank(3, 2)])
     torch.testing.assert_close(exchange(PowerSGD(rank=2), g, MATRIX, memory), g.sum(0))
+
+
+@pytest.mark.parametrize("r", [1, 2, 5])
+def test_alone_what_it_misses_is_orthogonal_to_what_it_finds_and_no_less_than_the_best_misses(r: int) -> None:
+    m = noise(4, 1, 1200)
+    out = exchange(PowerSGD(rank=r), m, MATRIX, [Memory()])
+    missed = (m[0] - out).square().sum()
+    torch.testing.assert_close(missed, m.square().sum() - out.square().sum())
+    tail = torch.linalg.svdvals(m.view(40, 30))[r:].square().sum()
+    assert missed > tail
 
 
 def test_repeated_steps_converge_to_the_best_approximation_at_the_rate_of_power_iteration() -> None:
@@ -118,13 +135,178 @@ def test_nothing_is_lost_while_the_rank_changes() -> None:
 def test_another_rank_keeps_the_columns_that_are_known() -> None:
     memory, g = [Memory()], torch.stack([low_rank(3, 2)])
     exchange(PowerSGD(rank=2), g, MATRIX, memory)
-    for r in (5, 9, 2):
+    for r in (5, 8, 2):
         torch.testing.assert_close(exchange(PowerSGD(rank=r), g, MATRIX, memory), g[0])
-        assert memory[0].parts[PowerSGD.slot]["p0"].shape == (30, r)
+        assert memory[0].parts[RIGHT]["p0"].shape == (30, r)
     cold = [Memory()]
     tilted = torch.stack([low_rank(3, 2) + 0.3 * noise(8, 1200)])
     warm_error = (exchange(PowerSGD(rank=2), tilted, MATRIX, memory) - tilted[0]).norm()
     assert warm_error < 0.9 * (exchange(PowerSGD(rank=2), tilted, MATRIX, cold) - tilted[0]).norm()
+
+
+def test_several_iterations_in_one_step_are_as_many_steps_with_the_same_gradient() -> None:
+    g, once, thrice = noise(6, 2, 1200), [Memory(), Memory()], [Memory(), Memory()]
+    for _ in range(3):
+        want = exchange(PowerSGD(rank=2), g, MATRIX, once)
+    got = exchange(PowerSGD(rank=2, iterations=3), g, MATRIX, thrice)
+    torch.testing.assert_close(got, want)
+    sent = run(experiment(2, 4, compressor=PowerSGD(rank=2, iterations=3)))[0].record.comm()
+    buckets = len({name for step, name, _ in sent if step == 3})
+    assert sum(step == 3 for step, _, _ in sent) > 2 * buckets
+
+
+def test_what_several_iterations_contribute_adds_up_to_the_result_too() -> None:
+    parts, memories = placed((40, 30), (7,)), [Memory(), Memory()]
+    g = noise(5, 2, parts[-1].stop)
+    out = exchange(ErrorFeedback(of=PowerSGD(rank=2, iterations=2)), g, parts, memories)
+    left = torch.cat([sum(m.slots["residual"][p.name] for m in memories) for p in parts])
+    torch.testing.assert_close(out + left, g.sum(0))
+
+
+def test_without_warm_start_every_step_draws_other_directions_the_same_on_all_ranks() -> None:
+    g, cold, warm = noise(6, 2, 1200), [Memory(), Memory()], [Memory(), Memory()]
+    outs = [exchange(PowerSGD(rank=2, warm_start=False), g, MATRIX, cold) for _ in range(6)]
+    assert all(float((a - b).norm()) > 0.05 * float(a.norm()) for a, b in pairwise(outs))
+    for _ in range(6):
+        known = exchange(PowerSGD(rank=2), g, MATRIX, warm)
+    assert (known - g.sum(0)).norm() < min((out - g.sum(0)).norm() for out in outs)
+    # turned on again it goes on from the step before
+    after = exchange(PowerSGD(rank=2), g, MATRIX, cold)
+    assert (after - g.sum(0)).norm() < (outs[-1] - g.sum(0)).norm()
+
+
+@pytest.mark.parametrize("rate", [1.0, 2.0, 7.5])
+def test_a_matrix_is_worth_it_where_torch_says_so(rate: float) -> None:
+    dice = np.random.default_rng(0)
+    for n, m, r in dice.integers(1, 300, (3000, 3)).tolist():
+        theirs = torch_own._should_compress(n, m, min(n, m, r // 8 + 1), rate)[0]
+        assert PowerSGD(rank=r // 8 + 1, min_compression_rate=rate).worth(n, m) == theirs, (n, m, r)
+
+
+def resnet18() -> list[tuple[int, ...]]:
+    """The shapes of the ResNet-18 for CIFAR-10 that the paper trains: 11 173 962 parameters."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3), (64,), (64,)]
+    before = 64
+    for width in (64, 128, 256, 512):
+        for block in range(2):
+            shapes += [(width, before, 3, 3), (width,), (width,), (width, width, 3, 3), (width,), (width,)]
+            if block == 0 and before != width:
+                shapes += [(width, before, 1, 1), (width,), (width,)]
+            before = width
+    return [*shapes, (10, 512), (10,)]
+
+
+@pytest.mark.parametrize(("r", "mebibytes"), [(1, 4.2), (2, 7.5), (4, 14.2)])
+def test_an_epoch_of_the_papers_resnet_sends_what_the_paper_says(r: int, mebibytes: float) -> None:
+    """Its table has 4, 8 and 14 MB of 1023 for 24 steps, every matrix compressed."""
+    parts = placed(*resnet18())
+    assert parts[-1].stop == 11_173_962 and round(parts[-1].stop * 4 * 24 / 2**20) == 1023
+    child = PowerSGD(rank=r, min_compression_rate=1.0).reduce(
+        Rank(0, 4), Bucket(0, torch.empty(parts[-1].stop, device="meta"), tuple(parts), 0), Memory()
+    )
+    sent, value = 0, None
+    try:
+        while True:
+            value = child.send(value).args[0]
+            sent += value.numel()
+    except StopIteration:
+        assert sent * 4 * 24 / 2**20 == pytest.approx(mebibytes, abs=0.1)
+
+
+class OneBucket:
+    """What torch's hook asks of its bucket."""
+
+    def __init__(self, data: torch.Tensor, parts: list[Part]) -> None:
+        self.data, self.parts = data, parts
+
+    def buffer(self) -> torch.Tensor:
+        return self.data
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self.data[p.start : p.stop].view(p.shape) for p in self.parts]
+
+
+class Two:
+    """Two ranks as threads, in the place of `torch.distributed` in torch's hook: only the wire is ours."""
+
+    def __init__(self) -> None:
+        self.here = threading.Barrier(2, timeout=20)
+        self.given: dict[int, torch.Tensor] = {}
+
+    def all_reduce(self, x: torch.Tensor, group: OneOfTwo, async_op: bool) -> OneOfTwo:
+        self.given[group.index] = x.clone()
+        self.here.wait()
+        x.copy_(self.given[0] + self.given[1])
+        self.here.wait()
+        return OneOfTwo(group.index, [x])
+
+
+@dataclass
+class OneOfTwo:
+    """A process group as torch's hook sees it, and the work that an all-reduce gives back."""
+
+    index: int
+    done: list[torch.Tensor] = field(default_factory=list)
+
+    def size(self) -> int:
+        return 2
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.done)
+        return future
+
+
+def by_torchs_hook(
+    steps: list[torch.Tensor], parts: list[Part], r: int, first: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The mean that torch's own hook gives two ranks, step by step, starting from these Q."""
+    outs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def rank(index: int) -> None:
+        state = torch_own.PowerSGDState(OneOfTwo(index), r, start_powerSGD_iter=2)
+        state.iter = 2
+        tall = [p for p in parts if PowerSGD(rank=r).worth(p.shape[0], (p.stop - p.start) // max(1, p.shape[0]))]
+        state.p_memory_dict[0] = torch.empty(sum(p.shape[0] * r for p in tall))
+        state.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in first])
+        for g in steps:
+            future = torch_own.powerSGD_hook(state, OneBucket(g[index].clone(), parts))
+            outs[index].append(future.wait().clone())
+
+    with patch.object(torch_own, "dist", Two()):
+        threads = [threading.Thread(target=rank, args=(i,), daemon=True) for i in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(20)
+    assert len(outs[0]) == len(outs[1]) == len(steps)
+    assert all(torch.equal(a, b) for a, b in zip(outs[0], outs[1], strict=True))
+    return outs[0]
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_it_gives_what_torchs_own_hook_gives_with_error_feedback(r: int) -> None:
+    """Two ranks, one bucket with matrices of several shapes, a vector and what is not worth it."""
+    parts = placed((40, 30), (7,), (24, 3, 3, 3), (3, 2), (40, 30))
+    n = parts[-1].stop
+    steps = [(noise(9, 2, n) + 0.3 * k * noise(k, 2, n)).float() for k in range(6)]
+    tall = [p for p in parts if len(p.shape) > 1 and p.shape != (3, 2)]
+    first = [noise(70 + i, (p.stop - p.start) // p.shape[0], r).float() for i, p in enumerate(tall)]
+    # torch walks its matrices shape by shape
+    walked = [first[0], first[2], first[1]]
+    theirs = by_torchs_hook(steps, parts, r, walked)
+    memories = [Memory(), Memory()]
+    for memory in memories:
+        memory.parts[RIGHT] = {p.name: q.clone() for p, q in zip(tall, first, strict=True)}
+    for g, want in zip(steps, theirs, strict=True):
+        got = exchange(ErrorFeedback(of=PowerSGD(rank=r)), g / 2, parts, memories)
+        torch.testing.assert_close(got.float(), want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("r", [1, 3])
@@ -155,7 +337,7 @@ def test_a_non_finite_gradient_is_passed_on_and_not_remembered() -> None:
     assert not exchange(PowerSGD.usual(), bad, MATRIX, memory).isfinite().all()
     for _ in range(2):
         out = exchange(PowerSGD.usual(), g, MATRIX, memory)
-    assert bool(out.isfinite().all()) and bool(memory[0].parts[PowerSGD.slot]["p0"].isfinite().all())
+    assert bool(out.isfinite().all()) and bool(memory[0].parts[RIGHT]["p0"].isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -214,7 +396,7 @@ def formula(session: object, r: int) -> int:
         for part in bucket.parts:
             n, m = (part.shape[0], part.stop - part.start) if part.shape else (1, 1)
             m //= n
-            if r * (n + m) < n * m:
+            if r < min(n, m) and 2 * r * (n + m) < n * m:
                 first, second = first + r * n, second + r * m
             else:
                 first += n * m
@@ -228,6 +410,19 @@ def test_bytes_on_the_record_are_the_formula_before_and_after_a_change_of_rank()
     for step, r in ((3, 1), (4, 1), (5, 7), (8, 7)):
         assert sum(n for k, _, n in session.record.comm() if k == step) == formula(session, r)
     assert formula(session, 1) < formula(session, 7) < formula(session, 1024)
+
+
+def test_a_rank_above_every_matrix_is_refused_in_words_before_anything_is_sent() -> None:
+    words = r"rank=65: the largest matrix of this model is 64 x 64, .* take a rank below 64, or Dense"
+    session = run(experiment(2, 6, compressor=PowerSGD.usual()), Change(3, "compressor.of.rank", 65))[0]
+    (mark,) = session.record.noted("refused")
+    assert json.loads(mark[-1])["reason"].startswith("rank=65: the largest matrix of this model is 64 x 64")
+    assert session.experiment.compressor.of.rank == 4
+    with pytest.raises(KnobError, match=words):
+        simulate(experiment(2, 6, compressor=PowerSGD(rank=65), pace=1))
+    simulated = simulate(experiment(2, 6, compressor=PowerSGD.usual(), pace=1), changes=[Change(3, "rank", 65)])
+    assert "take a rank below 64" in simulated.details("refused")[0][2]["reason"]
+    assert PowerSGD(rank=9).refuses_model(placed((20,), ())) is None, "vectors cross whole at any rank"
 
 
 def test_a_rank_as_large_as_the_matrices_is_plain_averaging() -> None:

@@ -61,6 +61,7 @@ class View(ABC):
     labelled: marks are named; else they only have their number
     tools:  "steps" for a chart of some steps: follow, hold still, choose the step (answered by `turn`)
     spoken: a screen reader says when the text changes
+    quiet:  not on the page while there is nothing to draw
     """
 
     __family__: ClassVar[bool] = True
@@ -75,6 +76,7 @@ class View(ABC):
     labelled: ClassVar[bool] = False
     tools: ClassVar[str] = ""
     spoken: ClassVar[bool] = False
+    quiet: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.cursor = 0

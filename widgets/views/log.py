@@ -88,8 +88,10 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             return "nan", f"the loss is {detail.get('loss')}; the run pauses"
         case "refused":
             return "refused", f"{detail.get('path')} = {detail.get('value')}: {detail.get('reason')}"
-        case "optimizer":
-            return "optimizer", str(detail.get("text"))
+        case "optimizer" | "momentum":
+            return name, str(detail.get("text"))
+        case "residual":
+            return ("residual", str(detail["text"])) if "text" in detail else None
         case "fault":
             return "fault", str(detail.get("text") or json.dumps(detail))
     return None

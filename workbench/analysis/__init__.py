@@ -1,13 +1,20 @@
 """Questions about a timeline, each a pure function from rows to a number or a table. Nothing here draws."""
 
+from workbench.analysis.break_even import BreakEven as BreakEven
+from workbench.analysis.break_even import break_even as break_even
 from workbench.analysis.collectives import Arrivals as Arrivals
 from workbench.analysis.collectives import arrivals as arrivals
+from workbench.analysis.compression import Compression as Compression
+from workbench.analysis.compression import compression as compression
+from workbench.analysis.compression import ratios as ratios
 from workbench.analysis.effect import Card as Card
 from workbench.analysis.effect import Effect as Effect
 from workbench.analysis.effect import Estimate as Estimate
 from workbench.analysis.effect import before_after as before_after
 from workbench.analysis.overview import line as line
 from workbench.analysis.overview import summary as summary
+from workbench.analysis.settings import Stretch as Stretch
+from workbench.analysis.settings import stretches as stretches
 from workbench.analysis.steps import Breakdown as Breakdown
 from workbench.analysis.steps import Overlap as Overlap
 from workbench.analysis.steps import StepTimes as StepTimes
@@ -22,7 +29,8 @@ from workbench.analysis.window import change_steps as change_steps
 from workbench.analysis.window import last_steps as last_steps
 
 __all__ = [
-    "Arrivals", "Breakdown", "Card", "Effect", "Estimate", "Overlap", "StepTimes", "Verdict", "arrivals",
-    "before_after", "breakdown", "bytes_per_step", "change_steps", "last_steps", "line", "overlap", "per_rank",
-    "step_times", "straggler", "summary",
+    "Arrivals", "BreakEven", "Breakdown", "Card", "Compression", "Effect", "Estimate", "Overlap", "StepTimes",
+    "Stretch", "Verdict", "arrivals", "before_after", "break_even", "breakdown", "bytes_per_step", "change_steps",
+    "compression", "last_steps", "line", "overlap", "per_rank", "ratios", "step_times", "straggler", "stretches",
+    "summary",
 ]

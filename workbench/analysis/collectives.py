@@ -61,9 +61,9 @@ def arrivals(tl: Timeline, first: int, stop: int) -> Arrivals:
     return lined_up(Window(tl, first, stop))
 
 
-def lined_up(w: Window) -> Arrivals:
+def lined_up(w: Window, lane: str = "comm") -> Arrivals:
     """As `arrivals`, for a window that is already cut out. Evaluations, hand-overs and messages are left out."""
-    rows, ports = w.lane("comm"), w.lane("port")
+    rows, ports = w.lane(lane), w.lane("port")
     rows, ports = rows[~w.outside(rows) & ~_messages(rows)], ports[~w.outside(ports)]
     key, first, inverse = np.unique(_key(rows), return_index=True, return_inverse=True)
     c, p = len(key), len(w.ranks)

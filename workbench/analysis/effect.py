@@ -1,7 +1,7 @@
 """What a change did: the steps before it against the steps after it, with spread, never across another change.
 
-Left out are the step of the change itself and steps next to an evaluation, a hand-over or a pause. Where ranks
-meet only every few steps, whole rounds are compared, so that the meeting's cost is shared out fairly.
+Left out are the step of the change itself, steps next to an evaluation, a hand-over or a pause, and measured steps.
+Where ranks meet only every few steps, whole rounds are compared, so that the meeting's cost is shared out fairly.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ def before_after(tl: Timeline, change_step: int, window: int = 50) -> Card:
     floor = int(max([s for s in every if s < change_step], default=0))
     ceiling = int(min([s for s in every if s > change_step], default=last_steps(tl)[1]))
     ceiling = max(min(ceiling, last_steps(tl)[1]), change_step)
-    before = _Side(tl, max(change_step - window, floor), change_step, begins=floor)
-    after = _Side(tl, change_step, min(change_step + 1 + window, ceiling), begins=change_step)
+    before = Side(tl, max(change_step - window, floor), change_step, begins=floor)
+    after = Side(tl, change_step, min(change_step + 1 + window, ceiling), begins=change_step)
     if before.few:
-        before = _Side(tl, max(change_step - REACH * window, floor), change_step, begins=floor)
+        before = Side(tl, max(change_step - REACH * window, floor), change_step, begins=floor)
     if after.few:
-        after = _Side(tl, change_step, min(change_step + REACH * window, ceiling), begins=change_step)
+        after = Side(tl, change_step, min(change_step + REACH * window, ceiling), begins=change_step)
     rows = (
-        Effect("step", "ms", _median(before.seconds * 1e3), _median(after.seconds * 1e3)),
-        Effect("exposed communication", "ms", _median(before.exposed * 1e3), _median(after.exposed * 1e3)),
-        Effect("sent per step and rank", "bytes", _median(before.nbytes), _median(after.nbytes)),
+        Effect("step", "ms", estimated(before.seconds * 1e3), estimated(after.seconds * 1e3)),
+        Effect("exposed communication", "ms", estimated(before.exposed * 1e3), estimated(after.exposed * 1e3)),
+        Effect("sent per step and rank", "bytes", estimated(before.nbytes), estimated(after.nbytes)),
         Effect("loss slope", "per 100 steps", before.slope, after.slope, "95 % interval of the Theil-Sen slope"),
     )
     return Card(change_step, _said(tl, change_step), before.steps, after.steps, rows)
 
 
-class _Side:
+class Side:
     """One side of a change: a value per step, or per whole round where ranks meet every few steps.
 
     `begins` is a step at which a round is known to begin.
@@ -82,20 +82,22 @@ class _Side:
 
     def __init__(self, tl: Timeline, first: int, stop: int, begins: int) -> None:
         self.steps = first, stop
-        w = Window(tl, first, stop)
+        self.window = w = Window(tl, first, stop)
         c = lined_up(w)
-        rows = w.lane("comm")
-        sent = w.total(rows, np.where(w.outside(rows), 0, rows.nbytes))
         meetings = np.unique(c.step[c.full])
         periodic = 0 < len(meetings) < w.complete.sum() - 1
-        rounds = _rounds(w, meetings, begins) if periodic else np.where(w.complete, w.steps, -1)
+        self._rounds = _rounds(w, meetings, begins) if periodic else np.where(w.complete, w.steps, -1)
         good = ~_neighbours(w, _paused(tl) | set(change_steps(tl).tolist()))
-        kept = _kept(rounds, good)
-        self.few = len(kept) < FEWEST and (periodic or not len(meetings))
-        every = (w.step_seconds, w.seconds("wait"), sent)
-        means = (np.array([values[rounds == k].mean() for k in kept]) for values in every)
-        self.seconds, self.exposed, self.nbytes = means
+        self._kept = _kept(self._rounds, good)
+        self.few = len(self._kept) < FEWEST and (periodic or not len(meetings))
+        rows = w.lane("comm")
+        self.nbytes = self.each(w.total(rows, np.where(w.outside(rows), 0, rows.nbytes)))
+        self.seconds, self.exposed = self.each(w.step_seconds), self.each(w.seconds("wait"))
         self.slope = _slope(*_losses(tl, first, stop))
+
+    def each(self, values: np.ndarray) -> np.ndarray:
+        """(n,) means of a (steps, ranks) matrix, one for each step or round that is looked at."""
+        return np.array([values[self._rounds == k].mean() for k in self._kept])
 
 
 def _rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
@@ -115,7 +117,7 @@ def _kept(rounds: np.ndarray, good: np.ndarray) -> np.ndarray:
 
 
 def _neighbours(w: Window, also: set[int]) -> np.ndarray:
-    """A mask over steps: those at which a rank evaluated or handed over, and those in `also`."""
+    """A mask over steps: those at which a rank evaluated, handed over or measured, and those in `also`."""
     return w.disturbed | np.isin(w.steps, np.fromiter(also, np.int64, len(also)))
 
 
@@ -141,7 +143,7 @@ def _losses(tl: Timeline, first: int, stop: int) -> tuple[np.ndarray, np.ndarray
     return steps.astype(float), np.bincount(at, rows.value, minlength=len(steps)) / np.maximum(n, 1)
 
 
-def _median(values: np.ndarray) -> Estimate:
+def estimated(values: np.ndarray) -> Estimate:
     """The median with a percentile bootstrap; the draws are the same each time."""
     values = values[np.isfinite(values)]
     n = len(values)

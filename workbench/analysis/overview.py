@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.analysis.steps import bytes_per_step, step_times
-from workbench.analysis.window import last_steps, ranks_of
+from workbench.analysis.steps import bytes_per_step
+from workbench.analysis.window import Window, last_steps, ranks_of
 
 if TYPE_CHECKING:
     from workbench.run import Run
@@ -19,7 +19,9 @@ def summary(run: Run) -> dict[str, Any]:
     """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps."""
     tl = run.timeline
     first, stop = last_steps(tl, RECENT)
-    times = np.fmax.reduce(step_times(tl, RECENT).seconds, axis=1) if stop > first else np.empty(0)
+    w = Window(tl, first, stop)
+    seconds = w.step_seconds[w.usual | ~w.complete]  # where a rank passed over a step, those that made it count
+    times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
     times = times[~np.isnan(times)]  # a rank may have passed over steps, but the median needs some that were made
     sent = bytes_per_step(tl, first, stop)
     return {

@@ -20,7 +20,7 @@ class StepTimes(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """Mean seconds per step on each rank, over the steps that ended everywhere.
+    """Mean seconds per step on each rank, over the steps that ended everywhere; measuring is left out.
 
     A step is compute + exposed + other. Exposed communication is what the step stood still for; of it,
     `held` was spent before the last rank had arrived. `waiting`, `transferring` and `codec` count all
@@ -82,7 +82,7 @@ def breakdown(tl: Timeline, first: int, stop: int) -> Breakdown:
 
 def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
     """As `breakdown`, for a window; `only` is a mask over its steps."""
-    over = w.complete if only is None else w.complete & only
+    over = w.usual if only is None else w.usual & only
     c = lined_up(w)
 
     def mean(values: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ def overlap(tl: Timeline, first: int, stop: int) -> Overlap:
 
 
 def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
-    """(steps, ranks) bytes that each rank sent in each step, hand-overs and evaluations left out."""
+    """(steps, ranks) bytes that each rank sent in each step; hand-overs, evaluations and measuring are left out."""
     w = Window(tl, first, stop)
     rows = w.lane("comm")
     rows = rows[~w.outside(rows)]
@@ -131,9 +131,9 @@ def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
 def per_rank(tl: Timeline, first: int, stop: int) -> list[Row]:
     """The data table beside the charts: one row per rank."""
     w = Window(tl, first, stop)
-    b, n = broken_down(w), int(w.complete.sum())
+    b, n = broken_down(w), int(w.usual.sum())
     rows = w.lane("comm")
-    nbytes = w.total(rows, np.where(w.outside(rows), 0, rows.nbytes))[w.complete]
+    nbytes = w.total(rows, np.where(w.outside(rows), 0, rows.nbytes))[w.usual]
     sent = nbytes.mean(axis=0).tolist() if n else [0.0] * len(w.ranks)
     times = (b.seconds, b.compute, b.exposed, b.waiting, b.transferring)
     columns = *(np.round(seconds * 1e3, 3).tolist() for seconds in times), sent, _losses(tl, w)

@@ -9,6 +9,7 @@ import numpy as np
 from workbench.timeline import Rows, Timeline
 
 OUTSIDE = ("eval", "switch")  # lanes that lie outside of steps
+MEASURING = "measuring"  # the lane of what is done only to see what compression does
 MANY = 50_000  # rows that are looked through without a thought for time
 
 
@@ -49,16 +50,23 @@ class Window:
         return np.bincount(where, values, minlength=n * p)[: n * p].reshape(n, p)
 
     def seconds(self, *lanes: str, name: str | None = None) -> np.ndarray:
-        """Seconds spent in some lanes, per step and rank; spans inside evaluations and hand-overs are left out."""
+        """Seconds spent in some lanes, per step and rank; spans inside evaluations and hand-overs are left out.
+
+        Nor does it count as waiting that a rank stood still while something was measured.
+        """
         rows = self.lane(*lanes, name=name)
         rows = rows[~self.outside(rows)] if not set(lanes) & set(OUTSIDE) else rows
-        return self.total(rows, rows.t1 - rows.t0)
+        out = self.total(rows, rows.t1 - rows.t0)
+        return (out - self.stood).clip(min=0) if "wait" in lanes else out
 
     @cached_property
     def step_seconds(self) -> np.ndarray:
-        """How long each step lasted on each rank; NaN where it has not ended (or its rows are not here yet)."""
+        """How long each step lasted on each rank; NaN where it has not ended (or its rows are not here yet).
+
+        Without the time for which it stood still while something was measured.
+        """
         rows = self.lane("step")
-        out = self.total(rows, rows.t1 - rows.t0)
+        out = self.total(rows, rows.t1 - rows.t0) - self.stood
         return np.where(self.total(rows, np.ones(len(rows))) > 0, out, np.nan)
 
     @cached_property
@@ -68,9 +76,39 @@ class Window:
 
     @cached_property
     def disturbed(self) -> np.ndarray:
-        """A mask over steps: those at which any rank evaluated or handed over."""
+        """A mask over steps: those at which any rank evaluated, handed over or measured."""
+        return self._at(*OUTSIDE, MEASURING)
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        """A mask over steps: those in which any rank measured."""
+        return self._at(MEASURING)
+
+    @cached_property
+    def usual(self) -> np.ndarray:
+        """A mask over steps: those that a mean is taken over, which ended on every rank and in which none measured.
+
+        Where ranks meet every few steps a meeting belongs to its whole round, and stays for that. All that ended stay
+        where none would be left.
+        """
+        met = self._at("comm") & self.complete
+        left = self.complete & ~self.measured
+        return left if left.any() and met.sum() >= self.complete.sum() - 1 else self.complete
+
+    @cached_property
+    def stood(self) -> np.ndarray:
+        """(steps, ranks) seconds for which a step stood still while something was measured."""
+        out, waits = np.zeros(self.shape), self.lane("wait")
+        for rank in np.unique(self.lane(MEASURING).rank):
+            mine = waits[waits.rank == rank]
+            measuring = self.cover(rank, MEASURING).between(mine.t0, mine.t1)
+            np.add.at(out, (mine.step - self.first, self.column(rank)), measuring)
+        return out
+
+    def _at(self, *lanes: str) -> np.ndarray:
+        """A mask over steps: those with a span in some lanes on any rank."""
         out = np.zeros(self.shape[0], bool)
-        out[self.lane(*OUTSIDE).step - self.first] = True
+        out[self.lane(*lanes).step - self.first] = True
         return out
 
     def outside(self, rows: Rows) -> np.ndarray:

@@ -5,15 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from workbench.family import Family
-from workbench.ops import Bucket, Memory, Rank
+from workbench.ops import Bucket, Memory, Part, Rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Payload = tuple["Tensor", ...]
+
+
+class Owed(Protocol):
+    """What a rank contributed, not written out: making it would take longer than taking it away."""
+
+    def less(self, x: Tensor, into: Tensor) -> None:
+        """into <- x less what was contributed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,8 @@ class Compressor(Family):
     immediate:   `reduce` is one collective without arithmetic, so no thread of its own is worth its while
     varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
                  share that is, and what is sent is an estimate
+    assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
+    owes:        the slot of its Memory that holds what it has not sent yet; "" where it remembers nothing
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -38,10 +47,37 @@ class Compressor(Family):
     contraction: ClassVar[bool] = False
     immediate: ClassVar[bool] = False
     varies: ClassVar[bool] = False
+    assumes: ClassVar[str] = ""
+    owes: ClassVar[str] = ""
+
+    @property
+    def carries(self) -> bool:
+        """Does it keep the optimizer's momentum, in its Memory's slot MOMENTUM, so that the optimizer steps without?"""
+        return False
+
+    def whole(self) -> Compressor:
+        """Where it `owes`: what sends all of it in one step, with that step's data, and then owes nothing."""
+        return self
 
     @abstractmethod
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
+
+    def refuses(self) -> str | None:
+        """Why these knobs cannot be together, in a sentence that says what would do; or None."""
+        return None
+
+    def refuses_feedback(self) -> str | None:
+        """Why its error cannot be fed back, in a sentence that says what would do; or None."""
+        return None
+
+    async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | Owed | None:
+        """As `reduce`, for one who wants only what is left of the data: a contribution may say how to take it away."""
+        return await self.reduce(rank, bucket, memory)
+
+    def refuses_model(self, parts: list[Part]) -> str | None:
+        """Why it cannot work on gradients of these parameters, in a sentence that says what would do; or None."""
+        return None
 
 
 def inside(compressor: Compressor) -> Iterator[Compressor]:

@@ -15,10 +15,11 @@ async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tu
 
     With sizes only nobody can know another's: all are taken to have as many as this rank.
     """
-    if rank.size == 1 or like.is_meta:
-        return (tuple(rows),) * rank.size
+    if rank.size == 1:
+        return (tuple(rows),)
     mine = torch.tensor(rows, dtype=torch.int64, device=like.device)
-    return tuple(map(tuple, (await rank.all_gather(mine, name)).tolist()))
+    every = await rank.all_gather(mine, name)
+    return (tuple(rows),) * rank.size if like.is_meta else tuple(map(tuple, every.tolist()))
 
 
 async def gathered(rank: Rank, x: Tensor, name: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""ByteGrad: gradients cross the wire as bytes, or half bytes, between the smallest and the largest of a chunk."""
+"""ByteGrad: gradients cross the wire as bytes, or parts of them, between the smallest and the largest of a chunk."""
 
 from __future__ import annotations
 
@@ -8,33 +8,41 @@ from typing import ClassVar
 from torch import Tensor
 
 from workbench.compressors._minmax import quantised, restored
+from workbench.compressors._stochastic import dice_for
 from workbench.compressors._two_hop import Coded
 from workbench.knobs import knob
+from workbench.ops import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGrad(Coded):
-    """Every element crosses the wire as an 8- or 4-bit code between its block's smallest and largest, in two hops.
+    """Every element crosses the wire as an 8-, 4- or 2-bit code between its block's smallest and largest, in two hops.
 
         code = round((x - min) / step),   step = (max - min) / (2^bits - 1)
 
     Rank j decodes everybody's chunk j, adds up in fp32, codes the sum again and hands it to all. Each element of
     the result is off by at most half a step of each rank's code and half a step of the sum's. Bytes sent per rank:
-    2 (p-1) (m bits / 8 + 8) for chunks of m = n / p elements, a quarter or an eighth of a dense all-reduce for any p;
+    2 (p-1) (m bits / 8 + 8) for chunks of m = n / p elements, a quarter to a sixteenth of a dense all-reduce for any p;
     with `block` = B, 8 bytes for every B elements instead of every chunk. Not linear, no memory. A block with a
     number that is not finite comes back as NaN.
 
     When to use it: the wire is slow but not very slow, and nothing shall be tuned: with 8 bits and one scale per
     chunk it is Bagua's ByteGrad and trains like Dense. Where magnitudes within a chunk differ much, smaller blocks
-    keep the small ones. With 4 bits rounding is felt: use ErrorFeedback(of=ByteGrad(bits=4)). Bagua's codec rounds
-    x itself, whose codes leave their byte when an offset is large and the range small; this one rounds x - min.
+    keep the small ones. With 4 bits rounding is felt: use ErrorFeedback(of=ByteGrad(bits=4)); with 2 bits the error is
+    about as large as the gradient, and feedback a must. Bagua's codec rounds x itself, whose codes leave their byte
+    when an offset is large and the range small; this one rounds x - min.
+
+    `stochastic` rounds up or down at random, in both hops, so that the result is right on average, and its error
+    sqrt(2) times as large where a block's numbers lie anyhow between codes. Rounding to the nearest leaves an
+    error that may be the same in every step. Feedback mends that at a lower price, so with it leave this off.
 
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021,
     https://arxiv.org/abs/2107.01499; codes in blocks: Markov et al., "CGX: Adaptive System Support for
     Communication-Efficient Deep Learning", Middleware 2022, https://arxiv.org/abs/2111.08617
     """
 
-    bits: int = knob(8, choices=(8, 4), doc="bits of a code")
+    bits: int = knob(8, choices=(8, 4, 2), doc="bits of a code")
+    stochastic: bool = knob(False, doc="round at random, so that the mean is right, instead of to the nearest code")
 
     scalars: ClassVar[int] = 2
 
@@ -42,8 +50,8 @@ class ByteGrad(Coded):
     def width(self) -> int:
         return self.bits
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantised(x, self.bits)
+    def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        return quantised(x, self.bits, dice_for(x, memory) if self.stochastic else None)
 
-    def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         return restored(codes, scales)

@@ -18,7 +18,9 @@ class Cast(Codec):
 
     fp16 keeps 11 significant bits but overflows above 65504; bf16 keeps 8 bits and fp32's range. Bytes sent per
     rank: 2 (p-1)/p * 2 n. Rounding to nearest is taken as unbiased here, as the field does, though it is
-    so only on average over inputs; the sum itself rounds in the narrow type, too.
+    so only on average over inputs; the sum itself rounds in the narrow type, too. Ranks hand in shares, so a gradient
+    is divided by p before it is cast; torch's hook casts first, and overflows in fp16 at gradients 1/p as large. Floats
+    of 8 bits cannot be added on the way: see Float8.
 
     When to use it: it is the honest baseline of every other compressor: nearly free, and half the bytes.
 

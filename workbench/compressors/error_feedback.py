@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
-from workbench.compressors._base import Compressor
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor, Owed, inside
 from workbench.compressors.dense import Dense
 from workbench.knobs import knob
 from workbench.ops import Bucket, Memory, Rank
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,27 +20,91 @@ class ErrorFeedback(Compressor):
 
         x = grad + residual;   out = sum over ranks of C(x);   residual <- x - C(x)
 
-    So nothing is lost, only late: everything sent plus what is left equals the sum of all gradients,
-    across any live change of ratio, bucket size or compressor. Costs one value per element of memory and two
-    passes over the bucket. A non-finite gradient is passed on but not remembered.
+    C(x) is what this rank itself put into `out`, so nothing is lost, only late: everything sent plus what is left
+    equals the sum of all gradients, across any live change of ratio, bucket size or compressor. Costs one value per
+    element of memory, at least fp32 (a residual in bf16 would swallow what is 500 times smaller than itself), and a few
+    passes over the bucket. What does not fit into a narrow bucket's range waits in the residual. There is one residual:
+    error feedback within what is wrapped, however deep, is left out, so nothing is fed back twice.
+
+    Where the result is not finite nothing was delivered: there the residual stays what it was, on all ranks, and that
+    step's gradient is disregarded. Sent uncompressed, residuals are in the units of gradients, not of updates: after
+    a drop of the learning rate what is still owed counts at the new rate, as all gradients from then on do.
+
+    When a compressor takes over that feeds nothing back, the one that is left says by `off` what becomes of the rest.
+    "flush": one uncompressed step sends it all, beside its own gradient. "bleed": `over` uncompressed steps send it in
+    equal shares, for a residual much longer than a gradient makes a long step. "drop": it is forgotten. The record's
+    Mark "residual" says how much it was; where exchanges change their meaning (gradients, displacements, moments) it is
+    always dropped.
 
     Reference: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", ICML 2019, https://arxiv.org/abs/1901.09847
     """
 
     of: Compressor = knob(Dense(), doc="the compressor whose error is fed back")
+    off: str = knob("flush", choices=("flush", "bleed", "drop"), doc="what becomes of the rest when it is turned off")
+    over: int = knob(10, 2, 10_000, unit="steps", log=True, doc="bleeding takes so many steps")
 
     slot: ClassVar[str] = "residual"
+    owes: ClassVar[str] = slot
+
+    def whole(self) -> Compressor:
+        return ErrorFeedback(of=Dense())
+
+    def refuses(self) -> str | None:
+        return next(filter(None, (c.refuses_feedback() for c in inside(self.of))), None)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        if isinstance(self.of, ErrorFeedback):  # there is one residual: it cannot be fed back twice
-            return await self.of.reduce(rank, bucket, memory)
-        residual = memory.flat(self.slot, bucket)
-        x = residual.add_(bucket.data)  # the residual's own storage holds x until the contribution is known
-        bucket.data.copy_(x)
-        own = await self.of.reduce(rank, bucket, memory)
-        if own is None:
-            residual.zero_()
-        else:
-            residual.sub_(own).nan_to_num_(0.0, 0.0, 0.0)
+        of = bare(self.of)
+        if any(c.owes for c in inside(of)):  # it feeds back by itself
+            return await of.reduce(rank, bucket, memory)
+        residual = memory.flat(self.slot, bucket, wide(bucket.data.dtype))
+        x = bucket.data + residual
+        rounded = put(bucket, x)
+        own = await of.reduce_owing(rank, bucket, memory)
+        settle(residual, x, rounded if own is None else own, bucket.data)
         return None
+
+
+def bare(compressor: Compressor) -> Compressor:
+    """`compressor` without the error feedback in it, however deep."""
+    if isinstance(compressor, ErrorFeedback):
+        return bare(compressor.of)
+    held = {f.name: getattr(compressor, f.name) for f in fields(compressor)}
+    inner = {name: bare(value) for name, value in held.items() if isinstance(value, Compressor)}
+    return replace(compressor, **inner) if inner else compressor
+
+
+def wide(kind: torch.dtype) -> torch.dtype:
+    """What a residual of gradients in `kind` is kept in."""
+    return torch.promote_types(kind, torch.float32)
+
+
+def put(bucket: Bucket, x: Tensor) -> Tensor | None:
+    """`x` becomes the bucket's data; returns what was made of it if it is wider and had to be rounded.
+
+    A finite gradient stays finite: what is beyond the bucket's range is cut off, and so is left unsent.
+    """
+    data = bucket.data
+    if x.dtype == data.dtype:
+        data.copy_(x)
+        return None
+    top = torch.finfo(data.dtype).max
+    data.copy_(torch.where(data.isfinite(), x.clamp(-top, top), x))
+    return data.clone()
+
+
+def settle(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> None:
+    """residual <- x - own (None: all of x was sent), but what it was where `x` or the result `out` is not finite."""
+    if x.is_meta or bool((x.sum() + out.sum(dtype=x.dtype)).isfinite()):
+        return _less(x, own, residual)
+    _less(x, own, left := torch.empty_like(x))
+    residual.copy_(torch.where(x.isfinite() & out.isfinite() & left.isfinite(), left, residual))
+
+
+def _less(x: Tensor, own: Tensor | Owed | None, into: Tensor) -> None:
+    if own is None:
+        into.zero_()
+    elif isinstance(own, Tensor):
+        torch.sub(x, own, out=into)
+    else:
+        own.less(x, into)

@@ -11,6 +11,7 @@ from torch import Tensor
 from workbench.compressors._two_hop import Coded
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.knobs import knob
+from workbench.ops import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,10 @@ class OneBit(Coded):
     sent plus all residuals is the sum of what was handed in, through any live change. What is left unsent is within
     a fifth of what two residuals leave (tests/unit/test_one_bit.py).
 
-    "mean" is EF-signSGD's scale and the best for one hop. DeepSpeed's 1-bit Adam uses "rms", which keeps the length
-    of the vector and often leaves smaller residuals; but where the mean is below half of the root mean square, one
-    hop with it is worse than sending nothing.
+    EFSignSGD sends the same signs in one hop: more bytes from three ranks on, and less left unsent. "mean" is its scale
+    and the best for one hop. DeepSpeed's 1-bit Adam uses "rms", which keeps the length of the vector and often leaves
+    smaller residuals; but where the mean is below half of the root mean square, one hop with it is worse than sending
+    nothing.
 
     When to use it: with OneBitAdam, on momenta; or on gradients under plain SGD on very slow wires.
 
@@ -53,9 +55,9 @@ class OneBit(Coded):
     def width(self) -> int:
         return 1
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         scale = x.abs().mean(-1, keepdim=True) if self.scale == "mean" else x.square().mean(-1, keepdim=True).sqrt_()
         return (x >= 0).view(torch.uint8), torch.where(scale.isfinite(), scale, torch.nan)
 
-    def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         return codes.float().mul_(2.0).sub_(1.0).mul_(scales)

@@ -25,6 +25,7 @@ from workbench.engine.shaping import Pace
 from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
 from workbench.layout import Layout
+from workbench.momentum import stilled
 from workbench.ops import Bucket, Handle, Op, Rank, StrategyError, message
 
 Span = Callable[..., None]
@@ -191,6 +192,7 @@ class Host:
             if longest := self.clip():
                 self._sample("grad_norm", clipped(self.layout, longest))
             (by or self.optimizer.step)()
+            stilled(self.layout, self.optimizer, self.rank.memory)
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()
         self.pace.reach(1.0)

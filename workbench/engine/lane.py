@@ -25,7 +25,8 @@ CODEC_FLOOR = 100e-6  # shorter stretches of a child's own work are not worth a 
 class Job:
     """A child under way: its coroutine, its result, and when what happened."""
 
-    __slots__ = ("asked", "child", "done", "error", "flight", "name", "number", "resumed", "step", "value")
+    __slots__ = ("asked", "child", "done", "error", "flight", "measures", "name", "number", "resumed", "step",
+                 "value")
 
     def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: float, done: threading.Event | None,
                  step: int, number: int) -> None:
@@ -36,6 +37,7 @@ class Job:
         self.error: BaseException | None = None
         self.flight: Flight | None = None
         self.resumed = asked
+        self.measures = False  # was what it asked for last a part of measuring?
 
 
 class Flight:
@@ -157,7 +159,8 @@ class Lane:
     def _codec(self, job: Job, began: float) -> None:
         now = self.clock.now()
         if now - began > CODEC_FLOOR:
-            self.record.span(job.step, "codec", job.name, began, began, now, 0)
+            lane = "measuring" if job.measures else "codec"
+            self.record.span(job.step, lane, job.name, began, began, now, 0)
 
     # -- one collective --
 
@@ -169,6 +172,7 @@ class Lane:
         issue = getattr(self, f"_{op.verb}", None)
         if issue is None:
             raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
+        job.measures = op.measures
         if self.size == 1:
             return None
         what = f"{op.verb} {op.args[-1] or job.name}"
@@ -186,12 +190,14 @@ class Lane:
         assert self.wire is not None
         self.wire.wait(flight.work)
         end = flight.finished or self.clock.now()
+        lane = "measuring" if flight.op.measures else "comm"
         if self.shaper.active:
             began, own, end = self.shaper.finish(flight.load, self._last_arrival)
-            self.record.span(flight.step, "port", flight.what, began, began, own, 0)
+            if lane == "comm":
+                self.record.span(flight.step, "port", flight.what, began, began, own, 0)
             end = max(end, self.clock.now())
         self.sent += flight.load.sent
-        self.record.span(flight.step, "comm", flight.what, flight.asked, flight.arrived, end, flight.load.sent)
+        self.record.span(flight.step, lane, flight.what, flight.asked, flight.arrived, end, flight.load.sent)
         self.busy = ""
         return self._finish(flight)
 

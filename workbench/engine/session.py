@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench import changes
+from workbench import changes, measuring
 from workbench.engine.changes import Turnable, adopt
 from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, peer_left
 from workbench.engine.evaluate import evaluate
@@ -50,8 +50,7 @@ class Session(Turnable):
         self.error: dict[str, Any] | None = None
         self.paused, self.credit, self.stopping = False, 0, False
         self._asked = threading.Event()  # a person asked for an abort
-        self.pending_pause = 0.0
-        self.flushing = False
+        self.pending_pause, self.flushing, self.measuring = 0.0, 0, measuring.Measuring()
         self.model: Any = None
         self.optimizer: Any = None
         self.host: Host | None = None
@@ -153,7 +152,7 @@ class Session(Turnable):
             self._freeze()
         self.rate.follow(self)
         began = self.clock.now()
-        made = host.drive(strategy.step(self.rank, self.state)) or 1
+        made = host.drive(self.measuring.step(self)) or 1
         host.watch.settle()
         self.record.span(self.rank.step, "step", type(strategy).__name__, began, began, self.clock.now(), 0)
         loss = host.mean_loss()
@@ -161,7 +160,7 @@ class Session(Turnable):
         if loss != loss or loss in (float("inf"), float("-inf")):
             self._not_finite(loss)
         if self.flushing and host.met:
-            changes.flushed(self)
+            host.drive(changes.flushed(self))
         if (names := host.learned_order()) is not None:
             adopt(self, names)
         self.before_update()
@@ -230,6 +229,7 @@ class Session(Turnable):
             if self.rank.index == 0:
                 self.mark("refused", {**about, "reason": str(reason)})
             return
+        self.lane.step = self.rank.step
         self.host.drive(changes.apply(self, wanted))
         if self.rank.index == 0:
             self.mark("change", {**about, "text": f"{what['path']} = {in_words(what['value'])}"})

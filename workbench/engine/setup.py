@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from workbench import changes
+from workbench import changes, momentum
 from workbench.batches import Batches
 from workbench.engine.canonical import broadcast_model, check_equal
 from workbench.engine.clocks import agree_on_time
@@ -38,7 +38,9 @@ def able(run: Any, experiment: Experiment) -> Experiment:
     strategy, layout = experiment.strategy, getattr(run, "layout", None)
     if reason := run.commons.refuses(strategy):
         raise KnobError(reason)
-    if layout is not None and (reason := strategy.refuses_model(layout.parts)):
+    if layout is not None and (reason := changes.refuses_model(experiment, layout.parts)):
+        raise KnobError(reason)
+    if layout is not None and (reason := momentum.refused(experiment, lambda: run.make_optimizer(experiment))):
         raise KnobError(reason)
     if strategy.staged:
         what = "every rank computes the whole model"
@@ -62,7 +64,7 @@ def set_up(run: Any) -> None:
     able(run, run.experiment)
     _host(run)
     run.set_fabric(None, run.experiment)
-    changes.set_compressor(run, None, run.experiment)
+    changes.begin(run)
     run.choose_lane()
     if run.experiment.strategy.opaque:
         run.enter_opaque()

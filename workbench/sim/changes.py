@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from workbench.changes import in_step
+from workbench import momentum
+from workbench.changes import in_step, refuses_model
 from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.fabric.load import pauses
@@ -58,8 +59,11 @@ class Turnable(ABC):
         """Children run as on the engine's own thread; what their codec costs is looked up anew."""
         costs, compressor = self.world.costs, self.rank.compressor
         self.host.kinds = costs.stretches(compressor) if costs else ()
-        if not self.world.real and self.rank.index == 0 and any(c.varies for c in inside(compressor)):
-            self.mark("estimate", {"density": self.rank.density, "measured": bool(costs and costs.density)})
+        held = list(inside(compressor))
+        taken = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c.assumes}" for c in held if c.assumes))
+        if not self.world.real and self.rank.index == 0 and (taken or any(c.varies for c in held)):
+            detail = {"density": self.rank.density, "measured": bool(costs and costs.density)}
+            self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
     def restart_data(self) -> None:
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
@@ -150,10 +154,15 @@ class Turnable(ABC):
             self.mark("state", {"state": phase, "detail": ""})
 
 
-def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | None = None) -> str | None:
-    """Why `e` cannot be simulated, with this model if it is known, in a sentence that says what would do; or None."""
+def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | None = None,
+            made: Callable[[], Any] | None = None) -> str | None:  # fmt: skip
+    """Why `e` cannot be simulated, in a sentence that says what would do; or None. Asked again once there is a model:
+    this is its layout, and `made` makes its optimizer.
+    """
     name = type(e.strategy).__name__
-    if layout is not None and (reason := e.strategy.refuses_model(layout.parts)):
+    if layout is not None and (reason := refuses_model(e, layout.parts)):
+        return reason
+    if made is not None and (reason := momentum.refused(e, made)):
         return reason
     if e.strategy.opaque:
         return (

@@ -103,12 +103,13 @@ class CodedChild(Child):
     codec: seconds of each stretch of work, the last one for all further ones
     """
 
-    __slots__ = ("codec", "op", "stretch")
+    __slots__ = ("codec", "measures", "op", "stretch")
 
     def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int,
                  codec: tuple[float, ...]) -> None:
         super().__init__(host, coro, name, origin, priority)
         self.codec, self.stretch = codec, 0
+        self.measures = False  # was what it asked for last a part of measuring? Then what follows is no codec's work
         self.op: Op | None = None
 
     def resume(self, value: Any) -> None:
@@ -116,6 +117,7 @@ class CodedChild(Child):
             if value is _PERFORM:
                 op, self.op = self.op, None
                 assert op is not None
+                self.measures = op.measures
                 value = self.host.verbs[op.verb](self, op)
                 if value is PARK:
                     return
@@ -132,7 +134,7 @@ class CodedChild(Child):
 
     def _work(self, then: _Then) -> None:
         """A stretch of own work has been done; it takes its time before `then`."""
-        seconds = self.codec[min(self.stretch, len(self.codec) - 1)]
+        seconds = 0.0 if self.measures else self.codec[min(self.stretch, len(self.codec) - 1)]
         self.stretch += 1
         clock = self.host.clock
         if seconds:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from workbench.analysis.collectives import Arrivals, lined_up
-from workbench.analysis.window import Window, last_steps, ranks_of
+from workbench.analysis.window import MEASURING, Window, last_steps, ranks_of
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
 from workbench.fabric.load import stretch
@@ -39,7 +39,10 @@ class _Recorded:
         stop = last_steps(run.timeline)[1]
         self.turns = _turns(run)
         fresh = {at + k for at, _ in self.turns for k in range(WARM)}
-        good = [s for s in range(stop) if s not in fresh] or list(range(stop))
+        rows = run.timeline.spans.rows()
+        aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
+        settled = [s for s in range(stop) if s not in fresh]
+        good = [s for s in settled if s not in aside] or settled or list(range(stop))
         if not good:
             raise ValueError(f"run {run.name} has no step that ended on all ranks, so nothing can be measured")
         self.good = good[-ENOUGH:]

@@ -58,12 +58,13 @@ class Meeting:
         now = world.clock.now
         began, own, end = world.ports.meet(now, fabric, load, self.number + 1)
         t0 = np.array(self.t0)
-        if fabric.link.shaped:
+        lane = "measuring" if self.op.measures else "comm"
+        if fabric.link.shaped and lane == "comm":
             world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0)
         sent: Any = load.sent
         if self.op.verb == "all_to_allv":
             sent = np.array([_load(self.op, self.size, world.size, r).sent for r in range(world.size)])
-        world.record.block("comm", self.name, self.steps, np.array(self.asked), t0, end, sent)
+        world.record.block(lane, self.name, self.steps, np.array(self.asked), t0, end, sent)
         for host, nbytes in zip(world.hosts, np.broadcast_to(sent, world.size).tolist(), strict=True):
             host.sent += nbytes
         world.clock.at(end, self)

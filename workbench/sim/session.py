@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from workbench import changes
 from workbench.experiment import Experiment
 from workbench.knobs import Change, KnobError, in_words, to_plain
+from workbench.measuring import Measuring
+from workbench.momentum import stilled
 from workbench.ops import Op
 from workbench.rates import Rate
 from workbench.sim.changes import Turnable, refused
@@ -35,14 +37,17 @@ class Session(Turnable):
         self.rate = Rate(experiment, body.optimizer)
         self.planned = list(world.planned)
         self.state: Any = None
-        self.flushing = False
+        self.flushing = 0
+        self.measuring = Measuring()
         self.pending_pause = 0.0
         self.background: Fiber | None = None
         self.host.ended = self._ended
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
         self._workers = 0
+        if world.real:
+            body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
         self.set_fabric(None, experiment)
-        changes.set_compressor(self, None, experiment)
+        changes.begin(self)
         self.choose_lane()
 
     # -- the life of a rank --
@@ -83,7 +88,7 @@ class Session(Turnable):
         if strategy.workers > 1:
             await self._all_workers()
         else:
-            made = await Op("drive", strategy.step(self.rank, self.state))
+            made = await Op("drive", self.measuring.step(self))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
@@ -91,7 +96,7 @@ class Session(Turnable):
             self.world.record.sample(self.rank.index, self.rank.step, "loss", clock.now, sum(losses) / len(losses))
             losses.clear()
         if self.flushing and host.met:
-            changes.flushed(self)
+            await changes.flushed(self)
         if self.body.to_learn:
             if strategy.crosses:
                 await strategy.settle(self.rank, self.state)
@@ -197,7 +202,8 @@ class Session(Turnable):
         about = {"id": f"planned {change.at_step}", "path": change.path, "value": value, "requested_at": None}
         try:
             wanted = self.experiment.turn(change.path, change.value)
-            if reason := refused(wanted, self.world.costs, self.world.real, self.layout):
+            costs, real = self.world.costs, self.world.real
+            if reason := refused(wanted, costs, real, self.layout, lambda: self.body.made(wanted)):
                 raise KnobError(reason)
             if wanted.strategy.staged != self.experiment.strategy.staged:
                 raise KnobError(f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, "

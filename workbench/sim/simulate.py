@@ -55,7 +55,7 @@ def simulate(
     with _apart(real):
         world = World(experiment.ranks, costs, experiment.seed, planned, real, _followed(replay, experiment))
         bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner)
-        if reason := refused(experiment, costs, real, bodies[0].layout):
+        if reason := refused(experiment, costs, real, bodies[0].layout, lambda: bodies[0].optimizer):
             raise KnobError(reason)
         try:
             world.run([Session(world, r, experiment, body) for r, body in enumerate(bodies)])

@@ -42,6 +42,7 @@ class Tensors:
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
         self._learned = False
+        self.stepped: Callable[[], None] = lambda: None  # follows each step of the optimizer, before gradients are gone
         self._cut()
 
     def made(self, experiment: Experiment) -> Any:
@@ -152,6 +153,7 @@ class Tensors:
             norm = clipped(self.layout, longest) if longest else None
             with self._unnoticed():
                 (by or self.optimizer.step)()
+            self.stepped()
             self.optimizer.zero_grad(set_to_none=True)
             self.layout.let_go()
             return norm

@@ -1,0 +1,178 @@
+"""Who wins when: every compressor on four links, against dense fp32 and bf16: docs/compression.md.
+
+    python -m tests.bench.compression [--minutes 45] [--only PART ...] [--page-only]
+
+Under DDP the losses do not depend on the link. So the loss against the step is found once per compressor, in the
+simulator with real tensors, and the time of a step once per compressor and link, on real ranks at a stated pace; the
+time to a loss is their product, and one run per link that is really made shows whether that is so. What was measured
+before and would come out the same is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench import compression_page as page
+from tests.bench.__main__ import ROOT, machine
+from tests.bench.beside import seconds
+from tests.bench.cells import RANKS, SEEDS, Cell, keep, kept, reached
+from tests.bench.slow_link import curve
+from tests.bench.strategies import campaign
+from workbench.compressors import Compressor
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.family import members
+from workbench.knobs import KnobError, from_plain, to_plain
+from workbench.lab import Lab
+from workbench.run import Run
+from workbench.sim import Costs
+from workbench.tasks import ByteGPT
+
+DATA = ROOT / "docs" / "data" / "compression"
+PAGE = ROOT / "docs" / "compression.md"
+TASK = ByteGPT(layers=2, width=96, heads=4, context=32)
+STEPS, EVERY, BUCKET = 300, 20, 0.25
+PACE, SETTLE, COUNTED = 60.0, 4, 20  # ms of compute per step; steps that are not counted, steps that are
+LINKS = {"unlimited": 0.0, "1 Gbit/s": 1000.0, "200 Mbit/s": 200.0, "50 Mbit/s": 50.0}
+COSTS = Costs(forward=0.01, backward=0.02, update=0.005)  # of the simulated runs: their times are not looked at
+WRAPPERS = {"ErrorFeedback", "WarmUp", "Layers"}  # what they are is said by what they wrap
+SETTINGS: dict[str, Any] = {"Dense": "Dense", "Cast(to=bf16)": {"Cast": {"to": "bf16"}}}
+
+
+def rows() -> dict[str, Any]:
+    """What is measured, by label: dense, bf16, then each compressor as its bare name means it."""
+    found = dict(SETTINGS)
+    for name, cls in members(Compressor).items():
+        if cls.__module__.startswith("workbench.") and name not in WRAPPERS | {"Dense", "Cast"}:
+            found[name] = to_plain(cls.usual())
+    return found
+
+
+def losses() -> list[Cell]:
+    """Loss against step, a seed after the other."""
+    return [
+        Cell(part="loss", row=label, where="any link", seed=seed, method="DDP", codec=codec, task=TASK,
+             steps=STEPS, every=EVERY, bucket_mb=BUCKET)
+        for seed in SEEDS for label, codec in rows().items()
+    ]  # fmt: skip
+
+
+def fabric(link: str) -> Fabric:
+    return Fabric(link=Link(bandwidth=LINKS[link], latency=0.2 if LINKS[link] else 0.0))
+
+
+def steps() -> list[Cell]:
+    """The time of a step, link by link."""
+    return [
+        Cell(part="step", row=label, where=link, seed=0, method="DDP", codec=codec, task=TASK, fabric=fabric(link),
+             steps=SETTLE + COUNTED, every=0, bucket_mb=BUCKET)
+        for link in LINKS for label, codec in rows().items()
+    ]  # fmt: skip
+
+
+def experiment(cell: Cell) -> Experiment:
+    """A cell's experiment, paced."""
+    return replace(cell.asked()[0], pace=PACE)
+
+
+def stepped(lab: Lab, cell: Cell) -> dict[str, Any]:
+    """20 paced steps on real ranks: seconds, bytes per rank, seconds of codec work and of waiting."""
+    run = ended(lab, experiment(cell), 120)
+    spans = run.timeline.spans.rows()
+    spans = spans[spans.step >= SETTLE]
+
+    def per_step(lane: str, column: np.ndarray) -> float:
+        return float(column[spans.equal("lane", lane)].sum() / RANKS / COUNTED)
+
+    lasts = spans.t1 - spans.t0
+    return {
+        "step_s": seconds(run), "bytes": per_step("comm", spans.nbytes), "codec_s": per_step("codec", lasts),
+        "wait_s": per_step("wait", lasts),
+    }  # fmt: skip
+
+
+def ended(lab: Lab, e: Experiment, limit: float) -> Run:
+    run = lab.run(e)
+    run.wait(limit)
+    if run.state != "done":
+        raise RuntimeError(f"{e.compressor} ended as {run.state}")
+    return run
+
+
+def in_full(found: Any) -> Iterator[tuple[Cell, float, float]]:
+    """For dense and for each link's winner: (the cell, the loss to reach, the seconds that the product says)."""
+    for link in LINKS:
+        best = page.ranking(found, link)
+        for label in dict.fromkeys(["Dense", *(row.label for row in best[:1])]):
+            row = next((r for r in best if r.label == label), None)
+            if row is not None and row.time:
+                count = min(STEPS, int(row.steps * 1.25 / EVERY + 1) * EVERY)
+                cell = Cell(part="full", row=label, where=link, seed=0, method="DDP", codec=rows()[label], task=TASK,
+                            fabric=fabric(link), steps=count, every=EVERY, bucket_mb=BUCKET)  # fmt: skip
+                yield cell, page.target(found), row.time
+
+
+def real(until: float, only: set[str]) -> None:
+    """The cells on real ranks."""
+    now = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
+    with Lab(ranks=RANKS, name="compression") as lab:
+        for cell in steps() if not only or "step" in only else ():
+            if kept(cell, COSTS, DATA) is not None or time.time() > until:
+                continue
+            try:
+                values = stepped(lab, cell)
+            except Exception as error:  # one that fails must not cost the others their turn
+                print(f"{cell.row}, {cell.where} failed on real ranks: {error}", flush=True)
+                continue
+            keep(cell, COSTS, values, DATA, **now)
+            print(f"{cell.row}, {cell.where}: {values['step_s'] * 1e3:.1f} ms", flush=True)
+        for cell, goal, product in list(in_full(page.results(DATA))) if not only or "full" in only else ():
+            if kept(cell, COSTS, DATA) is not None or time.time() > until:
+                continue
+            run = ended(lab, experiment(cell), 600)
+            values = {"target": goal, "product_s": product, "time_s": reached(curve(run), goal)}
+            keep(cell, COSTS, values, DATA, **now)
+            print(f"in full, {cell.row}, {cell.where}: {values}", flush=True)
+
+
+def possible(cells: list[Cell]) -> list[Cell]:
+    """Those whose compressor is there with these knobs."""
+    good = []
+    for cell in cells:
+        try:
+            from_plain(cell.codec, Compressor)
+        except KnobError as reason:
+            print(f"skipped {cell.row}: {reason}")
+        else:
+            good.append(cell)
+    return good
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--minutes", type=float, default=42.0, help="no cell begins later")
+    ask.add_argument("--only", nargs="*", default=[], metavar="PART", help="loss, step, full")
+    ask.add_argument("--page-only", action="store_true")
+    a = ask.parse_args()
+    until, only = time.time() + 60 * a.minutes, set(a.only)
+    if not a.page_only:
+        left = campaign(possible(losses()), COSTS, until, DATA) if not only or "loss" in only else 0
+        if not only or only & {"step", "full"}:
+            real(until, only)
+        print(f"{left} cells are left: run it again" if left else "all simulated cells are there", flush=True)
+    PAGE.write_text(page.text(DATA, ROOT / "docs" / "data"))
+
+
+if __name__ == "__main__":
+    main()
+
+
+__all__ = ["DATA", "LINKS", "TASK", "Path", "losses", "rows", "steps"]

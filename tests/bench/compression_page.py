@@ -1,0 +1,192 @@
+# ruff: noqa: E501
+"""docs/compression.md from the cells in docs/data/compression: nothing in the page is typed by hand."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.bench.cells import Results, reached
+from tests.bench.claims import spread
+from tests.bench.page import table
+
+HEAD = """# Compression, measured
+
+Written by `make bench-compression` from the raw samples in `docs/data/`; `python -m tests.bench.compression --page-only`
+writes it again from them. Whether a compressor is worth it depends on the link, so there is a table for each; it is
+compared with dense fp32 and, because half of the bytes are nearly free, with bf16.
+"""
+DENSE, BF16 = "Dense", "Cast(to=bf16)"
+CLEARLY = 1.05  # times as fast: less is no difference
+
+
+class Row(NamedTuple):
+    """One compressor on one link.
+
+    steps: to the loss that is asked for, median of the seeds (0: not reached by most); each: of every seed
+    step:  seconds of one step; nbytes: sent per rank in it; codec: seconds of its own work in it
+    time:  steps times step
+    """
+
+    label: str
+    steps: float
+    each: list[float]
+    step: float
+    nbytes: float
+    codec: float
+
+    @property
+    def time(self) -> float:
+        return self.steps * self.step
+
+
+def results(data: Path) -> Results:
+    return Results.of(data)
+
+
+def target(found: Results) -> float:
+    """The loss that times are counted to: dense's after two thirds of its run, mean of the seeds; 0 without any."""
+    curves = [f["curve"] for f in found.seeds("loss", DENSE, "any link").values()]
+    ends = [loss for c in curves for s, _, loss in c if s >= c[-1][0] * 2 / 3]
+    heads = [next(loss for s, _, loss in c if s >= c[-1][0] * 2 / 3) for c in curves]
+    return round(statistics.fmean(heads), 3) if ends else 0.0
+
+
+def steps_to(found: Results, label: str) -> list[float]:
+    """Steps to the target, by seed; 0 where it was not reached."""
+    goal = target(found)
+    each = found.seeds("loss", label, "any link").values()
+    return [reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal) or 0.0 for f in each]
+
+
+def ranking(found: Results, link: str) -> list[Row]:
+    """All compressors that were measured on a link: the quickest first, those that never got there last."""
+    rows = []
+    for f in found.files:
+        if f["part"] != "step" or f["where"] != link or "step_s" not in f["found"]:
+            continue
+        each, one = steps_to(found, f["row"]), f["found"]
+        if each:
+            middle = statistics.median(each) if sum(not s for s in each) <= len(each) / 2 else 0.0
+            rows.append(Row(f["row"], middle, each, one["step_s"], one["bytes"], one["codec_s"]))
+    return sorted(rows, key=lambda r: (not r.steps, r.time or r.step))
+
+
+def text(data: Path, shared: Path) -> str:
+    """The whole page: the campaign's cells in `data`, the other samples in `shared`."""
+    found = results(data)
+    links = list(dict.fromkeys(f["where"] for f in found.files if f["part"] == "step"))
+    parts = [HEAD, _codecs(shared / "codecs.json"), _how(found), _losses(found)]
+    parts += [_link(found, link) for link in sorted(links, key=_order)]
+    parts += [_full(found), _where(found)]
+    return "\n".join(part for part in parts if part)
+
+
+def _order(link: str) -> float:
+    """Fast links first."""
+    number = link.split()[0]
+    return -(float(number) * (1000 if "Gbit" in link else 1)) if number[0].isdigit() else float("-inf")
+
+
+def _how(found: Results) -> str:
+    from tests.bench.compression import COUNTED, EVERY, PACE, SETTLE, STEPS, TASK
+
+    return (
+        "## Who wins when\n\n"
+        f"ByteGPT(layers={TASK.layers}, width={TASK.width}, context={TASK.context}) on 4 ranks under DDP, the task's learning rate for all. Loss against step: the "
+        f"simulator with real tensors, {STEPS} steps, evaluated every {EVERY}, three seeds; under a lockstep strategy it does not depend on the link. Time of a step: "
+        f"{COUNTED} steps on real ranks after {SETTLE} that do not count, {PACE:g} ms of paced compute in each, so codecs that run beside backward share two cores "
+        f"with four ranks. Time to the loss {target(found):g} (dense's after two thirds of its run): their product.\n"
+    )
+
+
+def _losses(found: Results) -> str:
+    labels = list(dict.fromkeys(f["row"] for f in found.files if f["part"] == "loss" and "curve" in f["found"]))
+    if not labels:
+        return "### Loss against step\n\nNot measured yet: `make bench-compression`.\n"
+    base = found.seeds("loss", DENSE, "any link")
+    dense_bytes = statistics.fmean(f["bytes"] for f in base.values()) if base else 0.0
+    dense_end = statistics.fmean(f["curve"][-1][2] for f in base.values()) if base else 0.0
+    lines = []
+    for label in labels:
+        each = list(found.seeds("loss", label, "any link").values())
+        ends = [f["curve"][-1][2] for f in each]
+        to = steps_to(found, label)
+        reach = f"{statistics.median(to):.0f}" if all(to) else f"not by {sum(not s for s in to)} of {len(to)}"
+        sent = statistics.fmean(f["bytes"] for f in each)
+        gap = f"{statistics.fmean(ends) / dense_end - 1:+.1%}" if dense_end else ""
+        factor = f"{dense_bytes / sent:.1f}" if sent and dense_bytes else ""
+        lines.append((statistics.fmean(ends), [label, factor, reach, spread(ends), gap]))
+    lines.sort(key=lambda line: line[0])
+    head = ["compressor", "times fewer bytes than dense fp32", "steps to the loss", "held-out loss at the end", "against dense"]
+    refused = "".join(f"\n{row}: {why}.\n" for (part, row), why in found.refused.items() if part == "loss")
+    return f"### Loss against step\n\n{table(head, [line for _, line in lines])}{refused}"
+
+
+def _link(found: Results, link: str) -> str:
+    rows = ranking(found, link)
+    base = {r.label: r for r in rows}
+    dense, half = base.get(DENSE), base.get(BF16)
+    lines = []
+    for r in rows:
+        over = [f"{b.time / r.time:.2f}" if b and b.time and r.time else "not reached" for b in (dense, half)]
+        pace = f"{dense.step / r.step:.2f}" if dense else ""
+        lines.append([r.label, f"{r.step * 1e3:.0f} ms", pace, f"{r.nbytes / 1e3:.1f} kB", f"{r.codec * 1e3:.1f} ms", *over])
+    head = ["compressor", "step", "steps/s over dense fp32", "sent per rank and step", "codec per step", "time to the loss: over dense fp32", "over bf16"]
+    return f"### {link}\n\n{table(head, lines)}"
+
+
+def _full(found: Results) -> str:
+    cells = [f for f in found.files if f["part"] == "full"]
+    if not cells:
+        return ""
+    lines = []
+    for f in sorted(cells, key=lambda f: (_order(f["where"]), f["row"])):
+        one = f["found"]
+        took = f"{one['time_s']:.1f} s" if one["time_s"] else "not reached"
+        ratio = f"{one['time_s'] / one['product_s']:.2f}" if one["time_s"] else ""
+        lines.append([f["where"], f["row"], f"{one['product_s']:.1f} s", took, ratio])
+    head = ["link", "compressor", "the product says", "really made", "ratio"]
+    about = "On each link dense and the quickest, trained on real ranks until the loss; one seed, so the steps to the loss vary, too."
+    return f"### The product, checked\n\n{about}\n\n{table(head, lines)}"
+
+
+def _where(found: Results) -> str:
+    """In words, link by link: who wins, and how many lose."""
+    said = []
+    for link in sorted({f["where"] for f in found.files if f["part"] == "step"}, key=_order):
+        rows = ranking(found, link)
+        base = next((r for r in rows if r.label == DENSE), None)
+        if base is None or not base.time:
+            continue
+        others = [r for r in rows if r.label != DENSE]
+        wins = [r for r in others if r.time and base.time / r.time > CLEARLY]
+        loses = [r for r in others if not r.time or base.time / r.time < 1 / CLEARLY]
+        first = f"{wins[0].label} is quickest, {base.time / wins[0].time:.2f} times as fast as dense fp32; " if wins else "nothing beats dense fp32 clearly; "
+        said.append(f"- **{link}**: {first}{len(wins)} of {len(others)} win, {len(loses)} lose: {', '.join(r.label for r in loses) or 'none'}.")
+    return "### Where compression loses\n\n" + "\n".join(said) + "\n" if said else ""
+
+
+def _codecs(path: Path) -> str:
+    if not path.exists():
+        return "## What codecs cost\n\nNot measured yet: `python -m tests.bench.codecs --out docs/data/codecs.json`.\n"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    lines = []
+    for r in rows:
+        if r["part"] != "every":
+            continue
+        each = sorted(a / b for a, b in zip(r["codec"], r["copy"], strict=True))
+        again = sorted(a / b for a, b in zip(r["copy again"], r["copy"], strict=True))
+        ms = statistics.median(r["codec"]) * 1e3
+        lines.append((ms, [r["name"], f"{ms:.0f} ms", f"{statistics.median(each):.1f}", f"{statistics.median(again):.2f}"]))
+    lines.sort(key=lambda line: line[0])
+    head = ["compressor, as its bare name means it", "encode and decode", "copies of memory", "copy / copy (A/A)"]
+    about = "One thread, 8 M float32 elements as one square matrix, one rank alone: encoding and decoding in alternating rounds with a copy of the same memory, medians."
+    asked = [(r["name"], r["input"], r["asked"], statistics.median(sorted(b / a for a, b in zip(r["ours"], r["plain"], strict=True))), r) for r in rows if r["part"] == "kernel"]
+    more = ""
+    if asked:
+        kernel = [[n, i, f"{x:.2f}", f"{want:g}{'' if x >= want else ': NOT reached'}", r.get("quality", "")] for n, i, want, x, r in asked]
+        more = "\n" + table(["kernel", "input", "times as fast as the plain torch expression", "asked", "quality"], kernel)
+    return f"## What codecs cost\n\n{about}\n\n{table(head, [line for _, line in lines])}{more}"

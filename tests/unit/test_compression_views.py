@@ -1,0 +1,157 @@
+"""What compression saves and costs, on the dashboard: live, with a table, in words where there is nothing to show."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from tests.unit.encoded import DENSE, QUICK, SLOW, TOPK, WHOLE, Author, compressed
+from widgets.boxes import KINDS
+from widgets.feed import Feed
+from widgets.views._base import View, drawn
+from widgets.views.compression import Compressed
+from widgets.views.pays import Pays
+from widgets.views.timeline import Timeline
+from workbench.run import Run
+
+
+def said(run: Run) -> str:
+    return str(Pays().update(run).html)
+
+
+def points(run: Run, view: View | None = None) -> list[list[float]]:
+    """y of each trace: ratio, error, residual, cosine."""
+    patch = (view or Compressed()).update(run)
+    return [list(patch.append.get(k, {}).get("y", [])) for k in range(4)]
+
+
+def test_where_nothing_is_compressed_the_panel_says_so_and_the_chart_is_not_there() -> None:
+    author = Author(DENSE)
+    author.steps(20, WHOLE)
+    assert "Nothing is compressed" in said(author.run) and "Choose a compressor" in said(author.run)
+    assert Compressed.quiet and points(author.run) == [[], [], [], []]
+    assert "Nothing is compressed" in said(Run({}, live=True))
+
+
+def test_where_measuring_is_off_the_panel_says_how_to_turn_it_on_and_the_rest_is_there() -> None:
+    html = said(compressed(SLOW, measure=0))
+    assert "turn measure_every to 20" in html and "100 &times;" in html and "10 kB sent instead of 1 MB (fp32)" in html
+    assert "What Dense would take is not known here" in html
+    soon = Author(TOPK, measure_every=50)
+    soon.steps(20, SLOW)
+    assert "measured every 50 steps" in said(soon.run)
+
+
+def test_one_rank_and_first_steps_are_told_in_words() -> None:
+    fresh = Author(TOPK)
+    assert "What TopK(density=0.01) saves and costs is said here after a few steps" in said(fresh.run)
+    fresh.run.settings["ranks"] = 1
+    assert "One rank has nobody to send to" in said(fresh.run)
+
+
+def test_the_sentence_and_the_numbers_are_those_of_the_analysis() -> None:
+    html = said(compressed(SLOW))
+    assert '<p class="wb-verdict wb-found">TopK(density=0.01) takes 40 ms per step' in html
+    assert "on this link Dense would be faster" in html
+    cells = "100 &times;", "0.5", "0.8", "2", "40 ms", "10 ms of it beside computing", "with Dense 6 ms (predicted)"
+    for cell in cells:
+        assert f"<td>{cell}</td>" in html, cell
+    assert "median of 8 measurements" in html and "steps 2-39" in html
+    assert 'class="wb-verdict">TopK' in said(compressed(QUICK)), "what pays is no alarm"
+
+
+def test_names_are_text() -> None:
+    author = Author({"<b>Mine</b>": {"x": 1}})
+    author.steps(20, SLOW)
+    assert "&lt;b&gt;Mine" in said(author.run) and "<b>Mine" not in said(author.run)
+
+
+def test_the_chart_shows_every_exchange_and_every_measurement() -> None:
+    ratio, error, residual, cosine = points(compressed(SLOW))
+    assert ratio == [100.0] * 40
+    assert (error, residual, cosine) == ([0.5] * 8, [2.0] * 8, [0.8] * 8)
+    figure = drawn(Compressed(), compressed(SLOW))
+    assert figure is not None and list(figure.data[1].x) == [4.0, 9.0, 14.0, 19.0, 24.0, 29.0, 34.0, 39.0]
+    looks = [(t.line.color, t.line.dash, t.marker.symbol) for t in figure.data[1:]]
+    assert len({look[0] for look in looks}) == len({look[2] for look in looks}) == 3, "not by colour alone"
+
+
+def test_it_is_fed_only_what_is_new() -> None:
+    author, view = Author(TOPK), Compressed()
+    author.steps(10, SLOW, 5)
+    assert [len(y) for y in points(author.run, view)] == [10, 2, 2, 2]
+    assert points(author.run, view) == [[], [], [], []]
+    author.steps(5, SLOW, 5)
+    assert [len(y) for y in points(author.run, view)] == [5, 1, 1, 1]
+
+
+def test_it_begins_with_the_first_compression_and_goes_on_when_it_is_off_again() -> None:
+    author = Author(DENSE)
+    author.steps(10, WHOLE)
+    author.turn("compressor", TOPK)
+    author.steps(10, SLOW)
+    author.turn("compressor", DENSE)
+    author.steps(5, WHOLE)
+    patch = Compressed().update(author.run)
+    assert patch.append[0]["x"].tolist() == list(range(10, 25))
+    assert patch.append[0]["y"].tolist() == [100.0] * 10 + [1.0] * 5
+    assert "Nothing is compressed" in said(author.run)
+
+
+def test_a_live_panel_follows_at_its_own_pace_and_says_nothing_twice() -> None:
+    author, view = Author(TOPK, measure_every=5), Pays()
+    author.run.live = True
+    author.steps(20, SLOW, 5)
+    assert "40 ms" in str(view.update(author.run).html)
+    author.steps(1, SLOW)
+    assert view.update(author.run).html is None, "too soon"
+    view._at -= 10
+    assert "steps 2-20" in str(view.update(author.run).html)
+    view._at -= 10
+    assert view.update(author.run).html is None, "nothing is new"
+
+
+def test_the_chart_has_a_table() -> None:
+    grid = Compressed().table(compressed(SLOW))
+    assert grid.head == ("step", "effective ratio", "relative error", "left unsent / to be sent", "cosine")
+    assert grid.rows[-1] == (39, "100", "0.5", "2", "0.8") and len(grid.rows) == 8
+    assert Compressed().table(Run({"ranks": 2})).rows == []
+
+
+def test_measuring_is_drawn_in_the_timeline_under_its_own_name() -> None:
+    author = Author(TOPK)
+    author.steps(6, SLOW, 6)
+    number = next(i for i, kind in enumerate(KINDS) if kind.key == "measuring")
+    boxes = Timeline().update(author.run).replace[number]
+    assert set(boxes["step"]) == {5} and len(boxes["x0"]) == 4
+    np.testing.assert_allclose(boxes["x1"] - boxes["x0"], 6e-3)
+    assert KINDS[number].legend == "measuring what compression does"
+
+
+def test_the_page_is_told_which_panel_is_quiet() -> None:
+    content: dict[str, Any] = Feed(compressed(SLOW)).everything()[0]
+    assert {spec["name"] for spec in content["specs"] if spec["quiet"]} == {"compression"}
+    assert json.loads(json.dumps(content))["views"]["pays"]["html"]
+
+
+def test_a_logarithmic_axis_ends_at_round_values_about_all_that_is_on_it() -> None:
+    author, view = Author(TOPK), Compressed()
+    author.steps(5, SLOW, 5)
+    first = view.update(author.run).layout
+    low, high = first["yaxis.range"]
+    assert low < np.log10(50) < np.log10(100) < high and first["yaxis.dtick"] == "D2"  # of 100 alone
+    low, high = first["yaxis2.range"]
+    assert low < np.log10(0.5) < np.log10(2) < high < np.log10(2.5)
+    author.steps(5, SLOW, 5)
+    assert view.update(author.run).layout == {}, "nothing lies beyond"
+    author.steps(5, SLOW._replace(sent=10), 5, (0.5, 0.8, 3000.0))
+    later = view.update(author.run).layout
+    assert later["yaxis.range"][1] > 5 and later["yaxis2.range"][1] > np.log10(3000) and later["yaxis2.dtick"] == 1
+
+
+def test_a_sum_that_points_the_other_way_is_drawn_and_an_exact_one_is_left_out_of_logarithms() -> None:
+    author = Author(TOPK)
+    author.steps(5, SLOW, 5, (0.0, -0.5, 0.0))
+    assert points(author.run)[1:] == [[], [], [-0.5]]

@@ -1,0 +1,281 @@
+"""When compression is turned off: what was left unsent is sent at once, in shares, or dropped, as was chosen."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import experiment, run, shipped
+from tests.sim.insides import simulated
+from tests.sim.virtual import begun, comm
+from widgets.views.log import _said
+from workbench import changes
+from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
+from workbench.compressors._leaving import _Leaving
+from workbench.compressors._sketch import SIGNS, WIDTH, sketch
+from workbench.knobs import Change, KnobError, to_plain
+from workbench.ops import Bucket, Rank
+from workbench.strategies import DDP
+
+pytestmark = pytest.mark.ranks
+
+
+class Books:
+    """What all ranks put into the exchange, what came out, what was dropped, and rank 0's residual after each step."""
+
+    def __init__(self) -> None:
+        self.put: dict[str, Any] = {}
+        self.got: dict[str, Any] = {}
+        self.dropped: dict[str, Any] = {}
+        self.lengths: dict[int, float] = {}  # step -> length of the sum of all ranks' residuals after it
+        self.owed: dict[int, dict[str, Any]] = {}
+        self.gradients: dict[int, dict[str, Any]] = {}
+
+    def add(self, column: dict[str, Any], name: str, x: torch.Tensor) -> None:
+        column[name] = column.get(name, 0.0) + x.detach().double()
+
+    def missing(self, left: dict[str, Any]) -> float:
+        """What is nowhere, relatively to what was put in."""
+        off = [self.put[n] - self.got[n] - self.dropped.get(n, 0.0) - left.get(n, 0.0) for n in self.put]
+        return float(torch.cat(off).norm() / torch.cat(list(self.put.values())).norm())
+
+
+BOOKS = Books()
+
+
+@pytest.fixture(autouse=True)
+def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
+    BOOKS.__init__()  # type: ignore[misc]
+    plain = changes._dropped
+
+    def noting(run: Any, was: Any, slot: str, owed: Any) -> None:
+        for name, piece in run.rank.memory.slots.get(slot, {}).items():
+            if not piece.is_meta:
+                BOOKS.add(BOOKS.dropped, name, piece)
+        plain(run, was, slot, owed)
+
+    monkeypatch.setattr(changes, "_dropped", noting)
+    yield BOOKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class BookkeepingDDP(DDP):
+    """Averages gradients in every step and keeps books of what goes in and out; for the simulator, one thread."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        pending = []
+        async for bucket in rank.backward(1.0 / rank.size):
+            pending.append(await rank.start(self.noted(rank, bucket), name=bucket.name))
+        for handle in pending:
+            await rank.wait(handle)
+        await rank.update()
+
+    async def noted(self, rank: Rank, bucket: Bucket) -> None:
+        if bucket.data.is_meta:
+            return await rank.compressor.reduce(rank, bucket, rank.memory)
+        mine = BOOKS.gradients.setdefault(rank.step, {})
+        for part in bucket.parts:
+            BOOKS.add(BOOKS.put, part.name, bucket.data[part.start : part.stop])
+            BOOKS.add(mine, part.name, bucket.data[part.start : part.stop])
+        await rank.compressor.reduce(rank, bucket, rank.memory)
+        owed = BOOKS.owed.setdefault(rank.step, {})
+        for part in bucket.parts:
+            if rank.index == 0:
+                BOOKS.add(BOOKS.got, part.name, bucket.data[part.start : part.stop])
+            BOOKS.add(owed, part.name, rank.memory.slots.get("residual", {}).get(part.name, torch.zeros(())))
+
+
+def length(column: dict[str, Any]) -> float:
+    return float(sum(x.square().sum() for x in column.values())) ** 0.5
+
+
+def left(sessions: list[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for s in sessions:
+        for name, piece in s.rank.memory.slots.get("residual", {}).items():
+            BOOKS.add(found, name, piece)
+    return found
+
+
+def kept(ranks: int, steps: int, compressor: Compressor, *turns: Change, **rest: Any) -> tuple[Any, list[Any]]:
+    """A simulated run with books; the learning rate is next to nothing, so gradients stay of one size."""
+    e = experiment(ranks, steps, strategy=BookkeepingDDP(), compressor=compressor, lr=1e-9, pace=1, **rest)
+    return simulated(e, *turns)
+
+
+def marks(found: Any) -> list[dict[str, Any]]:
+    return [detail for _, _, detail in found.details("residual")]
+
+
+SPARSE = {"density": 0.01}
+
+
+def test_by_default_one_uncompressed_step_sends_it_all() -> None:
+    found, sessions = kept(3, 12, TopK.usual(), Change(8, "compressor", "Dense"))
+    lengths = {step: length(owed) for step, owed in BOOKS.owed.items()}
+    assert lengths[7] > 0 and lengths[8] == 0 and not left(sessions)
+    assert BOOKS.missing({}) < 1e-6 and not BOOKS.dropped
+    (mark,) = marks(found)
+    assert mark["steps"] == 1 and mark["unit"] == "gradients"
+    assert mark["sent"] == pytest.approx(lengths[7], rel=0.15)
+    assert mark["gradient"] == pytest.approx(length(BOOKS.gradients[8]), rel=0.15)
+
+
+@pytest.mark.parametrize("after", [Dense(), TopK(density=0.5)], ids=str)
+def test_bled_it_is_sent_in_equal_shares_over_the_steps_that_were_asked_for(after: Compressor) -> None:
+    before = ErrorFeedback(of=TopK(**SPARSE), off="bleed", over=5)
+    found, sessions = kept(2, 16, before, Change(8, "compressor", to_plain(after)))
+    full = length(BOOKS.owed[7])
+    for step, share in zip(range(8, 13), (0.8, 0.6, 0.4, 0.2, 0.0), strict=True):
+        assert length(BOOKS.owed[step]) == pytest.approx(share * full, rel=1e-4, abs=1e-5 * full), step
+    assert not left(sessions) and not BOOKS.dropped
+    assert all(s.rank.compressor == after for s in sessions)
+    assert marks(found)[0]["steps"] == 5 and len(marks(found)) == 1
+    if after == Dense():
+        assert BOOKS.missing({}) < 1e-6
+
+
+def test_dropped_it_is_gone_and_the_record_says_how_much() -> None:
+    found, sessions = kept(3, 12, ErrorFeedback(of=TopK(**SPARSE), off="drop"), Change(8, "compressor", "Dense"))
+    assert not left(sessions) and BOOKS.missing({}) < 1e-6
+    assert length(BOOKS.dropped) == pytest.approx(length(BOOKS.owed[7]))
+    every = marks(found)
+    assert len(every) == 3 and all(m["dropped"] > 0 and m["unit"] == "gradients" for m in every)
+    assert all(m["mean"] == pytest.approx(length(BOOKS.dropped), rel=0.15) for m in every)
+    (text,) = [m["text"] for m in every if "text" in m]
+    assert text.startswith("dropped what compression had left unsent: gradients of length")
+    assert _said("residual", every[0]) == ("residual", text)
+    assert _said("residual", every[1]) is None
+
+
+def test_a_long_residual_that_is_sent_at_once_is_worth_a_warning_and_a_short_one_is_not() -> None:
+    tiny = ErrorFeedback(of=TopK(density=0.0001))
+    found, _ = kept(2, 40, tiny, Change(30, "compressor", "Dense"))
+    exact = length(BOOKS.owed[29]) / length(BOOKS.gradients[30])
+    (mark,) = marks(found)
+    assert exact > 4 and mark["sent"] / mark["gradient"] == pytest.approx(exact, rel=0.2)
+    assert "times as long as its own gradient" in mark["text"] and "off='bleed'" in mark["text"]
+    assert _said("residual", mark) == ("residual", mark["text"])
+    short, _ = kept(2, 40, ErrorFeedback(of=TopK(density=0.6)), Change(30, "compressor", "Dense"))
+    assert "text" not in marks(short)[0]
+    slow = ErrorFeedback(of=TopK(density=0.0001), off="bleed", over=50)
+    bled, _ = kept(2, 90, slow, Change(30, "compressor", "Dense"))
+    assert "text" not in marks(bled)[0], "fifty steps with a fiftieth each are none of them long"
+
+
+def test_what_comes_between_changes_nothing_about_the_choice_but_error_feedback_takes_the_rest_over() -> None:
+    bleeding = ErrorFeedback(of=TopK(**SPARSE), off="bleed", over=6)
+    turns = [Change(8, "compressor", "Dense"), Change(10, "compressor", {"ByteGrad": {}}),
+             Change(11, "bucket_mb", 0.05)]
+    _, sessions = kept(2, 16, bleeding, *turns)
+    full = length(BOOKS.owed[7])
+    for step, share in zip(range(8, 14), (5, 4, 3, 2, 1, 0), strict=True):
+        assert length(BOOKS.owed[step]) == pytest.approx(share / 6 * full, rel=1e-4, abs=1e-5 * full), step
+    assert all(type(s.rank.compressor).__name__ == "ByteGrad" for s in sessions)
+    BOOKS.__init__()  # type: ignore[misc]
+    again = Change(10, "compressor", to_plain(ErrorFeedback(of=TopK(density=0.0001))))
+    _, sessions = kept(2, 13, bleeding, turns[0], again)
+    assert BOOKS.missing(left(sessions)) < 1e-6
+    assert length(left(sessions)) > 0.5 * length(BOOKS.owed[7]), "what was not bled yet is fed back"
+
+
+def test_where_nothing_has_been_left_unsent_the_next_compressor_begins_at_once() -> None:
+    found, sessions = kept(2, 4, TopK.usual(), Change(0, "compressor", "Dense"))
+    assert not marks(found) and all(s.rank.compressor == Dense() and not s.flushing for s in sessions)
+    found, _ = kept(2, 8, ErrorFeedback(of=Dense()), Change(4, "compressor", "Dense"))
+    assert not marks(found), "all was sent"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_is_lost_through_random_live_changes_with_every_way_of_leaving(seed: int) -> None:
+    """The master invariant, dropped ones counted in, over 250 changes in each of two sequences."""
+    dice = random.Random(seed)
+    lossless = [Dense(), ErrorFeedback(of=Dense())]
+    turns: list[Change] = []
+    for step in range(2, 252):
+        if dice.random() < 0.2:
+            turns.append(Change(step, "bucket_mb", dice.choice([0.02, 0.05, 1.0])))
+            continue
+        of = dice.choice([TopK(density=dice.uniform(0.01, 0.3)), PowerSGD(rank=dice.randint(1, 9)), ACPSGD(rank=2)])
+        feeding = ErrorFeedback(of=of, off=dice.choice(["flush", "bleed", "drop"]), over=dice.randint(2, 4))
+        turns.append(Change(step, "compressor", to_plain(dice.choice([*lossless, feeding, feeding]))))
+    found, sessions = kept(2, 256, TopK.usual(), *turns, bucket_mb=1.0)
+    assert found.state == "done" and not found.details("refused")
+    assert {*("dropped" if "dropped" in m else m["steps"] for m in marks(found))} >= {"dropped", 1, 2, 3}
+    assert length(BOOKS.dropped) > 0 and BOOKS.missing(left(sessions)) < 1e-4
+
+
+@pytest.mark.parametrize("off", ["flush", "bleed", "drop"])
+def test_the_engine_does_what_the_simulator_does_and_sizes_alone_know_the_bytes(off: str) -> None:
+    e = experiment(3, 14, compressor=ErrorFeedback(of=TopK(**SPARSE), off=off, over=3))
+    turns = [Change(6, "compressor", "Dense")]
+    sessions = run(e, *turns)
+    for real in (True, False):
+        found, _ = simulated(e.turn("pace", 1), *turns, real=real)
+        for s in sessions:
+            assert comm(found, s.rank.index) == begun(s.record)
+        if real:
+            theirs = [json.loads(m[-1]) for s in sessions for m in s.record.noted("residual")]
+            assert [set(m) for m in theirs] == [set(m) for m in marks(found)]
+            for a, b in zip(theirs, marks(found), strict=True):
+                assert {k: v for k, v in a.items() if isinstance(v, float)} == pytest.approx(
+                    {k: v for k, v in b.items() if isinstance(v, float)}, rel=1e-3)
+
+
+def test_a_residual_that_is_foreign_to_what_is_exchanged_next_is_dropped_whatever_was_chosen() -> None:
+    for off in ("flush", "bleed"):
+        before = ErrorFeedback(of=TopK(**SPARSE), off=off)
+        found, sessions = kept(2, 10, before, Change(6, "strategy", {"LocalSGD": {}}))
+        assert [m["unit"] for m in marks(found)] == ["gradients"] * 2 and all("dropped" in m for m in marks(found))
+    # a bleeding under way, too
+    bleeding = ErrorFeedback(of=TopK(**SPARSE), off="bleed", over=8)
+    turns = [Change(4, "compressor", "Dense"), Change(6, "strategy", {"LocalSGD": {}})]
+    found, sessions = kept(2, 10, bleeding, *turns)
+    assert [set(m) >= {"dropped"} for m in marks(found)] == [False, True, True]
+    assert all(s.rank.compressor == Dense() and not s.flushing for s in sessions) and not left(sessions)
+
+
+@pytest.mark.parametrize(("knob", "value", "words"), [
+    ("compressor.off", "keep", "one of flush, bleed, drop"),
+    ("compressor.over", 1, r"an integer in \[2, 10000\] steps"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_would_be_allowed(knob: str, value: object, words: str) -> None:
+    with pytest.raises(KnobError, match=rf"{knob}={value!r}: must be {words}"):
+        experiment(compressor=TopK.usual()).turn(knob, value)
+
+
+def test_the_steps_that_send_what_is_left_are_no_choice_of_anybody() -> None:
+    assert _Leaving.__name__ not in shipped(Compressor)
+    with pytest.raises(KnobError, match="no such compressor"):
+        experiment().turn("compressor", "_Leaving")
+
+
+def rank_one(n: int, m: int) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(1)
+    return (torch.randn(n, 1, generator=dice) * torch.randn(1, m, generator=dice)).view(-1)
+
+
+@pytest.mark.parametrize(("x", "spread"), [
+    (torch.randn(50_000, generator=torch.Generator().manual_seed(2)), 0.05), (rank_one(300, 64), 0.15),
+    (rank_one(300, 2 * WIDTH), (2 / SIGNS) ** 0.5), (torch.ones(WIDTH * 40), (2 / SIGNS) ** 0.5),
+], ids=["noise", "rank one", "the worst", "ones"])  # fmt: skip
+def test_a_sketch_is_as_long_as_what_it_is_of_on_average_and_seldom_far_off(x: torch.Tensor, spread: float) -> None:
+    draws = 400
+    ratio = torch.stack([sketch(x, f"p{i}").square().sum() / x.square().sum() for i in range(draws)])
+    assert abs(float(ratio.mean()) - 1) < 5 * spread / draws**0.5
+    assert float(ratio.std()) < 1.25 * spread
+
+
+def test_a_sketch_is_linear_the_same_everywhere_and_exact_for_a_few_elements() -> None:
+    x, y = rank_one(30, 40), torch.randn(1200)
+    torch.testing.assert_close(sketch(x, "p") + 2 * sketch(y, "p"), sketch(x + 2 * y, "p"), rtol=1e-4, atol=1e-4)
+    assert torch.equal(sketch(x, "p"), sketch(x, "p")) and not torch.equal(sketch(x, "p"), sketch(x, "q"))
+    for few in (torch.arange(5.0), torch.ones(WIDTH), torch.zeros(0)):
+        torch.testing.assert_close(sketch(few, "p").norm(), few.norm())

@@ -1,0 +1,227 @@
+"""SIDCo against distributions whose thresholds are known, the authors' formulas, and what the record must say."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.ranks import exchange, experiment, placed, run
+from workbench import simulate
+from workbench.canonical import state_hash
+from workbench.compressors import SIDCo
+from workbench.compressors.sidco import _FITS, _exponential, _gamma, _gamma_quantile, _judged, _pareto
+from workbench.knobs import Change, KnobError
+from workbench.ops import Bucket, Memory
+
+pytestmark = pytest.mark.ranks
+
+N = 10**6
+
+
+def uniform(seed: int, n: int) -> torch.Tensor:
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def signed(size: torch.Tensor, seed: int) -> torch.Tensor:
+    return (size * torch.where(uniform(seed + 100, len(size)) < 0.5, -1.0, 1.0)).float()
+
+
+def laplace(seed: int, n: int) -> torch.Tensor:
+    return signed(-0.3 * torch.log1p(-uniform(seed, n)), seed)
+
+
+def normal(seed: int, n: int) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def pareto(shape: float, seed: int, n: int) -> torch.Tensor:
+    """Generalised Pareto magnitudes of scale 2."""
+    return signed(2 * torch.expm1(-shape * torch.log1p(-uniform(seed, n))) / shape, seed)
+
+
+def gamma(shape: float, seed: int, n: int) -> torch.Tensor:
+    """Gamma magnitudes, by turning the distribution's function over on a fine grid."""
+    grid = torch.logspace(-12, 2.5, 200_000, dtype=torch.float64)
+    below = torch.special.gammainc(torch.tensor(shape, dtype=torch.float64), grid)
+    at = torch.searchsorted(below, uniform(seed, n)).clamp_(max=len(grid) - 1)
+    return signed(grid[at], seed)
+
+
+DATA = {
+    "laplace": laplace, "normal": normal,
+    "pareto 0.2": lambda s, n: pareto(0.2, s, n), "pareto 0.4": lambda s, n: pareto(0.4, s, n),
+    "gamma 0.5": lambda s, n: gamma(0.5, s, n), "gamma 2": lambda s, n: gamma(2.0, s, n),
+}
+
+
+def share(x: torch.Tensor, t: float) -> float:
+    return float((x.abs() > t).double().mean())
+
+
+def sent(codec: SIDCo, x: torch.Tensor, memory: Memory) -> float:
+    """The share of k that is chosen."""
+    index, _ = codec.choose(x, memory, Bucket(0, x, tuple(placed(tuple(x.shape))), 0))
+    assert index.unique().shape == index.shape
+    return index.numel() / max(1, round(codec.density * x.numel()))
+
+
+@pytest.mark.parametrize("density", [0.25, 0.01, 0.001])
+def test_one_fit_to_laplace_entries_is_the_exact_threshold(density: float) -> None:
+    """t = -mean ln(density); the share that exceeds it spreads by 1 / sqrt(density n)."""
+    x = laplace(1, N)
+    t = SIDCo(density=density, stages=1).threshold_of(x.abs(), round(density * N), 1)
+    assert t == pytest.approx(-0.3 * math.log(density), rel=0.01)
+    assert share(x, t) / density == pytest.approx(1, abs=0.05 + 4 / math.sqrt(density * N))
+
+
+@pytest.mark.parametrize("density", [0.25, 0.01, 0.001])
+@pytest.mark.parametrize("shape", [0.2, 0.1, -0.3])
+def test_one_fit_to_pareto_entries_is_near(density: float, shape: float) -> None:
+    x = pareto(shape, 2, N)
+    t = _pareto(x.abs(), density)
+    assert t == pytest.approx(2 * (density**-shape - 1) / shape, rel=0.05)
+
+
+@pytest.mark.parametrize("density", [0.25, 0.01, 0.001])
+@pytest.mark.parametrize("shape", [0.3, 1.0, 3.0])
+def test_one_fit_to_gamma_entries_is_near(density: float, shape: float) -> None:
+    x = gamma(shape, 3, N)
+    assert share(x, _gamma(x.abs(), density)) / density == pytest.approx(1, abs=0.12)
+
+
+@pytest.mark.parametrize("shape", [0.02, 0.3, 1.0, 3.0, 50.0])
+@pytest.mark.parametrize("ratio", [0.5, 0.25, 0.01, 1e-4])
+def test_the_gamma_quantile_is_the_quantile(shape: float, ratio: float) -> None:
+    t = torch.tensor(_gamma_quantile(shape, ratio), dtype=torch.float64)
+    got = float(torch.special.gammaincc(torch.tensor(shape, dtype=torch.float64), t))
+    assert got == pytest.approx(ratio, rel=0.01)
+
+
+def test_the_authors_gamma_threshold_is_exact_for_shape_one_only() -> None:
+    """-(ln r + ln Gamma(shape)) times the scale: what the docstring says of it."""
+    for shape, near in ((1.0, True), (0.3, False), (3.0, False)):
+        theirs = -(math.log(0.01) + math.lgamma(shape))
+        assert (abs(theirs / _gamma_quantile(shape, 0.01) - 1) < 0.001) == near
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("fit", ["exponential", "pareto", "gamma"])
+@pytest.mark.parametrize("density", [0.01, 0.001])
+def test_what_is_sent_comes_within_a_fifth_of_k_once_the_number_of_fits_has_settled(
+    data: str, fit: str, density: float
+) -> None:
+    memory, codec = Memory(), SIDCo(density=density, fit=fit)
+    xs = [DATA[data](seed, 60_000) for seed in range(2)]
+    ratios = [sent(codec, xs[step % 2], memory) for step in range(60)]
+    last = ratios[-10:]
+    assert 0.8 <= sum(last) / len(last) <= 1.2
+
+
+def test_one_exponential_fit_alone_is_far_off_where_the_tail_is_another() -> None:
+    """Why there are several: of normal entries it sends a tenth of what it should, of heavy-tailed ones tenfold."""
+    assert sent(SIDCo(stages=1), normal(1, N), Memory()) < 0.1
+    assert sent(SIDCo(stages=1, density=0.001), pareto(0.4, 1, N), Memory()) > 10
+
+
+def test_more_fits_come_nearer() -> None:
+    off = [abs(sent(SIDCo(stages=s), normal(2, N), Memory()) - 1) for s in (1, 2, 4, 7)]
+    assert all(b < a for a, b in pairwise(off)) and off[-1] < 0.1
+
+
+def test_the_number_of_fits_goes_up_when_too_little_or_too_much_is_sent() -> None:
+    assert _judged(3, (0.5,) * 4, 0.5, 0.01) == (4, ()) and _judged(3, (2.0,) * 4, 2.0, 0.01) == (4, ())
+    assert _judged(3, (1.1,) * 4, 0.9, 0.01) == (3, ()) and _judged(3, (0.1,), 0.1, 0.01) == (3, (0.1, 0.1))
+    assert _judged(7, (0.5,) * 4, 0.5, 0.01) == (7, ()) and _judged(2, (0.5,) * 4, 0.5, 0.9) == (2, ())
+
+
+def test_each_bucket_has_its_own_number_of_fits_by_its_parameters_and_each_rank() -> None:
+    parts, memories = placed((20_000,), (20_000,)), [Memory(), Memory()]
+    for step in range(30):
+        g = torch.stack([torch.cat([laplace(step + r, 20_000), normal(step + r, 20_000)]) for r in range(2)])
+        for part in parts:
+            exchange(SIDCo(), g, [part], memories)
+    for memory in memories:
+        known = memory.parts[SIDCo.slot]
+        assert known["p1"][0] > known["p0"][0]
+    assert "sidco" not in memories[0].slots
+
+
+@pytest.mark.parametrize("fit", list(_FITS))
+@pytest.mark.parametrize("stages", [0, 1, 3])
+def test_no_bucket_falls_silent(fit: str, stages: int) -> None:
+    """All entries alike, one entry, two, a large offset: something is sent, the largest among it."""
+    for x in (torch.ones(1000), torch.tensor([0.25]), torch.tensor([-3.0, 1.0]), 1e6 + torch.linspace(-1, 1, 500),
+              torch.cat([torch.zeros(999), torch.ones(1)]), torch.full((300,), 1e-30), torch.full((300,), 1e30)):
+        bucket = Bucket(0, x, tuple(placed(tuple(x.shape))), 0)
+        index, values = SIDCo(fit=fit, stages=stages).choose(x, Memory(), bucket)
+        assert len(index) and values.abs().max() == x.abs().max() and bool((values != 0).all())
+
+
+@pytest.mark.parametrize("fit", list(_FITS))
+def test_of_a_sparse_gradient_the_fits_see_what_is_not_zero(fit: str) -> None:
+    x = laplace(5, 200_000)
+    x[uniform(9, 200_000) < 0.95] = 0.0
+    memory = Memory()
+    ratios = [sent(SIDCo(fit=fit), x, memory) for _ in range(30)]
+    assert 0.8 <= ratios[-1] <= 1.2
+    few = torch.zeros(200_000)
+    few[:50] = 1.0
+    assert sent(SIDCo(fit=fit), few, Memory()) == 50 / 2000, "what is not zero is less than k: all of it"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("fit", list(_FITS))
+def test_what_is_not_finite_is_passed_on_and_the_rest_is_chosen_as_ever(fit: str, bad: float) -> None:
+    x = laplace(6, 50_000)
+    memory = Memory()
+    before = sent(SIDCo(fit=fit), x, memory)
+    x[7] = bad
+    index, values = SIDCo(fit=fit).choose(x, memory, Bucket(0, x, tuple(placed((50_000,))), 0))
+    assert 7 in index.tolist() and int(values.isfinite().sum()) == len(values) - 1
+    assert len(index) / 500 == pytest.approx(before, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_gradients_are_chosen_from_as_wide_ones_are(dtype: torch.dtype) -> None:
+    x = laplace(7, 50_000)
+    assert sent(SIDCo(), x.to(dtype), Memory()) == pytest.approx(sent(SIDCo(), x, Memory()), rel=0.1)
+
+
+def test_fits_do_not_depend_on_scale() -> None:
+    x = normal(3, 50_000).abs()
+    for fit in (_exponential, _pareto, _gamma):
+        assert fit(1e-20 * x, 0.1) == pytest.approx(1e-20 * fit(x, 0.1), rel=1e-4)
+        assert fit(1e15 * x, 0.1) == pytest.approx(1e15 * fit(x, 0.1), rel=1e-4)
+
+
+def test_turned_live_its_knobs_act_on_the_next_step_and_ranks_agree() -> None:
+    changes = [Change(4, "density", 0.2), Change(8, "fit", "gamma"), Change(10, "bucket_mb", 0.02)]
+    changes += [Change(12, "stages", 5)]
+    sessions = run(experiment(3, 16, compressor=SIDCo.usual()), *changes)
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+    def kept(step: int) -> float:
+        shares = [v for s, what, _, v in sessions[0].record.samples if what == "density" and s == step]
+        return sum(shares) / len(shares)
+
+    assert kept(3) < 0.05 < 0.1 < kept(4) < 0.4 and len({kept(step) for step in (7, 8, 12)}) == 3
+
+
+def test_engine_and_simulator_send_the_same() -> None:
+    e = experiment(3, 8, compressor=SIDCo.usual())
+    session = run(e)[0]
+    spans = simulate(e.turn("pace", 10), real=True).spans
+    mine = spans[(spans["rank"] == 0) & (spans.lane == "comm")].sort_values("t0", kind="stable")
+    assert [n for _, _, n in session.record.comm()] == mine.nbytes.tolist()
+
+
+@pytest.mark.parametrize(("path", "value", "allowed"), [
+    ("fit", "normal", "one of exponential, pareto, gamma"), ("stages", 15, r"an integer in \[0, 14\] fits"),
+    ("density", 0, r"a number in \[0.0001, 1\]"),
+])
+def test_knobs_that_cannot_be_are_refused_with_what_could(path: str, value: object, allowed: str) -> None:
+    with pytest.raises(KnobError, match=f"compressor.of.{path}=.*must be {allowed}"):
+        experiment(compressor=SIDCo.usual()).turn(path, value)

@@ -1,0 +1,96 @@
+"""What compression saves and what it costs, now: in words and as a small table."""
+
+from __future__ import annotations
+
+import math
+import time
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch, View, ranks_of
+from workbench.analysis import BreakEven, Compression, break_even, compression, last_steps, stretches
+from workbench.analysis.words import duration
+
+LOOKED = 200  # steps, at most, in which measurements are looked for
+OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."
+EARLY = "What {name} saves and costs is said here after a few steps."
+UNMEASURED = "not measured: turn measure_every to 20"
+SOON = "measured every {every} steps, where all ranks keep step"
+ALONE = "One rank has nobody to send to: compression saves nothing here."
+MARK = {"costs": " wb-found"}
+
+
+class Pays(View):
+    """Effective ratio, error, what is left unsent, and whether it pays."""
+
+    name: ClassVar[str] = "pays"
+    title: ClassVar[str] = "Does compression pay?"
+    about: ClassVar[str] = (
+        "A sentence that says whether compression pays on this link, and a table: bytes saved, error added, what is "
+        "left unsent, and the time of encoding against the waiting that is saved."
+    )
+    order: ClassVar[int] = 52
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = 0.0
+        self._said = ""
+
+    def update(self, run: Any) -> Patch:
+        now, rows = time.monotonic(), len(run.timeline.spans) + len(run.timeline.marks)
+        if self._said and (rows == self.cursor or (run.live and now - self._at < 2.0)):
+            return Patch()
+        self.cursor, self._at = rows, now
+        html = _page(run)
+        if html == self._said:
+            return Patch()
+        self._said = html
+        return Patch(html=html)
+
+
+def _page(run: Any) -> str:
+    present = stretches(run)[-1]
+    if not present.compressor:
+        return f'<p class="wb-empty">{OFF}</p>'
+    if ranks_of(run) < 2:
+        return f'<p class="wb-empty">{ALONE}</p>'
+    found, stop = break_even(run), last_steps(run.timeline)[1]
+    if found is None or stop <= present.first:
+        return f'<p class="wb-empty">{escape(EARLY.format(name=present.compressor))}</p>'
+    what = compression(run.timeline, max(present.first, stop - LOOKED), stop)
+    every = int(present.settings.get("measure_every") or 0)
+    lines = _rows(what, found, every)
+    rows = "".join(f'<tr><th scope="row">{a}</th><td>{b}</td><td>{c}</td></tr>' for a, b, c in lines)
+    said = f'<p class="wb-verdict{MARK.get(found.verdict, "")}">{escape(found.text)}</p>'
+    caption = f"{escape(found.name)} <small>steps {found.steps[0]}-{found.steps[1] - 1}</small>"
+    return f'{said}<table class="wb-card wb-saved"><caption>{caption}</caption><tbody>{rows}</tbody></table>'
+
+
+def _rows(what: Compression, found: BreakEven, every: int) -> list[tuple[str, str, str]]:
+    """(what, value, remark)"""
+    sizes = f"{_size(what.sent)} sent instead of {_size(what.dense)} (fp32), per exchange and rank"
+    ratio = ("effective ratio", f"{what.ratio:.3g} &times;", sizes) if what.ratio == what.ratio else None
+    beside = f"{duration(found.beside)} of it beside computing" if found.beside > 1e-4 else ""
+    dense = f"with Dense {duration(found.dense)} ({found.known})" if found.known else "with Dense: not known"
+    return [
+        *([ratio] if ratio else []),
+        *_errors(what, every),
+        ("encode and decode", duration(found.codec), beside),
+        ("standing still besides", duration(found.exposed), dense),
+    ]
+
+
+def _errors(what: Compression, every: int) -> list[tuple[str, str, str]]:
+    if not what.measured:
+        return [("error added", "&ndash;", SOON.format(every=every) if every else UNMEASURED)]
+    many = f"median of {what.measured} measurement{'s' * (what.measured != 1)}"
+    lines = [
+        ("relative error of the sum", what.error, many),
+        ("cosine to the dense sum", what.cosine, "1: the same direction"),
+        ("left unsent", what.residual, "mean residual over the mean of what was to be sent"),
+    ]
+    return [(name, f"{value:.3g}", remark) for name, value, remark in lines if not math.isnan(value)]
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.3g} kB"

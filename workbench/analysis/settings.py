@@ -1,0 +1,105 @@
+"""What was in force when: a run's settings and its changes as the plain JSON that they are kept in.
+
+No knob is known here and no torch is needed, so that a recorded run can be asked wherever it is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from workbench.knobs import in_words
+
+if TYPE_CHECKING:
+    from workbench.run import Run
+
+Plain = dict[str, Any]
+ENDLESS = 2**31
+EXACT = ("Dense", "ErrorFeedback")  # they lose nothing
+
+
+class Stretch(NamedTuple):
+    """Steps [first, stop) between two changes, and the settings that were in force in them."""
+
+    first: int
+    stop: int
+    settings: Plain
+
+    @property
+    def compressor(self) -> str:
+        """What was done to what is sent, as a person would write it: `TopK(density=0.01)`; "" for nothing."""
+        plain = self.settings.get("compressor")
+        return _called(plain) if set(_members(plain)) - set(EXACT) else ""
+
+
+def stretches(run: Run) -> list[Stretch]:
+    """The steps of a run between its changes, in order; the last has no end yet."""
+    found = [Stretch(0, ENDLESS, run.settings)]
+    for change in run.changes:
+        last = found.pop()
+        settings = turned(last.settings, change.path, change.value)
+        if change.at_step > last.first:
+            found.append(last._replace(stop=change.at_step))
+        found.append(Stretch(max(change.at_step, last.first), ENDLESS, settings))
+    return found
+
+
+def turned(settings: Plain, path: str, value: Any) -> Plain:
+    """`settings` with what lies at `path` (as much of it as makes it unique) set; as they are if nothing does.
+
+    >>> turned({"compressor": {"TopK": {"density": 0.01}}}, "density", 0.1)
+    {'compressor': {'TopK': {'density': 0.1}}}
+    """
+    every = list(_paths(settings))
+    short = path.split(".")
+    hits = [p for p in every if p == short] or [p for p in every if _within(short, p)]
+    return _put(settings, hits[0], value) if len(hits) == 1 else settings
+
+
+def _paths(settings: Plain, before: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    for name, value in settings.items():
+        yield [*before, name]
+        if _is_member(value):
+            yield from _paths(next(iter(value.values())), (*before, name))
+
+
+def _within(short: list[str], path: list[str]) -> bool:
+    rest = iter(path)
+    return short[-1] == path[-1] and all(part in rest for part in short)
+
+
+def _put(settings: Plain, path: list[str], value: Any) -> Plain:
+    head, *rest = path
+    present = settings[head]
+    if rest:
+        ((name, knobs),) = present.items()
+        return {**settings, head: {name: _put(knobs, rest, value)}}
+    named = isinstance(value, str) and _is_member(present)  # a bare name
+    return {**settings, head: {value: {}} if named else value}
+
+
+def _is_member(value: Any) -> bool:
+    """Is it a member of a family with its knobs, as {"TopK": {"density": 0.01}}?"""
+    return isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict)
+
+
+def _members(value: Any) -> Iterator[str]:
+    """The names of a member and of those that it holds; a bare name counts."""
+    if isinstance(value, str):
+        yield value
+    elif _is_member(value):
+        ((name, knobs),) = value.items()
+        yield name
+        for inner in knobs.values():
+            if _is_member(inner):
+                yield from _members(inner)
+
+
+def _called(plain: Any) -> str:
+    """A member in words; of one that only wraps another, the other."""
+    if _is_member(plain):
+        ((name, knobs),) = plain.items()
+        if name in EXACT and set(knobs) == {"of"}:
+            return _called(knobs["of"])
+        return in_words(plain) if knobs else name
+    return str(plain)

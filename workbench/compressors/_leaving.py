@@ -1,0 +1,43 @@
+"""What becomes of a residual that nothing feeds back any more: uncompressed steps that send it, all or in shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._sketch import sketch
+from workbench.compressors.error_feedback import ErrorFeedback, put, settle, wide
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Leaving(Compressor):
+    """Sends every gradient whole, and with it a share of what error feedback has left unsent.
+
+        out = sum over ranks of (grad + share * residual);   residual <- (1 - share) * residual
+
+    With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. Where slot `asked` of the memory exists,
+    rank 0 puts a sketch of each bucket's result there.
+    """
+
+    share: float = 1.0
+
+    linear: ClassVar[bool] = True
+    owes: ClassVar[str] = ErrorFeedback.slot
+    asked: ClassVar[str] = "leaving"
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        residual = memory.flat(ErrorFeedback.slot, bucket, wide(bucket.data.dtype))
+        x = bucket.data + residual
+        part = bucket.data + self.share * residual
+        rounded = put(bucket, part)
+        await rank.all_reduce(bucket.data, "sum", bucket.name)
+        settle(residual, x, part if rounded is None else rounded, bucket.data)
+        if rank.index == 0 and self.asked in memory.parts:
+            found = torch.stack([sketch(bucket.data[p.start : p.stop], p.name) for p in bucket.parts])
+            memory.parts[self.asked].setdefault(bucket.name, found.sum(0))
+        return None

@@ -1,0 +1,108 @@
+"""Rounding at random to levels: an element goes to one of the two beside it, so that its mean stays what it was."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._stochastic import dice_for, dithered
+from workbench.compressors._two_hop import Coded
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels(Coded):
+    """A compressor given by levels l_0 = -1 < ... < l_last = 1, to which elements in units of a norm are rounded.
+
+        r = x / N, N the norm of x's block;   C(x) = N l_k or N l_(k+1), where l_k <= r <= l_(k+1),
+        the upper one with probability (r - l_k) / (l_(k+1) - l_k), so E C(x) = x whatever the levels
+
+    A bucket of n elements is cut into k = ceil(n / block) blocks of equal length; a block has nothing to do with the
+    buckets in which gradients travel. A message is the norms (float32), then the codes, packed to their bits. With
+    "gather" every rank sends its message to all, who add up the same numbers in the same order: (p-1) (4 k + n
+    bits / 8) bytes sent per rank, and each element is rounded once. "two_hop" is Coded's exchange: 2 (p-1) (4 k' + m
+    bits / 8) bytes for chunks of m = n / p elements in k' blocks, less from three ranks on, but the sum is rounded
+    again. That rounding does not depend on the first, so both are unbiased.
+
+    A block of zeros has the norm 0 and stays zero. One with a number that is not finite comes back as NaN.
+    """
+
+    bits: int = knob(4, 2, 8, doc="bits of a code")
+    block: int = knob(512, 8, 2**20, log=True, unit="elements", doc="elements with a norm in common")
+    norm: str = knob("l2", choices=("l2", "max"), doc="the norm that elements are divided by")
+    exchange: str = knob("gather", choices=("gather", "two_hop"), doc="all get all codes, or sums are coded again")
+
+    unbiased: ClassVar[bool] = True
+    scalars: ClassVar[int] = 1
+    repeats: ClassVar[bool] = False
+    even: ClassVar[bool] = False  # are the levels at equal distances? Then no table is looked up
+
+    @property
+    def width(self) -> int:
+        return self.bits
+
+    @abstractmethod
+    def levels(self, memory: Memory) -> Tensor:
+        """(L,) float32, L <= 2^bits: ascending from -1 to 1, the same on all ranks."""
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        if self.exchange == "two_hop":
+            return await super().reduce(rank, bucket, memory)
+        n = bucket.data.numel()
+        if not n:
+            return None
+        x = self._chunks(bucket.data.float(), 1)
+        every = await rank.all_gather(self._message(x, memory)[0], bucket.name)
+        own, total = x, torch.zeros_like(x)
+        for j, row in enumerate(every[:1] if x.is_meta else every):  # with sizes only, one says all
+            one = self._opened(row[None], x, memory)
+            total += one
+            own = one if j == rank.index else own
+        bucket.data.copy_(total.view(-1)[:n])
+        return own.view(-1)[:n].to(bucket.data.dtype)
+
+    def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        if x.is_meta:
+            return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(*x.shape[:-1], 1)
+        size = norms(x, self.norm)
+        levels = self.levels(memory).to(x.device)
+        r = x / size.where(size != 0, 1.0)
+        top = len(levels) - 1
+        y = torch.add(r.new_tensor(top / 2), r, alpha=top / 2, out=r) if self.even else between(r, levels)
+        return dithered(y, dice_for(x, memory), top=top), size.where(size.isfinite(), torch.nan)
+
+    def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
+        if codes.is_meta:
+            return scales.new_empty(codes.shape)
+        levels = self.levels(memory).to(codes.device)
+        if self.even:
+            half = (len(levels) - 1) / 2
+            return codes.float().sub_(half).mul_(scales / half)
+        return levels.index_select(0, codes.flatten().int()).view(codes.shape).mul_(scales)
+
+
+def norms(x: Tensor, which: str) -> Tensor:
+    """(..., n) -> (..., 1): each row's norm; no square is too large or too small for its type."""
+    peak = torch.maximum(x.amax(-1, keepdim=True), x.amin(-1, keepdim=True).neg_())
+    if which == "max":
+        return peak
+    return torch.linalg.vector_norm(x / peak.where(peak != 0, 1.0), dim=-1, keepdim=True).mul_(peak)
+
+
+def between(r: Tensor, levels: Tensor) -> Tensor:
+    """(...) in [-1, 1] -> (...): k, and the share of the way from level k to level k + 1. Takes r's storage."""
+    k = torch.bucketize(r, levels, out_int32=True, right=True).sub_(1).clamp_(0, len(levels) - 2)
+    low, step = levels[:-1], levels.diff()
+    flat = k.flatten()
+    return r.sub_(low.index_select(0, flat).view(r.shape)).div_(step.index_select(0, flat).view(r.shape)).add_(k)
+
+
+def exponential(bits: int, multiplier: float, zero: bool) -> Tensor:
+    """As many of the levels +-1, +-multiplier, +-multiplier^2, ... (and 0) as `bits` can tell apart: (L,) float32."""
+    up = [multiplier**j for j in reversed(range(2 ** (bits - 1) - zero))]
+    return torch.tensor([-level for level in reversed(up)] + [0.0] * zero + up)

@@ -1,0 +1,222 @@
+"""Matrices that cross the wire as thin factors: what PowerSGD and ACPSGD have in common."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Part, Rank
+
+LEFT, RIGHT = "low rank P", "low rank Q"  # where factors (n, rank) and (m, rank) are remembered, by parameter
+LEFT_IS_NEWER = "low rank turn"  # names of the parameters whose P is newer than their Q
+DRAWS = "low rank draws"  # how often a parameter's directions were drawn anew: equal on all ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Compressor):
+    """A compressor that sends a matrix as its product with a few directions, and takes the rest from its memory.
+
+    A gradient is an n x m matrix, dimensions after the first joined. It is worth compressing if `rank` is below both
+    sides and what crosses the wire per step is less than 1 / `min_compression_rate` of its elements; all others, and
+    vectors, cross whole beside the first factor.
+
+    Factors are kept by parameter, so a change of bucket size, strategy or from one such compressor to another keeps
+    them. A smaller rank cuts columns, a larger one adds random ones. A direction in which nothing was found gives way
+    to another; where what was found is not finite, the direction before it is kept.
+    """
+
+    rank: int = knob(4, 1, 1024, log=True, doc="columns of each factor: the rank of the approximation")
+    min_compression_rate: float = knob(2.0, 1.0, 1e6, log=True, doc="matrices that shrink by less cross whole")
+    warm_start: bool = knob(True, doc="begin with the directions of the step before; else with random ones")
+
+    linear: ClassVar[bool] = True
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    @abstractmethod
+    def sends(self, n: int, m: int) -> float:
+        """Elements that cross the wire per step for an n x m matrix, on average."""
+
+    def worth(self, n: int, m: int) -> bool:
+        """Is an n x m matrix worth compressing?"""
+        return self.rank < min(n, m) and self.sends(n, m) * self.min_compression_rate < n * m
+
+    def refuses_model(self, parts: list[Part]) -> str | None:
+        n, m = max(map(matrix, parts), key=min, default=(1, 1))
+        if self.rank <= min(n, m) or min(n, m) == 1:
+            return None
+        return (
+            f"rank={self.rank}: the largest matrix of this model is {n} x {m}, so nothing would be compressed; take a "
+            f"rank below {min(n, m)}, or Dense"
+        )
+
+    def sorted(self, bucket: Bucket, turned: Iterable[str] = ()) -> tuple[list[Stack], list[Part]]:
+        """The bucket's matrices, those of one shape together, and what crosses whole; `turned` ones are transposed."""
+        stacks: dict[tuple[int, int, bool], Stack] = {}
+        whole = []
+        for part in bucket.parts:
+            n, m = matrix(part)
+            if self.worth(n, m):
+                turn = part.name in turned
+                sides = (m, n) if turn else (n, m)
+                stacks.setdefault((*sides, turn), Stack(*sides, turn, [])).parts.append(part)
+            else:
+                whole.append(part)
+        return list(stacks.values()), whole
+
+    def directions(self, memory: Memory, stack: Stack, like: Tensor, fresh: bool = False) -> Tensor:
+        """What is remembered for the stack: (matrices, m, rank), random where nothing is; equal on all ranks."""
+        slot = LEFT if stack.turned else RIGHT
+        kept, draws = memory.parts.setdefault(slot, {}), memory.parts.setdefault(DRAWS, {})
+        out = []
+        for part in stack.parts:
+            known = like.new_empty(stack.m, 0) if fresh else kept.get(part.name, like.new_empty(stack.m, 0))
+            q = known[:, : self.rank].to(like)
+            if q.shape[1] < self.rank:
+                draw = draws[part.name] = draws.get(part.name, 0) + 1
+                more = _random(f"{slot} {part.name} {draw}", stack.m, self.rank - q.shape[1])
+                q = torch.cat([q, more.to(like)], 1)
+            out.append(q)
+        return torch.stack(out)
+
+    def remember(self, memory: Memory, stack: Stack, found: Tensor, old: Tensor) -> None:
+        """Keeps (matrices, m, rank) of the stack's columns, without asking for a value: sizes alone must do, too."""
+        peak = found.abs().amax(1, keepdim=True)
+        good = torch.where((peak > 0) & (peak < math.inf), found, torch.where(peak == 0, old.roll(1, 1), old))
+        slot = memory.parts.setdefault(LEFT if stack.turned else RIGHT, {})
+        newer = memory.parts.setdefault(LEFT_IS_NEWER, {})
+        for part, one in zip(stack.parts, good, strict=True):
+            slot[part.name] = one
+            if stack.turned:
+                newer[part.name] = True
+            else:
+                newer.pop(part.name, None)
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        own = await self.reduce_owing(rank, bucket, memory)
+        return None if own is None else own.written(bucket.data)
+
+    @abstractmethod
+    async def reduce_owing(self, rank: Rank, bucket: Bucket, memory: Memory) -> Contribution | None:
+        """The sum over ranks into `bucket.data`, and this rank's part of it as factors."""
+
+    async def summed(
+        self, rank: Rank, bucket: Bucket, x: Tensor, stacks: list[Stack], bases: list[Tensor], whole: list[Part]
+    ) -> tuple[list[Tensor], Contribution]:
+        """M B for each matrix M of `x` and its B in `bases`, summed over ranks in one all-reduce: (matrices, n, rank).
+
+        What crosses `whole` goes with them and is written into `x`. The second is (M B) B^T of this rank alone, M B as
+        it was sent: factors cross in the bucket's dtype, arithmetic is at least fp32.
+        """
+        tail = torch.cat([x[:0], *(x[part.start : part.stop] for part in whole)])
+        sizes = [len(s.parts) * s.n * self.rank for s in stacks]
+        flat = x.new_empty(sum(sizes) + tail.numel())
+
+        def views(of: Tensor) -> tuple[list[Tensor], Tensor]:
+            *found, rest = of.split([*sizes, tail.numel()])
+            return [f.view(len(s.parts), s.n, self.rank) for f, s in zip(found, stacks, strict=True)], rest
+
+        found, rest = views(flat)
+        rest.copy_(tail)
+        for stack, base, f in zip(stacks, bases, found, strict=True):
+            multiply(stack.matrices(x), base, f)
+        sent = flat.to(bucket.data.dtype)
+        flat.copy_(sent)
+        own = Contribution(stacks, bases, *views(flat.clone()), whole, sent.dtype)
+        flat.copy_(await rank.all_reduce(sent, "sum", bucket.name))
+        scatter(x, whole, rest)
+        return found, own
+
+
+class Contribution:
+    """What one rank contributed: F B^T for each matrix, and elements that crossed whole."""
+
+    def __init__(self, stacks: list[Stack], bases: list[Tensor], found: list[Tensor], rest: Tensor, whole: list[Part],
+                 wire: torch.dtype) -> None:
+        self.stacks, self.bases, self.found = stacks, bases, found
+        self.whole, self.rest, self.wire = whole, rest, wire
+
+    def written(self, like: Tensor) -> Tensor:
+        """(n,) in the dtype of the wire."""
+        own = torch.empty_like(like, dtype=self.rest.dtype)
+        for stack, base, f in zip(self.stacks, self.bases, self.found, strict=True):
+            multiply(f, base.mT, stack.matrices(own))
+        scatter(own, self.whole, self.rest)
+        return own.to(self.wire)
+
+    def less(self, x: Tensor, into: Tensor) -> None:
+        """into <- x less what was contributed, without writing that down where it need not be rounded."""
+        if self.wire != x.dtype:
+            torch.sub(x, self.written(x), out=into)
+            return
+        for stack, base, f in zip(self.stacks, self.bases, self.found, strict=True):
+            for rest, m, one, b in zip(stack.matrices(into), stack.matrices(x), f, base, strict=True):
+                torch.addmm(m, one, b.T, alpha=-1, out=rest)
+        start = 0
+        for part in self.whole:
+            stop = start + part.stop - part.start
+            torch.sub(x[part.start : part.stop], self.rest[start:stop], out=into[part.start : part.stop])
+            start = stop
+
+
+class Stack(NamedTuple):
+    """The matrices of one shape in one bucket, n x m as they are looked at; turned: their transposes."""
+
+    n: int
+    m: int
+    turned: bool
+    parts: list[Part]
+
+    @property
+    def other(self) -> Stack:
+        """The same matrices, looked at from the other side."""
+        return Stack(self.m, self.n, not self.turned, self.parts)
+
+    def matrices(self, x: Tensor) -> list[Tensor]:
+        """Views (n, m) of the flat bucket."""
+        if self.turned:
+            return [x[part.start : part.stop].view(self.m, self.n).T for part in self.parts]
+        return [x[part.start : part.stop].view(self.n, self.m) for part in self.parts]
+
+
+def matrix(part: Part) -> tuple[int, int]:
+    """The sides of a parameter as a matrix; of a vector (n, 1)."""
+    n = part.shape[0] if part.shape else 1
+    return n, (part.stop - part.start) // max(n, 1)
+
+
+def scatter(x: Tensor, parts: list[Part], values: Tensor) -> None:
+    """The joined values of `parts` back to where they belong."""
+    start = 0
+    for part in parts:
+        x[part.start : part.stop] = values[start : (start := start + part.stop - part.start)]
+
+
+def multiply(xs: Iterable[Tensor], ys: Iterable[Tensor], outs: Iterable[Tensor]) -> None:
+    """Matrix products pair by pair, written where they belong: large ones are never copied."""
+    for x, y, out in zip(xs, ys, outs, strict=True):
+        torch.mm(x, y, out=out)
+
+
+def orthonormal(a: Tensor) -> Tensor:
+    """(..., n, r) -> as many orthonormal columns with the same span; never NaN unless `a` is, even if `a` is zero."""
+    q: Tensor = torch.linalg.qr(a).Q
+    return q
+
+
+def _random(seed: str, m: int, r: int) -> Tensor:
+    """(m, r) of N(0, 1), the same on every rank without asking."""
+    dice = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    return torch.randn(r, m, generator=dice).T

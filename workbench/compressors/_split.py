@@ -1,0 +1,63 @@
+"""One bucket by several compressors: every parameter crosses by the one that was chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor, inside
+from workbench.ops import Bucket, Memory, Part, Rank
+
+
+async def by_part(chosen: Sequence[Compressor], rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+    """`Compressor.reduce` with a choice for each of the bucket's parts, which must be the same on all ranks.
+
+    Parts with equal compressors are coded together, as one smaller bucket of the same name; one after the other, in
+    the order of their first parts. Where all are equal the bucket itself is handed on. Otherwise each part is copied
+    once there and once back.
+    """
+    groups: dict[Compressor, list[Part]] = {}
+    for part, of in zip(bucket.parts, chosen, strict=True):
+        groups.setdefault(of, []).append(part)
+    if len(groups) == 1:
+        [of] = groups
+        return await of.reduce(rank, bucket, memory)
+    done = []
+    for of, parts in groups.items():
+        piece = gathered_parts(bucket, parts)
+        done.append((parts, await of.reduce(rank, piece, memory), piece.data))
+    own = None
+    if any(share is not None for _, share, _ in done):
+        own = bucket.data.clone()  # still what was handed in
+        for parts, share, _ in done:
+            if share is not None:
+                _put_back(own, parts, share)
+    for parts, _, total in done:
+        _put_back(bucket.data, parts, total)
+    return own
+
+
+def gathered_parts(bucket: Bucket, parts: Sequence[Part]) -> Bucket:
+    """A copy of these parts of `bucket` as a bucket of the same name; what is remembered by parameter is theirs."""
+    data = torch.cat([bucket.data[part.start : part.stop] for part in parts])
+    shifted, at = [], 0
+    for part in parts:
+        shifted.append(part._replace(start=at, stop=(at := at + part.stop - part.start)))
+    return Bucket(bucket.index, data, tuple(shifted), bucket.offset + parts[0].start)
+
+
+def _put_back(x: Tensor, parts: Sequence[Part], values: Tensor) -> None:
+    """The joined values of `parts` to where they belong in `x`."""
+    at = 0
+    for part in parts:
+        x[part.start : part.stop] = values[at : (at := at + part.stop - part.start)]
+
+
+def twice(outer: Compressor) -> str | None:
+    """Why what remembers something by parameter cannot work inside its like; or None."""
+    name = type(outer).__name__
+    if sum(isinstance(one, type(outer)) for one in inside(outer)) == 1:
+        return None
+    return f"{name} inside {name}: both would count in one place; use one of them, with what the inner one holds"

@@ -1,0 +1,155 @@
+"""A bucket cut into units that cross the wire whole or not at all: rows of its matrices, or single elements.
+
+No wire is known here: only who owns which unit, and how units and their values become a message.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.bucket import Bucket, Part
+from workbench.compressors._two_hop import packed, unpacked
+
+LOW = 0xFFFFFFFF  # the low 32 bits
+
+
+class Block(NamedTuple):
+    """The units of one parameter: how many, of how many elements each, and where its first element lies."""
+
+    name: str
+    start: int
+    units: int
+    width: int
+
+
+class Units:
+    """A bucket's units in the order in which they lie there.
+
+    With `rows`, each row of a matrix is one (dimensions after the first are joined); else each element is.
+    """
+
+    def __init__(self, bucket: Bucket, rows: bool) -> None:
+        self.rows, self.numel, self.device = rows, bucket.data.numel(), bucket.data.device
+        parts = bucket.parts or (Part("", (self.numel,), 0, self.numel),)
+        self.blocks = tuple(_block(part, rows) for part in parts if part.stop > part.start)
+        self.count = sum(block.units for block in self.blocks)
+
+    @property
+    def single(self) -> bool:
+        """Is every unit one element?"""
+        return self.count == self.numel
+
+    def touched(self, nonzero: Tensor) -> Tensor:
+        """Elements that are not zero, (n,) bool -> units in which there is one, (units,) bool."""
+        if self.single:
+            return nonzero
+        each = [nonzero[b.start : b.start + b.units * b.width].reshape(b.units, b.width).any(1) for b in self.blocks]
+        return torch.cat(each)
+
+    def held(self, touched: Tensor) -> int:
+        """How many elements lie in these units, (units,) bool."""
+        return int(touched.count_nonzero()) if self.single else int(self._widths[touched].sum())
+
+    def elements(self, index: Tensor) -> Tensor:
+        """Units (k,) int64 -> their elements in the bucket, unit by unit: (v,) int64."""
+        if self.single:
+            return index
+        widths, starts = self._widths[index], self._starts[index]
+        ends = widths.cumsum(0)
+        v = int(ends[-1]) if len(ends) else 0
+        shift = torch.repeat_interleave(starts - ends + widths, widths, output_size=v)
+        return shift.add_(torch.arange(v, device=self.device))
+
+    def owners(self, size: int) -> Tensor:
+        """Which of `size` ranks owns each unit: (units,) int16, by the parameter's name and the place in it."""
+        each = [mixed(b.name, torch.arange(b.units, device=self.device)) for b in self.blocks]
+        return ((torch.cat(each) * size) >> 32).to(torch.int16)
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        each = [torch.arange(b.units, device=self.device) * b.width + b.start for b in self.blocks]
+        return torch.cat(each)
+
+    @cached_property
+    def _widths(self) -> Tensor:
+        return torch.cat([torch.full((b.units,), b.width, device=self.device) for b in self.blocks])
+
+
+def _block(part: Part, rows: bool) -> Block:
+    numel = part.stop - part.start
+    units = part.shape[0] if rows and len(part.shape) > 1 else numel
+    return Block(part.name, part.start, units, numel // units)
+
+
+def mixed(name: str, index: Tensor) -> Tensor:
+    """Places inside a parameter, (k,) int64 -> numbers below 2^32 that look random: (k,) int64.
+
+    The last steps of MurmurHash3, on whole vectors. Bucket and offset have no part in it, so a place keeps its number
+    when buckets are laid out anew.
+    """
+    h = (index * 0x9E3779B1 + zlib.crc32(name.encode())) & LOW
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = ((h ^ (h >> shift)) * factor) & LOW
+    return h ^ (h >> 16)
+
+
+class Owned(NamedTuple):
+    """Who owns which unit.
+
+    owner: by unit (units,) int16
+    order: the units of rank 0, then those of rank 1, ...: (units,) int32
+    counts: how many each has
+    """
+
+    owner: Tensor
+    order: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def among(cls, units: Units, size: int) -> Owned:
+        owner = units.owners(size)
+        counts = torch.bincount(owner, minlength=size).tolist()
+        return cls(owner, owner.argsort(stable=True).to(torch.int32), tuple(counts))
+
+    def lists(self) -> tuple[Tensor, ...]:
+        """By rank its units, rising: (m,) int32 each."""
+        return self.order.split(self.counts)
+
+
+def size(k: float, v: float, width: int) -> int:
+    """Bytes of a message of k units that hold v values of `width` bytes: nothing if k is 0."""
+    return round(4 + 4 * k + width * v) if k else 0
+
+
+def message(units: Units, x: Tensor, index: Tensor) -> Tensor:
+    """How many units, which ones, and what `x` holds there: (4 + 4 k + v * element size,) uint8."""
+    k = index.numel()
+    if not k:
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
+    numbers = torch.cat([index.new_tensor([k]), index]).to(torch.int32)
+    return torch.cat([numbers.view(torch.uint8), x[units.elements(index)].view(torch.uint8)])
+
+
+def opened(message: Tensor, units: Units, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What `message` made -> units (k,) int64, their elements (v,) int64 and the values (v,)."""
+    if not message.numel():
+        none = torch.empty(0, dtype=torch.int64, device=message.device)
+        return none, none, torch.empty(0, dtype=dtype, device=message.device)
+    k = int(message[:4].clone().view(torch.int32))
+    index = message[4 : 4 + 4 * k].clone().view(torch.int32).long()
+    return index, units.elements(index), message[4 + 4 * k :].clone().view(dtype)
+
+
+def bitmap(held: Tensor) -> Tensor:
+    """(m,) bool -> (ceil(m / 8),) uint8: a bit each."""
+    return packed(held.view(torch.uint8)[None], 1)[0] if held.numel() else held.view(torch.uint8)
+
+
+def flags(bits: Tensor, m: int) -> Tensor:
+    """The m flags that `bitmap` made of: (m,) bool."""
+    return unpacked(bits[None], 1, m)[0].bool() if m else bits.bool()

@@ -1,0 +1,115 @@
+"""Accordion: two compressors, the gentler one where and while a layer's gradient changes quickly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._split import by_part, twice
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.compressors.power_sgd import PowerSGD
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Part, Rank
+
+
+class _Level(NamedTuple):
+    """What is remembered of one parameter."""
+
+    gentle: bool = True
+    steps: int = 0  # exchanges since the last check
+    norm: float = 0.0  # of what was added up before the last check; 0: nothing, or there was no check
+    lr: float = 0.0  # of the last exchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accordion(Compressor):
+    """Compresses a layer gently while it is in a critical regime, and harshly otherwise, by two compressors.
+
+        every `every` exchanges, for each parameter:   N = || sum of what these exchanges gave ||
+        gentle   if |N_before - N| >= threshold N_before, if N_before = 0, at the first check, and before it
+        harsh    otherwise
+        gentle   at once when the learning rate has fallen, until the next check
+
+    A regime is critical where the gradient's norm changes quickly: early, and after the learning rate has dropped.
+    Bytes are those of the compressor in force, parameter by parameter; those with the same one are coded together.
+    The Sample "level NAME" says, from rank 0 and at each decision, which that is: 1 gentle, 0 harsh.
+
+    The sum is that of the aggregated gradient, which all ranks hold to the bit; so they decide alike and nobody asks.
+    The released code adds up rank 0's own gradients and broadcasts what rank 0 decides. Under error feedback the
+    aggregated sum is the sum of all gradients up to what the residual holds, whichever level they crossed by. It
+    costs one value per element of memory and one pass over the bucket per exchange. An epoch, which no compressor
+    knows, is `every` exchanges here, and all of them count, not the last tenth as there (checks every ten epochs). A
+    rate that falls in every step keeps all layers gentle for good. The residual is kept at every switch: the bare name
+    Accordion means ErrorFeedback(of=Accordion()). Non-finite values are left out of the sum.
+
+    With sizes only, in a simulation, no norm is known. It is taken not to change: gentle until the second check and
+    harsh from there on, the fewest bytes that can be.
+
+    When to use it: where the harsh level alone costs accuracy and the gentle one too many bytes. The paper's pairs are
+    PowerSGD with ranks 2 and 1 (also 4 and 1) and TopK with densities 0.99 and 0.1.
+
+    Reference: Agarwal et al., "Adaptive Gradient Communication via Critical Learning Regime Identification", MLSys
+    2021, https://arxiv.org/abs/2010.16248
+    """
+
+    gentle: Compressor = knob(PowerSGD(rank=2), doc="what a layer crosses by in a critical regime")
+    harsh: Compressor = knob(PowerSGD(rank=1), doc="what it crosses by otherwise")
+    threshold: float = knob(0.5, 0.0, 1e6, doc="relative change of the norm from which on a regime is critical")
+    every: int = knob(100, 1, 10**6, unit="steps", log=True, doc="exchanges between two checks")
+
+    assumes: ClassVar[str] = "norms do not change: gentle until the second check, harsh from there on"
+    slot: ClassVar[str] = "accordion"
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    def refuses(self) -> str | None:
+        return twice(self)
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        known = memory.parts.setdefault(self.slot, {})
+        before = [known.get(part.name, _Level(lr=rank.lr)) for part in bucket.parts]
+        now = [
+            one._replace(gentle=one.gentle or rank.lr < one.lr, steps=one.steps + 1, lr=rank.lr) for one in before
+        ]
+        own = await by_part([self.gentle if one.gentle else self.harsh for one in now], rank, bucket, memory)
+        now = self._checked(now, bucket, memory)
+        for part, was, one in zip(bucket.parts, before, now, strict=True):
+            decided = part.name not in known or not one.steps or one.gentle != was.gentle
+            known[part.name] = one
+            if decided and rank.index == 0:
+                await rank.sample(f"level {part.name}", float(one.gentle))
+        return own
+
+    def _checked(self, levels: list[_Level], bucket: Bucket, memory: Memory) -> list[_Level]:
+        """Adds up what was exchanged; those whose check is due get the level that follows from it."""
+        x = bucket.like(bucket.data.to(torch.promote_types(bucket.data.dtype, torch.float32)))
+        total = memory.flat(self.slot, x)
+        total.add_(x.data).nan_to_num_(0.0, 0.0, 0.0)
+        due = [part for part, one in zip(bucket.parts, levels, strict=True) if one.steps >= self.every]
+        norms = dict(zip(due, _norms(total, due), strict=True))
+        for part in due:
+            total[part.start : part.stop].zero_()
+        return [
+            self._next(one, norms[part]) if part in norms else one
+            for part, one in zip(bucket.parts, levels, strict=True)
+        ]
+
+    def _next(self, level: _Level, norm: float) -> _Level:
+        """The level after a check at which what was added up had this norm."""
+        steady = abs(level.norm - norm) < self.threshold * level.norm  # never after a norm of 0
+        return level._replace(gentle=not steady, steps=0, norm=norm)
+
+
+def _norms(total: Tensor, parts: list[Part]) -> list[float]:
+    """The norm of each part, to more digits than ranks on unlike machines may add up differently; 1 of sizes only."""
+    if total.is_meta or not parts:
+        return [1.0] * len(parts)
+    each = [torch.linalg.vector_norm(total[part.start : part.stop], dtype=torch.float64) for part in parts]
+    norms: list[float] = torch.stack(each).tolist()
+    return norms

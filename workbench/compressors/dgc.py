@@ -1,0 +1,132 @@
+"""Deep Gradient Compression: top-k of what each rank's momentum has gathered, for densities of a thousandth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Generator, Tensor
+
+from workbench.bucket import MOMENTUM
+from workbench.compressors._base import Compressor
+from workbench.compressors._sparse import Sparse
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+LOW, HIGH = 0.8, 1.3  # of the number wanted: fewer lower the threshold, of more the largest are taken
+TRIES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGC(Sparse):
+    """Momentum before compression: each rank gathers its own momentum and sends the largest of what is gathered.
+
+        u <- momentum u + grad;   v <- v + u                   nesterov:  v <- v + grad + momentum u
+        out = sum over ranks of the density * n largest |entries| of v;   where an entry was sent  u, v <- 0, 0
+
+    Error feedback before a momentum optimizer lets an entry that waited for k steps begin its momentum only then; here
+    it has gathered what it would have gathered without compression. So while it is on, the optimizer steps
+    without momentum: `momentum` is this one's, and takes the place of SGD's. Turned on live, every rank goes
+    on with its share of the optimizer's momentum as u. Turned off, v crosses once, whole; then the optimizer's momentum
+    is the sum of all u. What weight decay adds to SGD's momentum stays there. So with density = 1 and masking = False
+    it is SGD with momentum, through any number of turns. It refuses optimizers whose momentum is no plain sum of
+    gradients (Adam, LARS, Nesterov's); with momentum = 0 it leaves an optimizer's momentum alone and works with any.
+
+    `masking` stops the momentum of what was sent, which would push on in a direction that others have left. v is the
+    residual: it feeds back by itself, and ErrorFeedback around it does nothing more. All that was sent and what is
+    in v is the sum of all that u added to v. What is not finite is sent and not remembered.
+
+    The threshold comes from a random `sample` of the entries, or from as many as hold two that are to be sent; if
+    fewer than 0.8 of the number wanted are above, it is lowered, and of more than 1.3 the largest are taken. (The
+    authors' code cuts off what is in between at the end of the tensor, so early entries go first; here all are sent.)
+    `local_clip` limits the norm of each parameter's gradient on each rank, before it is gathered, to local_clip /
+    sqrt(p): the sum of p independent gradients is then about as long as one clipped to local_clip. (One port divides by
+    p^2, another takes the root of what a collective has not given it.)
+
+    Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32, as with any sparse one; with density = 1 an
+    all-reduce. Two values per entry are remembered. In the first epochs the authors turn the density down step by
+    step: 0.25, 0.063, 0.015, 0.004, 0.001.
+
+    When to use it: very slow wires and SGD with momentum.
+
+    Reference: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
+    ICLR 2018, https://arxiv.org/abs/1712.01887, and its code, https://github.com/synxlin/deep-gradient-compression
+    """
+
+    density: float = knob(0.001, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
+    momentum: float = knob(0.9, 0.0, 0.999, doc="how much of a rank's momentum is kept in each step")
+    nesterov: bool = knob(False, doc="the momentum looks one step ahead")
+    masking: bool = knob(True, doc="the momentum of what was sent begins anew")
+    sample: float = knob(0.01, 0.001, 1.0, log=True, doc="fraction of the entries that the threshold is found in")
+    local_clip: float = knob(0.0, 0.0, 1e6, log=True, doc="longest gradient of a parameter, times sqrt(p); 0 is off")
+
+    owes: ClassVar[str] = "velocity"
+
+    @property
+    def carries(self) -> bool:
+        return self.momentum > 0
+
+    def whole(self) -> Compressor:
+        return replace(self, density=1.0, masking=False)
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        x = bucket.data
+        if not x.numel():
+            return None
+        if self.local_clip:
+            _clip(bucket, self.local_clip * rank.size**-1.5)  # a share is 1 / p of a gradient
+        u, v = self._gathered(bucket, memory)
+        x.copy_(v)
+        own: Tensor | None
+        if self.density < 1:
+            own = await super().reduce(rank, bucket, memory)
+        else:
+            own = v.clone()
+            await rank.all_reduce(x, "sum", bucket.name)
+        assert own is not None
+        v.sub_(own).nan_to_num_(0.0, 0.0, 0.0)
+        if u is not None:
+            if self.masking:
+                u.masked_fill_(own != 0, 0.0)
+            u.nan_to_num_(0.0, 0.0, 0.0)
+        return None
+
+    def _gathered(self, bucket: Bucket, memory: Memory) -> tuple[Tensor | None, Tensor]:
+        """u, if there is a momentum, and v, with this step's gradient in them."""
+        grad, v = bucket.data, memory.flat(self.owes, bucket)
+        if not self.carries:
+            return None, v.add_(grad)
+        u = memory.flat(MOMENTUM, bucket).mul_(self.momentum).add_(grad)
+        return u, v.add_(grad).add_(u, alpha=self.momentum) if self.nesterov else v.add_(u)
+
+    def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        index = _largest(x, self.density, self.sample, memory.dice(x.device))
+        return index, x[index]
+
+
+def _largest(x: Tensor, density: float, sample: float, dice: Generator) -> Tensor:
+    """Indices of about k = density * n entries: those above a threshold that a sample of them tells; zeros never."""
+    n = x.numel()
+    k = max(1, round(density * n))
+    size = x.abs().nan_to_num_(torch.inf, torch.inf)
+    few = max(math.ceil(sample * n), math.ceil(2 / density))
+    seen = size[torch.randint(n, (few,), generator=dice, device=x.device)] if few < n else size
+    wanted = k if few >= n else math.ceil(density * few)
+    limit = float(seen.topk(wanted, sorted=False).values.amin())
+    for _ in range(TRIES):
+        index = ((size >= limit) & (size > 0)).nonzero().flatten()
+        if len(index) >= LOW * k or not 0 < limit < math.inf:
+            break
+        limit *= LOW
+    if len(index) > HIGH * k:
+        index = index[size[index].topk(k, sorted=False).indices]
+    return index
+
+
+def _clip(bucket: Bucket, longest: float) -> None:
+    """Shortens each parameter's gradient to this norm."""
+    for part in bucket.parts:
+        piece = bucket.data[part.start : part.stop]
+        piece.mul_((longest / piece.norm()).clamp_(max=1.0))

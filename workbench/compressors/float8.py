@@ -1,0 +1,80 @@
+"""Float8: gradients cross the wire as 8-bit floats, scaled to the largest of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from workbench.compressors._stochastic import dice_for, dithered
+from workbench.compressors._two_hop import Coded
+from workbench.knobs import knob
+from workbench.ops import Memory
+
+
+class _Format(NamedTuple):
+    dtype: torch.dtype
+    largest: float
+    fraction: int  # bits behind the point of 1.xxx
+    lowest: int  # exponent of the smallest normal number
+
+
+_FORMATS = {
+    "e4m3": _Format(torch.float8_e4m3fn, 448.0, 3, -6),
+    "e5m2": _Format(torch.float8_e5m2, 57344.0, 2, -14),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8(Coded):
+    """Every element crosses the wire as an 8-bit float, scaled so that the largest of its block is the format's, twice.
+
+        code = float8(x / step),   step = max |x| / M,   M = 448 (e4m3) or 57344 (e5m2)
+
+    Nothing adds up 8-bit floats on the way, so rank j decodes everybody's chunk j, adds up in fp32, codes the sum
+    again and hands it to all. Bytes sent per rank: 2 (p-1) (m + 4 k) for chunks of m = n / p elements in k blocks: half
+    of Cast's, whatever p. Each hop is off by at most 1/16 of what it codes with e4m3, as long as that is not below
+    1/29000 of its block's largest; 1/8 with e5m2, down to 1/940,000,000. A block with a number that is not finite
+    comes back as NaN.
+
+    ByteGrad's codes are equal steps from a block's smallest number to its largest; these keep small elements as exactly
+    as large ones. `stochastic` rounds up or down at random, in both hops, so that the result is right on average.
+
+    When to use it: as Cast, where half its bytes are worth a second hop, and gradients differ widely in magnitude;
+    e4m3 is finer, e5m2 reaches further down. torch's cast to e5m2 makes infinities of what is beyond the format, so
+    x / step is cut off at M first. gloo takes no 8-bit floats, so they travel as bytes.
+
+    Reference: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433; the two
+    hops are those of torchft's allreduce_quantized, https://github.com/meta-pytorch/torchft
+    """
+
+    to: str = knob("e4m3", choices=("e4m3", "e5m2"), doc="the 8-bit float that crosses the wire")
+    block: int = knob(256, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a chunk")
+    stochastic: bool = knob(False, doc="round at random, so that the mean is right, instead of to the nearest number")
+
+    scalars: ClassVar[int] = 1
+
+    @property
+    def width(self) -> int:
+        return 8
+
+    def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        form = _FORMATS[self.to]
+        step = x.abs().amax(-1, keepdim=True) / form.largest
+        scaled = (x / step).nan_to_num_(0.0).clamp_(-form.largest, form.largest)
+        if self.stochastic:
+            scaled = _at_random(scaled, form, dice_for(x, memory))
+        return scaled.to(form.dtype).view(torch.uint8), torch.where(step.isfinite(), step, torch.nan)
+
+    def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
+        return codes.view(_FORMATS[self.to].dtype).float().mul_(scales)
+
+
+def _at_random(x: Tensor, form: _Format, dice: Generator | None) -> Tensor:
+    """Numbers of the format beside `x`, above it or below, whose mean is `x`; |x| <= its largest."""
+    exponent = ((x.view(torch.int32) >> 23) & 255) - 127
+    unit = ((exponent.clamp(min=form.lowest) + 127 - form.fraction) << 23).view(torch.float32)
+    steps = dithered(x.abs() / unit, dice, top=2 ** (form.fraction + 1))
+    return (steps * unit).copysign_(x)

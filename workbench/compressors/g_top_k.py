@@ -1,0 +1,131 @@
+"""gTop-k: ranks merge their largest entries in pairs, round by round, until all hold the same k of the sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._sparse import message, opened
+from workbench.compressors._two_hop import packed, unpacked
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+Pairs = tuple[tuple[int, int], ...]  # (who sends, to whom)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GTopK(Compressor):
+    """Of the sum only about its k = density * n largest entries reach anybody, found in log2(p) rounds of pairs.
+
+        own_i = the k largest |entries| of x_i;   in round r = 0, 1, ... with the rank whose number differs in bit r:
+        own_i <- the k largest |entries| of own_i + own_partner
+
+    After each round twice as many ranks hold the same k entries, after the last all do. What a round drops is not
+    part of the result, and every rank whose data were in it takes them back: each follows its own entries from round
+    to round, and what it contributed are those that were in every sum. An entry may be dropped and come in
+    again from other ranks; then the first have no part in it. (The authors' code compares with the result alone, so a
+    rank then clears what never arrived.)
+
+    Bytes sent per rank: 8 k log2(p) in fp32, an index and a value each, and nobody sends more than k at a time; the
+    result is as sparse as the input. Where p is no power of two, the p - q ranks beyond the largest power q hand
+    their entries to ranks 0, 1, ... first, and are handed the result with one bit for each of their entries at the
+    end: they send 8 k, and those ranks 8 k + k / 8 more. To find the largest of 2 k entries in each round is cheap
+    beside the first choice. It is not the exact top-k of the sum: what is small on every rank is never sent. With two
+    ranks whose entries do not overlap, it is.
+
+    It wants error feedback: the bare name GTopK means ErrorFeedback(of=GTopK()).
+
+    When to use it: TopK on many ranks, where gathering everybody's entries costs (p-1) * 8 k.
+
+    Reference: Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth
+    Networks", ICDCS 2019, https://arxiv.org/abs/1901.04359
+    """
+
+    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent, and that stay")
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        x, me = bucket.data, rank.index
+        if not x.numel():
+            return None
+        k = max(1, round(self.density * x.numel()))
+        index = x.abs().topk(k, sorted=False).indices
+        held, mine = _Held(index, x[index]), x[index]
+        q = 1 << (rank.size.bit_length() - 1)  # the largest power of two that is not above p
+        beyond = range(q, rank.size)
+        if came := await _passed(rank, bucket, held.message(), tuple((r, r - q) for r in beyond)):
+            held.take_in(*opened(came[0], x.dtype), me_first=True, guest=True)
+        bit = 1
+        while bit < q:
+            if came := await _passed(rank, bucket, held.message(), tuple((r, r ^ bit) for r in range(q))):
+                held.take_in(*opened(came[0], x.dtype), me_first=not me & bit)
+            bit *= 2
+        if came := await _passed(rank, bucket, held.answer(), tuple((r - q, r) for r in beyond)):
+            held.replace(came[0], x.dtype)
+        x.zero_()
+        x[held.index] = held.values
+        return torch.zeros_like(x).index_copy_(0, index, torch.where(held.alive[0], mine, 0.0))
+
+
+class _Held:
+    """k entries of a sum, and which of those that ranks began with are in it."""
+
+    def __init__(self, index: Tensor, values: Tensor) -> None:
+        self.index, self.values = index, values
+        self.began = [index]  # this rank's own entries, and those of a rank that has handed them over
+        self.alive = [torch.ones_like(index, dtype=torch.bool)]
+
+    def message(self) -> Tensor:
+        return message(self.index, self.values)
+
+    def take_in(self, index: Tensor, values: Tensor, me_first: bool, guest: bool = False) -> None:
+        """Adds another's entries and keeps the k largest; the lower rank comes first, so both find the same bits."""
+        if guest:
+            self.began.append(index)
+            self.alive.append(torch.ones_like(index, dtype=torch.bool))
+        if values.is_meta:
+            return
+        both = [(self.index, self.values), (index, values)][:: 1 if me_first else -1]
+        places, where = torch.cat([i for i, _ in both]).unique(return_inverse=True)
+        sums = values.new_zeros(len(places)).index_add_(0, where, torch.cat([v for _, v in both]))
+        best = sums.abs().sort(descending=True, stable=True).indices[: len(values)].sort().values
+        self.index, self.values = places[best], sums[best]
+        self.alive = [a & torch.isin(b, self.index) for a, b in zip(self.alive, self.began, strict=True)]
+
+    def answer(self) -> Tensor:
+        """For the rank that has handed its entries over: the result, and one bit for each of its entries."""
+        bits = packed(self.alive[-1].to(torch.uint8)[None], 1)[0]
+        return torch.cat([self.message(), bits])
+
+    def replace(self, answer: Tensor, dtype: torch.dtype) -> None:
+        """Takes what `answer` made instead."""
+        k = len(self.index)
+        pairs, bits = answer.split([k * (4 + dtype.itemsize), -(-k // 8)])
+        self.index, self.values = opened(pairs, dtype)
+        self.alive = [unpacked(bits[None], 1, k)[0].bool()]
+
+
+async def _passed(rank: Rank, bucket: Bucket, data: Tensor, pairs: Pairs) -> list[Tensor]:
+    """Sends `data` to whom `pairs` say, all at once; what has come for this rank, if anything."""
+    if not pairs:
+        return []
+    to, senders = dict(pairs).get(rank.index), [i for i, j in pairs if j == rank.index]
+    rows = [data if j == to else data[:0] for j in range(rank.size)]
+    got = await rank.all_to_allv(rows, _lengths(rank.size, pairs, data.numel()), bucket.name)
+    return [got[i] for i in senders]
+
+
+@lru_cache(maxsize=256)
+def _lengths(size: int, pairs: Pairs, nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """Who sends how much to whom; made once for all virtual ranks of a simulation."""
+    to = dict(pairs)
+    return tuple(tuple(nbytes * (to.get(i) == j) for j in range(size)) for i in range(size))

@@ -1,0 +1,173 @@
+"""L-GreCo: one ratio for each layer, chosen so that all together send least for a given error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._ratio import RATIOS, Way, ratio, ways
+from workbench.compressors._split import by_part, gathered_parts, twice
+from workbench.compressors._trial import tried
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.compressors.top_k import TopK
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+BINS = 10_000  # into which the error that is allowed is divided
+
+
+class _Row(NamedTuple):
+    """What is remembered of one parameter; errors and sizes are sums over all ranks, by way."""
+
+    steps: int = 0  # exchanges since it was measured
+    ways: tuple[Way, ...] = ()  # what was measured; a choice among others is none
+    errors: tuple[float, ...] = ()
+    sizes: tuple[float, ...] = ()
+    fresh: bool = False  # measured, and no choice made since?
+    choice: Compressor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LGreCo(Compressor):
+    """Gives each layer a ratio of its own, so that all together send the fewest bytes for a given total error.
+
+        minimise   sum over layers of bytes(c_l)   subject to   sum over layers of ||x_l - C(x_l; c_l)||  <=  E
+        E = budget * the same sum with one ratio for all layers, that of `of`
+
+    x_l is what the layer hands in, residual included. Every `every` exchanges each rank tries the candidates on its
+    own x_l: up to five values of the ratio from 1 / `spread` to `spread` times that of `of`, or all that the knob
+    allows if it has choices. Errors and bytes are added up over the ranks, so all solve the same problem (dynamic
+    programming over 10,000 parts of E, errors rounded up) and nobody has to be told. With budget = 1 it never allows
+    more error than one ratio for all, as measured, and never sends more. Until all is measured `of` is what it is.
+
+    `of` is anything with one knob called density, rank, bits or levels. Layers with the same ratio are coded together;
+    a bucket takes an exchange for each ratio in it. Every `every` exchanges a small all-reduce of 8 bytes per layer
+    and candidate, and as many codings of the bucket as there are candidates (more for PowerSGD, which iterates). The
+    Sample "ratio NAME" says, from rank 0 and at each decision, what a layer got. The bare name LGreCo means
+    ErrorFeedback(of=LGreCo()).
+
+    The authors' code measures rank 0's mean of ten gradients and broadcasts what rank 0 finds; its range is half to
+    double the rank. Here all ranks' present values count, which are what is about to be coded. A step that was not
+    finite decides nothing. With sizes only nothing can be measured: all layers keep the ratio of `of`.
+
+    When to use it: for models whose layers differ much in size and shape, at the same error in fewer bytes.
+
+    Reference: Markov, Alimohammadi, Frantar and Alistarh, "L-GreCo: Layerwise-Adaptive Gradient Compression for
+    Efficient Data-Parallel Deep Learning", MLSys 2024, https://arxiv.org/abs/2210.17357
+    """
+
+    of: Compressor = knob(TopK(), doc="the compressor, whose ratio is the one that layers begin with and compare to")
+    budget: float = knob(1.0, 0.1, 10.0, log=True, doc="error allowed, in units of what one ratio for all would make")
+    spread: float = knob(4.0, 1.0, 64.0, log=True, doc="how far a layer's ratio may be from that of `of`, as a factor")
+    every: int = knob(100, 1, 10**6, unit="steps", log=True, doc="exchanges between two measurements")
+
+    assumes: ClassVar[str] = "all layers keep one ratio"
+    slot: ClassVar[str] = "l_greco"
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    def refuses(self) -> str | None:
+        if ratio(self.of) is None:
+            return (
+                f"of={self.of}: LGreCo turns one ratio, and it has none, or more than one; use something with one of "
+                f"{', '.join(RATIOS)}, such as TopK or PowerSGD"
+            )
+        return twice(self)
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        rows: dict[str, _Row] = memory.parts.setdefault(self.slot, {})
+        every = ways(self.of, self.spread)
+        names = [part.name for part in bucket.parts]
+        if any(rows[name].fresh for name in names if name in rows):
+            for name, value in self._decide(rows, every):
+                if rank.index == 0:
+                    await rank.sample(f"ratio {name}", value)
+        rows.update({name: _one_more(rows.get(name, _Row())) for name in names})
+        if len(every) > 1 and any(rows[name].steps >= self.every for name in names):
+            table = await rank.all_reduce(_measured(bucket, every), "sum", bucket.name)
+            rows.update({name: rows[name]._replace(steps=0) for name in names})
+            if not table.is_meta and bool(table.isfinite().all()):
+                errors, sizes = table.view(2, len(names), len(every)).tolist()
+                for name, error, size in zip(names, errors, sizes, strict=True):
+                    kept = rows[name].choice if rows[name].ways == every else None
+                    rows[name] = _Row(0, every, tuple(error), tuple(size), fresh=True, choice=kept)
+        mine = [rows[name].choice if rows[name].ways == every else None for name in names]
+        return await by_part([choice or self.of for choice in mine], rank, bucket, memory)
+
+    def _decide(self, rows: dict[str, _Row], every: tuple[Way, ...]) -> list[tuple[str, float]]:
+        """Chooses for all layers that were measured with the present candidates: (name, ratio) of each."""
+        known = [name for name, row in rows.items() if row.ways == every]
+        for name, row in rows.items():
+            rows[name] = row._replace(fresh=False)
+        usual = next(i for i, way in enumerate(every) if way.of == self.of)
+        errors, sizes = ([getattr(rows[name], what) for name in known] for what in ("errors", "sizes"))
+        picks = chosen(errors, sizes, self.budget, usual)
+        for name, pick in zip(known, picks, strict=True):
+            rows[name] = rows[name]._replace(choice=every[pick].of)
+        return [(name, every[pick].value) for name, pick in zip(known, picks, strict=True)]
+
+
+def chosen(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], budget: float, usual: int) -> list[int]:
+    """Which candidate each layer gets; candidates are in the order of falling size, and `usual` is one ratio for all.
+
+    Where rounding leaves no way that is better than `usual`, and that is allowed, it is taken; where nothing is
+    allowed, the candidate with the least error.
+    """
+    picks = cheapest(errors, sizes, budget * sum(error[usual] for error in errors))
+    if picks is None:
+        return [usual if budget >= 1 else min(range(len(e)), key=e.__getitem__) for e in errors]
+    for i, pick in enumerate(picks):  # what comes to the same keeps to the others
+        if sizes[i][pick] >= sizes[i][usual] and errors[i][pick] >= errors[i][usual]:
+            picks[i] = usual
+    total = sum(size[pick] for size, pick in zip(sizes, picks, strict=True))
+    return [usual] * len(picks) if budget >= 1 and total >= sum(size[usual] for size in sizes) else picks
+
+
+def cheapest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], allowed: float) -> list[int] | None:
+    """The choice of least total size whose errors, each rounded up to a part of `allowed`, add up to it at most.
+
+    None if there is none. It only adds and compares, so all ranks come to the same, whatever they run on.
+    """
+    if not 0 < allowed < inf:
+        return None
+    least = torch.zeros(BINS + 1, dtype=torch.float64)  # by the error used so far, the least size with that or less
+    taken = []
+    for error, size in zip(errors, sizes, strict=True):
+        best, pick = torch.full_like(least, inf), torch.zeros(BINS + 1, dtype=torch.uint8)
+        for j, (e, s) in enumerate(zip(error, size, strict=True)):
+            if e > allowed:
+                continue
+            w = ceil(e / allowed * BINS)
+            better = (with_it := least[: BINS + 1 - w] + s) < best[w:]
+            best[w:] = torch.where(better, with_it, best[w:])
+            pick[w:][better] = j
+        least = best
+        taken.append(pick)
+    if least[BINS] == inf:
+        return None
+    left, picks = BINS, []
+    for error, pick in zip(reversed(errors), reversed(taken), strict=True):
+        picks.append(int(pick[left]))
+        left -= ceil(error[picks[-1]] / allowed * BINS)
+    return picks[::-1]
+
+
+def _measured(bucket: Bucket, every: tuple[Way, ...]) -> Tensor:
+    """Errors and bytes of every candidate on every part, (2 * parts * candidates,) float32."""
+    if bucket.data.is_meta:
+        return bucket.data.new_empty(2 * len(bucket.parts) * len(every), dtype=torch.float32)
+    found = [[tried(way.of, gathered_parts(bucket, [part])) for way in every] for part in bucket.parts]
+    errors = torch.stack([lost for row in found for lost, _ in row])
+    return torch.cat([errors, errors.new_tensor([sent for row in found for _, sent in row])])
+
+
+def _one_more(row: _Row) -> _Row:
+    return row._replace(steps=row.steps + 1)

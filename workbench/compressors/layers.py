@@ -1,0 +1,71 @@
+"""Layers: which parameters are compressed, and what the others cross by."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._split import by_part
+from workbench.compressors.dense import Dense
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.compressors.top_k import TopK
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Part, Rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers(Compressor):
+    """Chosen parameters cross the wire by one compressor, vectors and small ones by another.
+
+        parameter -> `of`     if it has at least `smallest` elements, two dimensions or more, and `only` in its name
+                  -> `rest`   otherwise
+
+    Biases and normalisations are few bytes and a short message each, so released codes such as those of DGC and
+    PowerSGD leave them whole. Here that is a wrapper, for any two compressors. Rules of several kinds are Layers in
+    Layers: `rest` may be another.
+
+    Bytes are those of `of` for its parameters of a bucket, coded together, and of `rest` for the others, one after
+    the other: a bucket with both takes two exchanges, and a copy of it there and back. `only` is a regular expression
+    that is looked for anywhere in the parameter's name, such as "weight" or "^blocks". All three rules are live.
+    Error feedback goes outside: the bare name Layers means ErrorFeedback(of=Layers()), so that a parameter which
+    changes sides takes its residual with it.
+
+    When to use it: with TopK, OneBit or other codes that act on a bucket as a whole. PowerSGD does without.
+
+    Reference: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
+    ICLR 2018, https://arxiv.org/abs/1712.01887, whose released code compresses what has more than one dimension
+    """
+
+    of: Compressor = knob(TopK(), doc="what the chosen parameters cross by")
+    rest: Compressor = knob(Dense(), doc="what all others cross by")
+    smallest: int = knob(1024, 0, 10**9, unit="elements", doc="a parameter with fewer is not chosen")
+    vectors: bool = knob(False, doc="vectors (biases, normalisations) may be chosen, too")
+    only: str = knob("", doc="regular expression in the names of those that may be chosen; empty: all")
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    def refuses(self) -> str | None:
+        try:
+            re.compile(self.only)
+        except re.error as wrong:
+            return (
+                f"only={self.only!r}: is no regular expression ({wrong}); use a piece of the parameters' names, "
+                f"such as 'weight', or '' for all of them"
+            )
+        return None
+
+    def chosen(self, part: Part) -> bool:
+        """Does this parameter cross by `of`?"""
+        large = part.stop - part.start >= self.smallest
+        return large and (self.vectors or len(part.shape) > 1) and re.search(self.only, part.name) is not None
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        chosen = [self.of if self.chosen(part) else self.rest for part in bucket.parts]
+        return await by_part(chosen, rank, bucket, memory)

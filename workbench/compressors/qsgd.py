@@ -1,0 +1,44 @@
+"""QSGD: levels at equal distances, to which elements are rounded at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._levels import Levels
+from workbench.knobs import knob
+from workbench.ops import Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class QSGD(Levels):
+    """Every element crosses the wire as one of a few equally spaced levels, drawn so that its mean is kept.
+
+        C(x) = N sign(x) xi / s,   xi = floor(s |x| / N), or one more with probability s |x| / N - floor(s |x| / N)
+
+    N is the norm of the element's block and s = 2^(bits-1) - 1, so that the 2 s + 1 levels from -N to N fit their bits.
+    Bytes sent per rank: (p-1) (n bits / 8 + 4 ceil(n / block)), or 2 (p-1)/p times as much as one message in two hops.
+    Unbiased and without memory: E |C(x) - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for blocks of d elements and the L2
+    norm. Any knob may be turned at any step.
+
+    The L2 norm is that of the theory: it leaves most codes at zero, and the variance is large. The largest magnitude,
+    the usual choice in practice (QSGDinf), is the default here. Codes have a fixed width. The paper's Elias codes are
+    shorter where nearly all are zero (L2, large blocks, few bits), but of another length on every rank, and slow.
+
+    When to use it: few bits without a residual to keep; 8 bits are hard to tell from Dense. It needs no error feedback,
+    which diverges where the error is longer than x (L2 norm, few bits, large blocks). Public implementations give NaN
+    for a block of zeros, take the largest signed element for the norm, or send a byte for each code of fewer bits.
+
+    Reference: Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization
+    and Encoding", NeurIPS 2017, https://arxiv.org/abs/1610.02132
+    """
+
+    norm: str = knob("max", choices=("max", "l2"), doc="the norm that elements are divided by")
+
+    even: ClassVar[bool] = True
+
+    def levels(self, memory: Memory) -> Tensor:
+        return torch.linspace(-1.0, 1.0, 2**self.bits - 1)

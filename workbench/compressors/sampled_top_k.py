@@ -1,0 +1,51 @@
+"""Top-k by a sampled threshold: what reaches it crosses the wire, however many that are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from workbench.compressors._select import roughly
+from workbench.compressors._sparse import Sparse
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTopK(Sparse):
+    """About the k = density * n largest entries of each bucket cross the wire: those that reach a sample's threshold.
+
+        C(x)_i = x_i  if |x_i| >= t, else 0
+        t = the r-th largest magnitude of m sampled entries,  r = density * m + 2 sqrt(density * m)
+
+    m is 1 % of the bucket, or more if fewer than 64 of the k largest would be in it; each step draws another sample. r
+    aims a little low, for an entry too much costs less than one that is missing. If less than 0.98 k reach t, a lower
+    one is sampled; of more than 1.2 k the k largest are taken. A rank k_i of whose entries reach t sends
+    (p-1) * (8 + 8 k_i) bytes. Zeros are never sent, and buckets below 16384 entries are sorted. Biased: the bare name
+    SampledTopK means ErrorFeedback(of=SampledTopK()).
+
+    This is how DGC selects, without its momentum. DGC samples at a fixed stride, which can keep step with the rows of
+    a matrix; here entries are drawn at random. And its code drops what is too much by position, from the end of
+    the bucket; here nothing is dropped that is larger than what is sent.
+
+    When to use it: to see what sampling alone does. `TopK` looks for its entries in the same way, sorts the few
+    that may belong to the largest and so sends exactly these, in little more time.
+
+    Reference: Lin, Han, Mao, Wang and Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
+    Distributed Training", ICLR 2018, https://arxiv.org/abs/1712.01887
+    """
+
+    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that shall cross the wire")
+
+    contraction: ClassVar[bool] = True
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        index = roughly(x, max(1, round(self.density * x.numel())), memory.dice(x.device))
+        return index, x[index]

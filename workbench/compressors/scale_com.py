@@ -1,0 +1,73 @@
+"""ScaleCom: the ranks take turns to say which entries cross the wire, so that an all-reduce can add them up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors.dense import Dense
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleCom(Compressor):
+    """One rank's largest entries name those that all send: CLT-k, with a low-pass filter on the memory.
+
+        x_i = m_i + grad_i;   I = the k = density * n largest |entries| of x_leader;   leader = t mod p
+        out = sum over ranks of x_i on I, 0 elsewhere;   m_i <- (1 - beta) m_i + beta (x_i - what i sent)
+
+    All ranks send the same entries, so no indices travel with the values and sums do not fill up: bytes sent per rank
+    are (p-1)/p * 4 k for the leader's 32-bit indices and 2 (p-1)/p * 4 k for the fp32 values, nearly the same for any
+    p. These are two collectives, one after the other. Only the leader looks for its largest entries, so each rank does
+    so in every p-th step.
+
+    It feeds back by itself, through the same residual as ErrorFeedback, which within or around it does nothing more.
+    With beta = 1 it is plain error feedback of CLT-k: nothing is lost. With a smaller one each step's error enters the
+    memory in part, the rest is forgotten; so the memories of ranks stay more alike, which one leader for all relies on.
+
+    When to use it: as TopK, but with more ranks. With large batches at rates scaled up for them, turn `beta` down.
+    Where the ranks' data differ in kind, one rank's choice says little about the others'.
+
+    Reference: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
+    Training", NeurIPS 2020, https://arxiv.org/abs/2104.11125
+    """
+
+    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
+    beta: float = knob(1.0, 0.01, 1.0, doc="low-pass filter: share of each step's error that enters the memory")
+
+    owes: ClassVar[str] = ErrorFeedback.owes
+    slot: ClassVar[str] = "scale_com"
+
+    def whole(self) -> Compressor:
+        return ErrorFeedback(of=Dense())
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        grad = bucket.data
+        if not grad.numel():
+            return None
+        k = max(1, round(self.density * grad.numel()))
+        m = memory.flat(self.owes, bucket)
+        x = m + grad
+        leader = self._turn(bucket, memory) % rank.size
+        index = x.abs().topk(k, sorted=False).indices if rank.index == leader else x.new_empty(k, dtype=torch.int64)
+        index = (await rank.broadcast(index.to(torch.int32), leader, bucket.name)).long()
+        values = x[index]
+        m.add_(grad, alpha=self.beta)
+        m[index] -= self.beta * values
+        m.nan_to_num_(0.0, 0.0, 0.0)
+        grad.zero_()
+        grad[index] = await rank.all_reduce(values, "sum", bucket.name)
+        return None
+
+    def _turn(self, bucket: Bucket, memory: Memory) -> int:
+        """How often these parameters have been exchanged before, the same on all ranks."""
+        turns = memory.parts.setdefault(self.slot, {})
+        turn: int = max((turns.get(part.name, 0) for part in bucket.parts), default=0)
+        turns.update((part.name, turn + 1) for part in bucket.parts)
+        return turn

@@ -1,0 +1,80 @@
+"""SignSGD: ranks vote on the sign of every element, and the majority's crosses the wire back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._two_hop import packed, unpacked
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignSGD(Compressor):
+    """Every rank sends the sign of each element, and every element of the result has the sign of most of them.
+
+        out = scale * sgn(sum over ranks of sgn(m_i)),   m_i <- momentum * m_i + (1 - momentum) * x_i
+
+    Rank j counts the votes on everybody's chunk j and sends the majority's signs to all. A zero votes for +; where
+    votes are equal, the rank that counts decides by its own. Eight signs are one byte: a rank sends (p-1) (2 m / 8 + 4)
+    bytes for chunks of m = n / p elements, 1/32 of a dense all-reduce for any p. With `momentum` the votes are on a
+    moving average that each rank keeps of its own gradients: Signum, where 0.9 is usual.
+
+    The result is not the sum of anything: only its direction comes from the gradients. With scale "mean" each element
+    is as large as the mean magnitude of what was handed in, so a learning rate means about what it meant. With "one"
+    every element is +1 or -1, as in the paper: then `lr` is how far each parameter moves in each step, whatever the
+    gradient, and 0.0001 is where to begin. A bucket of zeros on all ranks stays zero; one with a number that is not
+    finite on any of them comes back as NaN.
+
+    Each rank counts 1/p of the result as its own contribution, so that error feedback's books balance. But a majority
+    is no contraction of the sum, and feedback does not mend it. EFSignSGD sends the signs with their own magnitudes
+    in one hop, and OneBit in two.
+
+    When to use it: very slow wires, many ranks, an optimizer without momentum of its own; and where a few ranks may
+    send nonsense, which a majority overrules. Where noise is skewed it need not converge. Public code that takes every
+    tie for + drifts upwards, the more the fewer ranks there are: with two, half of all votes on noise are ties.
+
+    Reference: Bernstein, Wang, Azizzadenesheli and Anandkumar, "signSGD: Compressed Optimisation for Non-Convex
+    Problems", ICML 2018, https://arxiv.org/abs/1802.04434; Bernstein, Zhao, Azizzadenesheli and Anandkumar, "signSGD
+    with Majority Vote is Communication Efficient and Fault Tolerant", ICLR 2019, https://arxiv.org/abs/1810.05291
+    """
+
+    scale: str = knob("mean", choices=("mean", "one"), doc="magnitude of the result: of what was handed in, or 1")
+    momentum: float = knob(0.0, 0.0, 0.999, doc="of the average that is voted on; 0: the gradient (Signum: 0.9)")
+
+    slot: ClassVar[str] = "sign_sgd"
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        n, size = bucket.data.numel(), rank.size
+        if not n:
+            return None
+        x = self._averaged(bucket, memory).float()
+        m = -(-n // size)
+        votes = torch.nn.functional.pad(x, (0, m * size - n)).view(size, m) >= 0
+        mean = x.abs().mean()[None].view(torch.uint8).expand(size, 4)
+        came = await rank.all_to_all(torch.cat([mean, packed(votes.view(torch.uint8), 1)], 1), bucket.name)
+        means = came[:, :4].reshape(-1).view(torch.float32)
+        ayes = unpacked(came[:, 4:], 1, m).sum(0, dtype=torch.int32) * 2
+        won = torch.where(ayes == size, votes[rank.index], ayes > size)
+        every = await rank.all_gather(packed(won[None].view(torch.uint8), 1)[0], bucket.name)
+        signs = unpacked(every, 1, m).view(-1)[:n].float().mul_(2.0).sub_(1.0)
+        bucket.data.copy_(signs.mul_(self._magnitude(means.sum())))
+        return bucket.data / size
+
+    def _averaged(self, bucket: Bucket, memory: Memory) -> Tensor:
+        """What is voted on. Once there has been a momentum its average is kept up to date, even while it is 0."""
+        if not self.momentum and self.slot not in memory.slots:
+            return bucket.data
+        average = memory.flat(self.slot, bucket)
+        x = average.mul_(self.momentum).add_(bucket.data, alpha=1 - self.momentum).clone()
+        average.nan_to_num_(0.0, 0.0, 0.0)
+        return x
+
+    def _magnitude(self, mean: Tensor) -> Tensor:
+        size = mean if self.scale == "mean" else mean.sign()
+        return torch.where(mean.isfinite(), size, torch.nan)

@@ -1,0 +1,141 @@
+"""Wangni's unbiased sparsification: entries survive by chance, the larger the likelier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._select import above, unset
+from workbench.compressors._sparse import message, opened
+from workbench.compressors._two_hop import packed, unpacked
+from workbench.compressors._uneven import gathered
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wangni(Compressor):
+    """Each entry crosses the wire with a chance that grows with its magnitude, and is amplified to make up for it.
+
+        p_i = min(1, |x_i| / u);   C(x)_i = x_i / p_i  with chance p_i, else 0
+
+    Unbiased; of all ways to choose the p_i none has less variance for as many entries. u is the one number to be found:
+
+        rule = "density":   sum_i p_i = density * n, the expected number of survivors (the paper's greedy rule)
+        rule = "variance":  sum_i x_i^2 / p_i = (1 + variance) ||x||^2, with as few survivors as that takes
+
+    A survivor below u is worth exactly u or -u, so it travels as a 32-bit index and one bit; one that is u or more
+    crosses whole, index and value. A rank with s of these and m of those sends, in fp32,
+
+        (p-1) * (8 + 8 + 8 s + 4 m + ceil(m / 8)) bytes:  the message's length;  u and s;  what survived
+
+    and s / n is the Sample "whole". There is no state, and each rank draws for itself. Under error feedback noise that
+    is larger than the gradient would be fed back and grow, so only a variance below 1 is accepted there.
+
+    When to use it: few large entries among many small ones, and nothing to remember: no residual, no state that a
+    change could lose. On normal entries the noise is 0.64 / density - 1 times ||x||^2, where RandomK has
+    1 / density - 1; the more unlike the magnitudes, the less of it.
+
+    u is found without sorting, by Newton's method on a convex function that is linear between entries: each round
+    makes u smaller and all that reaches it whole, and it ends exactly. The paper's greedy rule is two such rounds.
+    Public code divides by chances that are zero where a gradient is; here zeros have no part in it.
+
+    Reference: Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed
+    Optimization", NeurIPS 2018, https://arxiv.org/abs/1710.09854
+    """
+
+    rule: str = knob("density", choices=("density", "variance"), doc="which of the two knobs below holds")
+    density: float = knob(0.05, 0.0001, 1.0, log=True, doc="fraction of the entries that survive, on average")
+    variance: float = knob(1.0, 0.01, 100.0, log=True, doc="variance that is added, in units of the squared norm")
+
+    unbiased: ClassVar[bool] = True
+    varies: ClassVar[bool] = True
+
+    def refuses_feedback(self) -> str | None:
+        if self.rule == "variance" and self.variance < 1:
+            return None
+        return (
+            "of=Wangni: under error feedback its noise, larger than the gradient, would be fed back and grow; use it "
+            "without, or with rule=variance and variance below 1, or TopK with error feedback"
+        )
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        x = bucket.data
+        if not x.numel():
+            return None
+        if x.is_meta:
+            k = max(1, round(rank.density * x.numel()))
+            await gathered(rank, x.new_empty(8 + 4 * k + -(-k // 8), dtype=torch.uint8), bucket.name)
+            return torch.zeros_like(x)
+        sent, kept, whole = self._message(x, memory)
+        await rank.sample("density", kept / x.numel())
+        await rank.sample("whole", whole / x.numel())
+        every = await gathered(rank, sent, bucket.name)
+        own = _add(torch.zeros_like(x), sent)
+        x.zero_()
+        for one in every:
+            _add(x, one)
+        return own
+
+    def _message(self, x: Tensor, memory: Memory) -> tuple[Tensor, int, int]:
+        """(n,) -> u, how many cross whole, these, the places of the others, their signs: uint8; and both numbers."""
+        size = x.abs().float()
+        u = torch.tensor([self.scale_of(size)], device=x.device).clamp_(max=torch.finfo(x.dtype).max)
+        u = u.to(x.dtype).float()  # every survivor is worth what its dtype can hold
+        chance = torch.rand(size.shape, generator=memory.dice(x.device), device=x.device)
+        kept = unset(chance.mul_(u) >= size)
+        below = size[kept] < u
+        whole, rest = kept[~below], kept[below]
+        head = torch.cat([u.view(torch.uint8), kept.new_tensor([whole.numel()], dtype=torch.int32).view(torch.uint8)])
+        signs = packed((x[rest] < 0).view(torch.uint8)[None], 1)[0]
+        parts = [head, message(whole, x[whole]), rest.to(torch.int32).view(torch.uint8), signs]
+        return torch.cat(parts), kept.numel(), whole.numel()
+
+    def scale_of(self, size: Tensor) -> float:
+        """Magnitudes (n,) float32 -> u."""
+        total = float(size.sum(dtype=torch.float64))
+        if not math.isfinite(total):
+            size = size.nan_to_num(0.0, 0.0, 0.0)
+            total = float(size.sum(dtype=torch.float64))
+        if not total:
+            return 0.0
+        if self.rule == "density":
+            wanted = max(1.0, self.density * size.numel())
+            return _settled(size, total / wanted, lambda s: _ratio(total - _sum(s), wanted - s.numel()))
+        budget = (1 + self.variance) * _sum(size.square())
+        return _settled(size, budget / total, lambda s: _ratio(budget - _sum(s.square()), total - _sum(s)))
+
+
+def _settled(size: Tensor, u: float, smaller: Callable[[Tensor], float]) -> float:
+    """Makes u smaller, given the magnitudes that reach it, until these do not change."""
+    while True:
+        found = smaller(size[above(size, u)])
+        if not found < u * (1 - 1e-9):
+            return u
+        u = found
+
+
+def _sum(x: Tensor) -> float:
+    return float(x.sum(dtype=torch.float64))
+
+
+def _ratio(a: float, b: float) -> float:
+    """a / b where both are positive, zero where only b is, and no end where b is not."""
+    return max(a, 0.0) / b if b > 0 else math.inf
+
+
+def _add(out: Tensor, data: Tensor) -> Tensor:
+    """Adds to (n,) what a message says."""
+    u, count = data[:4].clone().view(torch.float32), int(data[4:8].clone().view(torch.int32))
+    whole = count * (4 + out.dtype.itemsize)
+    pairs, data = data[8:].split([whole, data.numel() - 8 - whole])
+    out.index_add_(0, *opened(pairs, out.dtype))
+    m = 8 * data.numel() // 33  # 4 m bytes of places and ceil(m / 8) of signs
+    index, signs = data[: 4 * m].clone().view(torch.int32).long(), unpacked(data[None, 4 * m :], 1, m)[0]
+    return out.index_add_(0, index, (u * (1.0 - 2.0 * signs.float())).to(out.dtype))

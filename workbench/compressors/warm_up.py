@@ -1,0 +1,80 @@
+"""WarmUp: the first steps cross whole, or less and less so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._ratio import at_density, ratio
+from workbench.compressors._split import by_part, twice
+from workbench.compressors.dense import Dense
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.compressors.top_k import TopK
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp(Compressor):
+    """The first `steps` exchanges of every parameter are not compressed, or by a density that falls in stages.
+
+        dense:         Dense() for the first `steps` exchanges, then `of`
+        exponential:   `of` with density rho^((j+1) / (E+1)) in stage j = 0 .. E-1, then `of` with its own rho
+
+    E = `stages`, each of steps / E exchanges. That is Deep Gradient Compression's schedule with stages for its epochs:
+    for rho = 0.001 and E = 5 the densities are 0.316, 0.1, 0.032, 0.01 and 0.0032. It takes an `of` in which
+    something has a `density`; any compressor will do for "dense". Early gradients are large and turn quickly, and
+    what is held back then is stale when it comes.
+
+    Exchanges are counted by parameter, in the rank's Memory: a change of bucket size, of strategy or of `of` does not
+    begin the count anew, and only more `steps` than were made so far warm up again. Under LocalSGD an exchange is a
+    round. Bytes are those of what is in force. While the density is above 1 / p, pairs of index and value are
+    more than a dense all-reduce. The bare name WarmUp means ErrorFeedback(of=WarmUp()).
+
+    When to use it: with strong sparsifiers from the first step of a training on. Not when turning compression on in the
+    middle of a run.
+
+    Reference: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
+    ICLR 2018, https://arxiv.org/abs/1712.01887
+    """
+
+    of: Compressor = knob(TopK(), doc="what crosses once warm")
+    steps: int = knob(100, 0, 10**6, unit="steps", doc="exchanges of a parameter until it is warm")
+    schedule: str = knob("dense", choices=("dense", "exponential"), doc="whole, or by falling densities")
+    stages: int = knob(5, 1, 1000, doc="under exponential: densities on the way, of equally many steps")
+
+    slot: ClassVar[str] = "warm_up"
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    def refuses(self) -> str | None:
+        if self.schedule == "exponential" and ratio(self.of, ("density",)) is None:
+            return (
+                f"schedule='exponential': {self.of} has no density, or more than one, to begin high; use "
+                f"schedule='dense' with it, or something with one density, such as TopK"
+            )
+        return twice(self)
+
+    def at(self, step: int) -> Compressor:
+        """What a parameter crosses by in its exchange number `step`, from 0."""
+        if step >= self.steps:
+            return self.of
+        if self.schedule == "dense":
+            return Dense()
+        found = ratio(self.of, ("density",))
+        assert found is not None, "refused before it starts"
+        stage = step * self.stages // self.steps
+        return at_density(self.of, found[1].default ** ((stage + 1) / (self.stages + 1)))
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        made = memory.parts.setdefault(self.slot, {})
+        steps = [made.get(part.name, 0) for part in bucket.parts]
+        made.update((part.name, step + 1) for part, step in zip(bucket.parts, steps, strict=True))
+        by_step = {step: self.at(step) for step in set(steps)}
+        return await by_part([by_step[step] for step in steps], rank, bucket, memory)

@@ -1,0 +1,148 @@
+"""Zen: gradients that are sparse already are added up without loss, by the scheme that sends least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Compressor
+from workbench.compressors._schemes import SCHEMES, Load, expected, gather, outlined, owners, pool, ring, tree
+from workbench.compressors._uneven import lengths_of
+from workbench.compressors._units import Owned, Units, size
+from workbench.knobs import knob
+from workbench.ops import Bucket, Memory, Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zen(Compressor):
+    """What is not zero in a sparse gradient crosses the wire as pairs, by the scheme that sends least; nothing is lost.
+
+        out = sum over ranks of x_i;   what crosses the wire are (index, value) pairs of what is not zero
+
+    Embedding tables have such gradients: a batch touches few rows. For each bucket ranks first tell each other how
+    much of theirs is not zero (32 bytes to each other rank), so that all choose alike. Bytes sent per rank then, for
+    n fp32 elements of which a share d is not zero on a rank and D_j on any of j ranks (so D_1 = d):
+
+        dense     8 n (p-1)/p                                   an all-reduce
+        gather    8 d n (p-1)                                   everybody's pairs to everybody (AGsparse)
+        tree      8 n (D_1 + D_2 + D_4 + ... + D_(p/2))         recursive doubling (SparCML)
+        ring      8 n (D_1 + ... + D_(p-1) + (p-1) D_p) / p     slices that go around and grow
+        owners    (p-1)/p (8 d n + 4 D_p n + n/8)               balanced parallelism (Zen)
+
+    and as headers 4 for each message and 8 for each length that is told (`rounds` in _schemes.py). With "owners" a
+    hash of the parameter's name and the place in it says which rank adds up a pair. The way back needs no indices: as
+    all know who owns what, one bit for each place will do (where D_p < 1/32 indices would be shorter). Its bytes
+    hardly grow with p, and a hash spreads any support evenly over the owners, where of contiguous slices one may hold
+    nearly all. "auto" takes the least of these formulas, headers and all, for the d that was measured. How much ranks
+    have in common it learns from the last sum, as the number of places among which each rank would choose at random;
+    at first they choose among all. The paper's system decides between owners and tree only, once, after a few steps.
+
+    With `rows` the unit is a row of a matrix: one index for a whole row instead of one for each element. "auto" takes
+    rows where that sends less on all ranks together, as for embeddings, and elements where what is not zero is
+    scattered. Vectors go by element; matrices with rows of any length may share a bucket.
+
+    Additions are in an order that is the same for all, so all hold the same bits. Who owns what is computed once and
+    kept (6 bytes for each unit); it does not change with the buckets. The paper's second level of hashing, with its
+    parallel and serial memory, packs pairs on a GPU without locks; here a stable sort by owner does, which cannot
+    lose one. The Samples "density" and "scheme" (0 gather, 1 tree, 2 owners, 3 ring, 4 dense) say what was found and
+    done. Where there are sizes only, supports are taken to be independent, and of rows unless `rows` is "elements".
+
+    When to use it: large embeddings on a slow wire. A gradient that is dense costs a look at every element and a
+    short message more than with Dense. It counts bytes, not latency: one after the other come 2 p exchanges with
+    "ring", 2 log2 p with "tree", 4 with "owners", 1 with "gather" and "dense", and 1 before all of them.
+
+    Reference: Wang et al., "ZEN: Empowering Distributed Training with Sparsity-driven Data Synchronization", OSDI
+    2025, https://arxiv.org/abs/2309.13254; Renggli et al., "SparCML: High-Performance Sparse Communication for Machine
+    Learning", SC 2019, https://arxiv.org/abs/1802.08021
+    """
+
+    scheme: str = knob("auto", choices=("auto", *SCHEMES), doc="how pairs are added up; auto: by what sends least")
+    rows: str = knob("auto", choices=("auto", "rows", "elements"), doc="what has an index; auto: what sends less")
+
+    unbiased: ClassVar[bool] = True
+    varies: ClassVar[bool] = True
+    pools: ClassVar[str] = "zen pools"  # by parameter, the share of its units among which ranks seem to choose
+    maps: ClassVar[str] = "zen maps"  # by the first parameter of a bucket, who owns what in it
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        x, p, width = bucket.data, rank.size, bucket.data.element_size()
+        if x.is_meta or self.scheme == "dense" or not x.numel():
+            await self._unlooked(rank, bucket)
+            return None
+        nonzero = x != 0
+        kinds = [Units(bucket, rows) for rows in self._kinds]
+        touched = [units.touched(nonzero) for units in kinds]
+        counts = [n for units, t in zip(kinds, touched, strict=True) for n in (int(t.count_nonzero()), units.held(t))]
+        told = await lengths_of(rank, counts, x, bucket.name)
+        kind = min(range(len(kinds)), key=lambda i: sum(size(row[2 * i], row[2 * i + 1], width) for row in told))
+        units, mine, each = kinds[kind], touched[kind], [row[2 * kind : 2 * kind + 2] for row in told]
+        await rank.sample("density", each[rank.index][1] / x.numel())
+        if p == 1:
+            return None
+        if not any(k for k, _ in each):
+            x.zero_()
+            return None
+        load = self._load(each, units, width, memory)
+        scheme = self._chosen(load, p)
+        await rank.sample("scheme", SCHEMES.index(scheme))
+        match scheme:
+            case "gather":
+                sizes = [size(k, v, width) for k, v in each]
+                together = await gather(rank, x, units, mine, sizes, bucket.name)
+            case "tree":
+                together = await tree(rank, x, units, mine, bucket.name)
+            case "ring":
+                together = await ring(rank, x, units, mine, bucket.name)
+            case "owners":
+                together = await owners(rank, x, units, mine, self._map(units, p, memory), bucket.name)
+            case _:
+                await rank.all_reduce(x, "sum", bucket.name)
+                together = int(units.touched(x != 0).count_nonzero())
+        seen = pool(load, p, together) / units.count
+        memory.parts.setdefault(self.pools, {}).update((block.name, seen) for block in units.blocks)
+        return None
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """By rows or not: what an index may stand for."""
+        return {"auto": (True, False), "rows": (True,), "elements": (False,)}[self.rows]
+
+    async def _unlooked(self, rank: Rank, bucket: Bucket) -> None:
+        """What needs no look at the values: nothing, a dense sum, or sizes only."""
+        x, p = bucket.data, rank.size
+        if not x.numel() or p == 1:
+            return
+        if self.scheme == "dense":
+            await rank.all_reduce(x, "sum", bucket.name)
+            return
+        units = Units(bucket, self._kinds[0])
+        k, v = (max(1, round(rank.density * n)) for n in (units.count, units.numel))
+        load = Load(k, v, units.count, units.numel, x.element_size(), units.count)
+        await rank.all_gather(x.new_empty(2 * len(self._kinds), dtype=torch.int64), bucket.name)
+        await outlined(self._chosen(load, p), load, rank, x, bucket.name)
+
+    def _load(self, each: list[tuple[int, ...]], units: Units, width: int, memory: Memory) -> Load:
+        k, v = (sum(row[i] for row in each) / len(each) for i in (0, 1))
+        share = memory.parts.get(self.pools, {}).get(units.blocks[0].name, 1.0)
+        return Load(k, v, units.count, units.numel, width, max(k, share * units.count))
+
+    def _chosen(self, load: Load, p: int) -> str:
+        if self.scheme != "auto":
+            return self.scheme
+        return min(SCHEMES, key=lambda scheme: expected(scheme, load, p))
+
+    def _map(self, units: Units, p: int, memory: Memory) -> Owned:
+        """Who owns what, computed anew when the bucket, the number of ranks or what an index stands for has changed."""
+        kept = memory.parts.setdefault(self.maps, {})
+        about = p, units.blocks, units.device
+        first = units.blocks[0].name
+        if first not in kept or kept[first][0] != about:
+            names = {block.name for block in units.blocks}
+            for old in [f for f, (was, _) in kept.items() if names & {block.name for block in was[1]}]:
+                del kept[old]
+            kept[first] = about, Owned.among(units, p)
+        owned: Owned = kept[first][1]
+        return owned
