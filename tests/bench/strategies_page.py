@@ -47,7 +47,7 @@ def _setting(found: Results, about: dict[str, Any]) -> str:
         took = f" On {len(costs['forward'])} real ranks, a core each, a forward took {ms[0]:.1f} ms, a backward {ms[1]:.1f} ms, an update {ms[2]:.1f} ms; "
         took += "the simulator draws from what was measured of them."
     aim = (
-        f"The loss that times are counted to is {goal:g}: DDP's after {STEPS // 2} steps, mean of the seeds."
+        f"The loss that times are counted to is {goal:g}: DDP's at the first evaluation from step {STEPS // 2} on, mean of the seeds."
         if goal
         else ""
     )

@@ -151,6 +151,15 @@ def made_up(folder: Path, row: str, where: str, seed: int = 0, part: str = "tabl
     (folder / f"{name}.json").write_text(json.dumps({**about, "found": values}))
 
 
+def test_times_are_counted_to_a_loss_that_was_evaluated(tmp_path: Path) -> None:
+    """Evaluations need not fall on the middle step."""
+    middle = STEPS // 2
+    for seed in SEEDS:
+        curve = [[0, 0.0, 5.0], [middle - 10, 1.4, 3.2], [middle + 10, 1.6, 3.0 + seed], [STEPS, 3.0, 2.5]]
+        made_up(tmp_path, "DDP", FAST, seed, curve=curve)
+    assert claims.target(cells.Results.of(tmp_path)) == 4.0
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for where in FABRICS:
