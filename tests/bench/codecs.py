@@ -11,19 +11,29 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 from tests.ranks import placed, together
-from workbench.compressors import Compressor, Dense
+from workbench.compressors import Compressor, Dense, PowerSGD
+from workbench.compressors._select import roughly
+from workbench.compressors._stochastic import dithered
 from workbench.family import members
 from workbench.ops import Bucket, Memory, Rank
 
 ELEMENTS, ROUNDS = 8_000_000, 9
 SIDE = 2828  # of the square matrix that stands for a layer: 8 M elements
+DENSITY = 0.01
+LAYERS: dict[str, list[tuple[int, ...]]] = {
+    "8 matrices of 1000 x 1000": [(1000, 1000)] * 8,
+    "30 of 512 x 512 with biases": [(512, 512), (512,)] * 30,
+}
 
 
 def inputs(n: int = ELEMENTS) -> dict[str, Tensor]:
@@ -85,6 +95,97 @@ def every(n: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def kernels(n: int, rounds: int) -> list[dict[str, Any]]:
+    """The kernels that have to beat the plain torch expression, and by how much."""
+    rows = []
+    for name, x in inputs(n).items():
+        k, dice = round(DENSITY * n), torch.Generator().manual_seed(1)
+        sides = {
+            "plain": partial(lambda x, k: x.abs().topk(k), x, k), "ours": partial(roughly, x, k, dice),
+            "plain again": partial(lambda x, k: x.abs().topk(k), x, k),
+        }  # fmt: skip
+        found, best = x[roughly(x, k, dice)], x.abs().topk(k).values
+        kept = float(found.double().square().sum() / best.double().square().sum())
+        quality = f"{found.numel() / k:.3f} of the count, {kept:.2%} of the energy"
+        rows.append({"part": "kernel", "name": "top-k by a sampled threshold, 1 %", "input": name, "asked": 4.0,
+                     "quality": quality, **alternating(sides, rounds)})  # fmt: skip
+    unit = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    dice = torch.Generator().manual_seed(1)
+
+    def plain() -> Tensor:
+        return torch.floor(unit * 255 + torch.rand_like(unit)).to(torch.uint8)
+
+    codes = dithered(unit, dice, 255.0)
+    quality = f"mean off by {float((codes.double() / 255 - unit.double()).mean()):+.1e}"
+    sides = {"plain": plain, "ours": partial(dithered, unit, dice, 255.0), "plain again": plain}
+    rows.append({"part": "kernel", "name": "8-bit stochastic rounding", "input": "uniform", "asked": 3.0,
+                 "quality": quality, **alternating(sides, rounds)})  # fmt: skip
+    rows += [low_rank(name, shapes, rounds) for name, shapes in LAYERS.items()]
+    for r in rows:
+        print(f"{r['name']}, {r['input']}: {1 / ratio(r, 'ours', 'plain'):.2f} (asked {r['asked']:g})", flush=True)
+    return rows
+
+
+def low_rank(name: str, shapes: list[tuple[int, ...]], rounds: int) -> dict[str, Any]:
+    """PowerSGD under error feedback against torch's own hook, whose all-reduce is taken for done."""
+    parts = placed(*shapes)
+    grad = torch.randn(parts[-1].stop, generator=torch.Generator().manual_seed(0))
+    data, memory = torch.empty_like(grad), Memory(0)
+    state = hook.PowerSGDState(_Group(), 4, start_powerSGD_iter=2, use_error_feedback=True)
+    state.iter = 5
+
+    def theirs() -> None:
+        data.copy_(grad)
+        hook.powerSGD_hook(state, _GradBucket(data, parts))
+
+    def ours() -> None:
+        data.copy_(grad)
+        together([PowerSGD.usual().reduce(Rank(0, 1), Bucket(0, data, tuple(parts), 0), memory)])
+
+    there, hook.dist = hook.dist, SimpleNamespace(all_reduce=lambda x, group=None, async_op=True: _Done(x))
+    try:
+        with torch.no_grad():
+            took = alternating({"plain": theirs, "ours": ours, "plain again": theirs}, rounds)
+    finally:
+        hook.dist = there
+    return {"part": "kernel", "name": "PowerSGD, rank 4, against torch's hook", "input": name, "asked": 1.0, **took}
+
+
+class _Done:
+    """A collective that is over: one rank's sum is its own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.future.set_result([x])
+
+    def get_future(self) -> Any:
+        return self.future
+
+
+class _Group:
+    def size(self) -> int:
+        return 1
+
+
+class _GradBucket:
+    """What torch's hook asks of a bucket."""
+
+    def __init__(self, data: Tensor, parts: list[Any]) -> None:
+        self.data, self.parts = data, parts
+
+    def buffer(self) -> Tensor:
+        return self.data
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def gradients(self) -> list[Tensor]:
+        return [self.data[p.start : p.stop].view(p.shape) for p in self.parts]
+
+
 def ratio(took: dict[str, list[float]], side: str, base: str) -> float:
     """Median over rounds of how many times as long a side took as the base beside it."""
     each = sorted(a / b for a, b in zip(took[side], took[base], strict=True))
@@ -98,7 +199,7 @@ def main() -> None:
     ask.add_argument("--rounds", type=int, default=ROUNDS)
     a = ask.parse_args()
     torch.set_num_threads(1)
-    rows = every(a.elements, a.rounds)
+    rows = kernels(a.elements, a.rounds) + every(a.elements, a.rounds)
     if a.out:
         a.out.write_text(json.dumps(rows))
 

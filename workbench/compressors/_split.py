@@ -61,3 +61,15 @@ def twice(outer: Compressor) -> str | None:
     if sum(isinstance(one, type(outer)) for one in inside(outer)) == 1:
         return None
     return f"{name} inside {name}: both would count in one place; use one of them, with what the inner one holds"
+
+
+def split_momentum(*sides: Compressor) -> str | None:
+    """Why these cannot take turns, if some of them keep the optimizer's momentum and some do not; or None."""
+    keeping = [next((type(c).__name__ for c in inside(side) if c.carries), "") for side in sides]
+    if all(keeping) or not any(keeping):
+        return None
+    name = max(keeping)
+    return (
+        f"compressor={name}: it keeps the optimizer's momentum, and what crosses by the other one would have none; use "
+        f"{name}(momentum=0), or {name} for both"
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._split import by_part, twice
+from workbench.compressors._split import by_part, split_momentum, twice
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.power_sgd import PowerSGD
 from workbench.knobs import knob
@@ -69,7 +69,7 @@ class Accordion(Compressor):
         return ErrorFeedback(of=cls())
 
     def refuses(self) -> str | None:
-        return twice(self)
+        return split_momentum(self.gentle, self.harsh) or twice(self)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         known = memory.parts.setdefault(self.slot, {})

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.compressors._base import Compressor
+from workbench.compressors._base import Compressor, inside
 from workbench.compressors._ratio import RATIOS, Way, ratio, ways
 from workbench.compressors._split import by_part, gathered_parts, twice
 from workbench.compressors._trial import tried
@@ -79,6 +79,12 @@ class LGreCo(Compressor):
             return (
                 f"of={self.of}: LGreCo turns one ratio, and it has none, or more than one; use something with one of "
                 f"{', '.join(RATIOS)}, such as TopK or PowerSGD"
+            )
+        own = [type(c).__name__ for c in inside(self.of) if c.owes and not isinstance(c, ErrorFeedback)]
+        if own:
+            return (
+                f"of={own[0]}: it feeds back by itself, so that no trial shows what a ratio loses; use something that "
+                f"remembers nothing, such as TopK or PowerSGD"
             )
         return twice(self)
 

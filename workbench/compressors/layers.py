@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._split import by_part
+from workbench.compressors._split import by_part, split_momentum
 from workbench.compressors.dense import Dense
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.top_k import TopK
@@ -59,7 +59,7 @@ class Layers(Compressor):
                 f"only={self.only!r}: is no regular expression ({wrong}); use a piece of the parameters' names, "
                 f"such as 'weight', or '' for all of them"
             )
-        return None
+        return split_momentum(self.of, self.rest)
 
     def chosen(self, part: Part) -> bool:
         """Does this parameter cross by `of`?"""

@@ -47,6 +47,12 @@ class TernGrad(Compressor):
 
     unbiased: ClassVar[bool] = True
 
+    def refuses_feedback(self) -> str | None:
+        return (
+            "of=TernGrad: under error feedback its error, larger than what it is made of, would grow without bound; "
+            "use it without, for it is right on average, or EFSignSGD with error feedback"
+        )
+
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         if not bucket.data.numel():
             return None

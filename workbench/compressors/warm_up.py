@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from workbench.compressors._base import Compressor
+from workbench.compressors._base import Compressor, inside
 from workbench.compressors._ratio import at_density, ratio
 from workbench.compressors._split import by_part, twice
 from workbench.compressors.dense import Dense
@@ -66,7 +66,7 @@ class WarmUp(Compressor):
         if step >= self.steps:
             return self.of
         if self.schedule == "dense":
-            return Dense()
+            return next((c.whole() for c in inside(self.of) if c.carries), Dense())  # a momentum goes on being kept
         found = ratio(self.of, ("density",))
         assert found is not None, "refused before it starts"
         stage = step * self.stages // self.steps
