@@ -20,6 +20,7 @@ from workbench.ops import Bucket, Memory, Part, Rank
 ALL = shipped(Compressor)
 CODECS = {name: cls for name, cls in ALL.items() if issubclass(cls, Codec)}
 OTHERS = [name for name in ALL if name not in CODECS]
+pytestmark = pytest.mark.ranks
 every = pytest.mark.parametrize("name", ALL)
 every_codec = pytest.mark.parametrize("name", CODECS)
 

@@ -12,6 +12,7 @@ from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
 from workbench.canonical import state_hash
 from workbench.compressors import Cast, Compressor, Dense, ErrorFeedback, Layers, OneBit, PowerSGD, TopK
+from workbench.compressors._low_rank import RIGHT
 from workbench.compressors._split import gathered_parts
 from workbench.compressors.error_feedback import bare
 from workbench.knobs import Change, KnobError
@@ -103,11 +104,11 @@ def test_error_feedback_within_is_not_fed_back_twice() -> None:
 
 def test_factors_are_remembered_by_parameter_whatever_the_others_of_its_bucket_do() -> None:
     memory, g = [Memory()], noise(4, 1, MIXED[-1].stop)
-    exchange(Layers(of=PowerSGD(rank=2), smallest=100), g, MIXED, memory)
-    known = memory[0].parts[PowerSGD.slot]
+    exchange(Layers(of=PowerSGD(rank=2, min_compression_rate=1.0), smallest=100), g, MIXED, memory)
+    known = memory[0].parts[RIGHT]
     assert set(known) == {"p0", "p2"}, "p5 is too flat for two thin factors"
     kept = {name: q.clone() for name, q in known.items()}
-    exchange(Layers(of=PowerSGD(rank=2), smallest=100, only="p0"), g, MIXED, memory)
+    exchange(Layers(of=PowerSGD(rank=2, min_compression_rate=1.0), smallest=100, only="p0"), g, MIXED, memory)
     assert torch.equal(known["p2"], kept["p2"]) and not torch.equal(known["p0"], kept["p0"])
 
 
