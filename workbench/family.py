@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC
+from functools import cache
 from typing import ClassVar, Self, TypeVar
 
 M = TypeVar("M")
@@ -33,9 +34,7 @@ def members(base: type[M]) -> dict[str, type[M]]:
     if not getattr(base, "__family__", False):
         return {base.__name__: base}
     if home := getattr(base, "home", ""):
-        package = importlib.import_module(home)
-        for info in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{home}.{info.name}")
+        _look(home)
     found: dict[str, type[M]] = {}
     todo: list[type[M]] = list(base.__subclasses__())
     while todo:
@@ -44,6 +43,14 @@ def members(base: type[M]) -> dict[str, type[M]]:
         if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
             found[cls.__name__] = cls
     return dict(sorted(found.items()))
+
+
+@cache
+def _look(home: str) -> None:
+    """Imports every file in a folder, once: what is defined there is then among the subclasses of its family."""
+    package = importlib.import_module(home)
+    for info in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{home}.{info.name}")
 
 
 def find(base: type[M], name: str) -> type[M]:

@@ -10,6 +10,10 @@ from workbench.ops import Bucket, Part
 
 CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 
+# A compressor meets a strategy in `reduce` only: one of each kind of exchange runs with every strategy, the others with
+# DDP and LocalSGD.
+KINDS = ("ByteGrad", "Cast", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "TopK", "Zen")
+
 # name: its claims among CLAIMS
 EXPECTED = {
     "Accordion": "",
