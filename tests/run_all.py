@@ -16,7 +16,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
-TOTAL = 22 * 60  # seconds for all groups together; setting up takes some of the 25 minutes
+TOTAL = 23 * 60  # seconds for all groups together; setting up takes some of the 25 minutes
 # Each group and the seconds it may take, the most special first: a test belongs to the first group whose mark it
 # carries. They run in the opposite order, from quick to special.
 GROUPS = {

@@ -261,7 +261,7 @@ def test_a_round_of_the_shadow_brings_ranks_together_by_alpha() -> None:
     plain = toy(partial(torch.optim.SGD, lr=0.3))
     left = {}
     for alpha in (0.0, 0.5, 1.0):
-        chosen = experiment(3, 16, task=plain, strategy=ShadowMA(alpha=alpha), pace=4.0)
+        chosen = experiment(3, 30, task=plain, strategy=ShadowMA(alpha=alpha), pace=4.0)  # time for many rounds
         sessions = run(chosen, Change(6, "lr", 1e-30))
         apart = torch.stack([weights(s) for s in sessions])
         left[alpha] = float((apart - apart.mean(0)).norm())
