@@ -21,6 +21,7 @@ from workbench.sim import Costs, Duration, Wire
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import Digits
 
+pytestmark = pytest.mark.ranks
 COSTS = Costs(forward=(Duration(0.004, 0.1), Duration(0.005, 0.1)), backward=0.008, update=0.002, wire=Wire(1e-4, 1e-9))
 TINY = Digits(width=4, hidden=16)
 
