@@ -53,18 +53,7 @@ class Levels(Coded):
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         if self.exchange == "two_hop":
             return await super().reduce(rank, bucket, memory)
-        n = bucket.data.numel()
-        if not n:
-            return None
-        x = self._chunks(bucket.data.float(), 1)
-        every = await rank.all_gather(self._message(x, memory)[0], bucket.name)
-        own, total = x, torch.zeros_like(x)
-        for j, row in enumerate(every[:1] if x.is_meta else every):  # with sizes only, one says all
-            one = self._opened(row[None], x, memory)
-            total += one
-            own = one if j == rank.index else own
-        bucket.data.copy_(total.view(-1)[:n])
-        return own.view(-1)[:n].to(bucket.data.dtype)
+        return await self.gathered(rank, bucket, memory)
 
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         if x.is_meta:

@@ -59,11 +59,4 @@ class EFSignSGD(Coded):
         return _SIGNS.restore(codes, scales, memory)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        n = bucket.data.numel()
-        if not n:
-            return None
-        x = self._chunks(bucket.data.float(), 1)
-        every = await rank.all_gather(self._message(x, memory)[0], bucket.name)
-        each = self._opened(every, x, memory).view(rank.size, -1)[:, :n].to(bucket.data.dtype)
-        bucket.data.copy_(each.sum(0))
-        return each[rank.index].clone()
+        return await self.gathered(rank, bucket, memory)
