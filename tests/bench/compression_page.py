@@ -131,7 +131,7 @@ def _link(found: Results, link: str) -> str:
     dense, half = base.get(DENSE), base.get(BF16)
     lines = []
     for r in rows:
-        over = [f"{b.time / r.time:.2f}" if b and b.time and r.time else "not reached" for b in (dense, half)]
+        over = ["" if b is None else f"{b.time / r.time:.2f}" if b.time and r.time else "not reached" for b in (dense, half)]
         pace = f"{dense.step / r.step:.2f}" if dense else ""
         lines.append([r.label, f"{r.step * 1e3:.0f} ms", pace, f"{r.nbytes / 1e3:.1f} kB", f"{r.codec * 1e3:.1f} ms", *over])
     head = ["compressor", "step", "steps/s over dense fp32", "sent per rank and step", "codec per step", "time to the loss: over dense fp32", "over bf16"]
