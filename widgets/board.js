@@ -46,6 +46,7 @@ class Hub {
     this.marks = [];
     this.epoch = 0;
     this.owed = null;
+    this.greetings = 0;
     model.on("msg:custom", (message, buffers) => this.hear(message, buffers));
     document.addEventListener("visibilitychange", () => this.presence());
     new MutationObserver(() => this.repaint()).observe(document.body, { attributeFilter: ["data-jp-theme-light", "class"] });
@@ -60,11 +61,16 @@ class Hub {
   // Says when the page begins or ceases to show the board, and now and then that it still does.
   presence() {
     const here = this.present;
-    if (here && !this.beat) this.beat = setInterval(() => this.say({ kind: "here" }), 2000);
+    if (here && !this.beat) this.beat = setInterval(() => this.greet(), 2000);
     if (!here && this.beat) this.beat = clearInterval(this.beat);
-    if (here !== this.here) this.say({ kind: !here ? "away" : this.greeted ? "here" : "hello" });
-    if (here) this.greeted = true;
+    if (here && !this.here) this.greet();
+    if (!here && this.here) this.say({ kind: "away" });
     this.here = here;
+  }
+  // A page that reconnects may lose its greeting or the answer: until it knows a run it greets again, ever more patiently.
+  greet() {
+    const again = !this.holdings.length && Number.isInteger(Math.log2(++this.greetings));
+    this.say({ kind: again ? "hello" : "here" });
   }
   hear(message, buffers) {
     const view = buffers?.[0];

@@ -214,3 +214,14 @@ def test_a_report_opens_from_disk_and_shows_the_run(
         np.array(page.evaluate("[...document.querySelectorAll('.wb-panel')].map((e) => e.scrollWidth - e.clientWidth)"))
         <= 1
     )
+
+
+def test_a_page_whose_greeting_is_lost_still_shows_a_run_that_is_over(browser: Any, tmp_path: Path) -> None:
+    bridge = Bridge(browser, tmp_path, recorded(steps=40, ranks=2))
+    bridge.drawn("timeline", "loss")
+    bridge.page.reload()
+    bridge.page.wait_for_timeout(500)
+    assert "hello" in [said["kind"] for said in bridge.heard]
+    bridge.heard[:] = [said for said in bridge.heard if said["kind"] != "hello"]
+    bridge.drawn("timeline", "loss")
+    assert bridge.fact("timeline", "newest-step") == 39
