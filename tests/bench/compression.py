@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.bench import compression_page as page
+from tests.bench import compression_studies as studies
 from tests.bench.__main__ import ROOT, machine
 from tests.bench.beside import seconds
 from tests.bench.cells import RANKS, SEEDS, Cell, keep, kept, reached
@@ -56,13 +56,18 @@ def rows() -> dict[str, Any]:
     return found
 
 
-def losses() -> list[Cell]:
-    """Loss against step, a seed after the other."""
+def losses(part: str = "loss") -> list[Cell]:
+    """Loss against step, a seed after the other; `part` is one of LOSSES."""
     return [
-        Cell(part="loss", row=label, where="any link", seed=seed, method="DDP", codec=codec, task=TASK,
+        Cell(part=part, row=label, where="any link", seed=seed, method="DDP", codec=codec, task=TASK,
              steps=STEPS, every=EVERY, bucket_mb=BUCKET)
-        for seed in SEEDS for label, codec in rows().items()
+        for seed in SEEDS for label, codec in LOSSES[part]().items()
     ]  # fmt: skip
+
+
+LOSSES: dict[str, Callable[[], dict[str, Any]]] = {
+    "loss": rows, "accordion": studies.accordions, "levels": studies.rounders,
+}  # fmt: skip
 
 
 def fabric(link: str) -> Fabric:
@@ -99,6 +104,10 @@ def stepped(lab: Lab, cell: Cell) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def stamp() -> dict[str, Any]:
+    return {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
+
+
 def ended(lab: Lab, e: Experiment, limit: float) -> Run:
     run = lab.run(e)
     run.wait(limit)
@@ -122,7 +131,7 @@ def in_full(found: Any) -> Iterator[tuple[Cell, float, float]]:
 
 def real(until: float, only: set[str]) -> None:
     """The cells on real ranks."""
-    now = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
+    now = stamp()
     with Lab(ranks=RANKS, name="compression") as lab:
         for cell in steps() if not only or "step" in only else ():
             if kept(cell, COSTS, DATA) is not None or time.time() > until:
@@ -159,20 +168,21 @@ def possible(cells: list[Cell]) -> list[Cell]:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--minutes", type=float, default=42.0, help="no cell begins later")
-    ask.add_argument("--only", nargs="*", default=[], metavar="PART", help="loss, step, full")
+    known = f"{', '.join(LOSSES)}, step, full, studies"
+    ask.add_argument("--only", nargs="*", default=[], metavar="PART", help=known)
     ask.add_argument("--page-only", action="store_true")
     a = ask.parse_args()
     until, only = time.time() + 60 * a.minutes, set(a.only)
     if not a.page_only:
-        left = campaign(possible(losses()), COSTS, until, DATA) if not only or "loss" in only else 0
+        cells = [cell for part in LOSSES if not only or part in only for cell in losses(part)]
+        left = campaign(possible(cells), COSTS, until, DATA)
         if not only or only & {"step", "full"}:
             real(until, only)
+        if (not only or "studies" in only) and time.time() < until:
+            studies.measure(DATA / "studies", TASK, stamp())
         print(f"{left} cells are left: run it again" if left else "all simulated cells are there", flush=True)
     PAGE.write_text(page.text(DATA, ROOT / "docs" / "data"))
 
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["DATA", "LINKS", "TASK", "Path", "losses", "rows", "steps"]

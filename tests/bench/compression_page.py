@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.bench import studies_page
 from tests.bench.cells import Results, reached
 from tests.bench.claims import spread
 from tests.bench.page import table
@@ -80,7 +81,7 @@ def text(data: Path, shared: Path) -> str:
     links = list(dict.fromkeys(f["where"] for f in found.files if f["part"] == "step"))
     parts = [HEAD, _codecs(shared / "codecs.json"), _how(found), _losses(found)]
     parts += [_link(found, link) for link in sorted(links, key=_order)]
-    parts += [_full(found), _where(found)]
+    parts += [_full(found), _where(found), studies_page.text(found, data / "studies")]
     return "\n".join(part for part in parts if part)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.bench import compression, compression_page
+from tests.bench import compression, compression_page, compression_studies, studies_page
 from tests.bench.cells import Results
 from workbench.compressors import Compressor
 from workbench.knobs import from_plain
@@ -52,3 +53,44 @@ def test_every_shipped_compressor_has_a_row_that_can_be_made() -> None:
     assert {"Dense", "Cast(to=bf16)", "PowerSGD", "Zen", "DGC"} <= set(rows)
     assert all(isinstance(from_plain(plain, Compressor), Compressor) for plain in rows.values())
     assert len(compression.possible(compression.losses())) == 3 * len(rows)
+
+
+def ending(folder: Path, part: str, row: str, loss: float, nbytes: float = 1e5) -> None:
+    for seed, luck in enumerate((-0.001, 0.0, 0.001)):
+        write(folder, part, row, "any link", seed, curve=[[0, 0.0, 5.0], [300, 1.0, loss + luck]], bytes=nbytes)
+
+
+def test_accordion_stands_between_its_two_ratios(tmp_path: Path) -> None:
+    for word, loss, nbytes in (("gentle", 2.0, 1e6), ("Accordion", 2.1, 4e5), ("harsh", 2.4, 2e5)):
+        ending(tmp_path, "accordion", f"TopK: {word}", loss, nbytes)
+        ending(tmp_path, "accordion", f"PowerSGD: {word}", 2.0, nbytes)
+    page = studies_page.text(Results.of(tmp_path), tmp_path)
+    assert "TopK: Accordion saves 75% of the bytes that the harsh ratio saves and pays 25% of the loss" in page
+    assert "that the harsh ratio saves. The two ratios' losses differ by less than seeds do" in page
+
+
+def test_what_a_rounding_loses_is_told_by_size_of_block(tmp_path: Path) -> None:
+    grads = [torch.randn(40_000, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+    found = compression_studies.variances(grads, last=2)
+    assert set(found) == set(compression_studies.rounders()) and all(len(each) == 2 for each in found.values())
+    assert found["QSGD, blocks of 16384"][1] > 50 * found["ALQ, blocks of 16384"][1]
+    (tmp_path / "variance.json").write_text(json.dumps({"rows": found}))
+    row = next(line for line in studies_page.text(Results([]), tmp_path).splitlines() if line.startswith("| ALQ"))
+    assert f" {sum(found['ALQ, blocks of 64']) / 2:.3g} " in row
+
+
+def test_every_setting_of_the_closer_looks_can_be_made() -> None:
+    for part in ("accordion", "levels"):
+        cells = compression.losses(part)
+        assert compression.possible(cells) == cells and len({cell.path for cell in cells}) == len(cells)
+    sizes = {compression_studies.clicks(ids, "auto").checked().task.ids for ids in compression_studies.IDS}
+    assert sizes == set(compression_studies.IDS)
+
+
+def test_the_page_names_the_quickest_scheme_and_the_formulas_choice(tmp_path: Path) -> None:
+    took = {"gather": 3.0, "tree": 4.0, "owners": 1.0, "ring": 5.0, "dense": 2.0, "auto": 1.1}
+    about = {"ids": 400, "density": 0.15, "nbytes": 1, "model": 4 * 64 * 3200}
+    rows = [{**about, "scheme": s, "wire": t / 1e3} for s, t in took.items()]
+    (tmp_path / "schemes.json").write_text(json.dumps({"rows": rows}))
+    page = studies_page.text(Results([]), tmp_path)
+    assert "| 1.1 ms | owners | tree |" in page and "In 0 of 1 the formulas' choice" in page

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bench.compression_studies import by_formula
 from tests.ranks import experiment, placed, run, together, toy, weights
 from workbench import Costs, simulate
 from workbench.compressors import Compressor, Zen
@@ -442,27 +443,12 @@ def seconds(scheme: str, p: int, d: float) -> float:
     return comm_seconds(simulate(e, costs=Costs(density=d)).spans, 1)
 
 
-def card(scheme: str, p: int, d: float) -> float:
-    """Bytes that a rank sends for each element, by the formulas in Zen's docstring."""
-
-    def together(j: int) -> float:
-        return 1 - (1 - d) ** j
-
-    return {
-        "dense": 8 * (p - 1) / p,
-        "gather": 8 * d * (p - 1),
-        "tree": 8 * sum(together(2**i) for i in range(p.bit_length() - 1)),
-        "ring": 8 * (sum(map(together, range(1, p))) + (p - 1) * together(p)) / p,
-        "owners": (p - 1) / p * (8 * d + 4 * together(p) + 1 / 8),
-    }[scheme]
-
-
 @pytest.mark.parametrize("p", [4, 16])
 @pytest.mark.parametrize("d", [0.001, 0.03, 0.3])
 def test_in_virtual_time_each_scheme_takes_what_its_formula_says_and_auto_the_least(p: int, d: float) -> None:
     lasted = {scheme: seconds(scheme, p, d) for scheme in SCHEMES}
     for scheme, took in lasted.items():
-        assert took == pytest.approx(card(scheme, p, d) * BIG * 8e-6 / MBIT, rel=0.01), scheme
+        assert took == pytest.approx(by_formula(scheme, p, d) * BIG * 8e-6 / MBIT, rel=0.01), scheme
     counts = 32 * (p - 1) * 8e-6 / MBIT
     assert min(lasted.values()) <= seconds("auto", p, d) <= min(lasted.values()) + counts * (1 + 1e-9)
 
@@ -480,7 +466,7 @@ def test_schemes_cross_where_the_formulas_do(below: str, above: str, p: int, abo
     low, high = 1e-5, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if card(below, p, middle) < card(above, p, middle) else (low, middle)
+        low, high = (middle, high) if by_formula(below, p, middle) < by_formula(above, p, middle) else (low, middle)
     assert low == pytest.approx(about, rel=0.02)
     for d, (fast, slow) in ((0.95 * low, (below, above)), (1.05 * low, (above, below))):
         assert seconds(fast, p, d) < seconds(slow, p, d), d

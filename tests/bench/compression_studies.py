@@ -1,0 +1,218 @@
+"""Three closer looks for docs/compression.md: Accordion against its two ratios, levels at equal bits, Zen's schemes.
+
+Accordion's and the levels' losses are cells of the compressors' campaign. What rounding costs is measured on gradients
+of a real training in one process; Zen's schemes on real ranks, table by table, beside what its formulas say.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.ranks import exchange, placed
+from workbench.compressors import Compressor, Zen
+from workbench.compressors._schemes import SCHEMES, Load, expected
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.knobs import from_plain
+from workbench.lab import Lab
+from workbench.ops import Memory
+from workbench.sim import Costs, simulate
+from workbench.tasks import ClickThrough, TaskBase
+
+
+def under_feedback(of: Any) -> dict[str, Any]:
+    return {"ErrorFeedback": {"of": of}}
+
+
+# -- Accordion --
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "PowerSGD": ({"PowerSGD": {"rank": 4}}, {"PowerSGD": {"rank": 1}}),
+    "TopK": ({"TopK": {"density": 0.1}}, {"TopK": {"density": 0.001}}),
+}  # gentle, harsh
+CHECKS = 20  # steps between two of Accordion's checks
+
+
+def accordions() -> dict[str, Any]:
+    """Each pair's two fixed ratios and Accordion between them, by label."""
+    found: dict[str, Any] = {}
+    for of, (gentle, harsh) in PAIRS.items():
+        both = {"Accordion": {"gentle": gentle, "harsh": harsh, "every": CHECKS}}
+        for word, codec in (("gentle", gentle), ("Accordion", both), ("harsh", harsh)):
+            found[f"{of}: {word}"] = under_feedback(codec)
+    return found
+
+
+# -- levels --
+
+BITS, BLOCKS = 3, (64, 1024, 16384)
+FITS = {"fit_first": 20, "fit_second": 100}  # a run has few steps
+ROUNDERS: dict[str, dict[str, Any]] = {
+    "QSGD": {"norm": "l2"}, "QSGD, norm=max": {"norm": "max"}, "NUQSGD": {"norm": "l2"}, "AMQ": FITS, "ALQ": FITS,
+}  # fmt: skip
+
+
+def rounders() -> dict[str, Any]:
+    """What rounds to levels, at equal bits, by label."""
+    return {
+        f"{label}, blocks of {block}": {label.partition(",")[0]: {"bits": BITS, "block": block, **more}}
+        for block in BLOCKS for label, more in ROUNDERS.items()
+    }  # fmt: skip
+
+
+def gradients(task: TaskBase, steps: int = 300, every: int = 10) -> list[Tensor]:
+    """(n,) each: the gradient in every tenth step of a training in one process."""
+    learner = task.build()
+    torch.manual_seed(0)
+    model = learner.model()
+    optimizer = learner.optimizer(model.parameters(), task.lr)
+    data, found = iter(learner.data(0, 1, 8, 0)), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        learner.loss(model, next(data)).backward()
+        if step % every == 0:
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        optimizer.step()
+    return found
+
+
+def variances(grads: list[Tensor], last: int = 10) -> dict[str, list[float]]:
+    """By label: ||C(x) - x||^2 / ||x||^2 of each of the last gradients; those before teach what is fitted."""
+    found: dict[str, list[float]] = {}
+    for label, plain in rounders().items():
+        codec = from_plain(quick(plain), Compressor)
+        memory, parts = Memory(0), placed((len(grads[0]),))
+        lost = [float((exchange(codec, x[None], parts, [memory]) - x).square().sum() / x.square().sum()) for x in grads]
+        found[label] = lost[-last:]
+    return found
+
+
+def quick(plain: dict[str, Any]) -> dict[str, Any]:
+    """The same where only every tenth gradient is seen: fitted as early in the training."""
+    ((name, knobs),) = plain.items()
+    return {name: {k: max(1, v // 10) if k.startswith("fit_") else v for k, v in knobs.items()}}
+
+
+# -- Zen --
+
+RANKS, LINK = 4, Link(bandwidth=200.0, latency=0.2)
+IDS = (30, 100, 400, 2000, 8000)  # rows of each of eight tables: the fewer, the denser is a gradient
+SETTLE, COUNTED = 2, 4
+
+
+class Seen(NamedTuple):
+    """One scheme on one model. density: of a rank's gradient; wire: median seconds of a step's exchange."""
+
+    ids: int
+    scheme: str
+    density: float
+    wire: float
+    nbytes: float
+    model: int
+
+
+def clicks(ids: int, scheme: str) -> Experiment:
+    """Tables of which 64 random rows each are touched by each rank in a step; everything in one bucket."""
+    task = ClickThrough(fields=8, ids=ids, width=64, hidden=8, skew=0.0)
+    return Experiment(
+        task=task, ranks=RANKS, batch=64, compressor=Zen(scheme=scheme), bucket_mb=1000.0, pace=30.0,
+        fabric=Fabric(link=LINK), steps=SETTLE + COUNTED, eval_every=0,
+    )  # fmt: skip
+
+
+def looked(run: Any, ids: int, scheme: str) -> Seen:
+    """What a run says of its exchanges."""
+    spans, samples = run.spans, run.samples
+    comm = spans[(spans.lane == "comm") & (spans.step >= SETTLE)]
+    each = [float((one.t1 - one.t0).sum()) for _, one in comm.groupby(["rank", "step"])]
+    sent = float(comm.nbytes.sum()) / RANKS / COUNTED
+    dense = samples[samples.name == "density"].value
+    return Seen(ids, scheme, float(dense.mean()) if len(dense) else 0.0, statistics.median(each), sent,
+                int(run.details("start", 0)[0][2]["nbytes"]))  # fmt: skip
+
+
+def schemes() -> Iterator[Seen]:
+    """Every scheme on every model, on real ranks."""
+    with Lab(ranks=RANKS, name="zen") as lab:
+        for ids in IDS:
+            for scheme in ("auto", *SCHEMES):
+                run = lab.run(clicks(ids, scheme))
+                run.wait(120)
+                if run.state != "done":
+                    raise RuntimeError(f"{scheme} with {ids} ids ended as {run.state}")
+                yield looked(run, ids, scheme)
+
+
+def said(density: float, model: int, scheme: str, p: int = RANKS) -> int:
+    """Bytes that a rank is expected to send, by the formula for rows, of which all are as likely."""
+    n, width = model // 4, 64
+    units = n / width
+    return expected(scheme, Load(density * units, density * n, round(units), n, 4, units), p)
+
+
+def crossing(low: str, high: str, p: int, took: Callable[[str, int, float], float]) -> float:
+    """The density at which `high` begins to take less than `low`, by halving."""
+    a, b = 1e-4, 1.0
+    for _ in range(12):
+        middle = (a * b) ** 0.5
+        a, b = (middle, b) if took(low, p, middle) < took(high, p, middle) else (a, middle)
+    return (a * b) ** 0.5
+
+
+CROSSINGS = (("gather", "owners"), ("tree", "owners"), ("gather", "dense"), ("owners", "dense"))
+COUNTS = (4, 16)  # ranks
+
+
+def in_virtual_time(scheme: str, p: int, density: float) -> float:
+    """Seconds of an exchange in the simulator, from sizes only, on a link without latency."""
+    wire, codec = Fabric(link=replace(LINK, latency=0.0)), Zen(scheme=scheme, rows="elements")
+    e = replace(clicks(8000, scheme), ranks=p, steps=2, fabric=wire, compressor=codec)
+    spans = simulate(e, costs=Costs(density=density), real=False).spans
+    mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == 1)]
+    return float((mine.t1 - mine.t0).sum())
+
+
+def by_formula(scheme: str, p: int, d: float) -> float:
+    """Bytes for each element by Zen's docstring, of elements whose places are independent."""
+
+    def together(j: int) -> float:
+        return 1 - (1 - d) ** j
+
+    return {
+        "dense": 8 * (p - 1) / p,
+        "gather": 8 * d * (p - 1),
+        "tree": 8 * sum(together(2**i) for i in range(p.bit_length() - 1)),
+        "ring": 8 * (sum(map(together, range(1, p))) + (p - 1) * together(p)) / p,
+        "owners": (p - 1) / p * (8 * d + 4 * together(p) + 1 / 8),
+    }[scheme]
+
+
+def crossings() -> list[dict[str, Any]]:
+    """Where schemes cross, by formula and in virtual time."""
+    return [
+        {"below": a, "above": b, "ranks": p, "formula": crossing(a, b, p, by_formula),
+         "simulated": crossing(a, b, p, in_virtual_time)}
+        for p in COUNTS for a, b in CROSSINGS
+    ]  # fmt: skip
+
+
+def measure(folder: Path, task: TaskBase, now: dict[str, Any]) -> None:
+    """What is not a cell: once, into `folder`; what is there stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    todo: dict[str, Callable[[], Any]] = {
+        "variance.json": lambda: variances(gradients(task)),
+        "crossings.json": crossings,
+        "schemes.json": lambda: [seen._asdict() for seen in schemes()],
+    }
+    for name, run in todo.items():
+        if not (folder / name).exists():
+            print(f"measuring {name}", flush=True)
+            (folder / name).write_text(json.dumps({**now, "bits": BITS, "rows": run()}))

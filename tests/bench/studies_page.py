@@ -1,0 +1,113 @@
+# ruff: noqa: E501
+"""The part of docs/compression.md that compression_studies measures: Accordion, levels at equal bits, Zen's schemes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tests.bench.cells import Results
+from tests.bench.claims import spread
+from tests.bench.compression_studies import BITS, BLOCKS, CHECKS, LINK, PAIRS, RANKS, ROUNDERS, said
+from tests.bench.page import table
+from workbench.compressors._schemes import SCHEMES
+
+
+def text(found: Results, folder: Path) -> str:
+    """All three; what was not measured says so."""
+    return "\n".join([_accordion(found), _levels(found, _rows(folder / "variance.json")), _zen(folder)])
+
+
+def _rows(path: Path) -> Any:
+    return json.loads(path.read_text())["rows"] if path.exists() else None
+
+
+def _ends(found: Results, part: str, row: str) -> list[float]:
+    return [f["curve"][-1][2] for f in found.seeds(part, row, "any link").values()]
+
+
+def _accordion(found: Results) -> str:
+    head, lines, says = ["pair", "", "sent per rank and step", "held-out loss at the end", "against gentle"], [], []
+    for of in PAIRS:
+        gentle = _ends(found, "accordion", f"{of}: gentle")
+        for word in ("gentle", "Accordion", "harsh"):
+            each = found.seeds("accordion", f"{of}: {word}", "any link").values()
+            ends = _ends(found, "accordion", f"{of}: {word}")
+            if ends and gentle:
+                sent = statistics.fmean(f["bytes"] for f in each)
+                lines.append([of, word, f"{sent / 1e3:.1f} kB", spread(ends), f"{statistics.fmean(ends) / statistics.fmean(gentle) - 1:+.1%}"])
+        says += _between(found, of)
+    if not lines:
+        return "## Accordion against its two ratios\n\nNot measured yet: `make bench-compression`.\n"
+    about = (
+        "The same training as in the tables above, at a constant learning rate, under error feedback: always gentle, always harsh, and Accordion, which checks "
+        f"every {CHECKS} steps. The paper finds the gentle ratio's accuracy at nearly the harsh one's bytes over 300 epochs, with learning rates that drop; here the one critical regime is the beginning."
+    )
+    return f"## Accordion against its two ratios\n\n{about}\n\n{table(head, lines)}\n" + "\n".join(says) + "\n"
+
+
+def _between(found: Results, of: str) -> list[str]:
+    """In words: which share of the two ratios' difference in bytes and in loss Accordion has."""
+    names = [f"{of}: {word}" for word in ("gentle", "Accordion", "harsh")]
+    losses = [_ends(found, "accordion", name) for name in names]
+    if not all(losses):
+        return []
+    g, a, h = (statistics.fmean(x) for x in losses)
+    gb, ab, hb = (statistics.fmean(f["bytes"] for f in found.seeds("accordion", n, "any link").values()) for n in names)
+    noise = max(statistics.stdev(x) for x in losses) if all(len(x) > 1 for x in losses) else 0.0
+    saved = f"{(gb - ab) / (gb - hb):.0%} of the bytes that the harsh ratio saves"
+    if abs(h - g) <= noise:
+        return [f"- {of}: Accordion saves {saved}. The two ratios' losses differ by less than seeds do, so there was nothing to win back here."]
+    return [f"- {of}: Accordion saves {saved} and pays {(a - g) / (h - g):.0%} of the loss that it costs."]
+
+
+def _levels(found: Results, variance: dict[str, list[float]] | None) -> str:
+    head = ["rounding", *(f"{what}, blocks of {b}" for what in ("variance", "loss") for b in BLOCKS)]
+    lines = []
+    for label in ROUNDERS:
+        names = [f"{label}, blocks of {b}" for b in BLOCKS]
+        lost = [f"{statistics.fmean(variance[n]):.3g}" if variance else "" for n in names]
+        ends = [spread(e) if (e := _ends(found, "levels", n)) else "" for n in names]
+        lines.append([label, *lost, *ends])
+    dense = _ends(found, "loss", "Dense")
+    base = f" Dense fp32 ends at {spread(dense)}." if dense else ""
+    about = (
+        f"All send {BITS} bits per element and 4 bytes per block. Variance: ||C(x) - x||^2 / ||x||^2 of gradients from the last third of a training in one process, after the fitted ones have fitted "
+        f"three times. Loss: at the end of the training above, three seeds, no error feedback.{base}"
+    )
+    return f"## Levels at equal bits\n\n{about}\n\n{table(head, lines)}"
+
+
+def _zen(folder: Path) -> str:
+    crossings, seen = _rows(folder / "crossings.json"), _rows(folder / "schemes.json")
+    out = ["## Zen's schemes by density\n"]
+    if crossings:
+        head = ["below it sends less", "above it", "ranks", "crossing by formula", "in virtual time", "ratio"]
+        lines = [[c["below"], c["above"], str(c["ranks"]), f"{c['formula']:.3%}", f"{c['simulated']:.3%}", f"{c['simulated'] / c['formula']:.2f}"] for c in crossings]
+        out.append("Elements whose places are independent, no latency: the density at which two schemes take equally long.\n\n" + table(head, lines))
+    if seen:
+        out.append(_measured_schemes(seen))
+    return "\n".join(out) if len(out) > 1 else out[0] + "\nNot measured yet: `make bench-compression`.\n"
+
+
+def _measured_schemes(seen: list[dict[str, Any]]) -> str:
+    """Real ranks: milliseconds by scheme, and whether the least is what the formulas say."""
+    by = {(s["ids"], s["scheme"]): s for s in seen}
+    head = ["rows per table", "density", *SCHEMES, "auto", "quickest", "the formulas' choice"]
+    lines, agreed = [], 0
+    tables = list(dict.fromkeys(s["ids"] for s in seen))
+    for ids in tables:
+        some = by[ids, "gather"]
+        took = {s: by[ids, s]["wire"] for s in SCHEMES}
+        best = min(took, key=lambda s: took[s])
+        guess = min(SCHEMES, key=lambda s: said(some["density"], some["model"], s))
+        agreed += took[guess] <= 1.05 * took[best]
+        ms = [f"{took[s] * 1e3:.1f} ms" for s in SCHEMES]
+        lines.append([str(ids), f"{some['density']:.2%}", *ms, f"{by[ids, 'auto']['wire'] * 1e3:.1f} ms", best, guess])
+    about = (
+        f"ClickThrough on {RANKS} real ranks over an emulated link of {LINK.bandwidth:g} Mbit/s and {LINK.latency:g} ms: a step's exchange, median. The fewer rows its tables have, the denser is a batch's gradient. "
+        f"In {agreed} of {len(tables)} the formulas' choice took within 5 % of the quickest; they count bytes, and of small messages latency is the greater part."
+    )
+    return f"{about}\n\n{table(head, lines)}"
