@@ -61,10 +61,10 @@ def tasks() -> dict[str, Any]:
 class Ours:
     """The engine's session, driven a block at a time."""
 
-    def __init__(self, task: Any, cap: float, rank: int, size: int, port: int, out: Path) -> None:
+    def __init__(self, task: Any, cap: float, rank: int, size: int, where: tuple[str, int], out: Path) -> None:
         e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0)
         self.session = Session(
-            e, rank=rank, size=size, store=("127.0.0.1", port), generation="ours", epoch=time.time(), run_dir=out
+            e, rank=rank, size=size, store=where, generation="ours", epoch=time.time(), run_dir=out
         )
         set_up(self.session)
 
@@ -102,18 +102,20 @@ class Torchs:
             float(loss.detach())
 
 
-def rank_main(rank: int, size: int, port: int, name: str, cap: float, rounds: int, out: str, only: str) -> None:
+def rank_main(
+    rank: int, size: int, where: tuple[str, int], name: str, cap: float, rounds: int, out: str, only: str
+) -> None:
     torch.set_num_threads(1)
     from workbench.engine.collectives import Leaving, connect_store
 
-    store = connect_store("127.0.0.1", port, "bench")
+    store = connect_store(*where, "bench")
     leaving = Leaving()
     wire = Wire(store, rank, size, "torch", leaving)
     meet = Wire(store, rank, size, "meet", leaving)
     task = tasks()[name]
     sides = {}
     if only != "torch":
-        sides["ours"] = Ours(task, cap, rank, size, port, Path(out))
+        sides["ours"] = Ours(task, cap, rank, size, where, Path(out))
     if only != "ours":
         sides["torch"] = Torchs(task, cap, wire, rank, size)
     order = {"both": ["ours", "torch", "torch"], "ours": ["ours"], "torch": ["torch"]}[only]
@@ -134,17 +136,17 @@ def rank_main(rank: int, size: int, port: int, name: str, cap: float, rounds: in
 
 def cell(name: str, size: int, cap: float, rounds: int, only: str = "both") -> dict[str, Any]:
     """One cell of the table: raw block times of rank 0, and the largest peak memory."""
-    store, _, port = host_store()
+    kept, *where = host_store()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:
-        rest = (size, port, name, cap, rounds, out, only)
+        rest = (size, tuple(where), name, cap, rounds, out, only)
         procs = [spawn.Process(target=rank_main, args=(r, *rest)) for r in range(size)]
         for p in procs:
             p.start()
         for p in procs:
             p.join()
         found = [json.loads(Path(out, f"rows-{r}.json").read_text()) for r in range(size)]
-    del store
+    del kept
     return {
         "task": name,
         "ranks": size,

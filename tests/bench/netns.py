@@ -114,16 +114,16 @@ def counted() -> int:
 
 
 def rank_main(rank: int, size: int, address: str) -> None:
-    """Answers one line of JSON per cell, until there are no more. Rank 0 keeps the store and says its port first."""
+    """Answers one line of JSON per cell, until there are no more. Rank 0 keeps the store and says where it is first."""
     torch.set_num_threads(1)
     with contextlib.suppress(PermissionError):
         os.nice(-10)  # what else the machine does shall disturb neither side
     if rank == 0:
-        _store, _, port = host_store(address)
-        print(json.dumps(port), flush=True)
+        _store, *where = host_store(address)
+        print(json.dumps(where), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        found = measure(Cell(**asked["cell"]), rank, size, (address, asked["port"]), asked["generation"])
+        found = measure(Cell(**asked["cell"]), rank, size, tuple(asked["where"]), asked["generation"])
         print(json.dumps(found), flush=True)
     os._exit(0)
 
@@ -146,7 +146,7 @@ class Ranks:
             self.processes.append(subprocess.Popen(argv, cwd=ROOT, env=env, **pipes))
 
     def __enter__(self) -> Ranks:
-        self.port = self._answer(0, 60)
+        self.where = self._answer(0, 60)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -159,7 +159,7 @@ class Ranks:
         """What each rank measured; raises TimeoutError."""
         if self.network:
             self.network.set_rate(cell.mbit)
-        asked = json.dumps({"cell": asdict(cell), "port": self.port, "generation": uuid.uuid4().hex})
+        asked = json.dumps({"cell": asdict(cell), "where": self.where, "generation": uuid.uuid4().hex})
         for p in self.processes:
             p.stdin.write(asked + "\n")
         ends = time.monotonic() + within

@@ -101,9 +101,10 @@ def _stamp(run: Run) -> None:
 def begin(cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: int) -> dict[int, str]:
     """Starts a session on each rank's engine; {rank: the directory it spools into}."""
     first, asked = cluster.engines[0], {}
-    loop = not spans_hosts(cluster.engines)
+    loop, store = not spans_hosts(cluster.engines), (str(cluster.place.path / "ranks"), 0)
     try:
-        store = cluster.call(first.id, worker.host_store, job["session"], "127.0.0.1" if loop else first.reach)
+        if not loop:
+            store = cluster.call(first.id, worker.host_store, job["session"], first.reach)
     except Exception as error:
         raise RankError([_why(cluster, 0, error)]) from None
     shared = {**job, "size": ranks, "store": store, "kind": cluster.kind, "loopback": loop}

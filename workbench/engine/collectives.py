@@ -2,6 +2,9 @@
 
 A `Wire` is one process group used by one thread at a time (two threads on one group give silently wrong sums).
 Waiting is done in slices, so that a stop or an abort is heard while a collective blocks.
+
+[Note: No name service] torch's TCPStore asks for the name of every address that it connects to, the loopback's too, and
+where the answer is lost a run begins five seconds later. So ranks of one host meet in a file instead.
 """
 
 from __future__ import annotations
@@ -9,15 +12,19 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+LOOPBACK = "127.0.0.1"
 SLICE = timedelta(milliseconds=100)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -36,15 +43,29 @@ class Leaving(threading.Event):
     """Set when a rank must leave at once; every wait hears it within a slice."""
 
 
-def host_store(host: str = "127.0.0.1") -> tuple[Any, str, int]:
-    """A key-value store that every rank of a lab connects to: (store, host, port). Keep the store alive."""
+def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
+    """Where all ranks of a lab meet: (what has to be kept for it to be there, host, port).
+
+    On one host the name of a file stands for the host, and the port is 0. See [Note: No name service].
+    """
+    if host == LOOPBACK:
+        fd, name = tempfile.mkstemp(prefix="workbench-", suffix=".ranks")
+        os.close(fd)
+        kept = Leaving()  # anything that can be let go
+        weakref.finalize(kept, Path(name).unlink, missing_ok=True)
+        return kept, name, 0
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, host, store.port
 
 
 def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) -> Any:
-    """The store as seen by one run: keys of another generation cannot be met."""
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    """The meeting point as seen by one run: keys of another generation cannot be met."""
+    limit = timedelta(seconds=timeout)
+    if port:
+        store: Any = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    else:
+        store = dist.FileStore(host, -1)
+        store.set_timeout(limit)
     return dist.PrefixStore(generation, store)
 
 
@@ -154,7 +175,7 @@ def _group(store: Any, rank: int, size: int, kind: str, loopback: bool, timeout:
 def _device(loopback: bool) -> Any:
     """Where gloo listens: the loopback, the interface that GLOO_SOCKET_IFNAME names, or that of the host's name."""
     if loopback:
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
     if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
