@@ -12,7 +12,7 @@ help:
 	@echo "make test   run every test"
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
-	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (goes on where it stopped)"
+	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make torture  a thousand random live changes (SEED=7 replays)"
 	@echo "make lint   ruff and mypy"

@@ -189,7 +189,7 @@ def slow_text(found: Results) -> str:
             ]
         )
     head = ["strategy", "fabric", "times as fast as DDP to the loss", "asked", "why"]
-    about = f"Median of the seeds (lowest to highest); faster means more than {CLEARLY} times as fast.\n\n"
+    about = f"Median of the seeds (lowest to highest); faster means more than {CLEARLY} times as fast, 0 never.\n\n"
     return about + (table(head, lines) if lines else "") + (f"\n{missing(*lacking)}" if lacking else "")
 
 

@@ -1,6 +1,6 @@
 """Who wins when: every compressor on four links, against dense fp32 and bf16: docs/compression.md.
 
-    python -m tests.bench.compression [--minutes 45] [--only PART ...] [--page-only]
+    python -m tests.bench.compression [--minutes 30] [--only PART ...] [--page-only]
 
 Under DDP the losses do not depend on the link. So the loss against the step is found once per compressor, in the
 simulator with real tensors, and the time of a step once per compressor and link, on real ranks at a stated pace; the
@@ -167,7 +167,7 @@ def possible(cells: list[Cell]) -> list[Cell]:
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--minutes", type=float, default=42.0, help="no cell begins later")
+    ask.add_argument("--minutes", type=float, default=30.0, help="no cell begins later")
     known = f"{', '.join(LOSSES)}, step, full, studies"
     ask.add_argument("--only", nargs="*", default=[], metavar="PART", help=known)
     ask.add_argument("--page-only", action="store_true")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.cells import DATA, EVERY, FABRICS, RANKS, SEEDS, STEPS, TASK, Results
-from tests.bench.claims import PARTS, low_high, missing, rows, spread, target, times
+from tests.bench.claims import OUTER, PARTS, low_high, missing, rows, spread, target, times
 from tests.bench.methods import FAST, LINK, SLOW, SLOW_RANK, STUMBLE, Method, methods
 from tests.bench.page import table
 
@@ -18,6 +18,7 @@ HEAD = """# Strategies, measured
 Written by `make bench-strategies` from the cells in `docs/data/strategies/`; `python -m tests.bench.strategies --page-only`
 writes it again from them. `python -m tests.bench figures` draws the timelines. A shortfall is said where it stands.
 """
+APART = 1.05  # the worst seed over the best: more is no longer luck of the draw
 SAID = {
     FAST: "Each rank's port carries 10 Gbit/s, a message takes 0.05 ms more.",
     LINK: "Each rank's port carries 100 Mbit/s, a message takes 5 ms more.",
@@ -146,15 +147,23 @@ def _seen(found: Results, m: Method, label: str) -> str:
     said = (
         f"{label}: at best {best[0]:.2f} times as fast to the loss ({best[1]})"
         if best[0]
-        else f"{label}: never at the loss"
+        else f"{label}: never at the loss{_elsewhere(m.name)}"
     )
+    ends = [mine["curve"][-1][2] for mine, _ in pairs[FABRICS[0]]]
+    if ends and max(ends) / min(ends) > APART:
+        said += f"; its seeds end far apart, at {', '.join(f'{end:.2f}' for end in ends)}"
     if m.claim and pairs[m.claim.where]:
         value = measure(found, m.claim.measure, label, m.claim.where)
         name = {"pace": "samples/s", "time": "times as fast to the loss", "bytes": "times fewer bytes"}[m.claim.measure]
         shows = value > m.claim.least
         verdict = "it shows" if shows else f"it does NOT show. {m.claim.why}"
-        said += f"; {name} on {m.claim.where}: {value:.2f}, {verdict}"
+        said += f"; {name} on {m.claim.where}: {f'{value:.2f}' if value else 'not reached'}, {verdict}"
     return said.rstrip(".") + "."
+
+
+def _elsewhere(name: str) -> str:
+    """Those that begin slowly are measured from a common state, too."""
+    return " from a cold start (from a common state, see below)" if name in {n for n, _ in OUTER} else ""
 
 
 def measure(found: Results, what: str, label: str, where: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench import compression, compression_page, compression_studies, studies_page
+from tests.bench import codecs, compression, compression_page, compression_studies, studies_page
 from tests.bench.cells import Results
 from workbench.compressors import Compressor
 from workbench.knobs import from_plain
@@ -94,3 +94,9 @@ def test_the_page_names_the_quickest_scheme_and_the_formulas_choice(tmp_path: Pa
     (tmp_path / "schemes.json").write_text(json.dumps({"rows": rows}))
     page = studies_page.text(Results([]), tmp_path)
     assert "| 1.1 ms | owners | tree |" in page and "In 0 of 1 the formulas' choice" in page
+
+
+def test_codecs_that_were_timed_are_not_timed_again() -> None:
+    there = set(compression.rows()) - {"TopK", "SignSGD"} | {"ErrorFeedback", "Layers", "WarmUp", "Cast"}
+    rows = list(codecs.every(10_000, 1, there))
+    assert [r["name"] for r in rows] == ["SignSGD", "TopK"] and all(len(r["codec"]) == 1 for r in rows)
