@@ -44,14 +44,16 @@ PACE, SETTLE, COUNTED = 60.0, 4, 20  # ms of compute per step; steps that are no
 LINKS = {"unlimited": 0.0, "1 Gbit/s": 1000.0, "200 Mbit/s": 200.0, "50 Mbit/s": 50.0}
 COSTS = Costs(forward=0.01, backward=0.02, update=0.005)  # of the simulated runs: their times are not looked at
 WRAPPERS = {"ErrorFeedback", "WarmUp", "Layers"}  # what they are is said by what they wrap
-SETTINGS: dict[str, Any] = {"Dense": "Dense", "Cast(to=bf16)": {"Cast": {"to": "bf16"}}}
+SETTINGS: dict[str, Any] = {  # in place of what a bare name means: DGC's momentum is SGD's, and the task has AdamW
+    "Dense": "Dense", "Cast(to=bf16)": {"Cast": {"to": "bf16"}}, "DGC(momentum=0)": {"DGC": {"momentum": 0.0}},
+}  # fmt: skip
 
 
 def rows() -> dict[str, Any]:
     """What is measured, by label: dense, bf16, then each compressor as its bare name means it."""
-    found = dict(SETTINGS)
+    found, left_out = dict(SETTINGS), WRAPPERS | {label.partition("(")[0] for label in SETTINGS}
     for name, cls in members(Compressor).items():
-        if cls.__module__.startswith("workbench.") and name not in WRAPPERS | {"Dense", "Cast"}:
+        if cls.__module__.startswith("workbench.") and name not in left_out:
             found[name] = to_plain(cls.usual())
     return found
 
@@ -75,11 +77,11 @@ def fabric(link: str) -> Fabric:
 
 
 def steps() -> list[Cell]:
-    """The time of a step, link by link."""
+    """The time of a step, link by link; dense at the end once more, to see what the machine did meanwhile."""
     return [
         Cell(part="step", row=label, where=link, seed=0, method="DDP", codec=codec, task=TASK, fabric=fabric(link),
              steps=SETTLE + COUNTED, every=0, bucket_mb=BUCKET)
-        for link in LINKS for label, codec in rows().items()
+        for link in LINKS for label, codec in (*rows().items(), (page.AGAIN, "Dense"))
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ Written by `make bench-compression` from the raw samples in `docs/data/`; `pytho
 writes it again from them. Whether a compressor is worth it depends on the link, so there is a table for each; it is
 compared with dense fp32 and, because half of the bytes are nearly free, with bf16.
 """
-DENSE, BF16 = "Dense", "Cast(to=bf16)"
+DENSE, BF16, AGAIN = "Dense", "Cast(to=bf16)", "Dense again"
 CLEARLY = 1.05  # times as fast: less is no difference
 
 
@@ -48,10 +48,10 @@ def results(data: Path) -> Results:
 
 
 def target(found: Results) -> float:
-    """The loss that times are counted to: dense's after two thirds of its run, mean of the seeds; 0 without any."""
+    """The loss that times are counted to: dense's at half of its run, mean of the seeds; 0 without any."""
     curves = [f["curve"] for f in found.seeds("loss", DENSE, "any link").values()]
-    ends = [loss for c in curves for s, _, loss in c if s >= c[-1][0] * 2 / 3]
-    heads = [next(loss for s, _, loss in c if s >= c[-1][0] * 2 / 3) for c in curves]
+    ends = [loss for c in curves for s, _, loss in c if s >= c[-1][0] / 2]
+    heads = [next(loss for s, _, loss in c if s >= c[-1][0] / 2) for c in curves]
     return round(statistics.fmean(heads), 3) if ends else 0.0
 
 
@@ -99,7 +99,7 @@ def _how(found: Results) -> str:
         f"ByteGPT(layers={TASK.layers}, width={TASK.width}, context={TASK.context}) on 4 ranks under DDP, the task's learning rate for all. Loss against step: the "
         f"simulator with real tensors, {STEPS} steps, evaluated every {EVERY}, three seeds; under a lockstep strategy it does not depend on the link. Time of a step: "
         f"{COUNTED} steps on real ranks after {SETTLE} that do not count, {PACE:g} ms of paced compute in each, so codecs that run beside backward share two cores "
-        f"with four ranks. Time to the loss {target(found):g} (dense's after two thirds of its run): their product.\n"
+        f"with four ranks. Time to the loss {target(found):g} (dense's at half of its run): their product.\n"
     )
 
 
@@ -136,7 +136,16 @@ def _link(found: Results, link: str) -> str:
         pace = f"{dense.step / r.step:.2f}" if dense else ""
         lines.append([r.label, f"{r.step * 1e3:.0f} ms", pace, f"{r.nbytes / 1e3:.1f} kB", f"{r.codec * 1e3:.1f} ms", *over])
     head = ["compressor", "step", "steps/s over dense fp32", "sent per rank and step", "codec per step", "time to the loss: over dense fp32", "over bf16"]
-    return f"### {link}\n\n{table(head, lines)}"
+    return f"### {link}\n\n{table(head, lines)}{_control(found, link)}"
+
+
+def _control(found: Results, link: str) -> str:
+    """A/A: dense before and after all others."""
+    first, again = found.seeds("step", DENSE, link), found.seeds("step", AGAIN, link)
+    if not first or not again:
+        return ""
+    ratio = again[0]["step_s"] / first[0]["step_s"]
+    return f"\nDense again after all others: {again[0]['step_s'] * 1e3:.0f} ms, {ratio:.2f} times as long as before (A/A).\n"
 
 
 def _full(found: Results) -> str:

@@ -103,14 +103,15 @@ def quick(plain: dict[str, Any]) -> dict[str, Any]:
 
 # -- Zen --
 
-RANKS, LINK = 4, Link(bandwidth=200.0, latency=0.2)
-IDS = (30, 100, 400, 2000, 8000)  # rows of each of eight tables: the fewer, the denser is a gradient
+RANKS, LATENCY = 4, 0.2
+IDS = {200.0: (30, 100, 400, 2000, 8000), 20.0: (30, 100, 400, 2000)}  # by Mbit/s, rows of each of eight tables
 SETTLE, COUNTED = 2, 4
 
 
 class Seen(NamedTuple):
     """One scheme on one model. density: of a rank's gradient; wire: median seconds of a step's exchange."""
 
+    mbit: float
     ids: int
     scheme: str
     density: float
@@ -119,36 +120,35 @@ class Seen(NamedTuple):
     model: int
 
 
-def clicks(ids: int, scheme: str) -> Experiment:
+def clicks(ids: int, scheme: str, link: Link) -> Experiment:
     """Tables of which 64 random rows each are touched by each rank in a step; everything in one bucket."""
     task = ClickThrough(fields=8, ids=ids, width=64, hidden=8, skew=0.0)
     return Experiment(
         task=task, ranks=RANKS, batch=64, compressor=Zen(scheme=scheme), bucket_mb=1000.0, pace=30.0,
-        fabric=Fabric(link=LINK), steps=SETTLE + COUNTED, eval_every=0,
+        fabric=Fabric(link=link), steps=SETTLE + COUNTED, eval_every=0,
     )  # fmt: skip
 
 
-def looked(run: Any, ids: int, scheme: str) -> Seen:
+def looked(run: Any, mbit: float, ids: int, scheme: str) -> Seen:
     """What a run says of its exchanges."""
     spans, samples = run.spans, run.samples
     comm = spans[(spans.lane == "comm") & (spans.step >= SETTLE)]
     each = [float((one.t1 - one.t0).sum()) for _, one in comm.groupby(["rank", "step"])]
     sent = float(comm.nbytes.sum()) / RANKS / COUNTED
     dense = samples[samples.name == "density"].value
-    return Seen(ids, scheme, float(dense.mean()) if len(dense) else 0.0, statistics.median(each), sent,
+    return Seen(mbit, ids, scheme, float(dense.mean()) if len(dense) else 0.0, statistics.median(each), sent,
                 int(run.details("start", 0)[0][2]["nbytes"]))  # fmt: skip
 
 
 def schemes() -> Iterator[Seen]:
     """Every scheme on every model, on real ranks."""
     with Lab(ranks=RANKS, name="zen") as lab:
-        for ids in IDS:
-            for scheme in ("auto", *SCHEMES):
-                run = lab.run(clicks(ids, scheme))
-                run.wait(120)
-                if run.state != "done":
-                    raise RuntimeError(f"{scheme} with {ids} ids ended as {run.state}")
-                yield looked(run, ids, scheme)
+        for mbit, ids, scheme in [(m, n, s) for m, each in IDS.items() for n in each for s in ("auto", *SCHEMES)]:
+            run = lab.run(clicks(ids, scheme, Link(bandwidth=mbit, latency=LATENCY)))
+            run.wait(120)
+            if run.state != "done":
+                raise RuntimeError(f"{scheme} with {ids} ids ended as {run.state}")
+            yield looked(run, mbit, ids, scheme)
 
 
 def said(density: float, model: int, scheme: str, p: int = RANKS) -> int:
@@ -173,8 +173,8 @@ COUNTS = (4, 16)  # ranks
 
 def in_virtual_time(scheme: str, p: int, density: float) -> float:
     """Seconds of an exchange in the simulator, from sizes only, on a link without latency."""
-    wire, codec = Fabric(link=replace(LINK, latency=0.0)), Zen(scheme=scheme, rows="elements")
-    e = replace(clicks(8000, scheme), ranks=p, steps=2, fabric=wire, compressor=codec)
+    e = clicks(8000, scheme, Link(bandwidth=200.0))
+    e = replace(e, ranks=p, steps=2, compressor=Zen(scheme=scheme, rows="elements"))
     spans = simulate(e, costs=Costs(density=density), real=False).spans
     mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == 1)]
     return float((mine.t1 - mine.t0).sum())

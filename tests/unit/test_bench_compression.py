@@ -12,6 +12,7 @@ import torch
 from tests.bench import codecs, compression, compression_page, compression_studies, studies_page
 from tests.bench.cells import Results
 from workbench.compressors import Compressor
+from workbench.fabric import Link
 from workbench.knobs import from_plain
 
 LINK = "1 Gbit/s"
@@ -45,12 +46,16 @@ def test_the_page_says_who_wins_who_loses_and_what_is_lacking(folder: Path) -> N
     page = compression_page.text(folder, folder)
     assert f"**{LINK}**: QSGD is quickest, 1.90 times as fast as dense fp32; 1 of 2 win, 1 lose: SIDCo." in page
     assert "| SIDCo | 10.0 | not by 3 of 3 |" in page and "Not measured yet: `python -m tests.bench.codecs" in page
+    write(folder, "step", compression_page.AGAIN, LINK, 0, step_s=0.11, bytes=1e5, codec_s=0.0, wait_s=0.0)
+    page = compression_page.text(folder, folder)
+    assert "Dense again after all others: 110 ms, 1.10 times as long as before (A/A)." in page
+    assert "| Dense again" not in page
     assert "| QSGD | 50 ms | 2.00 | 100.0 kB | 1.0 ms | 1.90 |  |" in page, "bf16 was not measured, so nothing is said"
 
 
 def test_every_shipped_compressor_has_a_row_that_can_be_made() -> None:
     rows = compression.rows()
-    assert {"Dense", "Cast(to=bf16)", "PowerSGD", "Zen", "DGC"} <= set(rows)
+    assert {"Dense", "Cast(to=bf16)", "PowerSGD", "Zen", "DGC(momentum=0)"} <= set(rows)
     assert all(isinstance(from_plain(plain, Compressor), Compressor) for plain in rows.values())
     assert len(compression.possible(compression.losses())) == 3 * len(rows)
 
@@ -83,20 +88,20 @@ def test_every_setting_of_the_closer_looks_can_be_made() -> None:
     for part in ("accordion", "levels"):
         cells = compression.losses(part)
         assert compression.possible(cells) == cells and len({cell.path for cell in cells}) == len(cells)
-    sizes = {compression_studies.clicks(ids, "auto").checked().task.ids for ids in compression_studies.IDS}
-    assert sizes == set(compression_studies.IDS)
+    sizes = {compression_studies.clicks(n, "auto", Link()).checked().task.ids for n in compression_studies.IDS[200.0]}
+    assert sizes == set(compression_studies.IDS[200.0])
 
 
 def test_the_page_names_the_quickest_scheme_and_the_formulas_choice(tmp_path: Path) -> None:
     took = {"gather": 3.0, "tree": 4.0, "owners": 1.0, "ring": 5.0, "dense": 2.0, "auto": 1.1}
-    about = {"ids": 400, "density": 0.15, "nbytes": 1, "model": 4 * 64 * 3200}
+    about = {"mbit": 200.0, "ids": 400, "density": 0.15, "nbytes": 1, "model": 4 * 64 * 3200}
     rows = [{**about, "scheme": s, "wire": t / 1e3} for s, t in took.items()]
     (tmp_path / "schemes.json").write_text(json.dumps({"rows": rows}))
     page = studies_page.text(Results([]), tmp_path)
-    assert "| 1.1 ms | owners | tree |" in page and "In 0 of 1 the formulas' choice" in page
+    assert "| 1.1 ms | owners | tree |" in page and "200 Mbit/s: in 0 of 1 the formulas' choice" in page
 
 
 def test_codecs_that_were_timed_are_not_timed_again() -> None:
-    there = set(compression.rows()) - {"TopK", "SignSGD"} | {"ErrorFeedback", "Layers", "WarmUp", "Cast"}
+    there = set(compression.rows()) - {"TopK", "SignSGD"} | {"DGC", "ErrorFeedback", "Layers", "WarmUp", "Cast"}
     rows = list(codecs.every(10_000, 1, there))
     assert [r["name"] for r in rows] == ["SignSGD", "TopK"] and all(len(r["codec"]) == 1 for r in rows)

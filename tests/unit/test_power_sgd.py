@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_own
 
-from tests.ranks import batch, exchange, experiment, mse, net, placed, run, toy, weights
+from tests.ranks import batch, exchange, experiment, mse, net, placed, run, together, toy, weights
 from workbench import simulate
 from workbench.canonical import state_hash
-from workbench.compressors import Dense, ErrorFeedback, PowerSGD
+from workbench.compressors import ACPSGD, Dense, ErrorFeedback, PowerSGD
 from workbench.compressors._low_rank import RIGHT
 from workbench.fabric import traffic
 from workbench.knobs import Change, KnobError
@@ -28,6 +28,7 @@ from workbench.strategies import DDP, LocalSGD
 pytestmark = pytest.mark.ranks
 
 MATRIX = placed((40, 30))
+INF, NAN = float("inf"), float("nan")
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -338,6 +339,23 @@ def test_a_non_finite_gradient_is_passed_on_and_not_remembered() -> None:
     for _ in range(2):
         out = exchange(PowerSGD.usual(), g, MATRIX, memory)
     assert bool(out.isfinite().all()) and bool(memory[0].parts[RIGHT]["p0"].isfinite().all())
+
+
+@pytest.mark.parametrize("cls", [PowerSGD, ACPSGD])
+@pytest.mark.parametrize("where", [0, 130, 239, 240, 249], ids=str)  # in the matrix, and in what crosses whole
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e35])
+def test_what_is_not_finite_on_any_rank_is_seen_in_the_factors(cls: type, where: int, bad: float) -> None:
+    parts = placed((16, 15), (10,))
+
+    def seen(g: torch.Tensor) -> list[bool]:
+        buckets = [Bucket(0, row.clone(), tuple(parts), 0) for row in g]
+        owing = [cls(rank=2).reduce_owing(Rank(r, 3), b, Memory()) for r, b in enumerate(buckets)]
+        return [own.finite() for own in together(owing)]
+
+    g = noise(1, 3, 250)
+    assert seen(g) == [True] * 3
+    g[1, where] = bad
+    assert seen(g) == [False] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -22,6 +22,9 @@ class Owed(Protocol):
     def less(self, x: Tensor, into: Tensor) -> None:
         """into <- x less what was contributed."""
 
+    def finite(self) -> bool:
+        """Is it certain, from less than all elements, that what came in and the result are finite?"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compressor(Family):

@@ -19,6 +19,7 @@ from workbench.ops import Bucket, Memory, Part, Rank
 
 LEFT, RIGHT = "low rank P", "low rank Q"  # where factors (n, rank) and (m, rank) are remembered, by parameter
 LEFT_IS_NEWER = "low rank turn"  # names of the parameters whose P is newer than their Q
+SMALL = 1e30  # far from what overflows fp32, whatever it is added up from
 DRAWS = "low rank draws"  # how often a parameter's directions were drawn anew: equal on all ranks
 
 
@@ -137,16 +138,28 @@ class LowRank(Compressor):
         own = Contribution(stacks, bases, *views(flat.clone()), whole, sent.dtype)
         flat.copy_(await rank.all_reduce(sent, "sum", bucket.name))
         scatter(x, whole, rest)
+        own.sums = [*found, rest]
         return found, own
 
 
 class Contribution:
-    """What one rank contributed: F B^T for each matrix, and elements that crossed whole."""
+    """What one rank contributed: F B^T for each matrix, and elements that crossed whole.
+
+    sums: what all ranks contributed, as factors and elements
+    """
 
     def __init__(self, stacks: list[Stack], bases: list[Tensor], found: list[Tensor], rest: Tensor, whole: list[Part],
                  wire: torch.dtype) -> None:
         self.stacks, self.bases, self.found = stacks, bases, found
         self.whole, self.rest, self.wire = whole, rest, wire
+        self.sums: list[Tensor] = []
+
+    def finite(self) -> bool:
+        """An infinity or NaN in a matrix is in its factors; small factors and unit columns have finite products."""
+        if self.wire.itemsize < 4:
+            return False
+        factors = [t for t in (*self.found, *self.sums, self.rest) if t.numel()]
+        return bool(torch.stack([t.abs().amax() for t in factors]).amax() < SMALL)
 
     def written(self, like: Tensor) -> Tensor:
         """(n,) in the dtype of the wire."""

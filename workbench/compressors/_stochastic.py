@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from workbench.ops import Memory
 
-BLOCK = 2**15  # elements that are worked on at once
+BLOCK, LARGE = 2**15, 2**20  # elements worked on at once; twice as many of a vector this long, whose first are few
 POINT = 23  # bits behind the point
 FACTOR, TERM = 1664525, 1013904223  # Knuth and H. W. Lewis; the upper bits are good, and only these are used
 
@@ -34,13 +34,14 @@ def dithered(x: Tensor, dice: Generator | None, scale: float = 1.0, top: int = 2
         return plain(x, dice, scale, top)
     flat = x.reshape(-1).float()
     out = torch.empty(flat.shape, dtype=torch.uint8)
-    n = min(flat.numel(), BLOCK)
+    block = BLOCK if flat.numel() < LARGE else 2 * BLOCK
+    n = min(flat.numel(), block)
     real, whole = torch.empty(n, dtype=torch.float32), torch.empty(n, dtype=torch.int32)
     dither = real.view(torch.int32)  # two uses, one place: less cache
     state = torch.empty(-(-n // 2), dtype=torch.int64).random_(-(2**63), None, generator=dice).view(torch.int32)[:n]
     middle, term = torch.tensor(2 ** (POINT - 1) + 0.5, dtype=torch.float32), torch.tensor(TERM, dtype=torch.int32)
     low, high = 2 ** (POINT - 1), top * 2**POINT + 2 ** (POINT - 1)
-    for part, codes in zip(flat.split(BLOCK), out.split(BLOCK), strict=True):
+    for part, codes in zip(flat.split(block), out.split(block), strict=True):
         if (m := part.numel()) < n:
             real, whole, dither, state = real[:m], whole[:m], dither[:m], state[:m]
         torch.add(middle, part, alpha=scale * 2**POINT, out=real)

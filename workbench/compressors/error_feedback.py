@@ -95,10 +95,16 @@ def put(bucket: Bucket, x: Tensor) -> Tensor | None:
 
 def settle(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> None:
     """residual <- x - own (None: all of x was sent), but what it was where `x` or the result `out` is not finite."""
-    if x.is_meta or bool((x.sum() + out.sum(dtype=x.dtype)).isfinite()):
+    if x.is_meta or _finite(x, own, out):
         return _less(x, own, residual)
     _less(x, own, left := torch.empty_like(x))
     residual.copy_(torch.where(x.isfinite() & out.isfinite() & left.isfinite(), left, residual))
+
+
+def _finite(x: Tensor, own: Tensor | Owed | None, out: Tensor) -> bool:
+    if own is not None and not isinstance(own, Tensor) and own.finite():
+        return True
+    return bool((x.sum() + out.sum(dtype=x.dtype)).isfinite())
 
 
 def _less(x: Tensor, own: Tensor | Owed | None, into: Tensor) -> None:

@@ -63,7 +63,7 @@ class PowerSGD(LowRank):
             qs, own = await self.summed(rank, bucket, x, others, ps, [])
             if left:
                 found, _ = await self.summed(rank, bucket, x, stacks, [orthonormal(q) for q in qs], [])
-        own.whole, own.rest = first.whole, first.rest
+        own.whole, own.rest, own.sums = first.whole, first.rest, own.sums + first.sums[-1:]
         for stack, other, p, q, old in zip(stacks, others, ps, qs, before, strict=True):
             multiply(q, p.mT, other.matrices(x))
             self.remember(memory, stack, q, old)
