@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import nbformat
 import pytest
 
@@ -23,13 +25,21 @@ def record(sheet: Sheet, cell: str = CELL) -> None:
     nbformat.write(book, sheet.jupyter.folder / "ask.ipynb")
 
 
+def opened(sheet: Sheet) -> Any:
+    """The panel, once the charts above it are drawn: what grows above it moves it away from under the mouse."""
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws", timeout=60_000)
+    sheet.page.wait_for_timeout(1000)
+    sheet.page.locator(".twb-fold").get_by_text("What if? The simulator beside the run").click()
+    panel = sheet.page.locator(".twb-whatif")
+    panel.wait_for(timeout=20_000)
+    return panel
+
+
 def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
     record(sheet)
     sheet.open("ask.ipynb")
     sheet.run("Dashboard(")
-    fold = sheet.page.locator(".twb-fold")
-    fold.get_by_text("What if? The simulator beside the run").click()
-    panel = sheet.page.locator(".twb-whatif")
+    panel = opened(sheet)
     ranks = panel.get_by_role("slider").first
     ranks.scroll_into_view_if_needed()
     ranks.focus()
@@ -38,8 +48,6 @@ def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
     said = panel.get_by_text("What if 8 ranks, 300 Mbit/s, 0.5 ms")
     said.wait_for(timeout=60_000)
     assert "simulated (the same)" in panel.inner_text(), panel.inner_text()
-
-
     view = panel.locator("[data-view=timeline]").first
     view.locator("canvas, .main-svg").first.wait_for(timeout=60_000)
     sheet.page.wait_for_timeout(1500)

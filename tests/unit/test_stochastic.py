@@ -125,6 +125,7 @@ def test_sizes_alone_take_no_dice() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: no NVIDIA GPU on this machine")
 def test_on_a_gpu_it_rounds_up_and_down_as_well() -> None:
     x = torch.full((1_000_000,), 2.25, device="cuda")
     codes = dithered(x, dice_for(x, Memory(1)))
