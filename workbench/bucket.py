@@ -88,6 +88,12 @@ class Memory:
             self._join(slot, key, bucket, kind)
         return self._joined[key]
 
+    def keep(self, slot: str, bucket: Bucket, values: Tensor) -> None:
+        """`values`, (n,), take the place of what `flat` gave for `bucket`, without being copied."""
+        self._joined[slot, "/".join(part.name for part in bucket.parts)] = values
+        for part in bucket.parts:
+            self.slots[slot][part.name] = values[part.start : part.stop]
+
     def _join(self, slot: str, key: tuple[str, str], bucket: Bucket, kind: dtype | None) -> None:
         pieces = self.slots.setdefault(slot, {})
         whole = bucket.data.new_zeros(bucket.data.numel(), dtype=kind)

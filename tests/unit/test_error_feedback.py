@@ -125,3 +125,14 @@ def test_a_huge_but_finite_gradient_is_a_step_like_any_other() -> None:
     out = exchange(ErrorFeedback(of=TopK(density=0.5)), g, parts, [memory])
     torch.testing.assert_close((out + memory.slots["residual"]["p0"].double()).float(), g[0])
     assert memory.slots["residual"]["p0"].tolist() == pytest.approx([0.0, 0.0, 2e38, 0.0])
+
+
+def test_what_is_kept_takes_the_place_without_a_copy_and_is_cut_anew_with_the_buckets() -> None:
+    memory, parts = Memory(), placed((4,), (6,))
+    bucket = Bucket(0, torch.zeros(10), tuple(parts), 0)
+    memory.flat("residual", bucket)
+    memory.keep("residual", bucket, values := torch.arange(10.0))
+    assert memory.flat("residual", bucket).data_ptr() == values.data_ptr()
+    alone = Bucket(0, torch.zeros(6), (parts[1]._replace(start=0, stop=6),), 4)
+    assert torch.equal(memory.flat("residual", alone), values[4:])
+    assert torch.equal(memory.flat("residual", bucket), values), "and joined again"

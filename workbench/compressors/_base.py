@@ -19,8 +19,8 @@ Payload = tuple["Tensor", ...]
 class Owed(Protocol):
     """What a rank contributed, not written out: making it would take longer than taking it away."""
 
-    def less(self, x: Tensor, into: Tensor) -> None:
-        """into <- x less what was contributed."""
+    def leave(self, x: Tensor) -> None:
+        """Takes what was contributed away from `x`, in place."""
 
     def finite(self) -> bool:
         """Is it certain, from less than all elements, that what came in and the result are finite?"""

@@ -36,7 +36,8 @@ class _Leaving(Compressor):
         part = bucket.data + self.share * residual
         rounded = put(bucket, part)
         await rank.all_reduce(bucket.data, "sum", bucket.name)
-        settle(residual, x, part if rounded is None else rounded, bucket.data)
+        left = settle(residual, x, part if rounded is None else rounded, bucket.data)
+        memory.keep(ErrorFeedback.slot, bucket, left)
         if rank.index == 0 and self.asked in memory.parts:
             found = torch.stack([sketch(bucket.data[p.start : p.stop], p.name) for p in bucket.parts])
             memory.parts[self.asked].setdefault(bucket.name, found.sum(0))

@@ -169,18 +169,18 @@ class Contribution:
         scatter(own, self.whole, self.rest)
         return own.to(self.wire)
 
-    def less(self, x: Tensor, into: Tensor) -> None:
-        """into <- x less what was contributed, without writing that down where it need not be rounded."""
+    def leave(self, x: Tensor) -> None:
+        """Takes it away from `x`, without writing it down where it need not be rounded."""
         if self.wire != x.dtype:
-            torch.sub(x, self.written(x), out=into)
+            x.sub_(self.written(x))
             return
         for stack, base, f in zip(self.stacks, self.bases, self.found, strict=True):
-            for rest, m, one, b in zip(stack.matrices(into), stack.matrices(x), f, base, strict=True):
-                torch.addmm(m, one, b.T, alpha=-1, out=rest)
+            for m, one, b in zip(stack.matrices(x), f, base, strict=True):
+                m.addmm_(one, b.T, alpha=-1)
         start = 0
         for part in self.whole:
             stop = start + part.stop - part.start
-            torch.sub(x[part.start : part.stop], self.rest[start:stop], out=into[part.start : part.stop])
+            x[part.start : part.stop].sub_(self.rest[start:stop])
             start = stop
 
 

@@ -61,7 +61,7 @@ class ErrorFeedback(Compressor):
         x = bucket.data + residual
         rounded = put(bucket, x)
         own = await of.reduce_owing(rank, bucket, memory)
-        settle(residual, x, rounded if own is None else own, bucket.data)
+        memory.keep(self.slot, bucket, settle(residual, x, rounded if own is None else own, bucket.data))
         return None
 
 
@@ -93,24 +93,19 @@ def put(bucket: Bucket, x: Tensor) -> Tensor | None:
     return data.clone()
 
 
-def settle(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> None:
-    """residual <- x - own (None: all of x was sent), but what it was where `x` or the result `out` is not finite."""
-    if x.is_meta or _finite(x, own, out):
-        return _less(x, own, residual)
-    _less(x, own, left := torch.empty_like(x))
-    residual.copy_(torch.where(x.isfinite() & out.isfinite() & left.isfinite(), left, residual))
+def settle(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> Tensor:
+    """x - own (None: all of x was sent) in the storage of `x`; what `residual` is where `x` or `out` is not finite."""
+    good = None if x.is_meta or _finite(x, own, out) else x.isfinite() & out.isfinite()
+    if own is None:
+        x.zero_()
+    elif isinstance(own, Tensor):
+        x.sub_(own)
+    else:
+        own.leave(x)
+    return x if good is None else torch.where(good & x.isfinite(), x, residual)
 
 
 def _finite(x: Tensor, own: Tensor | Owed | None, out: Tensor) -> bool:
     if own is not None and not isinstance(own, Tensor) and own.finite():
         return True
     return bool((x.sum() + out.sum(dtype=x.dtype)).isfinite())
-
-
-def _less(x: Tensor, own: Tensor | Owed | None, into: Tensor) -> None:
-    if own is None:
-        into.zero_()
-    elif isinstance(own, Tensor):
-        torch.sub(x, own, out=into)
-    else:
-        own.less(x, into)
