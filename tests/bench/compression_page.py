@@ -136,7 +136,7 @@ def _link(found: Results, link: str) -> str:
         pace = f"{dense.step / r.step:.2f}" if dense else ""
         lines.append([r.label, f"{r.step * 1e3:.0f} ms", pace, f"{r.nbytes / 1e3:.1f} kB", f"{r.codec * 1e3:.1f} ms", *over])
     head = ["compressor", "step", "steps/s over dense fp32", "sent per rank and step", "codec per step", "time to the loss: over dense fp32", "over bf16"]
-    return f"### {link}\n\n{table(head, lines)}{_control(found, link)}"
+    return f"### Link: {link}\n\n{table(head, lines)}{_control(found, link)}"
 
 
 def _control(found: Results, link: str) -> str:
