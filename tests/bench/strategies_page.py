@@ -18,7 +18,7 @@ HEAD = """# Strategies, measured
 Written by `make bench-strategies` from the cells in `docs/data/strategies/`; `python -m tests.bench.strategies --page-only`
 writes it again from them. `python -m tests.bench figures` draws the timelines. A shortfall is said where it stands.
 """
-APART = 1.05  # the worst seed over the best: more is no longer luck of the draw
+APART = 1.05  # the worst seed over the best: where it is more, each is named
 SAID = {
     FAST: "Each rank's port carries 10 Gbit/s, a message takes 0.05 ms more.",
     LINK: "Each rank's port carries 100 Mbit/s, a message takes 5 ms more.",

@@ -73,7 +73,7 @@ def _levels(found: Results, variance: dict[str, list[float]] | None) -> str:
         lines.append([label, *lost, *ends])
     worse = [b for b in BLOCKS if variance and _mean(variance, "ALQ", b) > _mean(variance, "AMQ", b)]
     note = (
-        f" ALQ takes what a block holds for normally distributed, which a block of several layers is not: there (blocks of {', '.join(map(str, worse))}) AMQ's halving levels, which ALQ could have found, lose less."
+        f" In blocks of {' and '.join(map(str, worse))} ALQ loses more than AMQ, whose levels it could have found: it solves for normal distributions, and whether these gradients are far from them was not looked into."
         if worse
         else ""
     )
