@@ -246,28 +246,28 @@ class Picture {
       }
     });
   }
-  // A vertical line with a label at each change, labels in up to three rows, numbers only where there is no room.
+  // A vertical line with a label at each change, in three rows by turns: a label may reach to the third change after it.
   mark(marks) {
     const { axes, tools, labelled } = this.holding.spec;
     const shown = new Set(), out = [];
     for (const [axis, column] of Object.entries(axes)) {
       const x = this.div._fullLayout[axis.replace("x", "xaxis")], y = this.div._fullLayout.yaxis;
       const ends = [-1e9, -1e9, -1e9];
-      for (const mark of marks) {
-        const at = mark[column];
-        if (at < Math.min(...x.range) || at > Math.max(...x.range)) continue;
-        const px = x.l2p(at);
+      const here = marks.filter((m) => m[column] >= Math.min(...x.range) && m[column] <= Math.max(...x.range));
+      for (const [i, mark] of here.entries()) {
+        const px = x.l2p(mark[column]), next = i + 3 < here.length ? x.l2p(here[i + 3][column]) : Infinity;
+        const room = Math.min(next, x._length) - px - 8;
         let text = labelled ? `${mark.number} ${mark.label}` : String(mark.number);
         if (text.length > 34) text = text.slice(0, 33) + "…";
-        let size = this.pen.measureText(text).width + 8;
-        let left = px + size > x._length && px > size;
-        let row = ends.findIndex((end) => (left ? px - size : px) > end);
-        if (row < 0) {
-          text = String(mark.number);
-          size = this.pen.measureText(text).width + 8;
-          [row, left] = [2, false];
+        const whole = this.pen.measureText(text).width;
+        let row = ends.findIndex((end) => px > end), left = false;
+        if (whole > room) {
+          const back = next > x._length ? ends.findIndex((end) => px - whole - 8 > Math.max(end, 0)) : -1;
+          if (back >= 0) [row, left] = [back, true];
+          else text = this.cut(text, String(mark.number), room);
         }
-        ends[row] = left ? px : px + size;
+        if (row < 0) [row, left, text] = [2, false, String(mark.number)];
+        ends[row] = left ? px : px + this.pen.measureText(text).width + 8;
         const line = element("div", { className: "wb-mark" }, element("span", { textContent: text }));
         line.style.cssText = `left:${x._offset + px}px;top:${y._offset}px;height:${y._length}px`;
         const up = tools ? -20 : 20 * row;
@@ -278,6 +278,12 @@ class Picture {
     }
     this.marks.replaceChildren(...out);
     return [...shown];
+  }
+  // `text` with as much of its end left out as it takes to fit; `least` where hardly anything would be left.
+  cut(text, least, room) {
+    let kept = text.replace(/…$/, "");
+    while (kept.length > least.length + 3 && this.pen.measureText(`${kept}…`).width > room) kept = kept.slice(0, -1);
+    return kept.length > least.length + 3 ? `${kept}…` : least;
   }
   // The box under the pointer, topmost first: its columns' values, or null.
   boxAt(event) {

@@ -44,5 +44,7 @@ def short(value: Any) -> str:
         if isinstance(knobs, dict):
             if set(knobs) == {"of"}:  # a wrapper that every biased compressor has
                 return short(knobs["of"])
+            if "of" in knobs:
+                return f"{short(knobs['of'])} + {name}"
             return f"{name}({', '.join(f'{k}={short(v)}' for k, v in knobs.items())})"
     return f"{value:g}" if isinstance(value, float) else str(value)
