@@ -47,6 +47,7 @@ class Hub {
     this.epoch = 0;
     this.owed = null;
     this.greetings = 0;
+    this.pulse = new Pulse(model, this.views);
     model.on("msg:custom", (message, buffers) => this.hear(message, buffers));
     document.addEventListener("visibilitychange", () => this.presence());
     new MutationObserver(() => this.repaint()).observe(document.body, { attributeFilter: ["data-jp-theme-light", "class"] });
@@ -62,6 +63,7 @@ class Hub {
   presence() {
     const here = this.present;
     if (here && !this.beat) this.beat = setInterval(() => this.greet(), 2000);
+    if (here !== this.here) this.pulse.begin();
     if (!here && this.beat) this.beat = clearInterval(this.beat);
     if (here && !this.here) this.greet();
     if (!here && this.here) this.say({ kind: "away" });
@@ -70,10 +72,11 @@ class Hub {
   // A page that reconnects may lose its greeting or the answer: until it knows a run it greets again, ever more patiently.
   greet() {
     const again = !this.holdings.length && Number.isInteger(Math.log2(++this.greetings));
-    this.say({ kind: again ? "hello" : "here" });
+    this.pulse.ask(() => this.say({ kind: again ? "hello" : "here" }));
   }
   hear(message, buffers) {
     const view = buffers?.[0];
+    this.pulse.felt();
     if (message.kind === "open") this.open(message);
     if (message.kind === "tables") this.tabulate(message.tables);
     if (message.trouble) for (const view of this.views) view.trouble(message.trouble);
@@ -117,7 +120,8 @@ class Hub {
     this.drawing = false;
     setTimeout(() => this.schedule(), 1000);
   }
-  // Draws the panels that are due: the timeline first, then the ones drawn longest ago, until time is up.
+  // Draws the panels that are due: the timeline first, then the ones drawn longest ago, until time is up. A width that had
+  // passed by the next frame, as while JupyterLab changes its theme, is seen then: a ResizeObserver never hears of it.
   async draw() {
     const Plotly = await plotly(this.model);
     for (let round = 0; round < 50; round++) {
@@ -135,6 +139,7 @@ class Hub {
       await new Promise((done) => setTimeout(done, 0));
     }
     this.acknowledge();
+    requestAnimationFrame(() => this.views.forEach((view) => view.resize()));
     if ([...this.views].some((v) => v.panels.some((p) => p.dirty)))
       this.later ??= setTimeout(() => ((this.later = null), this.schedule()), 500);
   }
@@ -172,6 +177,7 @@ class Place {
     if (!this.hub.holdings.length) return;
     this.panels = this.hub.holdings.map((holding) => new Panel(this.hub, holding));
     this.el.replaceChildren(...this.panels.map((p) => p.el));
+    this.hub.pulse.tell();
     for (const panel of this.panels) this.sight.observe(panel.el);
     this.resize();
   }
@@ -185,18 +191,32 @@ class Place {
     this.hub.schedule();
   }
   resize() {
-    const narrow = this.el.clientWidth < 1000;
-    this.el.classList.toggle("wb-narrow", narrow);
-    for (const panel of this.panels) if (panel.picture && panel.width !== panel.body.clientWidth) {
-      panel.width = panel.body.clientWidth;
-      panel.redraw = true;
+    const wide = this.el.clientWidth;
+    this.el.classList.toggle("wb-narrow", wide < 1000);
+    this.el.classList.toggle("wb-small", wide < 720);
+    for (const panel of this.panels) {
+      const low = wide < 720 ? 0.8 : 0;
+      if (!panel.picture || panel.body.hidden) continue;
+      if (panel.picture.width === panel.picture.div.clientWidth && panel.low === low) continue;
+      [panel.low, panel.redraw] = [low, true];
     }
-    this.hub.schedule();
+    if (this.panels.some((panel) => panel.dirty)) this.hub.schedule();
   }
   trouble(text) {
     this.notice ??= element("p", { className: "wb-trouble", role: "alert" });
     this.notice.textContent = text;
     if (!this.notice.isConnected) this.el.prepend(this.notice);
+  }
+  // Greys what asks the kernel for something, on the whole dashboard, and says why; or takes that back.
+  cut(why) {
+    const whole = this.el.closest(".twb-dashboard") ?? this.el;
+    whole.classList.toggle("twb-cut", !!why);
+    for (const part of whole.querySelectorAll(".twb-left, .twb-fold, .wb-tools, .wb-head .wb-button")) part.inert = !!why;
+    for (const bar of whole.querySelectorAll(".twb-transport")) bar.dispatchEvent(new CustomEvent("twb-cut", { detail: why }));
+    this.apart ??= element("p", { className: "wb-trouble wb-apart", role: "alert" });
+    this.apart.textContent = why;
+    if (why && !this.apart.isConnected) this.el.prepend(this.apart);
+    if (!why) this.apart.remove();
   }
   remove() {
     this.resized.disconnect();
@@ -209,10 +229,14 @@ class Place {
 export default () => {
   let hub = null;
   return {
-    render({ model, el }) {
-      hub ??= new Hub(model);
+    initialize({ model }) {
+      hearing({ model });
+      hub = new Hub(model); // not on a view's model: that one hears nothing once its view is gone
+    },
+    render({ el }) {
       const place = new Place(hub, el);
       hub.views.add(place);
+      hub.pulse.tell();
       hub.repaint();
       hub.presence();
       return () => {

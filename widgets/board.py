@@ -21,13 +21,15 @@ from typing import Any
 
 import anywidget
 
-from widgets.feed import Feed
+from widgets.feed import Feed, Message
 from widgets.views._base import View
 
 _HERE = Path(__file__).parent
+_ELSEWHERE = 600.0  # seconds that a person may look at something else and still be said to watch
 _SILENCE = 6.0  # seconds after which a page that said nothing counts as gone
 _PATIENCE = 3.0  # seconds after which an unacknowledged message no longer holds up the next
-PAGE_JS = "".join((_HERE / name).read_text() for name in ("chart.js", "panel.js", "board.js"))
+_PARTS = ("static/hearing.js", "chart.js", "panel.js", "pulse.js", "board.js")
+PAGE_JS = "".join((_HERE / name).read_text() for name in _PARTS)
 PAGE_CSS = (_HERE / "board.css").read_text()
 
 
@@ -58,6 +60,7 @@ class Board(anywidget.AnyWidget):
         self._feed: Feed | None = None  # None: the pages do not know this run's charts yet
         self._pages: dict[str, float] = {}  # page -> when it was last heard of
         self._waiting: set[str] = set()  # pages that have not acknowledged the last message
+        self._heard = float("-inf")  # when a page was heard of last
         self._number, self._sent_at = 0, 0.0
         self._tables: dict[str, float] = {}  # tables shown -> when last sent
         self.woken = threading.Event()  # set when a page was heard: a Refresh may send earlier
@@ -87,6 +90,11 @@ class Board(anywidget.AnyWidget):
             self._pages = {page: at for page, at in self._pages.items() if at > limit}
             return bool(self._pages)
 
+    @property
+    def watched(self) -> bool:
+        """True while a page shows this board, and for some minutes after: a person looks elsewhere now and then."""
+        return self.shown or time.monotonic() - self._heard < _ELSEWHERE
+
     def tick(self) -> bool:
         """Sends what is new, if a page shows the board and has drawn what it was sent; True if it sent."""
         with self._lock:
@@ -94,8 +102,10 @@ class Board(anywidget.AnyWidget):
                 return False
             if self._feed is None:
                 self._feed = Feed(self._run, self._kinds)
-                news = self._feed.everything()
-            elif (news := self._feed.news()) is None:
+                news: Message | None = self._feed.everything()
+            else:
+                news = self._feed.news()
+            if news is None:
                 return False
             self._number += 1
             self._waiting, self._sent_at = set(self._pages), time.monotonic()
@@ -121,7 +131,9 @@ class Board(anywidget.AnyWidget):
     def _hear(self, _: Any, said: dict[str, Any], __: list[bytes]) -> None:
         page = str(said.get("page", ""))
         with self._lock:
-            self._pages[page] = time.monotonic()
+            self._pages[page] = self._heard = time.monotonic()
+            if said.get("kind") in ("hello", "here"):
+                self.send({"kind": "alive"})  # its silence would tell that the kernel is gone
             match said.get("kind"):
                 case "hello":
                     self._feed = None

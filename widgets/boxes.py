@@ -14,8 +14,8 @@ import plotly.graph_objects as go
 
 from widgets import theme
 from widgets.views._base import Columns
-from workbench.analysis.collectives import Arrivals
-from workbench.timeline import Rows
+from workbench.analysis.collectives import moving, rates
+from workbench.record.timeline import Rows
 
 BROWN = "#8A5A00"
 
@@ -54,58 +54,54 @@ KINDS = (
     Kind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
     Kind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
     Kind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
+    Kind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
     Kind("measuring", "measuring what compression does", 0.0, 0.30, BROWN, "x"),
     Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
 )
+SENDING = ("transfer", "odd", "measuring", "port")  # the kinds of boxes that bytes belong to
 _NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
 _LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port",
           "measuring": "measuring"}  # fmt: skip
 
 
 class Boxes(NamedTuple):
-    """Columns per trace (x0, x1, rank, row, code, step, asked, nbytes) and the names that `code` counts."""
+    """Columns per trace and the names that `code` counts.
+
+    x0, x1, rank, row, code, step, asked and, of what sends, nbytes and mbit (Mbit/s, as the table has it; 0: nothing)
+    """
 
     traces: dict[int, Columns]
     names: list[str]
 
 
-def boxes_of(rows: Rows, index: np.ndarray, last_arrival: np.ndarray, limit: int) -> Boxes:
+def boxes_of(
+    rows: Rows, index: np.ndarray, last_arrival: np.ndarray, limit: int, dense: np.ndarray | None = None
+) -> Boxes:
     """The boxes of `rows`, at most `limit`; `index` is each row's number in the table of spans.
 
     last_arrival: (n,) when the last rank arrived at the collective a row belongs to; NaN for other rows
+    dense: (n,) mask, the rows of steps in which nothing is compressed; what a codec's lane does there is no compressing
     """
     kinds, names = _kinds(rows), _Names(rows)
+    if dense is not None:
+        kinds[(kinds == _NUMBER["codec"]) & dense] = _NUMBER["preparing"]
+    begun, mbit = moving(rows, last_arrival), np.nan_to_num(rates(rows, last_arrival))
     found: dict[int, Columns] = {}
     for number, kind in enumerate(KINDS):
         at = np.flatnonzero(kinds == number)[:limit]
-        x0 = rows.t0[at]
-        if kind.key in ("transfer", "odd"):
-            x0 = np.fmax(x0, np.fmin(last_arrival[at], rows.t1[at]))
+        x0 = begun[at] if kind.key in ("transfer", "odd") else rows.t0[at]
         found[number] = _columns(rows, index, at, x0, rows.t1[at], names.codes(at))
+        if kind.key in SENDING:
+            found[number] |= {"nbytes": rows.nbytes[at], "mbit": mbit[at]}
     at = np.flatnonzero(rows.equal("lane", "comm") & (last_arrival > rows.t0 + 1e-5))[:limit]
     end = np.fmin(last_arrival[at], rows.t1[at])
-    waiting = _columns(rows, index, at, rows.t0[at], end, names.codes(at, "waiting for others: "))
-    found[_NUMBER["waiting"]] = {**waiting, "nbytes": np.zeros(len(at), "i8")}
+    found[_NUMBER["waiting"]] = _columns(rows, index, at, rows.t0[at], end, names.codes(at, "waiting for others: "))
     return Boxes(found, names.all)
-
-
-def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
-    """(n,) when the last rank arrived at the collective that each row is; NaN for rows that are none."""
-    out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
-    last = c.last
-    for column, rank in enumerate(c.ranks):
-        mine = np.flatnonzero(comm & (rows.rank == rank))
-        order = np.argsort(c.t0[:, column])
-        begin = c.t0[order, column]
-        if len(mine) and len(begin):
-            at = np.minimum(np.searchsorted(begin, rows.t0[mine]), len(begin) - 1)
-            out[mine] = np.where(begin[at] == rows.t0[mine], last[order[at]], np.nan)
-    return out
 
 
 def _columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray, x1: np.ndarray, code: Any) -> Columns:
     rest: dict[str, np.ndarray] = {"rank": rows.rank[at], "step": rows.step[at], "asked": rows.asked[at]}
-    return {"x0": x0, "x1": x1, "row": index[at], "code": code, "nbytes": rows.nbytes[at], **rest}
+    return {"x0": x0, "x1": x1, "row": index[at], "code": code, **rest}
 
 
 def _kinds(rows: Rows) -> np.ndarray:

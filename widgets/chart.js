@@ -188,7 +188,9 @@ class Picture {
     frame.append(this.div, this.names, this.marks);
     this.pen = this.names.getContext("2d");
     this.colours = null;
+    this.width = 0; // as it was drawn last
   }
+  // Returns the labels of the changes that are on the chart; null where the page gives it no width to be drawn in.
   async draw(Plotly, colours, marks) {
     const { spec, traces, version } = this.holding;
     if (colours !== this.colours) {
@@ -196,15 +198,33 @@ class Picture {
       this.data = themed(spec.figure.data, colours);
       this.base = themed(spec.figure.layout, colours);
     }
+    this.width = this.div.clientWidth;
+    if (!this.width) return null;
     this.family = getComputedStyle(this.div).fontFamily;
     const layout = { ...this.base, font: { ...this.base.font, family: this.family } };
-    Object.assign(layout, { width: this.div.clientWidth, datarevision: version });
+    Object.assign(layout, { width: this.width, datarevision: version });
     for (const [path, value] of Object.entries(this.holding.layout)) put(layout, path, value);
+    this.fit(layout);
     const data = this.data.map((trace, i) => this.filled(trace, traces[i]));
     const known = this.div._fullLayout;
     await Plotly.react(this.div, data, layout, { displayModeBar: false, doubleClick: "reset", responsive: false });
     if (!known) this.div.on("plotly_relayout", () => this.over(this.shown));
     return this.over(marks);
+  }
+  // Axes without data go, and the others take their room; a chart on a narrow place is less high.
+  fit(layout) {
+    const axis = (trace) => trace.xaxis ?? "x";
+    const every = [...new Set(this.data.map(axis))], domain = (x) => layout[x.replace("x", "xaxis")]?.domain ?? [0, 1];
+    const used = every.filter((x) => this.data.some((trace, i) => axis(trace) === x && this.holding.traces[i].n));
+    const { t, b } = layout.margin;
+    if (this.low) layout.height = Math.round(this.low * (layout.height - t - b)) + t + b;
+    if (!used.length || used.length === every.length) return;
+    const gap = domain(every[1])[0] - domain(every[0])[1], width = (1 - gap * (used.length - 1)) / used.length;
+    for (const x of every) {
+      const at = used.indexOf(x), [horizontal, vertical] = [x.replace("x", "xaxis"), x.replace("x", "yaxis")];
+      for (const name of [horizontal, vertical]) layout[name] = { ...layout[name], visible: at >= 0 };
+      if (at >= 0) layout[horizontal].domain = [at * (width + gap), at * (width + gap) + width];
+    }
   }
   filled(trace, columns) {
     if (trace.meta?.lane && columns.store.x0) return { ...trace, ...outlines(columns, trace.meta.lane) };
@@ -227,23 +247,37 @@ class Picture {
   // The names of boxes into those that are wide enough, as short as need be.
   write() {
     const { names } = this.holding.facts;
+    this.names.written = []; // [word, from, to, y] of each name, for tests and for the curious
     if (!names) return;
     const { xaxis, yaxis } = this.div._fullLayout;
     const [low, high] = xaxis.range;
-    const measured = new Map();
+    const measured = new Map(), rows = new Map();
     const wide = (word) => measured.get(word) ?? measured.set(word, this.pen.measureText(word).width).get(word);
     Object.assign(this.pen, { textAlign: "center", textBaseline: "middle" });
     this.data.forEach((trace, number) => {
       const { lane, text } = trace.meta ?? {};
       const { n, store: { x0, x1, rank, code } } = this.holding.traces[number];
-      if (!text || !x0 || Math.abs(yaxis.l2p(lane[1]) - yaxis.l2p(lane[0])) < 14) return;
-      this.pen.fillStyle = text;
+      if (!lane || !x0 || Math.abs(yaxis.l2p(lane[1]) - yaxis.l2p(lane[0])) < 14) return;
       for (let i = 0; i < n; i++) {
-        const left = xaxis.l2p(Math.max(x0[i], low)), right = xaxis.l2p(Math.min(x1[i], high));
-        const word = names[code[i]].short.find((w) => wide(w) + 5 <= right - left);
         const y = yaxis._offset + yaxis.l2p(rank[i] + (lane[0] + lane[1]) / 2);
-        if (word) this.pen.fillText(word, xaxis._offset + (left + right) / 2, y + 1);
+        const box = { left: xaxis.l2p(Math.max(x0[i], low)), right: xaxis.l2p(Math.min(x1[i], high)), y, text };
+        rows.set(Math.round(y / 14), [...(rows.get(Math.round(y / 14)) ?? []), { ...box, short: names[code[i]].short }]);
       }
+    });
+    for (const boxes of rows.values()) this.writeRow(boxes, xaxis._offset, wide);
+  }
+  // Transfers may overlap: a name goes into what no other box of its row lies on, so that no two names touch.
+  writeRow(boxes, offset, wide) {
+    boxes.sort((a, b) => a.left - b.left);
+    let free = -Infinity;
+    boxes.forEach(({ left, right, y, text, short }, i) => {
+      const from = Math.max(left, free), to = Math.min(right, boxes[i + 1]?.left ?? Infinity);
+      free = Math.max(free, right);
+      const word = text && short.find((w) => wide(w) + 5 <= to - from);
+      if (!word) return;
+      this.pen.fillStyle = text;
+      this.pen.fillText(word, offset + (from + to) / 2, y + 1);
+      this.names.written.push([word, from, to, y]);
     });
   }
   // A vertical line with a label at each change, in three rows by turns: a label may reach to the third change after it.
@@ -284,6 +318,21 @@ class Picture {
     let kept = text.replace(/…$/, "");
     while (kept.length > least.length + 3 && this.pen.measureText(`${kept}…`).width > room) kept = kept.slice(0, -1);
     return kept.length > least.length + 3 ? `${kept}…` : least;
+  }
+  // All boxes on the chart as rows from top to bottom, each in order of time; a box is its columns' values.
+  rows() {
+    const found = new Map();
+    const [low, high] = this.div._fullLayout?.xaxis?.range ?? [0, 0];
+    this.holding.traces.forEach(({ store, n }, number) => {
+      const lane = this.holding.spec.figure.data[number].meta?.lane;
+      for (let i = 0; lane && store.x0 && i < n; i++) {
+        if (store.x1[i] < low || store.x0[i] > high) continue;
+        const y = store.rank[i] + (lane[0] + lane[1] < 0 ? 0 : 0.5); // compute above, network below
+        const box = Object.fromEntries(Object.entries(store).map(([k, v]) => [k, v[i]]));
+        found.set(y, [...(found.get(y) ?? []), { ...box, y, at: store.rank[i] + (lane[0] + lane[1]) / 2 }]);
+      }
+    });
+    return [...found].sort(([a], [b]) => a - b).map(([, row]) => row.sort((a, b) => a.x0 - b.x0));
   }
   // The box under the pointer, topmost first: its columns' values, or null.
   boxAt(event) {

@@ -14,15 +14,20 @@ import anywidget
 import traitlets
 
 from widgets.rows import Now, rows
-from workbench.knobs import KnobError, from_plain, resolve, turn
+from workbench.settings import KnobError, fold, from_plain, resolve, turn
 
 HERE = Path(__file__).parent / "static"
+
+
+def page_js(name: str) -> str:
+    """The page half in the file of that name, as one module with what all of them need."""
+    return "".join((HERE / part).read_text("utf8") for part in ("hearing.js", name))
 
 
 class Controls(anywidget.AnyWidget):
     """The inputs for `lab.experiment`; `refresh()` brings them up to date and sends only what changed."""
 
-    _esm = (HERE / "controls.js").read_text("utf8")
+    _esm = page_js("controls.js")
     _css = (HERE / "look.css").read_text("utf8")
     rows = traitlets.List(traitlets.Dict()).tag(sync=True)
 
@@ -47,15 +52,16 @@ class Controls(anywidget.AnyWidget):
                 errors=tuple(self.errors.items()),
                 drafts=tuple(self.drafts.items()),
             )
-            seen = (self.lab.experiment, now, tuple(t.id for t in waiting))
+            experiment = told(self.lab)
+            seen = (experiment, now, tuple(t.id for t in waiting))
             if seen == self._seen:
                 return
-            self.rows = rows(wanted(self.lab.experiment, waiting), now)
+            self.rows = rows(wanted(experiment, waiting), now)
             self._seen = seen
 
     def asked(self, message: dict[str, Any]) -> None:
-        """A person turned a knob (`turn`, `value`) or pressed a button (`press`) on the page."""
-        path = message.get("turn") or message["press"]
+        """A person turned a knob (`change`, `value`) or pressed a button (`press`) on the page."""
+        path = message.get("change") or message["press"]
         try:
             if "press" in message:
                 self._press(path)
@@ -78,6 +84,8 @@ class Controls(anywidget.AnyWidget):
             self.drafts[home] = from_plain(value, cast(type, k.element))
 
     def _press(self, path: str) -> None:
+        if told(self.lab) is not self.lab.experiment:
+            raise RuntimeError("faults are hidden while a riddle is on; answer it, or riddle.give_up(), first")
         home, _, button = path.rpartition(".")
         _, k = resolve(wanted(self.lab.experiment, self.lab.turns), home)
         present = list(k.default)
@@ -89,15 +97,16 @@ class Controls(anywidget.AnyWidget):
         self.drafts.pop(home, None)
 
 
+def told(lab: Any) -> Any:
+    """The lab's experiment as it may be shown: without its faults while its run is a riddle."""
+    run, experiment = lab.run_now, lab.experiment
+    return experiment.turn("fabric.faults", []) if run is not None and run.secret else experiment
+
+
 def wanted(experiment: Any, turns: Any) -> Any:
-    """`experiment` with the changes in `turns` that are still waited for."""
-    for t in turns:
-        if t.applied_at is None and t.refused is None:
-            try:
-                experiment = experiment.turn(t.path, t.value)
-            except KnobError:
-                continue  # an earlier one was refused, or the host will refuse this one and say why
-    return experiment
+    """`experiment` with the changes in `turns` that are still waited for; one that will be refused changes nothing."""
+    waiting = [t.change for t in turns if t.applied_at is None and t.refused is None]
+    return fold(experiment, waiting, type(experiment).turn, skips=True)[-1][1]
 
 
 def typed(message: dict[str, Any]) -> Any:

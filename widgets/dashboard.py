@@ -11,15 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import ipywidgets
+from IPython.display import display
 
 from widgets.board import Board
 from widgets.controls import Controls
+from widgets.keep import Keep
 from widgets.refresh import Refresh
 from widgets.requests import Requests
 from widgets.summary import table
 from widgets.transport import Transport
 from widgets.what_if import WhatIf
-from workbench.run import Run
+from workbench.record.run import Run
 
 
 class Dashboard(ipywidgets.Box):
@@ -33,7 +35,9 @@ class Dashboard(ipywidgets.Box):
         recorded = isinstance(shown, Run)
         self.board = Board(shown if recorded else shown.run_now)
         self.handles: tuple[Any, ...] = () if recorded else (Transport(shown), Controls(shown), Requests(shown))
-        self.what_if = WhatIf(lambda: shown if recorded else shown.run_now)
+        run_now = (lambda: shown) if recorded else (lambda: shown.run_now)
+        self.what_if = WhatIf(run_now)
+        self.keep = Keep(run_now, once=recorded)
         frame = ipywidgets.Box(_boxes([self.board, _folded(self.what_if)], self.handles))
         frame.add_class("twb-frame")
         if recorded:
@@ -43,6 +47,8 @@ class Dashboard(ipywidgets.Box):
         self.timer = Refresh(self.board, self.refresh)
         if not recorded or shown.live:
             self.timer.start()
+        if not recorded:
+            shown.watchers.append(lambda: self.board.watched)
 
     def refresh(self) -> None:
         """Brings the handles up to date and shows the lab's present run."""
@@ -50,13 +56,22 @@ class Dashboard(ipywidgets.Box):
             handle.refresh()
         if self.handles:
             self.board.show(self.shown.run_now)
+        self.keep.refresh()
 
     def close(self) -> None:
         """Ends the timer and the widgets; the run goes on."""
         self.timer.stop()
+        self.keep.close()
         for part in (self.board, self.what_if, *self.handles):
             part.close()
         super().close()
+
+    def _ipython_display_(self) -> None:
+        """Shows the widget and, after it, what stays of the run; see [Note: Two outputs] in keep.py."""
+        shown = self._repr_mimebundle_()
+        data, about = shown if isinstance(shown, tuple) else (shown, {})
+        display(data, metadata=about, raw=True)
+        self.keep.show()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The live widget, and beside it a line and a small table for where widgets cannot be shown."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from html import escape
 from typing import Any
 
 from widgets.marks import ChangeMark, change_marks
@@ -26,6 +27,7 @@ class Feed:
         self.views = [kind() for kind in (all_views().values() if kinds is None else kinds)]
         self.troubles: list[str] = []  # what went wrong, once each
         self._marks: list[ChangeMark] = []
+        self._hushed: dict[str, str] = {}  # views that are silent now, and what stands in their place
 
     def everything(self) -> Message:
         """The charts' specs and the run so far."""
@@ -51,7 +53,7 @@ class Feed:
         patches, trouble = {}, []
         for view in self.views:
             try:
-                if patch := view.update(self.run):
+                if patch := self._hush(view) if view.tells and self.run.secret else self._told(view).update(self.run):
                     patches[view.name] = patch
             except Exception as error:
                 said = f"{view.title} could not be brought up to date: {type(error).__name__}: {error}"
@@ -59,6 +61,20 @@ class Feed:
                     self.troubles.append(said)
                     trouble.append(said)
         return patches, "; ".join(trouble)
+
+    def _hush(self, view: View) -> Patch:
+        """In place of what a view would tell of a riddle: its sentence, once."""
+        said = self._hushed.get(view.name)
+        self._hushed[view.name] = self.run.secret
+        return Patch() if said == self.run.secret else Patch(html=f'<p class="wb-empty">{escape(self.run.secret)}</p>')
+
+    def _told(self, view: View) -> View:
+        """The view itself; one that was silent begins anew, so that it tells all."""
+        if self._hushed.pop(view.name, None) is None:
+            return view
+        at = self.views.index(view)
+        self.views[at] = type(view)()
+        return self.views[at]
 
     def message(self, patches: dict[str, Patch]) -> Message:
         """Patches by view name as one message."""

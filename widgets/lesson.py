@@ -9,15 +9,16 @@ import time
 from random import Random
 from typing import Any
 
-import ipywidgets
-
 from widgets.board import Board
+from widgets.prediction import Prediction as Prediction
 from widgets.refresh import Refresh
 from widgets.views import all_views
 from workbench.analysis import breakdown, last_steps, straggler
+from workbench.doors.priced import priced as priced
 
 PHASES = ("forward", "backward")
 FACTOR = 2.5  # how many times longer the riddle's phase lasts: easy to see, once one knows where to look
+HUSH = "A riddle is on: what would give it away is said here once it is answered, or given up."
 
 
 def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:
@@ -38,48 +39,19 @@ def where_time_goes(run: Any, last: int = 10) -> dict[str, int]:
     return {name: round(float(seconds.mean()) * 1e3) for name, seconds in parts.items()}
 
 
-class Prediction(ipywidgets.VBox):
-    """A question with answers to choose from; `against(...)` says later how the guess compares.
-
-    >>> guess = Prediction("How long is a step?", ["100 ms", "200 ms"])
-    >>> guess.against("200 ms")
-    'You made no prediction. The record says: 200 ms.'
-    >>> guess.choose("100 ms")
-    >>> guess.against("200 ms")
-    'You predicted: 100 ms. The record says: 200 ms. A surprise: find out why before you read on.'
-    """
-
-    def __init__(self, question: str, answers: list[str]) -> None:
-        wide = ipywidgets.Layout(width="auto")
-        self.radio = ipywidgets.RadioButtons(options=answers, index=None, layout=wide)
-        style = "<style>.twb-lesson { --jp-widgets-font-size: 14px; }</style>"
-        super().__init__([ipywidgets.HTML(f"{style}<b>{question}</b>"), self.radio])
-        self.add_class("twb-lesson")
-
-    def choose(self, answer: str) -> None:
-        """Answers by Python instead of by mouse."""
-        self.radio.value = answer
-
-    def against(self, truth: str) -> str:
-        """What the record says, beside what was predicted."""
-        said = f"The record says: {truth}."
-        if self.radio.value is None:
-            return f"You made no prediction. {said}"
-        verdict = "As you said." if self.radio.value == truth else "A surprise: find out why before you read on."
-        return f"You predicted: {self.radio.value}. {said} {verdict}"
-
-
 class Riddle:
     """A run in which one rank is slow, and nobody says which: find it on the timeline.
 
-    The same seed gives the same riddle. `show()` draws the timeline without the line that names the culprit.
+    The same seed gives the same riddle. Until it is answered or given up no dashboard names the culprit, nor shows the
+    fault among the controls; `show()` draws the timeline alone.
     """
 
     def __init__(self, lab: Any, experiment: Any, seed: int) -> None:
         dice = Random(seed)
         self._rank, self._phase = dice.randrange(lab.ranks), dice.choice(PHASES)
         fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
-        self.run = lab.run(experiment.turn("ranks", lab.ranks).turn("fabric.faults", [fault]))
+        self.run = lab.run(experiment.turn("ranks", lab.ranks).turn("fabric.faults", [fault]), secret=HUSH)
+        self.run.secret = HUSH  # also where the cell is run again, and the run was there
 
     def show(self) -> Board:
         """The timeline alone."""
@@ -94,12 +66,19 @@ class Riddle:
             return "Write down your answers first: rank=..., longest_waiting='cause' or 'victim'."
         found = straggler(self.run.timeline)
         if found is None or found.rank != self._rank:
-            return "The record is too short to tell: let it run for 20 steps more, then check again."
+            return "The record does not show it clearly yet: let it run for 20 steps more, then check again."
         if rank != found.rank:
             return f"Not rank {rank}: it arrives early and waits: a victim. Look for the rank that never waits."
         if longest_waiting != "victim":
             return f"Rank {rank} is right. But who waits longest arrived first: how can it be the cause?"
+        self.run.secret = ""
         return f"Right, on both counts. {found.text}"
+
+    def give_up(self) -> str:
+        """The answer; dashboards say again what they see."""
+        self.run.secret = ""
+        slow = f"its {self._phase} took {FACTOR:g} times as long"
+        return f"Rank {self._rank} was the cause: {slow}. The others were its victims."
 
     def __repr__(self) -> str:
         return f"Riddle: one of {self.run.settings['ranks']} ranks is slow"

@@ -1,7 +1,8 @@
 """What a dropdown offers for a knob that takes a member of a family (a strategy, a compressor, a task).
 
 A member is offered as its bare name means it: `TopK` comes wrapped in error feedback, so it is called
-"TopK + ErrorFeedback", and the unwrapped one is offered too. Nothing here names any member.
+"TopK + ErrorFeedback", and the unwrapped one is offered too. Where a family has `kinds`, its members are listed by
+them, after the few that call themselves a `starter`. Nothing here names any member.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
-from workbench.knobs import describe, knobs, members
+from workbench.settings import describe, knobs, members
 
 Shape = tuple[Any, ...]
+START, OTHERS = "to start with", "others"
 
 
 class Option(NamedTuple):
-    """One line of a dropdown: what it says, the plain value it sends, its doc and the shape it stands for."""
+    """One line of a dropdown: what it says, the value it sends, its doc, the shape it stands for, and its group."""
 
     text: str
     value: Any
     doc: str
     shape: Shape
+    group: str = ""
 
 
 def shape(value: Any) -> Shape:
@@ -37,20 +40,41 @@ def options(base: type, *, bare: bool = False, present: Any = None) -> list[Opti
     """
     found = []
     member: Any
-    for name, member in members(base).items():
+    for name, member in sorted(members(base).items(), key=lambda item: _place(base, group(base, item[1], usual=False))):
         if not _ready(member):
             continue
-        doc = describe(member)["doc"]
+        doc, of = describe(member)["doc"], group(base, member)
         usual = member.usual()
         if bare or type(usual) is member:
-            found.append(Option(name, {name: {}}, doc, shape(member())))
+            found.append(Option(name, {name: {}}, doc, shape(member()), of))
         else:
-            found.append(Option(f"{name} + {type(usual).__name__}", name, doc, shape(usual)))
-            found.append(Option(f"{name} alone", {name: {}}, f"{doc} Without {type(usual).__name__}.", shape(member())))
+            more = f"{doc} Without {type(usual).__name__}."
+            found.append(Option(f"{name} + {type(usual).__name__}", name, doc, shape(usual), of))
+            found.append(Option(f"{name} alone", {name: {}}, more, shape(member()), group(base, member, usual=False)))
+    found.sort(key=lambda option: _place(base, option.group))
     if present is not None and chosen(found, present) < 0:
         own = type(present)
         found.append(Option(own.__name__, own.__name__, describe(own)["doc"], shape(present)))
     return found
+
+
+def group(base: type, member: type, *, usual: bool = True) -> str:
+    """Where `member` is listed: among those to start with, under its kind, or under OTHERS; "" in a family without.
+
+    usual: as its bare name means it; else it is no starter
+    """
+    kinds: tuple[str, ...] = getattr(base, "kinds", ())
+    if not kinds:
+        return ""
+    if usual and getattr(member, "starter", False):
+        return START
+    wraps = any(k.family is base for k in knobs(member))
+    return kinds[-1] if wraps else getattr(member, "kind", "") or OTHERS
+
+
+def _place(base: type, group: str) -> int:
+    order = [START, *getattr(base, "kinds", ()), OTHERS]
+    return order.index(group) if group in order else len(order)
 
 
 def _ready(member: type) -> bool:

@@ -10,7 +10,7 @@ function describe(box, names) {
   const name = names[box.code], seconds = box.x1 - box.x0;
   const lines = [name.name, `rank ${box.rank}, step ${box.step}`, `${time(seconds)} from ${box.x0.toFixed(4)} s`];
   if (box.nbytes > 0) lines.push(`${amount(box.nbytes)} sent`);
-  if (box.nbytes > 0 && seconds > 0) lines.push(`${((box.nbytes * 8e-6) / seconds).toPrecision(3)} Mbit/s`);
+  if (box.mbit > 0) lines.push(`${Number(box.mbit.toPrecision(3))} Mbit/s`);
   if (box.x0 - box.asked > 1e-4) lines.push(`asked for ${time(box.x0 - box.asked)} before`);
   return lines;
 }
@@ -50,16 +50,21 @@ class Panel {
   async draw(Plotly) {
     const { holding } = this;
     const [version, theme] = [holding.version, this.hub.theme];
+    let labels = [];
+    this.redraw = false; // what is asked for while this is drawn is drawn after it
     this.vacant.hidden = !holding.empty || !holding.spec.empty;
     this.el.hidden = holding.spec.quiet && holding.empty;
+    this.body.hidden = !!this.picture && holding.empty;
     if (!this.picture) this.text(holding.html ?? "");
-    else if (!this.el.hidden) {
+    else if (!holding.empty) {
       if (this.theme !== theme || !this.items) this.key(theme);
       for (const [item, number] of this.items) item.hidden = item.lane && !holding.traces[number].n;
-      const labels = await this.picture.draw(Plotly, theme, this.hub.marks);
-      this.el.dataset.marks = JSON.stringify(labels);
+      this.picture.low = this.low;
+      labels = await this.picture.draw(Plotly, theme, this.hub.marks);
+      if (labels) this.el.dataset.marks = JSON.stringify(labels);
     }
-    [this.version, this.theme, this.redraw, this.at] = [version, theme, false, performance.now()];
+    [this.version, this.theme, this.at] = [version, theme, performance.now()];
+    if (!labels) return; // drawn once it is given a width
     this.follow?.();
     if (this.pointer) this.point(this.pointer); // another span may lie under it now
     this.facts();
@@ -73,7 +78,6 @@ class Panel {
       return [Object.assign(element("li", {}, swatch, name), { lane: !!figure.data[number].meta?.lane }), number];
     });
     this.legend.replaceChildren(...this.items.map(([item]) => item));
-    this.legend.hidden = !this.items.length;
   }
   text(html) {
     const open = new Set([...this.body.querySelectorAll("details[open]")].map((d) => d.dataset.key));
@@ -165,5 +169,43 @@ class Panel {
     };
     this.body.addEventListener("mousemove", this.point);
     this.body.addEventListener("mouseleave", () => this.point(null));
+    this.walk(tip);
+  }
+  // Arrow keys go from box to box, along a row and from row to row; what was being followed is held still for that.
+  walk(tip) {
+    const { body, picture } = this;
+    Object.assign(body, { tabIndex: 0 });
+    Object.assign(body.dataset, { lmSuppressShortcuts: "true" }); // see [Note: Keys] in controls.js
+    body.setAttribute("role", "application");
+    body.setAttribute("aria-label", "Boxes: arrow keys go from one to the next and name it");
+    tip.setAttribute("role", "status");
+    const stop = () => { this.box = null; tip.hidden = true; };
+    body.addEventListener("keydown", (event) => {
+      const [along, across] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key] ?? [];
+      if (event.key === "Escape") stop();
+      if (along === undefined) return;
+      event.preventDefault();
+      if (this.holding.facts.follow) this.hub.say({ kind: "turn", view: this.holding.spec.name, request: { at: this.holding.facts.first } });
+      this.box = this.beside(picture.rows(), along, across);
+      if (!this.box) return stop();
+      const { xaxis, yaxis } = picture.div._fullLayout, middle = (Math.max(this.box.x0, xaxis.range[0]) + this.box.x1) / 2;
+      tip.replaceChildren(...describe(this.box, this.holding.facts.names).map((line) => element("div", { textContent: line })));
+      tip.hidden = false;
+      tip.style.top = `${body.offsetTop + yaxis._offset + yaxis.l2p(this.box.at) + 14}px`;
+      tip.style.left = `${Math.max(0, Math.min(xaxis._offset + xaxis.l2p(middle), this.el.clientWidth - tip.offsetWidth - 4))}px`;
+    });
+    body.addEventListener("blur", stop);
+  }
+  // The box that lies `along` its row and `across` rows from the present one; the first of all if there is none.
+  // Null where no box is in sight.
+  beside(rows, along, across) {
+    if (!this.box || !rows.length) return rows[0]?.[0] ?? null;
+    const at = Math.max(0, rows.findIndex((row) => row[0].y === this.box.y)), x = this.box.x0;
+    if (across) {
+      const row = rows[at + across] ?? rows[at];
+      return row.reduce((a, b) => (Math.abs(b.x0 - x) < Math.abs(a.x0 - x) ? b : a));
+    }
+    const place = rows[at].findIndex((box) => box.x0 === x && box.x1 === this.box.x1);
+    return rows[at][Math.max(0, place + along)] ?? rows[at].at(-1);
   }
 }

@@ -58,7 +58,8 @@ let number = 0;
 const tell = ([content, buffer]) =>
   [...hearers].forEach((hear) => hear({ ...content, number: ++number }, buffer === null ? [] : [bytes(buffer)]));
 const answers = {
-  hello: () => tell(kept.open),
+  hello: () => tell(kept.open), // any answer tells that somebody is there
+  here: () => tell([{ kind: "alive" }, null]),
   plotly: () => tell([{ kind: "plotly" }, document.getElementById("plotly").textContent]),
   table: ({ view, open }) => open && tell([{ kind: "tables", tables: { [view]: kept.tables[view] } }, null]),
   turn: ({ request: { at } }) => {
@@ -72,7 +73,9 @@ const model = {
   off: (_, hear) => hearers.delete(hear),
   send: (message) => queueMicrotask(() => answers[message.kind]?.(message)),
 };
-board().render({ model, el: document.getElementById("board") });
+const shown = board();
+shown.initialize({ model });
+shown.render({ el: document.getElementById("board") });
 """
 
 

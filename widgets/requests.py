@@ -9,9 +9,9 @@ from typing import Any
 import anywidget
 import traitlets
 
-from widgets.controls import HERE
+from widgets.controls import HERE, page_js
 from widgets.marks import label
-from workbench.knobs import to_plain
+from workbench.settings import to_plain
 
 BEFORE = "before the run"  # the id of a turn for which no run was there yet
 KEPT = 40  # the newest so many are listed; the record holds all
@@ -20,7 +20,7 @@ KEPT = 40  # the newest so many are listed; the record holds all
 class Requests(anywidget.AnyWidget):
     """The list of changes, newest first; `refresh()` sends it only if something became of one."""
 
-    _esm = (HERE / "requests.js").read_text("utf8")
+    _esm = page_js("requests.js")
     _css = (HERE / "look.css").read_text("utf8")
     items = traitlets.List(traitlets.Dict()).tag(sync=True)
 

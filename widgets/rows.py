@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from widgets.options import Option, chosen, covered, options, sentence
 from widgets.stops import nearest, shown, stops
-from workbench.knobs import Knob, KnobError, knobs
+from workbench.settings import Knob, KnobError, knobs
 
 FIRST = ("strategy", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
 LATER = "can be turned only before Start; stop this run first"
@@ -88,7 +88,8 @@ def _offer(whole: Any, path: str, option: Option, present: bool) -> Row:
             whole.turn(path, option.value)
         except KnobError as error:
             why = str(error)
-    return {"text": option.text, "value": option.value, "doc": why or option.doc, "refused": bool(why)}
+    offered = {"text": option.text, "value": option.value, "group": option.group}
+    return offered | {"doc": why or option.doc, "refused": bool(why)}
 
 
 def _row(path: str, k: Knob, level: int, turnable: bool, now: Now) -> Row:

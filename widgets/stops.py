@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from workbench.knobs import Knob
+from workbench.settings import Knob
 
 MOST = 100  # a linear slider has at most so many stops
 DECADES = {True: 7, False: 5}  # how far below its upper end a scale that begins at 0 reaches, by knob.log

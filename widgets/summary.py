@@ -5,10 +5,12 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from workbench.analysis import summary
+
 
 def table(run: Any) -> str:
-    """`run.summary()` as an HTML table of two columns."""
-    rows = "".join(f"<tr>{_cell('th', str(k))}{_cell('td', _text(v))}</tr>" for k, v in run.summary().items())
+    """The summary of a run as an HTML table of two columns."""
+    rows = "".join(f"<tr>{_cell('th', str(k))}{_cell('td', _text(v))}</tr>" for k, v in summary(run).items())
     return f"<table>{rows}</table>"
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import anywidget
 import traitlets
 
-from widgets.controls import HERE
+from widgets.controls import HERE, page_js, told
 from widgets.progress import Progress, line, trouble
+from workbench.analysis.export import as_python
 
 MAY = {
     "starting": ("stop",),
@@ -26,6 +27,7 @@ WHY = {
     "step": "one step, then stand still again; pause first",
     "stop": "end this run at the next step, its record stays; pressed again: end it at once",
 }
+SHOW_ALL = ("copy", "start")  # these show the experiment with its faults: as code, or in a run that hides nothing
 FRESH = """from workbench import Lab
 
 lab = Lab(ranks={ranks})
@@ -37,7 +39,7 @@ lab
 class Transport(anywidget.AnyWidget):
     """The bar on top of the dashboard; `refresh()` brings it up to date and sends only what changed."""
 
-    _esm = (HERE / "transport.js").read_text("utf8")
+    _esm = page_js("transport.js")
     _css = (HERE / "look.css").read_text("utf8")
     state = traitlets.Unicode("idle").tag(sync=True)
     line = traitlets.Unicode("").tag(sync=True)
@@ -65,13 +67,12 @@ class Transport(anywidget.AnyWidget):
             self.error = self._error(run)
 
     def _detail(self, state: str) -> str:
-        """How far the engines are; or, if no step has ended for a while, what a rank is busy with."""
+        """How far the engines are; or, if no step has ended for a while, which ranks the others wait for."""
         if state == "starting":
             return str(self.lab.progress)
         if state != "running" or not self.progress.stuck:
             return ""
-        busy = next(((s["rank"], s["busy"]) for s in self.lab.status if s["busy"]), None)
-        return f"rank {busy[0]}: {busy[1]}" if busy else ""
+        return str(self.lab.run_now.holdup)
 
     def _error(self, run: Any) -> dict[str, str]:
         if self._refused:
@@ -85,9 +86,12 @@ class Transport(anywidget.AnyWidget):
     def asked(self, what: str) -> None:
         """A person pressed a button on the page."""
         self._refused = ""
+        if what in SHOW_ALL and told(self.lab) is not self.lab.experiment:
+            self._refused = "A riddle is on: answer it, or riddle.give_up(), first."
+            return self.refresh()
         if what == "copy":
             self.send({"python": python(self.lab)})
-            return
+            return self.refresh()
         verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step}
         try:
             verbs.get(what, self.lab.stop)()
@@ -99,4 +103,4 @@ class Transport(anywidget.AnyWidget):
 def python(lab: Any) -> str:
     """The lab's run as code; before the first run, the experiment that Start would run."""
     run = lab.run_now
-    return str(run.as_python()) if run is not None else FRESH.format(ranks=lab.experiment.ranks)
+    return as_python(run) if run is not None else FRESH.format(ranks=lab.experiment.ranks)

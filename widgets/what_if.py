@@ -45,10 +45,11 @@ class WhatIf(ipywidgets.VBox):
         self._again = False
         self._following = True  # the sliders stand where the run does, until one is moved
         self._setting = False
-        super().__init__([
+        self._above = [  # the board, which comes and goes below
             ipywidgets.HBox([self.ranks, self.button], layout=ipywidgets.Layout(flex_flow="row wrap")),
             ipywidgets.HBox([self.bandwidth, self.speed]), self.latency, self.said,
-        ])  # fmt: skip
+        ]  # fmt: skip
+        super().__init__(self._above)
         self.add_class("twb-whatif")
         self.button.on_click(lambda _: self.ask())
         for slider in (self.ranks, self.bandwidth, self.latency):
@@ -119,7 +120,7 @@ class WhatIf(ipywidgets.VBox):
 
     def _draw(self, run: Any) -> None:
         old, self.board = self.board, Board(run, views=(Timeline,))
-        self.children = (*(c for c in self.children if c is not old), self.board)
+        self.children = (*self._above, self.board)
         if old is not None:
             old.close()
 
@@ -131,7 +132,8 @@ class WhatIf(ipywidgets.VBox):
 
 def words(found: Any, turns: dict[str, Any]) -> str:
     """What came out, for the page."""
-    off = "the same" if abs(found.error) < 0.005 else f"{abs(found.error):.0%} {'more' if found.error > 0 else 'less'}"
+    more = "more" if found.error > 0 else "less"
+    off = "the same" if abs(found.error) < 0.005 else f"{abs(found.error):.0%} {more} than measured"
     ratio = found.other / found.same
     much = "as long" if 0.995 < ratio < 1.005 else f"{ratio:.3g} × as long"
     latency = f", {turns['link.latency']:g} ms" if turns["link.latency"] else ""

@@ -45,14 +45,15 @@ if TYPE_CHECKING:
         Zen,
     )
     from workbench.experiment import Experiment
+    from workbench.experiment.recipes import recipe
     from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow, Stumble
-    from workbench.knobs import Change, Knob, KnobError, knob
     from workbench.lab import Lab
-    from workbench.ops import Bucket, Memory, Rank
     from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn
-    from workbench.recipes import recipe
-    from workbench.run import Run, RunError
-    from workbench.sim import Costs, Deadlock, simulate
+    from workbench.rank import Bucket, Memory, Rank
+    from workbench.record.timeline import Mark, Sample, Span, Timeline
+    from workbench.run import Run, RunError, simulate
+    from workbench.settings import Change, Knob, KnobError, knob
+    from workbench.sim import Costs, Deadlock
     from workbench.strategies import (
         BMUF,
         DDP,
@@ -77,31 +78,76 @@ if TYPE_CHECKING:
         TorchDDP,
     )
     from workbench.tasks import ByteGPT, ClickThrough, CriteoTSV, Digits, Task
-    from workbench.timeline import Mark, Sample, Span, Timeline
 
 _HOMES = {
     "compressors": (
-        "Accordion", "ACPSGD", "ALQ", "AMQ", "ByteGrad", "Cast", "Codec", "Compressor", "Dense", "DGC",
-        "EFSignSGD", "ErrorFeedback", "Float8", "GTopK", "Layers", "LGreCo", "NUQSGD", "OkTopK", "OneBit",
-        "PowerSGD", "QSGD", "RandomK", "SampledTopK", "ScaleCom", "SIDCo", "SignSGD", "TernGrad", "Threshold",
-        "TopK", "Wangni", "WarmUp", "Zen",
+        "Accordion",
+        "ACPSGD",
+        "ALQ",
+        "AMQ",
+        "ByteGrad",
+        "Cast",
+        "Codec",
+        "Compressor",
+        "Dense",
+        "DGC",
+        "EFSignSGD",
+        "ErrorFeedback",
+        "Float8",
+        "GTopK",
+        "Layers",
+        "LGreCo",
+        "NUQSGD",
+        "OkTopK",
+        "OneBit",
+        "PowerSGD",
+        "QSGD",
+        "RandomK",
+        "SampledTopK",
+        "ScaleCom",
+        "SIDCo",
+        "SignSGD",
+        "TernGrad",
+        "Threshold",
+        "TopK",
+        "Wangni",
+        "WarmUp",
+        "Zen",
     ),
     "experiment": ("Experiment",),
     "fabric": ("Fabric", "Fault", "Freeze", "Link", "Noisy", "Slow", "Stumble"),
-    "knobs": ("Change", "Knob", "KnobError", "knob"),
     "lab": ("Lab",),
-    "ops": ("Bucket", "Memory", "Rank"),
+    "rank": ("Bucket", "Memory", "Rank"),
     "optimizers": ("LAMB", "LARS", "SGD", "Adam", "AdamW", "Optimizer", "TaskOwn"),
-    "recipes": ("recipe",),
-    "run": ("Run", "RunError"),
-    "sim": ("Costs", "Deadlock", "simulate"),
+    "experiment.recipes": ("recipe",),
+    "run": ("Run", "RunError", "simulate"),
+    "settings": ("Change", "Knob", "KnobError", "knob"),
+    "sim": ("Costs", "Deadlock"),
     "strategies": (
-        "BMUF", "DDP", "EASGD", "AsyncModelAverage", "AsyncServer", "BackupWorkers", "BoundedStaleness", "DiLoCo",
-        "Gossip", "Hogwild", "LocalSGD", "LowPrecisionDecentralized", "OneBitAdam", "QAdam", "SelSync", "ShadowMA",
-        "SlowMo", "StochasticGradientPush", "Strategy", "StreamingDiLoCo", "TorchDDP",
+        "BMUF",
+        "DDP",
+        "EASGD",
+        "AsyncModelAverage",
+        "AsyncServer",
+        "BackupWorkers",
+        "BoundedStaleness",
+        "DiLoCo",
+        "Gossip",
+        "Hogwild",
+        "LocalSGD",
+        "LowPrecisionDecentralized",
+        "OneBitAdam",
+        "QAdam",
+        "SelSync",
+        "ShadowMA",
+        "SlowMo",
+        "StochasticGradientPush",
+        "Strategy",
+        "StreamingDiLoCo",
+        "TorchDDP",
     ),
     "tasks": ("ByteGPT", "ClickThrough", "CriteoTSV", "Digits", "Task"),
-    "timeline": ("Mark", "Sample", "Span", "Timeline"),
+    "record.timeline": ("Mark", "Sample", "Span", "Timeline"),
 }
 
 __version__ = "0.1.0"

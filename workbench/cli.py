@@ -15,8 +15,8 @@ import typer
 
 from workbench.cluster.errors import RankError
 from workbench.cluster.place import ClusterError
-from workbench.knobs import KnobError
 from workbench.run import Run, RunError
+from workbench.settings import KnobError
 
 app = typer.Typer(
     help="Watch and steer distributed training while it runs.",
@@ -45,7 +45,7 @@ def lab(
     browser: Annotated[bool, typer.Option(help="open a browser")] = True,
 ) -> None:
     """Open JupyterLab on the first notebook."""
-    from workbench import jupyter
+    from workbench.doors import jupyter
 
     jupyter.open_lab(port, browser)
 
@@ -58,7 +58,7 @@ def demo(
     seconds: Annotated[float, typer.Option(help="how long they train, about", min=5)] = 60.0,
 ) -> None:
     """Train on a slow wire, switch strategy and compressor live, and say what each change did."""
-    from workbench.demo import tour
+    from workbench.doors.demo import tour
 
     tour(out, ranks, seconds)
 
@@ -73,11 +73,12 @@ def run(
     ranks: Annotated[int | None, typer.Option(help="how many ranks train")] = None,
 ) -> None:
     """Run a recipe without a browser and record it."""
-    from workbench.recipes import recipe as find
+    from workbench.experiment import given
+    from workbench.experiment.recipes import recipe as find
 
-    experiment = find(recipe)
-    for path, value in [*map(setting, turns or ()), ("steps", steps), ("ranks", ranks)]:
-        experiment = experiment.turn(path, value) if value is not None else experiment
+    given.ranks(4 if ranks is None else ranks)
+    asked = [*map(setting, turns or ()), ("steps", steps), ("ranks", ranks)]
+    experiment = given.turned(find(recipe), [(path, value) for path, value in asked if value is not None])
     experiment = experiment if experiment.steps else experiment.turn("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
@@ -104,7 +105,7 @@ def show(
     found = Run.open(rundir)
     print_summary(found)
     if out:
-        from workbench.report import write_page
+        from workbench.doors.report import write_page
 
         typer.echo(f"wrote {write_page(found, out)}")
 

@@ -8,23 +8,33 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.errors import RankError as RankError
-from workbench.cluster.launch import find, fitted, launch, new_generation, open_run, rejoin, within
+from workbench.cluster.launch import (
+    find,
+    fitted,
+    launch,
+    new_generation,
+    open_run,
+    refuse_closed,
+    rejoin,
+    watching,
+    within,
+)
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
+from workbench.cluster.turns import BEFORE, Turns, planned
 from workbench.cluster.turns import Turn as Turn
-from workbench.cluster.turns import Turns, planned
-from workbench.display import face
-from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError
+from workbench.experiment import Experiment, given
+from workbench.record.display import face, show
 from workbench.run import Run
+from workbench.settings import Change, KnobError
 
-MAX_RANKS = 64
 _labs: dict[str, Lab] = {}
 
 
@@ -44,8 +54,8 @@ class Lab:
     _begun = False
 
     def __new__(cls, ranks: int = 4, *, name: str = "lab", **rest: Any) -> Self:
-        old = _labs.get(name)
-        asked = (_checked(ranks), {"cluster": None, "profile": None, "device": "auto", **rest})
+        old = _labs.get(given.text(name, "name", "lab"))
+        asked = (given.ranks(ranks), {"cluster": None, "profile": None, "device": "auto", **rest})
         if old is not None and old._asked == asked and old._usable:
             return old  # type: ignore[return-value]
         if old is not None:
@@ -72,14 +82,17 @@ class Lab:
             return
         if cluster is not None and profile is not None:
             raise KnobError(f"cluster={str(cluster)!r}, profile={profile!r}: give one of them")
+        cluster = given.path(cluster, "cluster", "security/ipcontroller-client.json") if cluster is not None else None
+        profile = given.text(profile, "profile", "default") if profile is not None else None
         connection = f"profile:{profile}" if profile is not None else cluster
-        self._take_over(name, ranks, Cluster(name, ranks, device, connection).start())
+        self._take_over(name, ranks, Cluster(name, ranks, given.device(device), connection).start())
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
         self.name, self.ranks, self.cluster = name, ranks, cluster
         self.turns: list[Turn] = []
         self._experiment = Experiment(ranks=ranks).checked()
         self._live: Live | None = None
+        self.watchers: list[Callable[[], bool]] = []  # each says whether a person sees this lab through it
         self._begun = True
         _labs[name] = self
 
@@ -93,9 +106,8 @@ class Lab:
         lab = object.__new__(cls)
         lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device})
         lab._take_over(cluster.name, cluster.ranks, cluster)
-        lab._live = rejoin(cluster, lab.turns)
-        if lab._live:
-            lab._experiment = lab._live.turns.experiment
+        lab._live = rejoin(cluster, lab.turns, Run)
+        lab._experiment = lab._live.turns.experiment if lab._live else lab._experiment
         return lab
 
     @property
@@ -110,7 +122,7 @@ class Lab:
     @property
     def run_now(self) -> Run | None:
         """The run under way, or the last one; None before the first."""
-        return self._live.run if self._live else None
+        return cast(Run, self._live.run) if self._live else None
 
     @property
     def experiment(self) -> Experiment:
@@ -139,7 +151,7 @@ class Lab:
     def notes(self) -> list[str]:
         """What went wrong or wants attention, in sentences, newest last."""
         own = [str(self.cluster.error)] if self.cluster.error else []
-        return own + (list(self._live.notes) if self._live else [])
+        return [*own, *(self._live.notes if self._live else ()), *filter(None, [self.cluster.health.trouble])]
 
     @property
     def status(self) -> list[dict[str, Any]]:
@@ -156,32 +168,35 @@ class Lab:
         self.cluster.wait(timeout)
         return self
 
-    # -- running
-
     def run(
-        self, experiment: Experiment | None = None, changes: Sequence[Change] = (), out: Path | str | None = None
-    ) -> Run:
+        self, experiment: Experiment | None = None, changes: Sequence[Change] = (), out: Path | str | None = None,
+        on_nan: str | None = None, secret: str = "",
+    ) -> Run:  # fmt: skip
         """Starts a run and returns it at once; the one under way if it is of this very experiment.
 
         changes: knobs to turn at given steps. out: the run directory; else one is made in your data directory.
+        on_nan:  what a loss that is not finite does: "pause" the run, "stop" it as failed, or (None) pause it where
+                 somebody watches: a dashboard of this lab is on show or was in the last ten minutes.
+        secret:  for riddles: what dashboards say in place of verdicts and faults, until `run.secret` is "" again.
         """
-        wanted = self.experiment if experiment is None else fitted(experiment, self.ranks)
+        watched = watching(on_nan, self.watchers)
+        wanted = self.experiment if experiment is None else fitted(given.experiment(experiment), self.ranks)
         if self.live and self._live:
             if experiment is None or wanted in (self.experiment, self._live.began_with):
-                return self._live.run
+                return cast(Run, self._live.run)
             raise ClusterError(f"{self!r}: a run is live; turn its knobs with lab.turn(...), or lab.stop() it first")
-        to_come = planned(wanted, changes)
+        to_come = planned(wanted, given.changes(changes))
         self._renew()
-        run = open_run(wanted, out)
+        run = open_run(wanted, out, Run)
+        run.secret = secret  # before anybody sees the run
+        self._live = Live(run, self.cluster, Turns(wanted, self.turns), new_generation(), watched)
         self._experiment = wanted
-        self._live = Live(run, self.cluster, Turns(wanted, self.turns), new_generation())
         threading.Thread(target=launch, args=(self._live, to_come), name="run start", daemon=True).start()
         return run
 
     def _renew(self) -> None:
-        """Starts the engines again if one was lost, or if they never came up."""
-        if self.cluster.closed and not self.cluster.error:
-            raise ClusterError(f"lab {self.name!r} is closed; make it again with Lab(ranks={self.ranks})")
+        """Starts new engines if one was lost or would not leave, if the controller was, or if they never came up."""
+        refuse_closed(self.cluster)
         if not self.cluster.error and (not self.cluster.ready or self.cluster.healthy):
             return
         old = self.cluster
@@ -189,13 +204,13 @@ class Lab:
         self.cluster = Cluster(old.name, old.ranks, old.device, old.connection).start()
 
     def turn(self, path: str, value: Any) -> Turn:
-        """Turns one knob; raises KnobError at once if it cannot be. During a run all ranks apply it at one step."""
+        """Turns one knob, on all ranks at one step or for the next run. Raises KnobError at once if it cannot be."""
         if self.live and self._live:
             return self._live.turn(path, value)
+        refuse_closed(self.cluster, path)
         self._experiment = within(self.experiment.turn(path, value), self.ranks)
-        done = Turn("before the run", path, value, applied_at=0)
-        self.turns.append(done)
-        return done
+        self.turns.append(Turn(Change(0, path, value, BEFORE), 0))
+        return self.turns[-1]
 
     def pause(self) -> None:
         """Pauses all ranks at the next step boundary."""
@@ -206,12 +221,15 @@ class Lab:
 
     def step(self, n: int = 1) -> None:
         """Trains `n` steps, then pauses."""
-        if not isinstance(n, int) or n < 1:
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 10**6:
             raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
         self._request("step", n=n)
 
     def stop(self) -> None:
-        """Stops the run at the next step boundary, also ranks that are blocked; returns at once."""
+        """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.
+
+        Within 30 s (seven steps, if steps are longer than 3 s) it is over, if need be by ending engines: see `notes`.
+        """
         if self.live and self._live:
             self._live.stop()
 
@@ -265,21 +283,17 @@ class Lab:
         what += f" on {engines}, {self.state}"
         if self._live:
             what += f" {self.experiment.strategy} at step {self._live.step}"
-        return what
+        return f"{what}; {self._live.run.holdup}" if self._live and self._live.run.holdup else what
+
+    def _ipython_display_(self) -> None:
+        show("Lab", self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         return face("Lab", self, include, exclude)
 
 
-def _checked(ranks: Any) -> int:
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MAX_RANKS:
-        raise KnobError(f"ranks={ranks!r}: must be an integer in [1, {MAX_RANKS}]")
-    return ranks
-
-
+@atexit.register
 def _close_all() -> None:
-    for lab in list(_labs.values()):
-        lab.close()
-
-
-atexit.register(_close_all)
+    with ExitStack() as stack:  # closes the others, too, where one fails, and raises its error after that
+        for lab in reversed(list(_labs.values())):
+            stack.callback(lab.close)

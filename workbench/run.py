@@ -1,214 +1,72 @@
-"""Run: an experiment, its timeline and its environment. Live, recorded and simulated runs are the same class.
+"""Run, as people meet it: the record's data, and what is asked of it most; and `simulate`, which makes one.
 
-Opens without torch; `experiment` alone needs it. Knows neither pictures (it asks whoever offers to draw it) nor
-processes (whoever trains hands rows to `append`).
+A door like `workbench.lab`: rooms inside pass the data alone (`workbench.record.run.Run`) and call functions.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-import threading
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from workbench import store
-from workbench.display import face
-from workbench.knobs import Change
-from workbench.store import RunError as RunError
-from workbench.timeline import Timeline
+from workbench import analysis
+from workbench.record import run as record
+from workbench.record.display import face, show
+from workbench.record.store import RunError as RunError
+from workbench.settings import Change
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from workbench.experiment import Experiment
-
-FINAL = ("done", "stopped", "failed")
-
-
-class Control(Protocol):
-    """What a live run is steered by; a Lab provides it."""
-
-    def wait(self, timeout: float | None = None) -> Any: ...
-
-    def stop(self) -> Any: ...
+    from workbench.sim import Costs
+    from workbench.sim.what_if import WhatIf
 
 
-class Run:
-    """What happened when an experiment was run, as far as it got.
-
-    `spans`, `samples` and `marks` are pandas frames; `timeline` is the same, for reading while it grows.
-    `live` says whether rows still come; `missing` how many are known to be lost; `warnings` what else is wrong.
+class Run(record.Run):
+    """An experiment, its timeline and its environment; live, recorded and simulated runs are the same class.
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
     Run tour: LocalSGD, 2 ranks, 0 steps in 0.0 s (cut off)
     """
 
-    def __init__(
-        self,
-        experiment: Experiment | Mapping[str, Any],
-        *,
-        timeline: Timeline | None = None,
-        environment: Mapping[str, Any] | None = None,
-        name: str = "run",
-        path: Path | str | None = None,
-        started: str = "",
-        epoch: float = 0.0,
-        live: bool = False,
-    ) -> None:
-        self._experiment = None if isinstance(experiment, Mapping) else experiment
-        self.settings: dict[str, Any] = dict(experiment) if isinstance(experiment, Mapping) else experiment.plain()
-        self.timeline = timeline or Timeline()
-        self.name = name
-        self.path = Path(path) if path else None
-        self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.epoch = epoch
-        self.live = live
-        self.missing = self.duplicates = 0
-        self.warnings: tuple[str, ...] = ()
-        self._environment = dict(environment or {})
-        self._control: Control | None = None
-        self._following: dict[tuple[str, int], int] = {}
-        self._lock = threading.Lock()
-        self._frames: dict[str, pd.DataFrame] = {}
-
     @classmethod
-    def open(cls, path: Path | str) -> Run:
-        """The run recorded in a run directory; also one whose ranks were killed, or still write."""
-        path = Path(path)
-        about = store.about(path)
-        name, started = str(about.get("name") or path.name), str(about.get("started") or "")
-        run = cls(about["experiment"], environment=about.get("environment"), name=name, path=path)
-        run.started, run.epoch = started, float(about["epoch"])
-        loaded = store.read(path)
-        run.timeline, run._following = loaded.timeline, loaded.following
-        run.missing, run.warnings = loaded.missing, loaded.warnings
-        return run
-
-    def save(self, path: Path | str | None = None) -> Path:
-        """Makes the run directory (`path`, or the run's own) with run.json and the rows that are there.
-
-        A live run has none yet: its ranks spool into the directory. `Run.open` reads either.
-        """
-        self.path = Path(path or self.path or self.name)
-        about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
-        store.create(self.path, {**about, "started": self.started, "name": self.name})
-        store.write(self.path, self.timeline)
-        return self.path
-
-    # -- rows come in
-
-    def append(self, kind: str, rank: int, seq: int, columns: Mapping[str, Any]) -> int:
-        """Adds rows of one rank; `seq` is the number of the first of them in that rank's table of that kind.
-
-        Rows seen before are dropped, rows that never came are counted in `missing`. Returns how many were new.
-        """
-        n = len(columns["rank"])
-        with self._lock:
-            expected = self._following.get((kind, rank), 0)
-            known = min(max(expected - seq, 0), n)
-            self.duplicates += known
-            self.missing += max(seq - expected, 0)
-            self._following[kind, rank] = max(expected, seq + n)
-            if known:
-                columns = {k: v[known:] for k, v in columns.items()}
-            if n > known:
-                self.timeline.table(kind).extend(columns)
-        return n - known
-
-    # -- what it shows
-
-    @property
-    def spans(self) -> pd.DataFrame:
-        return self._frame("spans")
-
-    @property
-    def samples(self) -> pd.DataFrame:
-        return self._frame("samples")
-
-    @property
-    def marks(self) -> pd.DataFrame:
-        return self._frame("marks")
-
-    def _frame(self, kind: str) -> pd.DataFrame:
-        table = self.timeline.table(kind)
-        if kind not in self._frames or len(self._frames[kind]) != len(table):
-            self._frames[kind] = table.frame()
-        return self._frames[kind]
-
-    @property
-    def experiment(self) -> Experiment:
-        """The experiment that the run began with. Needs torch, as its tasks do."""
-        if self._experiment is None:
-            from workbench.experiment import Experiment
-
-            self._experiment = Experiment.read(self.settings)
-        return self._experiment
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """The knobs that were turned, as data, in order."""
-        return tuple(Change(step, d["path"], d["value"]) for step, _, d in self.details("change"))
-
-    def details(self, name: str, rank: int | None = None) -> list[tuple[int, float, dict[str, Any]]]:
-        """(step, t, detail) of every mark called `name`, in order of time."""
-        rows = self.timeline.marks.rows()
-        rows = rows[rows.equal("name", name) & (True if rank is None else rows.rank == rank)]
-        order = np.argsort(rows.t, kind="stable")
-        return [(int(rows.step[i]), float(rows.t[i]), json.loads(rows.detail[i])) for i in order]
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Where it ran: versions and machine, and under "ranks" what each rank said of itself."""
-        rows = self.timeline.marks.rows()
-        rows = rows[rows.equal("name", "start")]
-        said = {int(r): json.loads(d) for r, d in zip(rows.rank, rows.detail, strict=True)}
-        return {**self._environment, **({"ranks": dict(sorted(said.items()))} if said else {})}
-
-    @property
-    def state(self) -> str:
-        """starting, running, paused, stopping, stopped, done, failed; or "cut off": recorded without an end."""
-        said = self.details("state")
-        last = str(said[-1][2].get("state")) if said else "starting"
-        return last if self.live or last in FINAL else "cut off"
-
-    # -- steering a live one
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Waits until a live run ends; a recorded one has."""
-        return self._control.wait(timeout) if self._control else None
-
-    def stop(self) -> Any:
-        """Asks a live run to stop at the next step boundary."""
-        return self._control.stop() if self._control else None
-
-    # -- how it shows itself
+    def of(cls, run: record.Run) -> Self:
+        """The same ended run, with the methods below."""
+        return cls(
+            run.experiment, timeline=run.timeline, environment=run._environment, name=run.name, started=run.started,
+            epoch=run.epoch,
+        )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """The run in a few plain values."""
-        from workbench.analysis import summary
+        return analysis.summary(self)
 
-        return summary(self)
+    def what_if(self, turns: Mapping[str, Any] | None = None) -> WhatIf:
+        """The simulator's word on other settings, calibrated from this run. See `workbench.sim.what_if`."""
+        from workbench.sim.what_if import what_if
 
-    def what_if(self, turns: Mapping[str, Any] | None = None) -> Any:
-        """The simulator's word on other settings, calibrated from this run. See `workbench.what_if`."""
-        from workbench.what_if import what_if
-
-        return what_if(self, turns)
+        found = what_if(self, turns)
+        return found._replace(run=type(self).of(found.run))
 
     def as_python(self) -> str:
         """Code that runs the same experiment with the same changes."""
-        from workbench.export import as_python
+        from workbench.analysis.export import as_python
 
         return as_python(self)
 
     def __repr__(self) -> str:
-        from workbench.analysis import line
+        return analysis.line(self)
 
-        return line(self)
+    def _ipython_display_(self) -> None:
+        show("Run", self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         return face("Run", self, include, exclude)
+
+
+def simulate(
+    experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False,
+    replay: record.Run | None = None,
+) -> Run:  # fmt: skip
+    """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.simulate`, which this is."""
+    from workbench.sim import simulate
+
+    return Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay))

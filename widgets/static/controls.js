@@ -29,7 +29,7 @@ class RowView {
     this.update(row);
   }
   inputs() { return this.root.querySelectorAll("input,select,button"); }
-  send(value) { this.panel.send({ turn: this.row.path, value, number: this.kind === "number" }); }
+  send(value) { this.panel.send({ change: this.row.path, value, number: this.kind === "number" }); }
 
   make_number(row) {
     const head = el("div", "twb-head");
@@ -95,8 +95,18 @@ class RowView {
     if (said !== this.said) {
       const at = this.select.value;
       const blank = el("option", "", { value: -1, textContent: "choose …", disabled: true, hidden: true });
-      this.select.replaceChildren(blank, ...row.options.map((o, i) =>
-        el("option", "", { value: i, textContent: o.refused ? `${o.text} (refused here)` : o.text, title: o.doc })));
+      const groups = new Map();
+      row.options.forEach((o, i) => {
+        const text = o.refused ? `${o.text} (refused here)` : o.text;
+        const into = groups.get(o.group ?? "") ?? [];
+        groups.set(o.group ?? "", [...into, el("option", "", { value: i, textContent: text, title: o.doc })]);
+      });
+      this.select.replaceChildren(blank, ...[...groups].flatMap(([label, all]) => {
+        if (!label) return all;
+        const group = el("optgroup", "", { label });
+        group.append(...all);
+        return [group];
+      }));
       this.said = said;
       this.select.value = at;
     }
@@ -218,4 +228,4 @@ function render({ model, el: root }) {
   return () => model.off("change:rows", update);
 }
 
-export default { render };
+export default { initialize: hearing, render };

@@ -39,4 +39,4 @@ function render({ model, el: root }) {
   return () => model.off("change:items", update);
 }
 
-export default { render };
+export default { initialize: hearing, render };

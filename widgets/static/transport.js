@@ -25,8 +25,9 @@ function bar(model) {
   const copy = el("button", "twb-button twb-quiet", { type: "button", textContent: "Copy as Python" });
   copy.addEventListener("click", () => model.send({ do: "copy" }));
   root.append(state, copy);
+  let cut = ""; // why nothing can be asked of the kernel; said by the board, which hears it or does not
   const update = () => {
-    const may = model.get("may");
+    const may = cut ? {} : model.get("may");
     const pause = may.resume ? "resume" : "pause";
     for (const [slot, button] of Object.entries(buttons)) {
       const name = slot === "pause" ? pause : slot;
@@ -38,9 +39,11 @@ function bar(model) {
       button.dataset.shows = name;
       button.title = model.get("why")[name] ?? "";
     }
-    state.dataset.state = model.get("state");
-    state.textContent = model.get("line");
+    copy.disabled = !!cut;
+    state.dataset.state = cut ? "gone" : model.get("state");
+    state.textContent = cut ? `no kernel answers · last: ${model.get("line")}` : model.get("line");
   };
+  root.parted = (why) => { cut = why; update(); };
   for (const trait of ["may", "state", "line", "why"]) model.on(`change:${trait}`, update);
   update();
   return root;
@@ -96,7 +99,9 @@ function codeBox(model) {
 
 function render({ model, el: root }) {
   root.className = "twb twb-transport";
-  root.append(bar(model), errorBox(model), codeBox(model));
+  const handles = bar(model);
+  root.addEventListener("twb-cut", ({ detail }) => handles.parted(detail));
+  root.append(handles, errorBox(model), codeBox(model));
 }
 
-export default { render };
+export default { initialize: hearing, render };

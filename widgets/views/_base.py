@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.timeline import Rows, Table
+from workbench.record.timeline import Rows, Table
 
 Columns = dict[str, Any]  # name -> numpy array of numbers, or list of text
 LIMIT = 600  # points a curve is thinned to when its past is sent
@@ -62,6 +62,8 @@ class View(ABC):
     tools:  "steps" for a chart of some steps: follow, hold still, choose the step (answered by `turn`)
     spoken: a screen reader says when the text changes
     quiet:  not on the page while there is nothing to draw
+    tells:  says what is wrong and who is to blame; silent while the run is a riddle (`run.secret`)
+    most:   only the first so many ranks are drawn (the picture of a run of many); None for all
     """
 
     __family__: ClassVar[bool] = True
@@ -77,6 +79,8 @@ class View(ABC):
     tools: ClassVar[str] = ""
     spoken: ClassVar[bool] = False
     quiet: ClassVar[bool] = False
+    tells: ClassVar[bool] = False
+    most: int | None = None
 
     def __init__(self) -> None:
         self.cursor = 0
@@ -92,6 +96,10 @@ class View(ABC):
     def table(self, run: Any) -> Grid | None:
         """The data table beside the chart; None where the view is a text or a table itself."""
         return None
+
+    def ranks(self, run: Any) -> int:
+        """How many ranks are drawn."""
+        return min(ranks_of(run), self.most or ranks_of(run))
 
     def turn(self, request: dict[str, Any]) -> None:
         """What the reader asked this view for (another window, say)."""

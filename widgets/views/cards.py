@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from html import escape
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from widgets.marks import ChangeMark, change_marks
@@ -13,7 +14,14 @@ from workbench.analysis import Card, Effect, Estimate, before_after, last_steps
 
 SHOWN = 6  # the newest cards; older ones are folded
 EMPTY = '<p class="wb-empty">A card for each change appears here: the steps before it against the steps after it.</p>'
-HEAD = "<tr><th>median of steps</th><th>before</th><th>after</th><th>change</th></tr>"
+HEAD = "<tr><th>median of steps</th><th>before</th><th>after</th>"
+HEAD += '<th style="text-align: left">change</th></tr>'
+SHORT = {"exposed communication": "exposed", "sent per step and rank": "sent"}  # all columns must fit in half a page
+MEANS = {
+    "step": "how long a step lasts",
+    "exposed communication": "how long a step stands still for communication",
+    "sent per step and rank": "bytes that a rank sends in a step",
+}
 
 
 class Cards(View):
@@ -25,11 +33,13 @@ class Cards(View):
         "A table per change: step time, exposed communication, bytes and loss slope before and after."
     )
     order: ClassVar[int] = 60
+    tells: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
         self._at = 0.0
-        self._html: dict[int, str] = {}  # number of the mark -> card
+        self._html: dict[int, str] = {}  # step of the change -> card
+        self._over: set[int] = set()  # those to which nothing can be added: the next change has come
         self._said = ""
 
     def update(self, run: Any) -> Patch:
@@ -41,9 +51,11 @@ class Cards(View):
         together: dict[int, list[ChangeMark]] = {}
         for mark in marks:
             together.setdefault(mark.step, []).append(mark)
-        for step, same in list(together.items())[-2:] if self._html else together.items():
-            if stop > step:
-                self._html[step] = _card(same, before_after(run.timeline, step))
+        for step, following in zip_longest(together, list(together)[1:]):
+            if stop > step and step not in self._over:
+                self._html[step] = _card(together[step], before_after(run.timeline, step))
+                if following is not None and stop >= following:
+                    self._over.add(step)
         html = self._page()
         if html == self._said:
             return Patch()
@@ -61,7 +73,8 @@ class Cards(View):
 
 def _card(marks: list[ChangeMark], card: Card) -> str:
     names = "; ".join(f"{mark.number} {mark.label}" for mark in marks)
-    rows = "".join(_row(effect) for effect in card.rows)
+    *times, loss = card.rows
+    rows = "".join(_row(effect) for effect in times) + _loss(loss) + _lacks(times[0])
     looked = f"steps {_span(card.before)} against {_span(card.after)}"
     caption = f"{escape(names)} <small>from step {card.step}; {looked}</small>"
     return f'<table class="wb-card"><caption>{caption}</caption><thead>{HEAD}</thead><tbody>{rows}</tbody></table>'
@@ -73,15 +86,36 @@ def _span(steps: tuple[int, int]) -> str:
 
 def _row(effect: Effect) -> str:
     before, after = _estimate(effect.before, effect.unit), _estimate(effect.after, effect.unit)
-    name = f"{escape(effect.name)}{' / 100 steps' if '100 steps' in effect.unit else ''}"
     cells = "".join(f"<td>{cell}</td>" for cell in (before, after, _words(effect)))
-    return f'<tr title="{escape(effect.spread)}"><th scope="row">{name}</th>{cells}</tr>'
+    title = escape(f"{MEANS[effect.name]}; {effect.spread}")
+    return f'<tr title="{title}"><th scope="row">{SHORT.get(effect.name, effect.name)}</th>{cells}</tr>'
+
+
+def _loss(effect: Effect) -> str:
+    """The loss's slopes as a sentence each, and what became of it."""
+    assert effect.trends is not None
+    lines = [escape(f"{when}: {trend}") for when, trend in zip(("before", "after"), effect.trends, strict=True)]
+    lines += [words] if (words := _slopes(effect)) else []
+    return f'<tr title="{escape(effect.spread)}"><th scope="row">loss</th>{_wide(3, "<br>".join(lines))}</tr>'
+
+
+def _lacks(effect: Effect) -> str:
+    """Why no verdict is given, once for all rows."""
+    if not effect.change.lacks:
+        return ""
+    return f"<tr>{_wide(4, f'No verdict. {escape(effect.change.lacks)}.')}</tr>"
+
+
+def _wide(columns: int, html: str) -> str:
+    """A cell over some columns, in which sentences break instead of widening the table."""
+    inner = f'<div style="width: 0; min-width: 100%; white-space: normal">{html}</div>'
+    return f'<td colspan="{columns}" style="text-align: left">{inner}</td>'
 
 
 def _estimate(e: Estimate, unit: str) -> str:
     if math.isnan(e.value):
-        return "too few steps"
-    spread = "" if math.isnan(e.low) else f" <small>[{_number(e.low, unit)}, {_number(e.high, unit)}]</small>"
+        return "&ndash;"
+    spread = "" if math.isnan(e.low) else f"<br><small>[{_number(e.low, unit)}, {_number(e.high, unit)}]</small>"
     return f"{_number(e.value, unit, named=True)}{spread}"
 
 
@@ -89,23 +123,36 @@ def _number(value: float, unit: str, *, named: bool = False) -> str:
     if unit == "bytes":
         scale, name = (1e6, "MB") if abs(value) >= 1e5 else (1e3, "kB")
         return f"{value / scale:.3g}{' ' + name if named else ''}"
-    if unit == "ms":
-        return f"{value:.3g}{' ms' if named else ''}" if abs(value) < 1000 else f"{value / 1e3:.3g} s"
-    return f"{value:+.3g}".replace("-", "\N{MINUS SIGN}")
+    return f"{value:.3g}{' ms' if named else ''}" if abs(value) < 1000 else f"{value / 1e3:.3g} s"
 
 
 def _words(effect: Effect) -> str:
-    """The ratio with an arrow and a word, or that none can be told from the spread."""
-    b, a = effect.before, effect.after
-    if math.isnan(b.value) or math.isnan(a.value):
-        return "not yet known"
-    if a.low <= b.high and b.low <= a.high:
-        return "&asymp; no clear change"
-    if "slope" in effect.name:
-        slower = "falls slower" if a.value < 0 else "rises"
-        return "&#9660; falls faster" if a.value < b.value else f"&#9650; {slower}"
-    if not b.value or not a.value:
-        return "&#9660; none any more" if not a.value else "&#9650; new"
-    more = a.value > b.value
-    ratio = a.value / b.value if more else b.value / a.value
-    return f"&#9650; up, &times; {ratio:.3g}" if more else f"&#9660; down, &divide; {ratio:.3g}"
+    """The ratio with its interval, an arrow and a word; or that there is no clear change."""
+    match effect.verdict:
+        case "":
+            return "no verdict"
+        case "same":
+            return "&asymp; no clear change"
+        case "more":
+            r = effect.change
+            return "&#9650; new" if math.isinf(r.value) else f"&#9650; up, &times; {_times(r.value, r.low, r.high)}"
+    r = effect.change
+    return f"&#9660; down, &divide; {_times(1 / r.value, 1 / r.high, 1 / r.low)}" if r.low > 0 else "&#9660; hardly any"
+
+
+def _times(value: float, low: float, high: float) -> str:
+    return f"{value:.3g}<br><small>[{low:.3g}, {high:.3g}]</small>"
+
+
+def _slopes(effect: Effect) -> str:
+    """What became of the loss's slope, if that is clear."""
+    if effect.verdict in ("", "same"):
+        return "&asymp; no clear change of the slope" if effect.verdict else ""
+    was, now = (trend.sign for trend in effect.trends or ())
+    arrow = "&#9650;" if effect.verdict == "more" else "&#9660;"
+    if not now:
+        return f"{arrow} no longer {'falls' if was < 0 else 'rises'} clearly" if was else ""
+    verb = "rises" if now > 0 else "falls"
+    if now != was:
+        return f"{arrow} {verb}"
+    return f"{arrow} {verb} {'faster' if (now > 0) == (effect.verdict == 'more') else 'slower'}"

@@ -1,4 +1,4 @@
-"""How far the replicas are apart."""
+"""How far the replicas are apart, and how far into a round that was measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from widgets import theme
 from widgets.views._base import Grid, Patch, View, ranks_of, thin
+from workbench.analysis import since_met
 
 
 class Drift(View):
@@ -18,12 +19,18 @@ class Drift(View):
     title: ClassVar[str] = "Replica drift"
     about: ClassVar[str] = (
         "Each rank's root-mean-square distance from the mean parameters, against steps, taken at each evaluation; "
-        "zero while the ranks agree."
+        "zero while the ranks agree. Where ranks meet only every few steps the points are not joined, and the axis "
+        "says how many steps after a meeting they were taken."
     )
     empty: ClassVar[str] = "How far the ranks' parameters are apart appears here at the first evaluation."
     order: ClassVar[int] = 50
     width: ClassVar[tuple[int, int]] = (4, 6)
     axes: ClassVar[dict[str, str]] = {"x": "step"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since: set[int] = set()  # steps since the ranks met, of all points that are not joined
+        self._round = 0
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=theme.layout(
@@ -32,25 +39,52 @@ class Drift(View):
             yaxis=theme.axis("RMS distance", rangemode="nonnegative", nticks=5, exponentformat="power"),
             margin={"l": 76, "r": 8, "t": 8, "b": 44},
         ))  # fmt: skip
-        for rank in range(ranks_of(run)):
-            figure.add_trace(go.Scatter(
-                x=[], y=[], mode="lines+markers", showlegend=False, line=theme.rank_line(rank), name=f"rank {rank}",
-                marker={"symbol": theme.rank_symbol(rank), "size": 6},
-                hovertemplate=f"rank {rank}: %{{y:.3g}} at step %{{x}}<extra></extra>",
-            ))  # fmt: skip
+        for mode in ("lines+markers", "markers"):
+            for rank in range(ranks_of(run)):
+                line = theme.rank_line(rank)
+                figure.add_trace(go.Scatter(
+                    x=[], y=[], mode=mode, showlegend=False, line=line, name=f"rank {rank}",
+                    marker={"symbol": theme.rank_symbol(rank), "size": 6, "color": line["color"]},
+                    hovertemplate=f"rank {rank}: %{{y:.3g}} at step %{{x}}<extra></extra>",
+                ))  # fmt: skip
         return figure
 
     def update(self, run: Any) -> Patch:
         rows, patch = self.fresh(run.timeline.samples), Patch()
         rows = rows[rows.equal("name", "drift") & (rows.rank < ranks_of(run))]
+        since, length = since_met(run.timeline, rows.step)
+        within = length > 1
         for rank in np.unique(rows.rank):
-            mine = rows[rows.rank == rank]
-            patch.append[int(rank)] = thin({"x": mine.step.astype(float), "y": mine.value}, 400)
+            for single in (False, True):
+                mine = rows[(rows.rank == rank) & (within == single)]
+                if len(mine):
+                    trace = int(rank) + single * ranks_of(run)
+                    patch.append[trace] = thin({"x": mine.step.astype(float), "y": mine.value}, 400)
+        if within.any():
+            self._since |= set(since[within].tolist())
+            self._round = int(length[within][-1])
+            patch.layout["xaxis.title.text"] = f"step; points: {_taken(self._since, self._round)}"
         return patch
 
     def table(self, run: Any) -> Grid:
         rows = run.timeline.samples.rows()
         rows = rows[rows.equal("name", "drift")]
         last = rows[np.isin(rows.step, np.unique(rows.step)[-10:])]
-        cells = [(int(s), int(r), f"{v:.4g}") for s, r, v in zip(last.step, last.rank, last.value, strict=True)]
-        return Grid(("step", "rank", "RMS distance"), sorted(cells), "Drift at the last 10 evaluations")
+        since = (str(k) if k >= 0 else "" for k in since_met(run.timeline, last.step)[0].tolist())
+        columns = zip(last.step, last.rank, last.value, since, strict=True)
+        cells = [(int(s), int(r), f"{v:.4g}", k) for s, r, v, k in columns]
+        head = ("step", "rank", "RMS distance", "steps since the ranks met")
+        return Grid(head, sorted(cells), "Drift at the last 10 evaluations")
+
+
+def _taken(since: set[int], length: int) -> str:
+    """How far into a round the points were taken.
+
+    >>> _taken({0, 4}, 8), _taken({0}, 16), _taken({1, 3, 5, 7}, 8)
+    ('0 or 4 of 8 steps after a meeting', 'only just after a meeting', '1 to 7 of 8 steps after a meeting')
+    """
+    if since == {0}:
+        return "only just after a meeting"
+    told = sorted(since)
+    some = " or ".join(map(str, told)) if len(told) < 3 else f"{told[0]} to {told[-1]}"
+    return f"{some} of {length} steps after a meeting"

@@ -85,13 +85,15 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             where = f"rank {detail.get('rank')}, step {detail.get('step')}, {detail.get('op')}"
             return "error", f"{where}: {detail.get('type')}: {detail.get('text')}\n{detail.get('traceback', '')}"
         case "nan":
-            return "nan", f"the loss is {detail.get('loss')}; the run pauses"
+            return "nan", f"the loss is {detail.get('loss')}"
         case "refused":
             return "refused", f"{detail.get('path')} = {detail.get('value')}: {detail.get('reason')}"
         case "optimizer" | "momentum":
             return name, str(detail.get("text"))
         case "residual":
             return ("residual", str(detail["text"])) if "text" in detail else None
+        case "stood still" | "spool":
+            return name, str(detail.get("text"))
         case "fault":
             return "fault", str(detail.get("text") or json.dumps(detail))
     return None

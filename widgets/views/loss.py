@@ -8,17 +8,20 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets import theme
-from widgets.views._base import Grid, Patch, View, ranks_of, thin
+from widgets.views._base import Grid, Patch, View, thin
+
+NAMED = 8  # ranks that are listed one by one
 
 
 class Loss(View):
-    """Held-out loss of the consolidated model, strong; each rank's training loss, faint."""
+    """Held-out loss of the consolidated model, strong; each rank's training loss, thin, in the rank's own line."""
 
     name: ClassVar[str] = "loss"
     title: ClassVar[str] = "Loss"
     about: ClassVar[str] = (
         "Held-out loss of the consolidated model as a strong line with markers and each rank's training loss as a "
-        "faint line, against steps on the left and against seconds on the right; a vertical mark at each change."
+        "thin line of its own, against steps on the left and against seconds on the right; a vertical mark at each "
+        "change."
     )
     empty: ClassVar[str] = "The loss appears here after the first step."
     order: ClassVar[int] = 20
@@ -28,15 +31,15 @@ class Loss(View):
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_layout())
         for panel in ("x", "x2"):
-            for rank in range(ranks_of(run)):
-                figure.add_trace(_training(rank, panel))
+            for rank in range(self.ranks(run)):
+                figure.add_trace(_training(rank, panel, self.ranks(run)))
         for panel in ("x", "x2"):
             figure.add_trace(_held_out(panel))
         return figure
 
     def update(self, run: Any) -> Patch:
         rows, patch = self.fresh(run.timeline.samples), Patch()
-        ranks = ranks_of(run)
+        ranks = self.ranks(run)
         loss = rows.equal("name", "loss")
         found = [rows[loss & (rows.rank == r)] for r in range(ranks)] + [rows[rows.equal("name", "held_out")]]
         for place, mine in enumerate(found):
@@ -80,11 +83,14 @@ def _layout() -> go.Layout:
     )
 
 
-def _training(rank: int, panel: str) -> go.Scatter:
+def _training(rank: int, panel: str, ranks: int) -> go.Scatter:
+    """The line that a rank has on all charts; listed by rank, or once for all where they are many."""
+    name = f"training loss, rank {rank}" if rank == 0 else f"rank {rank}"
     return go.Scatter(
-        x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines",
-        line={"color": theme.FAINT, "width": 1}, name="training loss, each rank", legendgroup="training",
-        showlegend=rank == 0 and panel == "x", hovertemplate=f"rank {rank} training: %{{y:.4f}}<extra></extra>",
+        x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines", opacity=0.75,
+        line=theme.rank_line(rank, 1), name=name if ranks <= NAMED else "training loss, a line per rank",
+        showlegend=panel == "x" and (ranks <= NAMED or rank == 0),
+        hovertemplate=f"rank {rank} training: %{{y:.4f}}<extra></extra>",
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ OFF = "Nothing is compressed: every element crosses the wire. Choose a compresso
 EARLY = "What {name} saves and costs is said here after a few steps."
 UNMEASURED = "not measured: turn measure_every to 20"
 SOON = "measured every {every} steps, where all ranks keep step"
+OVER = "The run has too few steps with {name} to say what it saves and costs."
 ALONE = "One rank has nobody to send to: compression saves nothing here."
 MARK = {"costs": " wb-found"}
 
@@ -56,7 +57,8 @@ def _page(run: Any) -> str:
         return f'<p class="wb-empty">{ALONE}</p>'
     found, stop = break_even(run), last_steps(run.timeline)[1]
     if found is None or stop <= present.first:
-        return f'<p class="wb-empty">{escape(EARLY.format(name=present.compressor))}</p>'
+        said = EARLY if run.live else OVER
+        return f'<p class="wb-empty">{escape(said.format(name=present.compressor))}</p>'
     what = compression(run.timeline, max(present.first, stop - LOOKED), stop)
     every = int(present.settings.get("measure_every") or 0)
     lines = _rows(what, found, every)

@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets import theme
-from widgets.views._base import Grid, Patch, View, ranks_of
+from widgets.views._base import Grid, Patch, View
 from workbench.analysis import last_steps, per_rank
 from workbench.analysis.steps import breakdown
 
@@ -18,6 +18,7 @@ PARTS = (
     ("compute", "compute", theme.BLUE, ""),
     ("wire", "exposed transfer", theme.ORANGE, "/"),
     ("held", "exposed waiting", theme.GREY, "|"),
+    ("packing", "exposed packing", theme.GREEN, "x"),
     ("other", "other", theme.SKY, "."),
 )
 
@@ -29,7 +30,8 @@ class Ranks(View):
     title: ClassVar[str] = "Where a step's time goes"
     about: ClassVar[str] = (
         "A stacked bar per rank: milliseconds of a step spent in compute, standing still while data move, standing "
-        "still for other ranks, and the rest; mean of the last 20 steps."
+        "still for other ranks, standing still while the rank itself encodes, adds or decodes (packing), and the rest; "
+        "mean of the last 20 steps."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
     order: ClassVar[int] = 30
@@ -40,7 +42,7 @@ class Ranks(View):
         self._at = 0.0
 
     def figure(self, run: Any) -> go.Figure:
-        ranks = ranks_of(run)
+        ranks = self.ranks(run)
         figure = go.Figure(layout=theme.layout(
             max(210, 17 * ranks + 56),
             barmode="stack",
@@ -67,9 +69,12 @@ class Ranks(View):
         found = breakdown(run.timeline, *last_steps(run.timeline, STEPS))
         if not found.steps:
             return Patch()
-        parts = {"compute": found.compute, "wire": found.exposed - found.held, "held": found.held, "other": found.other}
+        rest = (found.exposed - found.held).clip(min=0)
+        packing = np.minimum(found.packing, rest)
+        parts = {**found._asdict(), "packing": packing, "wire": rest - packing}
         y = found.ranks.astype(np.int64)
-        return Patch(replace={i: {"x": 1e3 * parts[key], "y": y} for i, (key, *_) in enumerate(PARTS)})
+        here = y < self.ranks(run)
+        return Patch(replace={i: {"x": 1e3 * parts[key][here], "y": y[here]} for i, (key, *_) in enumerate(PARTS)})
 
     def table(self, run: Any) -> Grid:
         head = ("rank", "step (ms)", "compute", "exposed", "waiting", "transferring", "bytes/step", "loss")

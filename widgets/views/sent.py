@@ -1,25 +1,31 @@
-"""Bytes that each rank puts on the wire in each step."""
+"""Bytes that each rank puts on the wire: per step, the mean since it sent before.
+
+Where ranks meet only every few steps, a point for every step would go up and down between nothing and all, which is a
+solid block on a chart of some hundred steps.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import Any, ClassVar
 
-import numpy as np
 import plotly.graph_objects as go
 
 from widgets import theme
-from widgets.views._base import Grid, Patch, View, ranks_of, thin
-from workbench.analysis import bytes_per_step, last_steps
+from widgets.views._base import Grid, Patch, View, thin
+from workbench.analysis import bytes_per_step, last_steps, sendings
 
 
 class Sent(View):
-    """Payload bytes per step and rank; hand-overs are left out."""
+    """Payload bytes of each exchange over the steps that led to it, per rank; hand-overs are left out."""
 
     name: ClassVar[str] = "bytes"
     title: ClassVar[str] = "Bytes sent per step"
-    about: ClassVar[str] = "Bytes that each rank sends in each step, against steps; a vertical mark at each change."
-    empty: ClassVar[str] = "Bytes per step and rank appear here after the first step."
+    about: ClassVar[str] = (
+        "Bytes that each rank sends per step, against steps: a point at each step in which it sends, the mean over the "
+        "steps since it sent before; a vertical mark at each change."
+    )
+    empty: ClassVar[str] = "Bytes per step and rank appear here once ranks have sent something."
     order: ClassVar[int] = 40
     width: ClassVar[tuple[int, int]] = (4, 6)
     axes: ClassVar[dict[str, str]] = {"x": "step"}
@@ -27,6 +33,7 @@ class Sent(View):
     def __init__(self) -> None:
         super().__init__()
         self._at = 0.0
+        self._sent: dict[int, int] = {}  # rank -> the last step in which it sent something
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=theme.layout(
@@ -35,10 +42,10 @@ class Sent(View):
             yaxis=theme.axis("bytes per step", rangemode="tozero", nticks=5, tickformat="~s", ticksuffix="B"),
             margin={"l": 76, "r": 8, "t": 8, "b": 44},
         ))  # fmt: skip
-        for rank in range(ranks_of(run)):
+        for rank in range(self.ranks(run)):
             figure.add_trace(go.Scatter(
                 x=[], y=[], mode="lines", showlegend=False, line=theme.rank_line(rank, 2), name=f"rank {rank}",
-                hovertemplate=f"rank {rank}: %{{y:.4~s}}B in step %{{x}}<extra></extra>",
+                hovertemplate=f"rank {rank}: %{{y:.4~s}}B per step up to step %{{x}}<extra></extra>",
             ))  # fmt: skip
         return figure
 
@@ -49,11 +56,14 @@ class Sent(View):
         self._at, stop = now, last_steps(run.timeline)[1]
         if stop <= self.cursor:
             return Patch()
-        sent = bytes_per_step(run.timeline, self.cursor, stop)
-        x = np.arange(self.cursor, self.cursor + len(sent)).astype(float)
-        self.cursor = stop
-        width = min(sent.shape[1], ranks_of(run))
-        return Patch(append={rank: thin({"x": x, "y": sent[:, rank].astype(float)}) for rank in range(width)})
+        first, self.cursor = self.cursor, stop
+        sent, patch = bytes_per_step(run.timeline, first, stop), Patch()
+        for rank in range(min(sent.shape[1], self.ranks(run))):
+            steps, mean = sendings(sent[:, rank], first, self._sent.get(rank, -1))
+            if len(steps):
+                self._sent[rank] = int(steps[-1])
+                patch.append[rank] = thin({"x": steps.astype(float), "y": mean})
+        return patch
 
     def table(self, run: Any) -> Grid:
         first, stop = last_steps(run.timeline, 12)

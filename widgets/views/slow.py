@@ -7,10 +7,14 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
-from workbench.analysis import last_steps, straggler
+from workbench.analysis import straggler, why_silent
 
-QUIET = "No rank holds the others up."
-EARLY = "Which rank holds the others up is said here after a few steps."
+SILENT = {
+    "nobody": "No rank holds the others up.",
+    "alone": "One rank has nobody to hold up.",
+    "early": "Which rank holds the others up is said here a few steps after the start and after each change.",
+}
+OVER = "Too few steps since the start or the last change to say which rank held the others up."
 AGAIN = 5.0  # seconds before the same verdict is said anew with its present numbers
 
 
@@ -22,6 +26,7 @@ class Slow(View):
     about: ClassVar[str] = "Names the rank that the others wait for, what it is slow at, and who waits."
     order: ClassVar[int] = 5
     spoken: ClassVar[bool] = True
+    tells: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +39,11 @@ class Slow(View):
             return Patch()
         self.cursor, self._looked = len(run.timeline.spans), now
         found = straggler(run.timeline)
-        early = last_steps(run.timeline)[1] < 6
-        said = (found.rank, found.side, found.phase) if found else ("early",) if early else ("quiet",)
+        why = "" if found else why_silent(run.timeline)
+        over = why == "early" and not run.live
+        said = (found.rank, found.side, found.phases) if found else (why, over)
         if said == self._said and not (found and now - self._spoke > AGAIN):
             return Patch()
         self._said, self._spoke = said, now
-        text = found.text if found else EARLY if early else QUIET
+        text = found.text if found else OVER if over else SILENT[why]
         return Patch(html=f'<p class="wb-verdict{" wb-found" if found else ""}">{escape(text)}</p>')

@@ -13,10 +13,11 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets import theme
-from widgets.boxes import KINDS, boxes_of, last_arrival
+from widgets.boxes import KINDS, boxes_of
 from widgets.views._base import Grid, Patch, View, ranks_of
-from workbench.analysis.collectives import arrivals
-from workbench.timeline import Rows
+from workbench.analysis import stretches
+from workbench.analysis.collectives import last_arrivals, rates
+from workbench.record.timeline import Rows
 
 BOXES = 3000  # at most so many are drawn at once
 SLOW = 0.2  # seconds from which a step is shown while it grows
@@ -48,8 +49,7 @@ class Timeline(View):
         self._shown: tuple[Any, ...] = ()
 
     def figure(self, run: Any) -> go.Figure:
-        ranks = ranks_of(run)
-        figure = go.Figure(layout=_layout(ranks))
+        figure = go.Figure(layout=_layout(self.ranks(run)))
         for kind in KINDS:
             figure.add_trace(kind.trace())
         return figure
@@ -87,8 +87,10 @@ class Timeline(View):
         if grows:  # room for the step that is under way, as long as the last
             high += 1.02 * self._seconds
         inside = (rows.t1 >= low) & (rows.asked <= high)
+        arrived = last_arrivals(run.timeline, rows)  # of all ranks, also those that are not drawn
+        inside &= rows.rank < self.ranks(run)
         rows, index = rows[inside], begin + np.flatnonzero(inside)
-        found = boxes_of(rows, index, last_arrival(rows, arrivals(run.timeline, first - 1, last + 2)), BOXES)
+        found = boxes_of(rows, index, arrived[inside], BOXES, _dense(run, rows))
         newest = float(rows.t1.max())
         high = max(high, newest) if grows else high
         facts |= {"first": first, "last": last, "names": [_name(n) for n in found.names], "newest": min(newest, high)}
@@ -127,13 +129,14 @@ class Timeline(View):
         keep = (rows.step >= first) & (rows.step <= last) & ~rows.equal("lane", "ticket")
         rows = rows[keep][:400]
         seconds = rows.t1 - rows.t0
-        rate = np.divide(rows.nbytes * 8e-6, seconds, out=np.zeros(len(rows)), where=seconds > 0)
+        rate = rates(rows, last_arrivals(run.timeline, rows))
         cells = zip(rows.step, rows.rank, rows.lane, rows.name, rows.t0, seconds, rows.nbytes, rate, strict=True)
         out = [
-            (int(s), int(r), lane, name, f"{t:.4f}", f"{d * 1e3:.2f}", f"{b:,}" if b else "", f"{m:.1f}" if b else "")
+            (int(s), int(r), lane, name, f"{t:.4f}", f"{d * 1e3:.2f}", f"{b:,}" if b else "", _rate(m))
             for s, r, lane, name, t, d, b, m in cells
         ]
-        return Grid(head, sorted(out), f"Spans of steps {first} to {last} (at most 400)")
+        note = f"Spans of steps {first} to {last} (at most 400); Mbit/s from when the last rank had arrived"
+        return Grid(head, sorted(out), note)
 
 
 def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:
@@ -150,6 +153,20 @@ def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, in
     return rows[int(hit[0]) : int(hit[-1]) + 1], int(hit[0])
 
 
+def _dense(run: Any, rows: Rows) -> np.ndarray:
+    """A mask over `rows`: those of steps in which nothing is compressed."""
+    out = np.zeros(len(rows), bool)
+    for s in stretches(run):
+        if not s.compressor:
+            out |= (rows.step >= s.first) & (rows.step < s.stop)
+    return out
+
+
+def _rate(mbit: float) -> str:
+    """Three digits, as the page has it under the pointer; nothing where nothing was sent."""
+    return f"{float(f'{mbit:.3g}'):g}" if mbit == mbit else ""
+
+
 def _name(name: str) -> dict[str, Any]:
     """A span's name and shorter forms of it, for boxes of any width."""
     bucket = re.search(r"bucket (\d+)", name)
@@ -160,7 +177,8 @@ def _name(name: str) -> dict[str, Any]:
 
 def _layout(ranks: int) -> go.Layout:
     pitch = float(np.clip(440 / ranks, 26, 66))
-    where, names = [], []
+    where: list[float] = []
+    names: list[str] = []
     for rank in range(ranks):
         where += [rank - 0.26, rank + 0.16] if pitch > 40 else [rank]
         names += [f"<b>rank {rank}</b>  compute", "network"] if pitch > 40 else [f"rank {rank}"]

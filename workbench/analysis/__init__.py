@@ -1,7 +1,11 @@
 """Questions about a timeline, each a pure function from rows to a number or a table. Nothing here draws."""
 
+from workbench.analysis.apart import since_met as since_met
 from workbench.analysis.break_even import BreakEven as BreakEven
 from workbench.analysis.break_even import break_even as break_even
+from workbench.analysis.clear import Estimate as Estimate
+from workbench.analysis.clear import Ratio as Ratio
+from workbench.analysis.clear import compared as compared
 from workbench.analysis.collectives import Arrivals as Arrivals
 from workbench.analysis.collectives import arrivals as arrivals
 from workbench.analysis.compression import Compression as Compression
@@ -9,7 +13,6 @@ from workbench.analysis.compression import compression as compression
 from workbench.analysis.compression import ratios as ratios
 from workbench.analysis.effect import Card as Card
 from workbench.analysis.effect import Effect as Effect
-from workbench.analysis.effect import Estimate as Estimate
 from workbench.analysis.effect import before_after as before_after
 from workbench.analysis.overview import line as line
 from workbench.analysis.overview import summary as summary
@@ -22,15 +25,19 @@ from workbench.analysis.steps import breakdown as breakdown
 from workbench.analysis.steps import bytes_per_step as bytes_per_step
 from workbench.analysis.steps import overlap as overlap
 from workbench.analysis.steps import per_rank as per_rank
+from workbench.analysis.steps import sendings as sendings
 from workbench.analysis.steps import step_times as step_times
 from workbench.analysis.straggler import Verdict as Verdict
 from workbench.analysis.straggler import straggler as straggler
+from workbench.analysis.straggler import why_silent as why_silent
+from workbench.analysis.trend import Trend as Trend
+from workbench.analysis.unheeded import unheeded as unheeded
 from workbench.analysis.window import change_steps as change_steps
 from workbench.analysis.window import last_steps as last_steps
 
 __all__ = [
-    "Arrivals", "BreakEven", "Breakdown", "Card", "Compression", "Effect", "Estimate", "Overlap", "StepTimes",
-    "Stretch", "Verdict", "arrivals", "before_after", "break_even", "breakdown", "bytes_per_step", "change_steps",
-    "compression", "last_steps", "line", "overlap", "per_rank", "ratios", "step_times", "straggler", "stretches",
-    "summary",
+    "Arrivals", "BreakEven", "Breakdown", "Card", "Compression", "Effect", "Estimate", "Overlap", "Ratio",
+    "StepTimes", "Stretch", "Trend", "Verdict", "arrivals", "before_after", "break_even", "breakdown",
+    "bytes_per_step", "change_steps", "compared", "compression", "last_steps", "line", "overlap", "per_rank",
+    "ratios", "sendings", "since_met", "step_times", "straggler", "stretches", "summary", "unheeded", "why_silent",
 ]

@@ -18,18 +18,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from workbench.analysis.clear import compared, estimated
 from workbench.analysis.collectives import lined_up
 from workbench.analysis.compression import buckets
-from workbench.analysis.effect import FEWEST, REACH, Estimate, Side, estimated
 from workbench.analysis.settings import Stretch, stretches
+from workbench.analysis.sides import SETTLE, WINDOW, Side
+from workbench.analysis.sides import before as steps_before
+from workbench.analysis.steps import packing
 from workbench.analysis.window import MEASURING, Window, last_steps
 from workbench.analysis.words import duration
-from workbench.timeline import Timeline
+from workbench.record.timeline import Timeline
 
 if TYPE_CHECKING:
-    from workbench.run import Run
+    from workbench.record.run import Run
 
-SETTLE = 2  # steps after a change that are not like the others: a residual is sent, buckets are cut anew
 SAME = ("strategy", "fabric", "pace", "batch", "bucket_mb")  # what must be the same where Dense was measured
 MEASURED = 400  # steps in which measurements are looked for
 SHORT = 1e-4  # seconds that are not worth a word
@@ -38,7 +40,8 @@ SHORT = 1e-4  # seconds that are not worth a word
 class BreakEven(NamedTuple):
     """Medians per step in seconds; NaN where nothing is known.
 
-    verdict: "pays", "costs", "depends" (on whether cores are idle), "even" (no clear difference) or "unknown"
+    verdict: "pays", "costs", "depends" (on whether cores are idle), "even" (no clear difference), "short" (too few
+             steps yet) or "unknown". What is clear is said in `workbench.analysis.clear`, as for the cards of changes
     known:   how it is known what Dense would take: "measured", "predicted" or ""
     """
 
@@ -54,53 +57,37 @@ class BreakEven(NamedTuple):
 
 
 class _Dense(NamedTuple):
-    """What Dense takes: standing still, and a whole step if it was measured."""
+    """What Dense takes in each of some steps: standing still, and whole steps if they were measured."""
 
-    exposed: Estimate
-    step: Estimate | None
+    exposed: np.ndarray
+    step: np.ndarray | None
     known: str
     basis: str
 
 
-def break_even(run: Run, last: int = 40) -> BreakEven | None:
+def break_even(run: Run, last: int = WINDOW) -> BreakEven | None:
     """Whether the present compression pays, from the last steps; None while nothing is compressed or known."""
     every = stretches(run)
     now, tl = every[-1], run.timeline
     first, stop = last_steps(tl)
-    begin = max(now.first + SETTLE, first)
-    if not now.compressor or stop <= begin:
+    begin = max(now.first, first)
+    if not now.compressor or stop <= begin + SETTLE:
         return None
-    side = _side(tl, begin, stop, last, now.first)
+    side = steps_before(tl, stop, begin, last)
     if not len(side.seconds) or len(side.window.ranks) < 2:
         return None
     w = side.window
-    codec, shown = _codec(w)
+    codec, shown = w.seconds("codec"), packing(w)
     wait = w.seconds("wait")
     here = {"codec": codec, "beside": codec - shown, "low": wait, "high": wait + codec - shown}
-    found = {name: estimated(side.each(values)) for name, values in here.items()}
+    found = {name: side.each(values) for name, values in here.items()}
+    middle = {name: estimated(values).value for name, values in found.items()}
     dense = _measured(tl, every, last) or _predicted(tl, side, now)
-    verdict = _verdict(found, estimated(side.seconds), dense)
-    exposed = max(0.0, found["high"].value - found["codec"].value)
-    facts = found["codec"].value, found["beside"].value, exposed, dense.exposed.value if dense else float("nan")
-    text = _text(now.compressor, *facts, verdict, estimated(side.seconds), dense)
-    return BreakEven(now.compressor, side.steps, *facts, verdict, dense.known if dense else "", text)
-
-
-def _side(tl: Timeline, first: int, stop: int, last: int, begins: int) -> Side:
-    """The last steps of [first, stop); more of them where rounds are long."""
-    side = Side(tl, max(first, stop - last), stop, begins)
-    return Side(tl, max(first, stop - REACH * last), stop, begins) if side.few else side
-
-
-def _codec(w: Window) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, ranks) seconds of encoding and decoding: all, and while the rank's own step stood still."""
-    rows = w.lane("codec")
-    rows = rows[~w.outside(rows)]
-    shown = np.zeros(len(rows))
-    for rank in np.unique(rows.rank):
-        mine = rows.rank == rank
-        shown[mine] = w.cover(rank, "wait").between(rows.t0[mine], rows.t1[mine])
-    return w.total(rows, rows.t1 - rows.t0), w.total(rows, shown)
+    verdict = _verdict(found, side, dense)
+    exposed = max(0.0, middle["high"] - middle["codec"])
+    facts = middle["codec"], middle["beside"], exposed, estimated(dense.exposed).value if dense else float("nan")
+    text = _text(now.compressor, *facts, verdict, side, dense)
+    return BreakEven(now.compressor, _looked(side, begin), *facts, verdict, dense.known if dense else "", text)
 
 
 # -- what Dense takes
@@ -112,11 +99,16 @@ def _measured(tl: Timeline, every: list[Stretch], last: int) -> _Dense | None:
     for s in reversed(every[:-1]):
         if s.compressor or any(s.settings.get(k) != now.settings.get(k) for k in SAME):
             continue
-        side = _side(tl, s.first + SETTLE, s.stop, last, s.first)
-        if len(side.seconds) >= FEWEST:
-            steps = f"steps {side.steps[0]} to {side.steps[1] - 1}"
-            return _Dense(estimated(side.exposed), estimated(side.seconds), "measured", steps)
+        side = steps_before(tl, s.stop, s.first, last)
+        if not side.lacks:
+            first, stop = _looked(side, s.first)
+            return _Dense(side.exposed, side.seconds, "measured", f"steps {first} to {stop - 1}")
     return None
+
+
+def _looked(side: Side, begin: int) -> tuple[int, int]:
+    """[first, stop) of the steps looked at: the first ones after a change at `begin` are left out."""
+    return max(side.steps[0], begin + SETTLE), side.steps[1]
 
 
 def _predicted(tl: Timeline, side: Side, now: Stretch) -> _Dense | None:
@@ -125,7 +117,7 @@ def _predicted(tl: Timeline, side: Side, now: Stretch) -> _Dense | None:
     took, n = _took(Window(tl, max(now.first, stop - MEASURED), stop))
     if not took:
         return None
-    return _Dense(estimated(side.each(_played(side.window, took))), None, "predicted", f"{n} dense all-reduces")
+    return _Dense(side.each(_played(side.window, took)), None, "predicted", f"{n} dense all-reduces")
 
 
 def _took(w: Window) -> tuple[dict[int, float], int]:
@@ -170,32 +162,33 @@ def _ready(ranks: np.ndarray, asked: np.ndarray, mine: np.ndarray) -> float:
 # -- what follows
 
 
-def _verdict(found: dict[str, Estimate], step: Estimate, dense: _Dense | None) -> str:
+def _verdict(found: dict[str, np.ndarray], side: Side, dense: _Dense | None) -> str:
+    if side.lacks:
+        return "short"
     if dense is None:
         return "unknown"
     if dense.step is not None:
-        return _between(step, step, dense.step)
+        return _between(side.seconds, side.seconds, dense.step)
     return _between(found["low"], found["high"], dense.exposed)
 
 
-def _between(low: Estimate, high: Estimate, dense: Estimate) -> str:
-    """`dense` against what lies between `low` and `high`; intervals that overlap do not differ."""
-    if _below(high, dense):
+def _between(low: np.ndarray, high: np.ndarray, dense: np.ndarray) -> str:
+    """`dense` against what lies between `low` and `high`."""
+    if compared(high, dense, least=SHORT).more:
         return "pays"
-    if _below(dense, low):
+    if compared(dense, low, least=SHORT).more:
         return "costs"
-    return "depends" if _below(low, dense) and _below(dense, high) else "even"
+    unsure = compared(low, dense, least=SHORT).more and compared(dense, high, least=SHORT).more
+    return "depends" if unsure else "even"
 
 
-def _below(a: Estimate, b: Estimate) -> bool:
-    clear = a.high < b.low if a.n > 1 and b.n > 1 else a.value < b.value
-    return bool(clear and b.value - a.value > SHORT)
-
-
-def _text(name: str, codec: float, beside: float, exposed: float, standing: float, verdict: str, step: Estimate,
+def _text(name: str, codec: float, beside: float, exposed: float, standing: float, verdict: str, side: Side,
           dense: _Dense | None) -> str:
     aside = f", {duration(beside)} of it beside computing" if beside > max(0.2 * codec, SHORT) else ""
     takes = f"takes {duration(codec)} per step to encode and decode{aside}{',' if aside else ''}"
+    if verdict == "short":
+        so_far = f"{name} {takes} and stands still for {duration(exposed)} more"
+        return f"{so_far}. Whether it pays is not said yet: {side.lacks}."
     if dense is None:
         return (
             f"{name} {takes} and stands still for {duration(exposed)} more. What Dense would take is not known here: "
@@ -218,6 +211,7 @@ def _text(name: str, codec: float, beside: float, exposed: float, standing: floa
         case _:
             end = f"{name} {takes} and {saves}: no clear difference from Dense on this link."
     if dense.step is not None:
-        took = f"a step takes {duration(step.value)} and took {duration(dense.step.value)} with Dense"
+        now, then = (float(np.median(seconds)) for seconds in (side.seconds, dense.step))
+        took = f"a step takes {duration(now)} and took {duration(then)} with Dense"
         return f"{end} Measured: {took}, in {dense.basis}."
     return f"{end} With Dense: predicted from {dense.basis} made while measuring."

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.analysis.window import Window
-from workbench.timeline import Rows, Timeline
+from workbench.record.timeline import Rows, Timeline
 
 
 class Arrivals(NamedTuple):
@@ -61,10 +61,14 @@ def arrivals(tl: Timeline, first: int, stop: int) -> Arrivals:
     return lined_up(Window(tl, first, stop))
 
 
-def lined_up(w: Window, lane: str = "comm") -> Arrivals:
-    """As `arrivals`, for a window that is already cut out. Evaluations, hand-overs and messages are left out."""
+def lined_up(w: Window, lane: str = "comm", *, outside: bool = False) -> Arrivals:
+    """As `arrivals`, for a window that is already cut out. Messages are left out, and so are evaluations and
+    hand-overs, unless asked for with `outside`.
+    """
     rows, ports = w.lane(lane), w.lane("port")
-    rows, ports = rows[~w.outside(rows) & ~_messages(rows)], ports[~w.outside(ports)]
+    if not outside:
+        rows, ports = rows[~w.outside(rows)], ports[~w.outside(ports)]
+    rows = rows[~messages(rows)]
     key, first, inverse = np.unique(_key(rows), return_index=True, return_inverse=True)
     c, p = len(key), len(w.ranks)
     where = inverse, w.column(rows.rank)
@@ -81,11 +85,49 @@ def lined_up(w: Window, lane: str = "comm") -> Arrivals:
     return Arrivals(w.ranks, *(column[order] for column in found[1:]))
 
 
-def _messages(rows: Rows) -> np.ndarray:
+def messages(rows: Rows) -> np.ndarray:
     """A mask over `rows`: messages from one rank to another, which nobody else takes part in."""
     names = rows.coded("name")
     kinds = np.array([str(text).startswith("send") for text in names.words.texts], bool)
     return kinds[names.codes] if len(names) else np.zeros(0, bool)
+
+
+def last_arrivals(tl: Timeline, rows: Rows) -> np.ndarray:
+    """As `last_arrival`, for rows of a timeline; evaluations and hand-overs among them."""
+    if not len(rows):
+        return np.empty(0)
+    w = Window(tl, int(rows.step.min()), int(rows.step.max()) + 1)
+    return last_arrival(rows, lined_up(w, outside=True))
+
+
+def last_arrival(rows: Rows, c: Arrivals) -> np.ndarray:
+    """(n,) when the last rank arrived at the collective that each of `rows` is; NaN for rows that are none."""
+    out, comm = np.full(len(rows), np.nan), rows.equal("lane", "comm")
+    last = c.last
+    for column, rank in enumerate(c.ranks):
+        mine = np.flatnonzero(comm & (rows.rank == rank))
+        order = np.argsort(c.t0[:, column])
+        begin = c.t0[order, column]
+        if len(mine) and len(begin):
+            at = np.minimum(np.searchsorted(begin, rows.t0[mine]), len(begin) - 1)
+            out[mine] = np.where(begin[at] == rows.t0[mine], last[order[at]], np.nan)
+    return out
+
+
+def moving(rows: Rows, last: np.ndarray) -> np.ndarray:
+    """(n,) when data began to move in each of `rows`: once the last rank had arrived, where others are waited for."""
+    out: np.ndarray = np.fmax(rows.t0, np.fmin(last, rows.t1))
+    return out
+
+
+def rates(rows: Rows, last: np.ndarray) -> np.ndarray:
+    """(n,) Mbit/s at which each of `rows` sent, waiting for other ranks left out; NaN where nothing was sent.
+
+    last: as `last_arrival` gives it. Bytes are those that the rank put on the wire.
+    """
+    seconds = rows.t1 - moving(rows, last)
+    sent = (rows.nbytes > 0) & (seconds > 0)
+    return np.divide(rows.nbytes * 8e-6, seconds, out=np.full(len(rows), np.nan), where=sent)
 
 
 def against_others(values: np.ndarray) -> np.ndarray:

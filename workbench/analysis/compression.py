@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.analysis.window import Window
-from workbench.timeline import Rows, Timeline
+from workbench.record.timeline import Rows, Timeline
 
 SAMPLES = ("compression_error", "compression_cosine", "residual_ratio")
 _BUCKET = re.compile(r"\bbucket (\d+)$")

@@ -15,7 +15,7 @@ import re
 import numpy as np
 
 from workbench.analysis.window import Window
-from workbench.timeline import Rows
+from workbench.record.timeline import Rows
 
 _ENDS = re.compile(r"^(?P<verb>send|recv) .*?\b(?:to|from) (?P<rank>\d+)$")
 

@@ -10,7 +10,7 @@ from workbench.analysis.steps import bytes_per_step
 from workbench.analysis.window import Window, last_steps, ranks_of
 
 if TYPE_CHECKING:
-    from workbench.run import Run
+    from workbench.record.run import Run
 
 RECENT = 50  # steps
 
@@ -50,7 +50,7 @@ def line(run: Run) -> str:
     parts += [f"held-out {s['held_out']:.3f}"] if s["held_out"] is not None else []
     parts += [f"{s['changes']} change{'s' * (s['changes'] != 1)}"] if s["changes"] else []
     parts += [f"{s['missing']} rows missing"] if s["missing"] else []
-    return f"Run {run.name}: {', '.join(parts)}"
+    return f"Run {run.name}: {', '.join(parts)}" + (f"; {run.holdup}" if run.holdup else "")
 
 
 def _name(plain: Any) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.knobs import in_words
+from workbench.settings import fold, in_words
 
 if TYPE_CHECKING:
-    from workbench.run import Run
+    from workbench.record.run import Run
 
 Plain = dict[str, Any]
 ENDLESS = 2**31
@@ -34,13 +34,13 @@ class Stretch(NamedTuple):
 
 def stretches(run: Run) -> list[Stretch]:
     """The steps of a run between its changes, in order; the last has no end yet."""
-    found = [Stretch(0, ENDLESS, run.settings)]
-    for change in run.changes:
-        last = found.pop()
-        settings = turned(last.settings, change.path, change.value)
-        if change.at_step > last.first:
-            found.append(last._replace(stop=change.at_step))
-        found.append(Stretch(max(change.at_step, last.first), ENDLESS, settings))
+    found: list[Stretch] = []
+    for step, settings in fold(run.settings, run.changes, turned):
+        first = max(step, found[-1].first if found else 0)
+        if found:
+            last = found.pop()
+            found += [last._replace(stop=first)] if first > last.first else []
+        found.append(Stretch(first, ENDLESS, settings))
     return found
 
 

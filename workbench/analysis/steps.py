@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.analysis.collectives import Arrivals, lined_up
 from workbench.analysis.window import Cover, Window, last_steps
-from workbench.timeline import Timeline
+from workbench.record.timeline import Timeline
 
 
 class StepTimes(NamedTuple):
@@ -23,8 +23,8 @@ class Breakdown(NamedTuple):
     """Mean seconds per step on each rank, over the steps that ended everywhere; measuring is left out.
 
     A step is compute + exposed + other. Exposed communication is what the step stood still for; of it,
-    `held` was spent before the last rank had arrived. `waiting`, `transferring` and `codec` count all
-    communication, also what hid behind compute.
+    `held` was spent before the last rank had arrived, and in `packing` the rank itself encoded or decoded meanwhile.
+    `waiting`, `transferring` and `codec` count all communication, also what hid behind compute.
     """
 
     ranks: np.ndarray
@@ -33,6 +33,7 @@ class Breakdown(NamedTuple):
     compute: np.ndarray
     exposed: np.ndarray
     held: np.ndarray
+    packing: np.ndarray
     waiting: np.ndarray
     transferring: np.ndarray
     codec: np.ndarray
@@ -91,7 +92,7 @@ def broken_down(w: Window, only: np.ndarray | None = None) -> Breakdown:
     seconds, compute, exposed = mean(w.step_seconds), mean(w.seconds("compute")), mean(w.seconds("wait"))
     other = np.clip(seconds - compute - exposed, 0, None)
     return Breakdown(
-        w.ranks, int(over.sum()), seconds, compute, exposed, mean(_by_step(w, c, held(w, c))),
+        w.ranks, int(over.sum()), seconds, compute, exposed, mean(_by_step(w, c, held(w, c))), mean(packing(w)),
         mean(_by_step(w, c, c.waiting)), mean(_by_step(w, c, c.transferring)), mean(w.seconds("codec")), other,
     )
 
@@ -104,6 +105,17 @@ def held(w: Window, c: Arrivals) -> np.ndarray:
         end = np.fmin(c.last, c.t1[:, i])
         out[:, i] = np.where(end > begin, still.between(begin, np.nan_to_num(end)), 0.0)
     return out
+
+
+def packing(w: Window) -> np.ndarray:
+    """(steps, ranks) seconds of encoding and decoding while the rank's own step stood still."""
+    rows = w.lane("codec")
+    rows = rows[~w.outside(rows)]
+    shown = np.zeros(len(rows))
+    for rank in np.unique(rows.rank):
+        mine = rows.rank == rank
+        shown[mine] = w.cover(rank, "wait").between(rows.t0[mine], rows.t1[mine])
+    return w.total(rows, shown)
 
 
 def overlap(tl: Timeline, first: int, stop: int) -> Overlap:
@@ -126,6 +138,15 @@ def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
     rows = w.lane("comm")
     rows = rows[~w.outside(rows)]
     return w.total(rows, rows.nbytes)
+
+
+def sendings(sent: np.ndarray, first: int, before: int) -> tuple[np.ndarray, np.ndarray]:
+    """(steps in which a rank sent something, bytes per step: the mean over the steps since it sent before).
+
+    sent: (n,) bytes in each step from `first` on; before: the last step before them in which it sent, or -1
+    """
+    steps = first + np.flatnonzero(sent)
+    return steps, sent[steps - first] / np.diff(steps, prepend=before)
 
 
 def per_rank(tl: Timeline, first: int, stop: int) -> list[Row]:

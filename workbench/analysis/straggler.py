@@ -14,8 +14,9 @@ import numpy as np
 from workbench.analysis.blame import blame
 from workbench.analysis.collectives import against_others, lined_up
 from workbench.analysis.messages import carried, waited
+from workbench.analysis.naming import COMPUTE, STEADY, Slowness, sentence, slowness
 from workbench.analysis.window import Window, last_steps, since_change
-from workbench.timeline import Timeline
+from workbench.record.timeline import Timeline
 
 SHARE = 0.05  # of a step: less harm than this is not worth a word
 FELT = 0.005  # of a step: enough where the rank itself is plainly slow
@@ -24,8 +25,6 @@ PERSISTENT = 0.7  # share of the steps or rounds in which it must be so
 FEWEST = 6  # steps before anything is said
 REACH = 4  # meetings of a periodic strategy are looked for this many times further back
 EXPLAINED = 0.4  # share of the harm that one phase must explain to be named
-STEADY = ("forward", "backward", "update", "outside its phases")  # in every step
-MEETING = ("codec", "link")  # only where ranks meet
 
 
 class Verdict(NamedTuple):
@@ -33,9 +32,10 @@ class Verdict(NamedTuple):
 
     rank: int
     side: str  # "compute" or "link"
-    phase: str  # forward, backward, update, codec, link, or "outside its phases"
-    seconds: float  # per step by which that phase is longer than the others'
-    share: float  # the same as a share of a step without it
+    phase: str  # forward, backward, update, "compute" where all three are slow, codec, link, or "outside its phases"
+    phases: tuple[str, ...]  # all that the seconds below were spent in
+    seconds: float  # per step by which these phases are longer than the others'
+    share: float  # the same as a share of the rank's own step, as it is
     harm: float  # seconds per step that the others stand still for it
     victims: tuple[int, ...]
     relative: float  # the others' compute over its own: 1 is as fast as they (NVRx's relative score)
@@ -48,6 +48,8 @@ class _Facts(NamedTuple):
     """What a verdict is made from, in seconds per step."""
 
     step: float  # a step: the median, or the mean of the median round
+    own: np.ndarray  # (p,) the same of each rank
+    usual: np.ndarray  # (phases of compute, p) what the others take for each
     excess: np.ndarray  # (phases, p) by which each phase exceeds the others', STEADY then MEETING
     noise: float  # of the sum of the steady ones
     ahead: np.ndarray  # (p,) share of steps whose steady phases exceed the others'
@@ -88,6 +90,15 @@ def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     return None if rank is None else _verdict(tl, w, f, rank, last)
 
 
+def why_silent(tl: Timeline) -> str:
+    """Why `straggler` says nothing: "alone" (one rank), "early" (too few steps since the last change) or "nobody"."""
+    first, stop = last_steps(tl)
+    w = Window(tl, since_change(tl, max(first, stop - FEWEST), stop), stop)
+    if len(w.ranks) == 1:
+        return "alone"
+    return "early" if w.complete.sum() < FEWEST else "nobody"
+
+
 def _periodic(w: Window, last: int) -> _Facts:
     """The facts where ranks meet every few steps: the rounds that ended in the last steps, or the last one."""
     met, cost = blame(w, lined_up(w))
@@ -98,7 +109,7 @@ def _periodic(w: Window, last: int) -> _Facts:
 
 
 def _facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray, size: np.ndarray) -> _Facts:
-    named = [w.seconds("compute", name=name) for name in STEADY[:3]]
+    named = [w.seconds("compute", name=name) for name in COMPUTE]
     rest = w.step_seconds - w.seconds("compute") - w.seconds("wait")
     steady = np.stack([against_others(phase[over]) for phase in (*named, rest)])  # (phases, steps, p)
     total = steady.sum(axis=0)
@@ -108,9 +119,11 @@ def _facts(w: Window, over: np.ndarray, met: np.ndarray, cost: np.ndarray, size:
     excess = np.stack([*np.median(steady, axis=1), *map(_median, meeting)])
     cost = cost / size[:, None, None]
     everyday = bool(len(size)) and float(size.max()) == 1.0
-    seconds = w.step_seconds[over].mean(axis=1)
+    whole = w.step_seconds[over]
+    typical = np.median if everyday else np.mean
+    usual = np.stack([np.median(phase[over] - against_others(phase[over]), axis=0) for phase in named])
     return _Facts(
-        step=float(np.median(seconds) if everyday else np.mean(seconds)), excess=excess,
+        step=float(typical(whole.mean(axis=1))), own=typical(whole, axis=0), usual=usual, excess=excess,
         noise=1.25 * _sigma(total) / float(np.sqrt(len(total))), ahead=(total > 0).mean(axis=0), met=everyday,
         cost=cost, net=_of_others(cost) - cost.max(axis=2, initial=0),
     )
@@ -133,21 +146,20 @@ def _guilty(f: _Facts) -> int | None:
 
 
 def _verdict(tl: Timeline, w: Window, f: _Facts, rank: int, last: int) -> Verdict:
-    k = int(np.argmax(f.excess[:, rank]))
-    seconds, phase = float(f.excess[k, rank]), (*STEADY, *MEETING)[k]
+    found = slowness(f.excess[:, rank], f.usual[:, rank])
     others = [v for v in range(len(w.ranks)) if v != rank]
     harm = float(f.harm[rank]) if len(f.cost) else 0.0
-    if f.met and seconds < EXPLAINED * harm:
-        seconds, phase = harm, STEADY[-1]
+    if f.met and found.seconds < EXPLAINED * harm:
+        found = Slowness(STEADY[-1], STEADY[-1:], harm)
     if not f.met:
-        harm = min(harm, seconds)  # a single round holds much else
-    share = seconds / max(f.step - (harm if f.met else seconds), 0.2 * f.step)
+        harm = min(harm, found.seconds)  # a single round holds much else
+    share = min(found.seconds / max(float(f.own[rank]), 1e-9), 1.0)
     suffers = _median(f.cost)[:, rank]
     victims = tuple(int(w.ranks[v]) for v in others if suffers[v] > 0.25 * harm > 0)
-    relative, individual = _scores(tl, w, rank, last)
-    side = "link" if phase == "link" else "compute"
-    text = _text(int(w.ranks[rank]), phase, seconds, share, harm, victims)
-    return Verdict(int(w.ranks[rank]), side, phase, seconds, share, harm, victims, relative, individual, text)
+    scores = _scores(tl, w, rank, last)
+    text = sentence(int(w.ranks[rank]), found, share, harm, victims)
+    side = "link" if found.phase == "link" else "compute"
+    return Verdict(int(w.ranks[rank]), side, *found[:2], found.seconds, share, harm, victims, *scores, text)
 
 
 def _scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float]:
@@ -160,20 +172,6 @@ def _scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float
     if len(before.ranks) != len(w.ranks) or not before.complete.any():
         return relative, float("nan")
     return relative, float(np.median(before.seconds("compute")[before.complete], axis=0)[rank] / now[rank])
-
-
-def _text(rank: int, phase: str, seconds: float, share: float, harm: float, victims: tuple[int, ...]) -> str:
-    what = {"link": "its port is busy", "codec": "its compressing takes", STEADY[-1]: "outside its phases it takes"}
-    longer = f"{seconds * 1e3:.3g} ms longer than the others' (+{share:.0%} of a step)".replace(
-        "others'", "others" if phase in ("link", STEADY[-1]) else "others'"
-    )
-    cause = f"Rank {rank} is the cause: {what.get(phase, f'its {phase} takes')} {longer}."
-    match len(victims):
-        case 0:
-            return f"{cause} The others will wait for it when they next meet."
-        case 1:
-            return f"{cause} Rank {victims[0]} is a victim: it waits {harm * 1e3:.3g} ms per step for it."
-    return f"{cause} Ranks {', '.join(map(str, victims))} are victims: each waits {harm * 1e3:.3g} ms per step for it."
 
 
 def _of_others(cost: np.ndarray) -> np.ndarray:

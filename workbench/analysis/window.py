@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from workbench.timeline import Rows, Timeline
+from workbench.record.timeline import Rows, Timeline
 
 OUTSIDE = ("eval", "switch")  # lanes that lie outside of steps
 MEASURING = "measuring"  # the lane of what is done only to see what compression does

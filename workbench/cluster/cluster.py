@@ -5,6 +5,7 @@ Comes up in the background and says how far it is. Knows which process is which 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from typing import Any
 
 from workbench.cluster import worker
 from workbench.cluster.engines import Engine, check_versions, devices, probe, spans_hosts
+from workbench.cluster.health import Health
 from workbench.cluster.keys import Keys
 from workbench.cluster.line import Line
-from workbench.cluster.place import ClusterError, Place, alive, host, this_process
-from workbench.cluster.processes import Processes, code_in_words, end, log_tail, loopback, start_guard, wait_for
+from workbench.cluster.place import ClusterError, Place, alive, check_connection, host, this_process
+from workbench.cluster.processes import Processes, end, log_tail, loopback, start_guard, wait_for
 from workbench.cluster.relay import Relay
 from workbench.cluster.wire import Batch
 
@@ -41,8 +43,10 @@ class Cluster:
         self.take: Callable[[Batch], None] = lambda batch: None
         self.seconds = 0.0  # that it took to come up
         self.guest = False  # whether another kernel owns it
+        self.owner: list[float] | None = None  # of a guest's engines
         self.stuck = False  # whether a rank would not leave its last run
         self.owned: Processes | None = None
+        self.health = Health(self)
         self._guard: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
         self._relay: Relay | None = None
@@ -71,8 +75,9 @@ class Cluster:
             if not self._closed:
                 self.error, self.progress = error, f"failed: {error}"
             self._drop()
-        self.seconds = time.monotonic() - began
-        self._ready.set()
+        finally:
+            self.seconds = time.monotonic() - began
+            self._ready.set()
 
     @property
     def ready(self) -> bool:
@@ -83,6 +88,10 @@ class Cluster:
         if self._line is None:
             raise ClusterError("the engines are not up")
         return self._line
+
+    def settled(self, timeout: float) -> bool:
+        """Whether it is known, after `timeout` seconds at most, that the engines are up or will not be."""
+        return self._ready.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> Cluster:
         """Waits until the engines are up; raises ClusterError with the reason if they will not be."""
@@ -139,8 +148,8 @@ class Cluster:
     def _find(self, connection: Path | str) -> None:
         self.progress = "looking for the engines"
         by_profile = str(connection).startswith("profile:")
-        if not by_profile and not Path(connection).is_file():
-            raise ClusterError(f"cluster={str(connection)!r}: there is no such connection file")
+        if not by_profile:
+            check_connection(Path(connection))
         try:
             self.client = self._connect(connection)
         except (TimeoutError, OSError) as error:
@@ -158,7 +167,7 @@ class Cluster:
         check_versions(found)
         self.devices, self.kind = devices(found, self.device)
         setup = {
-            "lab": self.place.path.name, "keys": list(self.keys), "owner": this_process(), "host": host(),
+            "lab": self.place.path.name, "client": self.keys.public, "owner": this_process(), "host": host(),
             "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans_hosts(found),
         }  # fmt: skip
         for engine in found:
@@ -175,8 +184,7 @@ class Cluster:
 
     def _controller(self) -> str:
         """An address of the controller, to learn by which of its own an engine can be reached."""
-        url = self.client._config["registration"]
-        return str(url).split("//")[-1].rsplit(":", 1)[0]
+        return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 
     def _open_sockets(self) -> None:
         self._line = Line({e.rank: e.line for e in self.engines}, self.keys)
@@ -208,19 +216,7 @@ class Cluster:
 
     def death(self, rank: int) -> str | None:
         """How the engine of `rank` ended, in words; None while it lives."""
-        engine = self.engines[rank]
-        how = self._death(engine)
-        if how and engine.id in self.client.ids:  # there is no nanny to tell the controller; nobody shall wait for it
-            self.client._send(self.client._query_socket, "unregistration_request", content={"id": engine.id})
-        return how
-
-    def _death(self, engine: Engine) -> str | None:
-        if self.owned and (child := self.owned.started.get(f"engine {engine.id}")):
-            code = child.poll()
-            return None if code is None else f"(pid {engine.pid}) ended with {code_in_words(code)}"
-        if engine.host == host():
-            return None if alive([engine.pid, engine.created]) else f"(pid {engine.pid}) is gone"
-        return None if engine.id in self.client.ids else f"(pid {engine.pid} on {engine.host}) is gone"
+        return self.health.death(rank)
 
     @property
     def closed(self) -> bool:
@@ -233,7 +229,8 @@ class Cluster:
 
     @property
     def healthy(self) -> bool:
-        return self.ready and self.usable and not self.stuck and not any(self.death(e.rank) for e in self.engines)
+        """Whether another run can begin on it."""
+        return self.ready and self.usable and not self.stuck and self.health.whole
 
     # -- the end
 
@@ -253,10 +250,11 @@ class Cluster:
         self._closed = True
         if self.guest:
             return self._disconnect()
-        if self.ready and self.owned is None and not self.place.state.get("here"):
+        if self.ready and not self.place.state.get("here") and not self.health.controller():
             for engine in self.engines:
-                if not self.death(engine.rank):
-                    self.call(engine.id, worker.close_bench, timeout=10)
+                with contextlib.suppress(Exception):  # one that does not answer keeps nothing else from its end
+                    if not self.death(engine.rank):
+                        self.call(engine.id, worker.close_bench, timeout=10)
         self._drop()
 
     def _drop(self) -> None:
@@ -285,7 +283,7 @@ class Cluster:
         state = place.read()
         self = cls(state["name"], state["ranks"], state["device"], None if state["here"] else state["connection"])
         self.place, self.keys = place, Keys(*state["keys"])
-        self.guest = alive(state["owner"])
+        self.guest, self.owner = alive(state["owner"]), state["owner"]
         self.engines = [Engine(**e) for e in state["engines"]]
         self.devices, self.kind = state["devices"], state["kind"]
         self.client = self._connect(state["connection"])

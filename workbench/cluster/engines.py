@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench.cluster.place import ClusterError, host
-from workbench.knobs import KnobError
+from workbench.settings import KnobError
 
 MARK = "workbench-probe "
 

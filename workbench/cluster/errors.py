@@ -47,6 +47,19 @@ def fold(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], l
     return first, same, freed
 
 
+def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
+    """Where all ranks meet in every step, one that died was in the step in which the others missed it.
+
+    Its own last words may be a step or more older, and then nobody knows what it was doing.
+    """
+    rule = experiment.strategy
+    together = rule.lockstep and not rule.periodic and not rule.heard(experiment.ranks)
+    missed = max((e["step"] for e in errors.values() if consequence(e)), default=0)
+    for error in errors.values():
+        if together and error["type"] == "EngineDied" and error["step"] < missed:
+            error.update(step=missed, op="")
+
+
 def consequence(error: dict[str, Any]) -> bool:
     """Whether an error only says that a peer is gone."""
     return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _CONSEQUENCES)

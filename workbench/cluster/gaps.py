@@ -62,6 +62,11 @@ class Gaps:
             self._held[key] = found + self._held.get(key, [])
             self._pass(key)
 
+    def release(self, kind: str, rank: int) -> None:
+        """What waits passes: nobody can be asked for what is missing before it."""
+        with self._lock:
+            self._pass((kind, rank))
+
     def _from_disk(self, key: tuple[str, int]) -> list[Piece]:
         try:
             return self._missed(*key, self.next[key])

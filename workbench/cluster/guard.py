@@ -40,7 +40,7 @@ def owned(file: str, kernel: int) -> bool:
     return bool(state.get("owner")) and state["owner"][0] == kernel
 
 
-def read(file: str) -> dict:
+def read(file: str) -> dict[str, typing.Any]:
     """The lab's state; empty if the lab is gone."""
     try:
         with open(file) as f:
@@ -53,7 +53,7 @@ def end(file: str) -> None:
     """Ends every process in the state file with its children, then removes the lab's directory."""
     import psutil
 
-    known: dict[tuple, psutil.Process] = {}
+    known: dict[tuple[int, float], psutil.Process] = {}
     deadline = time.monotonic() + GRACE
     while True:
         gather(read(file).get("processes", []), known)
@@ -71,7 +71,7 @@ def end(file: str) -> None:
     shutil.rmtree(os.path.dirname(file), ignore_errors=True)
 
 
-def gather(processes: list, known: dict) -> None:
+def gather(processes: list[list[typing.Any]], known: dict[tuple[int, float], typing.Any]) -> None:
     """Adds the processes that are still the ones noted, and all their children, to `known`."""
     import psutil
 

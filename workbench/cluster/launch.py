@@ -1,4 +1,4 @@
-"""Opens a run and sends it to the engines; reports its end and its progress to whoever waits."""
+"""Opens a run and has it begin; finds a live lab, and follows the run that it is in."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
-from workbench.cluster import worker
+from workbench.cluster.beginning import begin
 from workbench.cluster.cluster import Cluster
-from workbench.cluster.engines import here, spans_hosts
+from workbench.cluster.engines import here
 from workbench.cluster.errors import RankError
+from workbench.cluster.line import Silence
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError, Place, alive, host, places, runs_dir
 from workbench.cluster.turns import Turn, Turns, classes
-from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError
-from workbench.run import Run
-from workbench.store import write_atomically
+from workbench.experiment import Experiment, given
+from workbench.record.run import Run, RunError
+from workbench.record.store import write_atomically
+from workbench.settings import Change, KnobError
 
+R = TypeVar("R", bound=Run)
+LOOK = 0.2  # seconds between two looks at engines that are waited for
+ATTACH = 20.0  # seconds that an engine has to answer a kernel that attaches: it may share a core with many
 SESSION = "workbench.engine.session:Session"  # tests put a lighter one in its place
 
 
@@ -46,13 +50,47 @@ def within(experiment: Experiment, ranks: int) -> Experiment:
     return experiment
 
 
-def open_run(experiment: Experiment, out: Path | str | None) -> Run:
-    """A new Run in a directory of its own: `out`, or `<time>-<strategy>` among this user's runs."""
+def watching(on_nan: str | None, watchers: list[Callable[[], bool]]) -> Callable[[], bool]:
+    """Whether somebody watches a run when its loss is not finite: as it was asked for, or by who sees it then."""
+    if on_nan not in (None, "pause", "stop"):
+        raise KnobError(f"on_nan={on_nan!r}: must be one of pause, stop, or None (pause where somebody watches)")
+    return lambda: any(sees() for sees in watchers) if on_nan is None else on_nan == "pause"
+
+
+def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R:
+    """A new run, of a `kind` of Run, in a directory of its own: `out`, or `<time>-<strategy>` among this user's runs.
+
+    Raises ClusterError where nothing can be written there.
+    """
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(experiment.strategy).__name__}"
-    path = Path(out) if out is not None else _claimed(runs_dir() / name)
-    run = Run(experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time())
-    run.save()
+    path = given.path(out, "out", "runs/first") if out is not None else runs_dir() / name
+    try:
+        path = path if out is not None else _claimed(path)
+        run = kind(
+            experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time()
+        )  # fmt: skip
+        run.save()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    except RunError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _unwritable(path, error.__cause__) from None
+        raise
     return run
+
+
+def refuse_closed(cluster: Cluster, turned: str = "") -> None:
+    """Raises ClusterError if the lab is over; where a knob is to be `turned`, also if it has no engines."""
+    if cluster.closed and not cluster.error:
+        raise ClusterError(f"lab {cluster.name!r} is closed; make it again with Lab(ranks={cluster.ranks})")
+    if turned and cluster.error:
+        name = cluster.name
+        raise ClusterError(f"{turned}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")
+
+
+def _unwritable(path: Path, error: OSError) -> ClusterError:
+    why = error.strerror or str(error)
+    return ClusterError(f"nothing can be recorded in {path}: {why}; make room, or name another place with run(out=...)")
 
 
 def _claimed(path: Path) -> Path:
@@ -60,7 +98,7 @@ def _claimed(path: Path) -> Path:
     for number in itertools.count(1):
         tried = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
-            tried.mkdir(parents=True)
+            tried.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             continue
         return tried
@@ -77,6 +115,10 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
     """Waits for the engines and starts every rank's session; what fails ends the run with that error."""
     cluster, run, experiment = live.cluster, live.run, live.turns.experiment
     try:
+        while not live.ending.asked and not cluster.settled(LOOK):
+            continue
+        if live.ending.asked:  # before anything began
+            return live.end("stopped")
         cluster.wait()
         cluster.take = live.take
         new = [*classes(experiment), *(c for change in changes for c in classes(change.value))]
@@ -84,51 +126,21 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
         _stamp(run)
         job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch}
         cluster.place.write(run={"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks})
-        live.spools = begin(cluster, job, blob, experiment.ranks)
-    except BaseException as error:
-        live.end("failed", error)
-    else:
+        live.spools = begin(cluster, job, blob, experiment.ranks, lambda: live.ending.unwanted)
         live.begun()
+    except BaseException as error:
+        stopped = live.ending.asked and isinstance(error, RankError)
+        live.end("stopped") if stopped else live.end("failed", error)
 
 
 def _stamp(run: Run) -> None:
     """The run begins now that its engines are up: its times count from here."""
     run.epoch = time.time()
     file = Path(run.path or ".") / "run.json"
-    write_atomically(file, json.dumps({**json.loads(file.read_text()), "epoch": run.epoch}, indent=1))
-
-
-def begin(cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: int) -> dict[int, str]:
-    """Starts a session on each rank's engine; {rank: the directory it spools into}."""
-    first, asked = cluster.engines[0], {}
-    loop, store = not spans_hosts(cluster.engines), (str(cluster.place.path / "ranks"), 0)
     try:
-        if not loop:
-            store = cluster.call(first.id, worker.host_store, job["session"], first.reach)
-    except Exception as error:
-        raise RankError([_why(cluster, 0, error)]) from None
-    shared = {**job, "size": ranks, "store": store, "kind": cluster.kind, "loopback": loop}
-    for engine in cluster.engines[:ranks]:
-        own = {"rank": engine.rank, "device": cluster.devices[engine.rank]}
-        asked[engine.rank] = cluster.client[engine.id].apply_async(worker.begin, {**shared, **own}, blob)
-    spools, errors = {}, []
-    for rank, answer in asked.items():
-        try:
-            spools[rank] = str(answer.get(60))
-        except Exception as error:
-            errors.append(_why(cluster, rank, error))
-    if errors:
-        raise RankError(errors)
-    return spools
-
-
-def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
-    """Why a rank could not begin."""
-    about = {"rank": rank, "step": 0, "op": "set-up"}
-    if how := cluster.death(rank):
-        return {**about, "type": "EngineDied", "text": f"its engine {how}"}
-    name = getattr(error, "ename", type(error).__name__)
-    return {**about, "type": name, "text": getattr(error, "evalue", str(error))}
+        write_atomically(file, json.dumps({**json.loads(file.read_text()), "epoch": run.epoch}, indent=1))
+    except OSError as error:
+        raise _unwritable(file.parent, error) from None
 
 
 def _pickled(what: Any) -> bytes:
@@ -158,18 +170,28 @@ def _local(place: Place) -> list[list[float]]:
     return [[e["pid"], e["created"]] for e in place.read()["engines"] if e["host"] == host()]
 
 
-def rejoin(cluster: Cluster, turns: list[Turn]) -> Live | None:
+def _asked_of_any(cluster: Cluster, ranks: int) -> bytes:
+    """What is being run, from the first engine that answers: all of them were given the same."""
+    for rank in range(ranks):
+        try:
+            return cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]
+        except Silence as silence:
+            last = silence
+    raise last
+
+
+def rejoin(cluster: Cluster, turns: list[Turn], kind: type[Run]) -> Live | None:
     """Follows the run that a cluster's engines are in, from its first row on; None if they are in none."""
     about = cluster.place.read().get("run")
     if not about:
         return None
-    blob = cluster.line.ask(0, "experiment")[1]
+    blob = _asked_of_any(cluster, about["ranks"])
     if not blob:
         return None
     experiment, _, _ = cloudpickle.loads(blob)
     waiting: list[Any] = []
     cluster.take = waiting.append  # rows that come while the disk is read
-    run = Run.open(about["path"])
+    run = kind.open(about["path"])
     live = Live(run, cluster, Turns(experiment, turns), about["generation"])
     live.replay()
     cluster.take = live.take

@@ -43,8 +43,7 @@ class Line:
     def _connect(self, address: str, keys: Keys) -> _Wire:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
-        keys.unlock(socket)
-        socket.connect(address)
+        keys.reach(socket, address)
         return _Wire(socket)
 
     def ask(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:

@@ -132,6 +132,21 @@ class Place:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def check_connection(path: Path) -> None:
+    """Raises ClusterError if `path` is not a file by which ipyparallel's clients find their controller."""
+    if not path.is_file():
+        raise ClusterError(f"cluster={str(path)!r}: there is no such connection file")
+    try:
+        about = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict) or not {"interface", "registration", "mux", "iopub", "key"} <= about.keys():
+        raise ClusterError(
+            f"cluster={str(path)!r}: is not a client connection file; ipyparallel writes one, "
+            f"ipcontroller-client.json, into the security directory of its profile"
+        )
+
+
 def places() -> list[Place]:
     """Every lab's place of this user on this machine, the newest first."""
     found = [Place(p.parent) for p in root().glob("*/lab.json")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -59,6 +60,7 @@ class Processes:
 
     def start(self, ranks: int, env: dict[str, str]) -> None:
         """Starts everything at once: engines load torch while the controller comes up."""
+        self._lock_up()
         common = [f"--profile-dir={self.place.path}", "--log-level=30"]
         self._spawn("controller", [
             *common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
@@ -69,6 +71,13 @@ class Processes:
                 *common, f"--file={self.introduction}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
                 "--IPEngine.wait_for_url_file=60", "--IPEngine.timeout=60", "--IPEngine.max_heartbeat_misses=1000",
             ], env)  # fmt: skip
+
+    def _lock_up(self) -> None:
+        """Has the controller encrypt its channels and sign what goes over them; no command line shows the key."""
+        config = self.place.path / "ipcontroller_config.py"
+        with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            key = secrets.token_hex(32).encode()
+            file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
 
     def _spawn(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
@@ -94,7 +103,8 @@ class Processes:
         except (OSError, ValueError):
             return False
         draft = self.introduction.with_suffix(".draft")
-        draft.write_text(texts[1])
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(texts[1])
         draft.replace(self.introduction)
         return True
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from workbench.cluster.keys import Keys
+from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, batches
 
 PAUSE = 0.15  # seconds between two looks at a busy wire: six a second are enough for the eye
@@ -27,21 +28,21 @@ class Relay:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.rcvhwm = 20_000
-        keys.unlock(self._socket)
         self._socket.subscribe(b"")
         for address in addresses:
-            self._socket.connect(address)
+            keys.reach(self._socket, address)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="relay", daemon=True)
-        self._thread.start()
+        self._thread = Steady("relay", self._look, self._closing, self._wrong, lambda: self._socket.close(0)).start()
 
-    def _listen(self) -> None:
-        while not self._closing.is_set():
-            if self._socket.poll(250):
-                self._drain()
-                self.seconds = time.thread_time()
-                self._closing.wait(PAUSE)
-        self._socket.close(0)
+    def _look(self) -> None:
+        if self._socket.poll(250):
+            self._drain()
+            self.seconds = time.thread_time()
+            self._closing.wait(PAUSE)
+
+    def _wrong(self, error: Exception) -> None:
+        self.errors.append(f"{type(error).__name__}: {error}")
+        del self.errors[:-20]
 
     def _drain(self) -> None:
         while True:
@@ -53,8 +54,7 @@ class Relay:
                 for batch in batches(frames):
                     self.take(batch)
             except Exception as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                del self.errors[:-20]
+                self._wrong(error)
 
     def close(self) -> None:
         self._closing.set()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench import store
 from workbench.cluster.wire import Batch, batches, cut, encode
+from workbench.record import store
 
 CHUNK = 1 << 20  # bytes of a file in one message
 
@@ -63,7 +63,7 @@ def chunk(path: Path, name: str, start: int) -> bytes:
 def fetch(listing: list[list[Any]], read: Callable[[str, int], bytes], into: Path) -> None:
     """Copies the files of a rank on another host into the run directory here."""
     for name, size in listing:
-        with open(into / Path(name).name, "wb") as f:
+        with open(into / Path(name).name, "wb", opener=store.private) as f:
             while f.tell() < size and (data := read(name, f.tell())):
                 f.write(data)
 

@@ -10,15 +10,18 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError, resolve, to_plain
+from workbench.settings import NEXT, Change, KnobError, fold, resolve, to_plain
+
+BEFORE = "before the run"  # the id of a turn that no run was there for
 
 
 class Turn:
     """One turn of one knob. `applied_at` is the first step it acts on, `refused` the reason why it never will."""
 
-    def __init__(self, number: str, path: str, value: Any, applied_at: int | None = None) -> None:
-        self.id, self.path, self.value = number, path, value
-        self.requested_at = time.time()
+    def __init__(self, change: Change, applied_at: int | None = None) -> None:
+        self.change = change
+        self.id, self.path, self.value = change.id, change.path, change.value
+        self.requested_at = change.requested_at or time.time()
         self.applied_at = applied_at
         self.refused: str | None = None
         self.seconds: float | None = None  # from the request to the answer
@@ -43,6 +46,7 @@ class Turn:
 
     def __repr__(self) -> str:
         done = f"applied at step {self.applied_at}" if self.applied_at is not None else "requested"
+        done = "kept for the next run" if self.id == BEFORE else done
         return f"Turn {self.path} = {self.value}: {'refused: ' + self.refused if self.refused else done}"
 
 
@@ -64,28 +68,23 @@ class Turns:
             if not knob.live:
                 raise KnobError(f"{full}={value!r}: cannot change while a run is live; stop it, then turn it")
             given = _at(wanted.turn(path, value), full)
-            turn = Turn(f"turn {next(self._numbers)} {time.time_ns():x}", full, to_plain(given))
+            number = f"turn {next(self._numbers)} {time.time_ns():x}"
+            turn = Turn(Change(NEXT, full, to_plain(given), number, time.time()))
             send(turn, list(classes(given)))
             self._pending.append(turn)
             self.listed.append(turn)
             return turn
 
     def _wanted(self) -> Experiment:
-        wanted = self.experiment
-        for turn in self._pending:
-            try:
-                wanted = wanted.turn(turn.path, turn.value)
-            except KnobError:
-                continue
-        return wanted
+        return fold(self.experiment, (turn.change for turn in self._pending), Experiment.turn, skips=True)[-1][1]
 
     def applied(self, step: int, detail: dict[str, Any]) -> None:
         """A change took effect: ours, one that was planned, or one asked by another kernel."""
         with self._lock:
-            turn = self._take(detail)
-            self.experiment = self.experiment.turn(detail["path"], detail["value"])
+            turn, change = self._take(detail), Change.read(detail, step)
+            self.experiment = self.experiment.turn(change.path, change.value)
             if turn is None:
-                self.listed.append(Turn(detail["id"], detail["path"], detail["value"], step))
+                self.listed.append(Turn(change, step))
             else:
                 turn.answer(applied_at=step)
 
@@ -111,10 +110,11 @@ class Turns:
 def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, ...]:
     """Changes to come, in the order of their steps, each checked against what will then be in force."""
     out = []
-    for step, path, value in sorted(changes, key=lambda change: change[0]):
+    for change in sorted(changes, key=lambda change: change.at_step):
+        step, value = change.at_step, change.value
         if step < 0:
             raise KnobError(f"at_step={step}: must be an integer in [0, 1000000000] steps")
-        full, knob = resolve(experiment, path)
+        full, knob = resolve(experiment, change.path)
         if not knob.live:
             raise KnobError(f"{full}={value!r}: cannot change while a run is live")
         experiment = experiment.turn(full, value)

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
-    from workbench.run import Run
+    from workbench.record.run import Run
 
 
 def wait_for_run(live: Live, timeout: float | None = None) -> Run:
@@ -51,4 +51,5 @@ def _show(live: Live, line: Any) -> None:
     line.update(max(live.steps_done - line.n, 0))
     if live.state != "stopping":
         text = live.cluster.progress if live.state == "starting" else live.state
-        line.set_postfix_str(text if live.loss is None else f"{text}, loss {live.loss:.3f}")
+        text = text if live.loss is None else f"{text}, loss {live.loss:.3f}"
+        line.set_postfix_str(f"{text}; {live.holdup}" if live.holdup else text)

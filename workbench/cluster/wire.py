@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workbench.timeline import KINDS, Coded, Table, Words
+from workbench.record.timeline import KINDS, Coded, Table, Words
 
 WORDS = np.dtype("u2")  # the number of a word within its message
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import zmq
 
 from workbench.cluster import spool
 from workbench.cluster.capture import Capture
-from workbench.cluster.keys import Keys
+from workbench.cluster.keys import Keys, admit
 from workbench.cluster.place import alive, host
+from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, encode
 
 SILENCE = 60.0  # seconds without a word from a kernel on another host, after which a run is abandoned
@@ -80,21 +82,22 @@ class Bench:
         self.session: Any = None
         self.job: dict[str, Any] = {}
         self.blob = b""
+        self.secret = ""  # of the run that begins next
         self.store: Any = None
         self.sent: dict[str, int] = {}
         self.where = Path()
         self.learned: list[Any] = []  # classes from the notebook's cells, kept alive so that they are found by name
         self.heard = time.monotonic()
+        self.trouble = ""  # what a look of the line raised last; told with every status
         self._context = zmq.Context()
-        keys = Keys(*setup["keys"])
-        self._doorkeeper = keys.admit(self._context)
+        keys = Keys.new()
+        self._doorkeeper = admit(setup["client"], self._context)
         self._rows, self.rows_at = self._bind(zmq.PUB, keys, setup)
         self._line, self.line_at = self._bind(zmq.ROUTER, keys, setup)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._capture = Capture("rank ", self._log).__enter__()
-        self._thread = threading.Thread(target=self._serve, name="line", daemon=True)
-        self._thread.start()
+        self._thread = Steady("line", self._look, self._closing, self._stumbled, lambda: self._line.close(0)).start()
 
     def _bind(self, kind: int, keys: Keys, setup: dict[str, Any]) -> tuple[Any, str]:
         socket = self._context.socket(kind)
@@ -102,7 +105,7 @@ class Bench:
         socket.sndhwm = 5_000
         keys.lock(socket)
         port = socket.bind_to_random_port(f"tcp://{'*' if setup['spans_hosts'] else '127.0.0.1'}")
-        return socket, f"tcp://{setup['reach']}:{port}"
+        return socket, f"tcp://{setup['reach']}:{port} {keys.public}"
 
     @property
     def busy(self) -> bool:
@@ -120,19 +123,24 @@ class Bench:
             self.session.abort()
             if not self.session.join(5.0):
                 raise RuntimeError(f"this rank has not left its last run: {self.session.status()['busy'] or 'busy'}")
-        self.job, self.blob, self.sent = job, blob, {}
-        self.where = Path(job["run_dir"])
-        if not (self.where / "run.json").exists():  # another host: the kernel fetches the rows from here
-            self.where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
-        experiment, changes, self.learned = cloudpickle.loads(blob)
-        self.session = _load(job["session"])(
+        where = Path(job["run_dir"])
+        if not (where / "run.json").exists():  # another host: the kernel fetches the rows from here
+            where = Path(tempfile.mkdtemp(prefix="training-workbench-run-"))
+        experiment, changes, learned = cloudpickle.loads(blob)
+        session = _load(job["session"])(
             experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
-            run_dir=self.where, push=self.push, epoch=job["epoch"], changes=changes, device=job["device"],
-            kind=job["kind"], loopback=job["loopback"],
+            run_dir=where, push=self.push, epoch=job["epoch"], changes=changes, device=job["device"],
+            kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
         )  # fmt: skip
-        _show_in_cells("workbench_session", self.session)
-        self.session.start()
-        return str(self.where)
+        self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
+        self.job, self.blob, self.sent = job, blob, {}
+        _show_in_cells("workbench_session", session)
+        try:
+            session.start()
+        except BaseException:
+            self.session = None  # one that never started would be waited for
+            raise
+        return str(where)
 
     def push(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
         """Publishes rows in one message; where nobody listens they are dropped here and stay on disk."""
@@ -151,15 +159,20 @@ class Bench:
 
     # -- the line
 
-    def _serve(self) -> None:
-        while not self._closing.is_set():
-            if self._line.poll(200):
-                who, head, blob = self._line.recv_multipart()
-                self.heard = time.monotonic()
-                self._line.send_multipart([who, *self._reply(json.loads(head), blob)])
-            elif self.busy and self._abandoned():
-                self.session.abort()
-        self._line.close(0)
+    def _look(self) -> None:
+        if self._line.poll(200):
+            who, head, blob = self._line.recv_multipart()
+            self.heard = time.monotonic()
+            self._line.send_multipart([who, *self._reply(json.loads(head), blob)])
+        elif self.busy and self._abandoned():
+            self.session.abort()
+
+    def _stumbled(self, error: Exception) -> None:
+        """A look of the line failed: into the engine's log file, the next status and the record."""
+        text = "".join(traceback.format_exception(error))
+        print(text, file=sys.__stderr__, flush=True)
+        self.trouble = f"{type(error).__name__}: {error}"
+        self._log("stderr", f"the engine's line: {text}")
 
     def _reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
         answer: dict[str, Any] = {"number": ask.pop("number")}
@@ -176,9 +189,10 @@ class Bench:
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
         """Where this rank is: the session's own words, which run, whether it is over, and rows sent so far."""
+        over = not self.busy  # asked first: who is over then tells its last state
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
-        over = not self.busy
-        return {**status, "generation": self.job.get("generation", ""), "over": over, "sent": self.sent}
+        about = {"generation": self.job.get("generation", ""), "over": over, "sent": self.sent}
+        return {**status, **about, "trouble": self.trouble}
 
     def on_request(self, blob: bytes, request: dict[str, Any]) -> None:
         self.session.request(request)
@@ -190,6 +204,10 @@ class Bench:
     def on_abort(self, blob: bytes, asked: bool = False) -> None:
         if self.busy:
             self.session.abort(asked)
+
+    def on_trust(self, blob: bytes, secret: str) -> None:
+        """What only the ranks of the run to come know, as hexadecimal digits."""
+        self.secret = secret
 
     def on_learn(self, blob: bytes) -> None:
         """Takes in classes defined in the notebook, before a change names them."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from workbench.family import Family
-from workbench.ops import Bucket, Memory, Part, Rank
+from workbench.rank import Bucket, Memory, Part, Rank
+from workbench.settings import Family
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,11 @@ class Compressor(Family):
                  share that is, and what is sent is an estimate
     assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
     owes:        the slot of its Memory that holds what it has not sent yet; "" where it remembers nothing
+    kind:        one of `kinds`, by which a list of compressors is grouped; what holds another is a wrapper
+    starter:     one of the few to begin with: well known, and good on its own
+
+    `strays` is a number that follows from the knobs: under error feedback what is left unsent shrinks by that factor
+    in each step, in some norm and on average, so it stays bounded where the factor is below 1.
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -52,11 +57,19 @@ class Compressor(Family):
     varies: ClassVar[bool] = False
     assumes: ClassVar[str] = ""
     owes: ClassVar[str] = ""
+    kinds: ClassVar[tuple[str, ...]] = ("none", "casts", "quantised", "sparse", "low rank", "wrappers")
+    kind: ClassVar[str] = ""
+    starter: ClassVar[bool] = False
 
     @property
     def carries(self) -> bool:
         """Does it keep the optimizer's momentum, in its Memory's slot MOMENTUM, so that the optimizer steps without?"""
         return False
+
+    @property
+    def strays(self) -> float | None:
+        """How far C(x) is from x at most, E ||C(x) - x|| <= strays ||x|| for every x; None where nothing is claimed."""
+        return None
 
     def whole(self) -> Compressor:
         """Where it `owes`: what sends all of it in one step, with that step's data, and then owes nothing."""

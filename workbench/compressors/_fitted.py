@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from workbench.compressors._levels import Levels, exponential, norms
 from workbench.compressors._mixture import Mixture
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 NUMBERS = 3  # that a block sends: its norm, and its normalised elements' mean and deviation
 
@@ -28,9 +29,14 @@ class Fitted(Levels):
     float32. Steps are counted by exchanges of the bucket that holds the first parameter ever sent, however buckets
     are cut later.
 
-    Until there is a sample, levels are +-1, +-1/2, +-1/4, ... What was sampled is kept for the whole model: for another
-    number of bits levels are solved from it at once. It depends on `block` and `norm`: where these change, the first
-    levels serve for the one step in which it is sampled anew.
+    Until there is such a sample each bucket is sampled, and levels are best for what the ranks say of this very bucket,
+    which crosses before its codes do: so the first step, too, is rounded to levels that suit it. Where nothing can be
+    seen, for all is zero or not finite, levels are +-1, +-1/2, +-1/4, ..., and the next step is sampled again. What was
+    sampled is kept for the whole model: for another number of bits levels are solved from it at once. It depends on
+    `block` and `norm`: where these change, a step is sampled anew, each bucket with levels of its own.
+
+    Levels suit what was sampled. What a residual would make of later gradients they were not fitted to, and nothing
+    bounds what they cost for it, so error feedback is refused.
     """
 
     bits: int = knob(3, 2, 8, doc="bits of a code")
@@ -42,18 +48,29 @@ class Fitted(Levels):
 
     slot: ClassVar[str] = "levels"
 
+    @property
+    def strays(self) -> float:
+        return math.inf
+
+    def refuses_feedback(self) -> str | None:
+        return (
+            f"of={type(self).__name__}: its levels fit what was sampled, and nothing bounds what they cost for what a "
+            "residual makes of later gradients; use it without error feedback, or QSGD(bits=3) with it"
+        )
+
     @abstractmethod
     def solved(self, mixture: Mixture) -> Tensor:
         """(L,) float64, L <= 2^bits: ascending from -1 to 1, best for such elements."""
 
     def levels(self, memory: Memory) -> Tensor:
         fit = self._fit(memory)
-        if fit is None or fit.mixture is None or fit.basis != self._basis:
+        known = fit and (fit.model if self._serves(fit) else fit.bucket)
+        if not known or known.mixture is None:
             return exponential(self.bits, 0.5, zero=False)
         key = f"{type(self).__name__} {self.bits}"
-        if key not in fit.levels:
-            fit.levels[key] = self.solved(fit.mixture).float()
-        return fit.levels[key]
+        if key not in known.levels:
+            known.levels[key] = self.solved(known.mixture).float()
+        return known.levels[key]
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         if bucket.data.numel():
@@ -68,36 +85,56 @@ class Fitted(Levels):
         fit: _Fit | None = memory.parts.get(self.slot, {}).get("*")
         return fit
 
+    def _serves(self, fit: _Fit) -> bool:
+        """Is what is known of the model a sample of such blocks? Where there are sizes only, having asked is enough."""
+        return fit.basis == self._basis and (fit.model.mixture is not None or fit.sizes_only)
+
     async def _sample(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
-        """What this bucket's blocks look like on all ranks, if this is a step to look."""
+        """What this bucket's blocks look like on all ranks, if this is a step to look or nothing is known yet."""
         names = [part.name for part in bucket.parts] or [""]
         fit = self._fit(memory)
         if fit is None:
             fit = memory.parts.setdefault(self.slot, {})["*"] = _Fit(names[0])
         if fit.lead in names:
             self._next(fit)
-        if not fit.sampling:
+        if not fit.sampling and self._serves(fit):
             return
-        if fit.asked != self._basis:
-            fit.asked, fit.found = self._basis, []
         mine = looks(self._chunks(bucket.data.float(), 1)[0], self.norm, self.samples)
         every = await rank.all_gather(mine.flatten(), bucket.name)
-        if not every.is_meta:
-            fit.found.append(every.view(-1, NUMBERS).double().cpu())
+        fit.sizes_only = every.is_meta
+        if every.is_meta:
+            return
+        seen = every.view(-1, NUMBERS).double().cpu()
+        fit.bucket = _Known(self._mixture([seen]))
+        if fit.sampling and fit.asked == self._basis:
+            fit.found.append(seen)
 
     def _next(self, fit: _Fit) -> None:
         """A step begins: what the last one sampled is what levels are solved from now on."""
         if fit.sampling:
-            blocks = torch.cat([torch.empty(0, NUMBERS, dtype=torch.float64), *fit.found])
-            blocks = blocks[blocks[:, 0] > 0]
-            blocks = blocks[blocks[:, 0].topk(min(self.samples, len(blocks))).indices]
-            if len(blocks) or fit.basis != fit.asked:
-                fit.mixture = Mixture.of(blocks) if len(blocks) else None
-                fit.levels = {}
-            fit.basis, fit.found = fit.asked, []
+            mixture = self._mixture(fit.found)
+            if mixture is not None or fit.basis != fit.asked:
+                fit.model = _Known(mixture)
+            fit.basis = fit.asked
         fit.step += 1
-        known = fit.basis in (None, self._basis)
-        fit.sampling = not known or fit.step in (self.fit_first, self.fit_second) or fit.step % self.fit_every == 0
+        named = fit.step in (self.fit_first, self.fit_second) or fit.step % self.fit_every == 0
+        fit.sampling = named or not self._serves(fit)
+        fit.asked, fit.found = self._basis, []
+
+    def _mixture(self, found: list[Tensor]) -> Mixture | None:
+        """Of the blocks with the largest norms among those that were found; None where all norms are zero."""
+        blocks = torch.cat([torch.empty(0, NUMBERS, dtype=torch.float64), *found])
+        blocks = blocks[blocks[:, 0] > 0]
+        blocks = blocks[blocks[:, 0].topk(min(self.samples, len(blocks))).indices]
+        return Mixture.of(blocks) if len(blocks) else None
+
+
+@dataclass
+class _Known:
+    """Blocks that were looked at, and the levels solved from them, by compressor and bits."""
+
+    mixture: Mixture | None = None
+    levels: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -107,11 +144,12 @@ class _Fit:
     lead: str  # the parameter whose exchanges count the steps
     step: int = -1
     sampling: bool = False  # is the present step one in which blocks are sampled?
+    sizes_only: bool = False
     asked: tuple[int, str] | None = None  # block and norm of what is being sampled
     found: list[Tensor] = field(default_factory=list)  # (m, 3) each
     basis: tuple[int, str] | None = None  # block and norm of what was sampled last
-    mixture: Mixture | None = None
-    levels: dict[str, Tensor] = field(default_factory=dict)  # solved from it, by compressor and bits
+    model: _Known = field(default_factory=_Known)  # of all buckets, from the last step that was sampled
+    bucket: _Known = field(default_factory=_Known)  # of the last bucket that was sampled
 
 
 def looks(x: Tensor, norm: str, most: int) -> Tensor:

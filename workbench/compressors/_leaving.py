@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide
 from workbench.compressors._sketch import sketch
-from workbench.compressors.error_feedback import ErrorFeedback, put, settle, wide
-from workbench.ops import Bucket, Memory, Rank
+from workbench.compressors.error_feedback import ErrorFeedback, put, settle
+from workbench.rank import Bucket, Memory, Rank
 
 
 @dataclass(frozen=True, kw_only=True)

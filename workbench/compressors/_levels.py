@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from workbench.compressors._stochastic import dice_for, dithered
 from workbench.compressors._two_hop import Coded
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,12 @@ class Levels(Coded):
     again. That rounding does not depend on the first, so both are unbiased.
 
     A block of zeros has the norm 0 and stays zero. One with a number that is not finite comes back as NaN.
+
+    Under ErrorFeedback what is left unsent must shrink. With the largest magnitude for the norm no element is off by
+    more than the widest gap between levels, in units of the largest: a contraction in the maximum norm where it is
+    below 1. With the L2 norm the error's mean square is at most `worst` times that of what is rounded, for QSGD q - 1
+    with q = sqrt(d) / s (q^2 / 4 where q < 2), so it takes sqrt(d) < 2 s. In two hops the second rounding is of a sum
+    of what the first one made, and adds as much again. Anything else is refused there.
     """
 
     bits: int = knob(4, 2, 8, doc="bits of a code")
@@ -45,6 +51,26 @@ class Levels(Coded):
     @property
     def width(self) -> int:
         return self.bits
+
+    @property
+    def strays(self) -> float:
+        levels = self.levels(Memory()).double()
+        once = float(levels.diff().max()) if self.norm == "max" else worst(levels, self.block) ** 0.5
+        longest = 1.0 if self.norm == "max" else (1 + once**2) ** 0.5  # of what is rounded again, for each of the ranks
+        return once if self.exchange == "gather" else once * (1 + longest)
+
+    def refuses_feedback(self) -> str | None:
+        if self.strays < 1:
+            return None
+        some = (replace(self, norm="max", exchange="gather", bits=bits) for bits in range(self.bits, 9))
+        good = next((c for c in some if c.strays < 1), None)
+        name = type(self).__name__
+        other = f"norm=max with exchange=gather and bits={good.bits}" if good else "QSGD(bits=3)"
+        return (
+            f"of={name}(bits={self.bits}, block={self.block}, norm={self.norm}, exchange={self.exchange}): its error "
+            f"may be {self.strays:.3g} times as long as what it rounds, and would grow under error feedback; use it "
+            f"without, or with {other}"
+        )
 
     @abstractmethod
     def levels(self, memory: Memory) -> Tensor:
@@ -89,6 +115,25 @@ def between(r: Tensor, levels: Tensor) -> Tensor:
     low, step = levels[:-1], levels.diff()
     flat = k.flatten()
     return r.sub_(low.index_select(0, flat).view(r.shape)).div_(step.index_select(0, flat).view(r.shape)).add_(k)
+
+
+def worst(levels: Tensor, d: int) -> float:
+    """The most that E |C(x) - x|^2 / |x|^2 can be for d elements in units of their L2 norm, rounded to `levels`.
+
+    The sum of (l_(k+1) - r)(r - l_k) over d elements r whose squares add up to 1, by its dual: the least, over a >= 0,
+    of a + d times the largest (l_(k+1) - r)(r - l_k) - a r^2. That is convex in a, so thirds are cut off.
+    """
+    low, high = levels[:-1], levels[1:]
+
+    def bound(a: float) -> float:
+        r = torch.minimum(torch.maximum((low + high) / (2 * (1 + a)), low), high)
+        return a + d * float(((high - r) * (r - low) - a * r * r).max())
+
+    left, right = 0.0, float(d)
+    for _ in range(80):
+        a, b = left + (right - left) / 3, right - (right - left) / 3
+        left, right = (left, b) if bound(a) < bound(b) else (a, right)
+    return min(bound(0.0), bound((left + right) / 2))
 
 
 def exponential(bits: int, multiplier: float, zero: bool) -> Tensor:

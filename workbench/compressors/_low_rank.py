@@ -14,8 +14,8 @@ from torch import Tensor
 
 from workbench.compressors._base import Compressor
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Part, Rank
+from workbench.rank import Bucket, Memory, Part, Rank
+from workbench.settings import knob
 
 LEFT, RIGHT = "low rank P", "low rank Q"  # where factors (n, rank) and (m, rank) are remembered, by parameter
 LEFT_IS_NEWER = "low rank turn"  # names of the parameters whose P is newer than their Q
@@ -41,6 +41,7 @@ class LowRank(Compressor):
     warm_start: bool = knob(True, doc="begin with the directions of the step before; else with random ones")
 
     linear: ClassVar[bool] = True
+    kind: ClassVar[str] = "low rank"
 
     @classmethod
     def usual(cls) -> Any:

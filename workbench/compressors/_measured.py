@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.compressors._base import Compressor, inside
 from workbench.compressors.dense import Dense
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.ops import Bucket, Memory, Op, Rank
+from workbench.rank import Bucket, Memory, Op, Rank
 
 
 class Measured:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from workbench.compressors._base import Compressor
-from workbench.knobs import Knob, turn, walk
+from workbench.settings import Knob, turn, walk
 
 RATIOS = ("density", "rank", "bits", "levels")  # what such knobs are called
 

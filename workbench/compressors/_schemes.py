@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.compressors._uneven import WIDTH, gathered, lengths_of
 from workbench.compressors._units import Owned, Units, bitmap, flags, message, opened, size
-from workbench.ops import Rank
+from workbench.rank import Rank
 
 SCHEMES = ("gather", "tree", "owners", "ring", "dense")  # of two that cost the same the first is taken
 

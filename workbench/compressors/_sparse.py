@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide, within
 from workbench.compressors._uneven import gathered
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,12 @@ class Sparse(Compressor):
     """A compressor given by which elements it keeps; every rank gathers every other's (index, value) pairs.
 
     Bytes sent by rank i for k_i kept elements: (p-1) * (8 + 8 k_i) in fp32: how many there are, then 32-bit indices
-    and values as one message. All ranks add up in rank order, so they hold the same bits. The share that was kept is
-    written into the record as the Sample "density".
+    and values as one message. All ranks add up in rank order and in fp32 at least, so they hold the same bits. The
+    share that was kept is written into the record as the Sample "density".
     """
 
     varies: ClassVar[bool] = True
+    kind: ClassVar[str] = "sparse"
 
     @abstractmethod
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
@@ -41,9 +43,12 @@ class Sparse(Compressor):
             await rank.sample("density", index.numel() / x.numel())
         every = await gathered(rank, message(index, values), bucket.name)
         own = torch.zeros_like(x).index_add_(0, index, values)
-        x.zero_()
+        total = x.zero_() if wide(x.dtype) == x.dtype else torch.zeros_like(x, dtype=wide(x.dtype))
         for one in every:
-            x.index_add_(0, *opened(one, x.dtype))
+            index, values = opened(one, x.dtype)
+            total.index_add_(0, index, values.to(total.dtype))
+        if total is not x:
+            x.copy_(within(total, x.dtype))
         return own
 
 

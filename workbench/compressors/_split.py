@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor, inside
-from workbench.ops import Bucket, Memory, Part, Rank
+from workbench.rank import Bucket, Memory, Part, Rank
 
 
 async def by_part(chosen: Sequence[Compressor], rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from workbench.ops import Memory
+from workbench.rank import Memory
 
 BLOCK, LARGE = 2**15, 2**20  # elements worked on at once; twice as many of a vector this long, whose first are few
 POINT = 23  # bits behind the point

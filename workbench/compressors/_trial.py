@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workbench.compressors._base import Compressor
 from workbench.compressors.error_feedback import bare
-from workbench.ops import Bucket, Memory, Op, Rank, StrategyError
+from workbench.rank import Bucket, Memory, Op, Rank, StrategyError
 
 TRIES = 5  # a compressor that begins where it left off gets as many goes at the same values
 

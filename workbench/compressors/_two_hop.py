@@ -11,8 +11,9 @@ from torch import Tensor
 
 from workbench.compressors._base import Compressor
 from workbench.compressors._pack import packed, unpacked
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.compressors._range import within
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,14 @@ class Coded(Compressor):
 
     The error of the second coding belongs to nobody's data. The owner counts it as its own: then what ranks contribute
     adds up to the result, and under ErrorFeedback the residual holds the errors of both hops.
+    Sums are made in float32; in a bucket of a narrower type what is finite stays finite, cut off at the type's range.
     """
 
     block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements with a scale in common; 0: a chunk")
 
     scalars: ClassVar[int]  # numbers that travel with each block's codes
     repeats: ClassVar[bool] = True  # is what is missing at the end the last element again, or zero?
+    kind: ClassVar[str] = "quantised"
 
     @property
     @abstractmethod
@@ -59,8 +62,8 @@ class Coded(Compressor):
         every = await rank.all_gather(self._message(total[None], memory)[0], bucket.name)
         out = self._opened(every, x, memory)
         own[rank.index] += out[rank.index] - total
-        bucket.data.copy_(out.view(-1)[:n])
-        return own.view(-1)[:n].to(bucket.data.dtype)
+        bucket.data.copy_(within(out.view(-1)[:n], bucket.data.dtype))
+        return within(own.view(-1)[:n], bucket.data.dtype)
 
     async def gathered(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """One hop instead of two: every rank's codes of the whole bucket go to all, who add up in rank order.
@@ -77,8 +80,8 @@ class Coded(Compressor):
             one = self._opened(row[None], x, memory)
             total += one
             own = one if j == rank.index else own
-        bucket.data.copy_(total.view(-1)[:n])
-        return own.view(-1)[:n].to(bucket.data.dtype)
+        bucket.data.copy_(within(total.view(-1)[:n], bucket.data.dtype))
+        return within(own.view(-1)[:n], bucket.data.dtype)
 
     def _chunks(self, x: Tensor, size: int) -> Tensor:
         """(n,) -> (size, blocks, elements of a block)."""

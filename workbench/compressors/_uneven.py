@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.ops import Rank
+from workbench.rank import Rank
 
 WIDTH = 8  # bytes of a length on the wire
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.bucket import Bucket, Part
 from workbench.compressors._two_hop import packed, unpacked
+from workbench.rank import Bucket, Part
 
 LOW = 0xFFFFFFFF  # the low 32 bits
 

@@ -12,8 +12,8 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._split import by_part, split_momentum, twice
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.power_sgd import PowerSGD
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Part, Rank
+from workbench.rank import Bucket, Memory, Part, Rank
+from workbench.settings import knob
 
 
 class _Level(NamedTuple):

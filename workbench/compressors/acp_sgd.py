@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from workbench.compressors._low_rank import LEFT_IS_NEWER, Contribution, LowRank, multiply, orthonormal
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
 
 
 @dataclass(frozen=True, kw_only=True)

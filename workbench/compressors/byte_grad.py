@@ -10,8 +10,8 @@ from torch import Tensor
 from workbench.compressors._minmax import quantised, restored
 from workbench.compressors._stochastic import dice_for
 from workbench.compressors._two_hop import Coded
-from workbench.knobs import knob
-from workbench.ops import Memory
+from workbench.rank import Memory
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,10 @@ class ByteGrad(Coded):
     sqrt(2) times as large where a block's numbers lie anyhow between codes. Rounding to the nearest leaves an
     error that may be the same in every step. Feedback mends that at a lower price, so with it leave this off.
 
+    Under ErrorFeedback what is left unsent must shrink. A step is at most 2 / (2^bits - 1) of the block's largest
+    magnitude; rounding to the nearest is off by half of one, at random by a whole one, and the second hop adds as much
+    again, since codes stay within the range of what they code. Two bits at random come to 4/3 and are refused there.
+
     Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2021,
     https://arxiv.org/abs/2107.01499; codes in blocks: Markov et al., "CGX: Adaptive System Support for
     Communication-Efficient Deep Learning", Middleware 2022, https://arxiv.org/abs/2111.08617
@@ -49,6 +53,19 @@ class ByteGrad(Coded):
     @property
     def width(self) -> int:
         return self.bits
+
+    @property
+    def strays(self) -> float:
+        return 2 * (2 if self.stochastic else 1) / (2**self.bits - 1)
+
+    def refuses_feedback(self) -> str | None:
+        if self.strays < 1:
+            return None
+        return (
+            f"of=ByteGrad(bits={self.bits}, stochastic={self.stochastic}): its error may be {self.strays:.3g} times as "
+            "long as what it rounds, and would grow under error feedback; use it without, or with stochastic=False or "
+            "bits=4"
+        )
 
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         return quantised(x, self.bits, dice_for(x, memory) if self.stochastic else None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Codec, Payload
-from workbench.knobs import knob
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Cast(Codec):
     to: str = knob("bf16", choices=("fp16", "bf16"), doc="the 16-bit float that crosses the wire")
 
     linear: ClassVar[bool] = True
+    kind: ClassVar[str] = "casts"
+    starter: ClassVar[bool] = True
 
     def encode(self, x: Tensor) -> Payload:
         return (x.to(torch.float16 if self.to == "fp16" else torch.bfloat16),)

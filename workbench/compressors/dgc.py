@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 
-from workbench.bucket import MOMENTUM
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide, within
 from workbench.compressors._sparse import Sparse
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import MOMENTUM, Bucket, Memory, Rank
+from workbench.settings import knob
 
 LOW, HIGH = 0.8, 1.3  # of the number wanted: fewer lower the threshold, of more the largest are taken
 TRIES = 10
@@ -46,7 +46,8 @@ class DGC(Sparse):
     p^2, another takes the root of what a collective has not given it.)
 
     Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32, as with any sparse one; with density = 1 an
-    all-reduce. Two values per entry are remembered. In the first epochs the authors turn the density down step by
+    all-reduce. Two values per entry are remembered, in fp32 at least: what bf16 rounds off, and what is beyond fp16's
+    range, waits in v. In the first epochs the authors turn the density down step by
     step: 0.25, 0.063, 0.015, 0.004, 0.001.
 
     When to use it: very slow wires and SGD with momentum.
@@ -78,12 +79,12 @@ class DGC(Sparse):
         if self.local_clip:
             _clip(bucket, self.local_clip * rank.size**-1.5)  # a share is 1 / p of a gradient
         u, v = self._gathered(bucket, memory)
-        x.copy_(v)
+        x.copy_(within(v, x.dtype))
         own: Tensor | None
         if self.density < 1:
             own = await super().reduce(rank, bucket, memory)
         else:
-            own = v.clone()
+            own = x.clone()
             await rank.all_reduce(x, "sum", bucket.name)
         assert own is not None
         v.sub_(own).nan_to_num_(0.0, 0.0, 0.0)
@@ -95,10 +96,11 @@ class DGC(Sparse):
 
     def _gathered(self, bucket: Bucket, memory: Memory) -> tuple[Tensor | None, Tensor]:
         """u, if there is a momentum, and v, with this step's gradient in them."""
-        grad, v = bucket.data, memory.flat(self.owes, bucket)
+        grad, kind = bucket.data, wide(bucket.data.dtype)
+        v = memory.flat(self.owes, bucket, kind)
         if not self.carries:
             return None, v.add_(grad)
-        u = memory.flat(MOMENTUM, bucket).mul_(self.momentum).add_(grad)
+        u = memory.flat(MOMENTUM, bucket, kind).mul_(self.momentum).add_(grad)
         return u, v.add_(grad).add_(u, alpha=self.momentum) if self.nesterov else v.add_(u)
 
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:

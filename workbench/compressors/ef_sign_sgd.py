@@ -10,8 +10,8 @@ from torch import Tensor
 from workbench.compressors._two_hop import Coded
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.one_bit import OneBit
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 _SIGNS = OneBit(scale="mean")
 

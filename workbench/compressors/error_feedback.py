@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor, Owed, inside
+from workbench.compressors._range import wide, within
 from workbench.compressors.dense import Dense
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,19 @@ class ErrorFeedback(Compressor):
     step's gradient is disregarded. Sent uncompressed, residuals are in the units of gradients, not of updates: after
     a drop of the learning rate what is still owed counts at the new rate, as all gradients from then on do.
 
+    What is left unsent stays bounded where C is a contraction in some norm, E ||C(x) - x|| <= a ||x|| with a < 1 for
+    every x: then ||residual|| <= a / (1 - a) times the longest gradient. `Compressor.strays` is that a, from the
+    compressor's knobs; one for which it is 1 or more, or unbounded, is refused, with what would do.
+
     When a compressor takes over that feeds nothing back, the one that is left says by `off` what becomes of the rest.
     "flush": one uncompressed step sends it all, beside its own gradient. "bleed": `over` uncompressed steps send it in
     equal shares, for a residual much longer than a gradient makes a long step. "drop": it is forgotten. The record's
     Mark "residual" says how much it was; where exchanges change their meaning (gradients, displacements, moments) it is
     always dropped.
+
+    When to use it: around every biased compressor; the bare names of those bring it along. An unbiased one needs none.
+    What is sent late does not count in full through Adam's first moment: AdamW(beta1=0) or SGD suit it better
+    (docs/compression.md).
 
     Reference: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", ICML 2019, https://arxiv.org/abs/1901.09847
@@ -74,11 +83,6 @@ def bare(compressor: Compressor) -> Compressor:
     return replace(compressor, **inner) if inner else compressor
 
 
-def wide(kind: torch.dtype) -> torch.dtype:
-    """What a residual of gradients in `kind` is kept in."""
-    return torch.promote_types(kind, torch.float32)
-
-
 def put(bucket: Bucket, x: Tensor) -> Tensor | None:
     """`x` becomes the bucket's data; returns what was made of it if it is wider and had to be rounded.
 
@@ -88,8 +92,7 @@ def put(bucket: Bucket, x: Tensor) -> Tensor | None:
     if x.dtype == data.dtype:
         data.copy_(x)
         return None
-    top = torch.finfo(data.dtype).max
-    data.copy_(torch.where(data.isfinite(), x.clamp(-top, top), x))
+    data.copy_(within(x, data.dtype))
     return data.clone()
 
 

@@ -10,8 +10,8 @@ from torch import Generator, Tensor
 
 from workbench.compressors._stochastic import dice_for, dithered
 from workbench.compressors._two_hop import Coded
-from workbench.knobs import knob
-from workbench.ops import Memory
+from workbench.rank import Memory
+from workbench.settings import knob
 
 
 class _Format(NamedTuple):
@@ -55,6 +55,7 @@ class Float8(Coded):
     stochastic: bool = knob(False, doc="round at random, so that the mean is right, instead of to the nearest number")
 
     scalars: ClassVar[int] = 1
+    kind: ClassVar[str] = "casts"
 
     @property
     def width(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 Pairs = tuple[tuple[int, int], ...]  # (who sends, to whom)
 
@@ -48,6 +48,8 @@ class GTopK(Compressor):
     """
 
     density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that are sent, and that stay")
+
+    kind: ClassVar[str] = "sparse"
 
     @classmethod
     def usual(cls) -> Any:

@@ -16,8 +16,8 @@ from workbench.compressors._split import by_part, gathered_parts, twice
 from workbench.compressors._trial import tried
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.top_k import TopK
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 BINS = 10_000  # into which the error that is allowed is divided
 

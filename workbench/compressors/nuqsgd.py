@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from workbench.compressors._levels import Levels, exponential
-from workbench.knobs import knob
-from workbench.ops import Memory
+from workbench.rank import Memory
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)

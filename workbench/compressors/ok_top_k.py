@@ -14,8 +14,8 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._uneven import lengths_of
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 Lengths = tuple[tuple[int, ...], ...]
 
@@ -64,6 +64,7 @@ class OkTopK(Compressor):
 
     varies: ClassVar[bool] = True
     slot: ClassVar[str] = "ok_top_k"
+    kind: ClassVar[str] = "sparse"
 
     @classmethod
     def usual(cls) -> Any:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from workbench.compressors._two_hop import Coded
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Memory
+from workbench.rank import Memory
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)

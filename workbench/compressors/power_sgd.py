@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from workbench.compressors._low_rank import Contribution, LowRank, multiply, orthonormal
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class PowerSGD(LowRank):
     """
 
     iterations: int = knob(1, 1, 8, doc="power iterations per step, each with two all-reduces")
+
+    starter: ClassVar[bool] = True
 
     def sends(self, n: int, m: int) -> float:
         return self.iterations * self.rank * (n + m)

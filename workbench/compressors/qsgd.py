@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._levels import Levels
-from workbench.knobs import knob
-from workbench.ops import Memory
+from workbench.rank import Memory
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,9 @@ class QSGD(Levels):
     shorter where nearly all are zero (L2, large blocks, few bits), but of another length on every rank, and slow.
 
     When to use it: few bits without a residual to keep; 8 bits are hard to tell from Dense. It needs no error feedback,
-    which diverges where the error is longer than x (L2 norm, few bits, large blocks). Public implementations give NaN
-    for a block of zeros, take the largest signed element for the norm, or send a byte for each code of fewer bits.
+    which diverges where the error is longer than x, and is refused there: L2 norm with sqrt(d) >= 2 s, or two bits.
+    Public implementations give NaN for a block of zeros, take the largest signed element for the norm, or send a byte
+    for each code of fewer bits.
 
     Reference: Alistarh, Grubic, Li, Tomioka and Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization
     and Encoding", NeurIPS 2017, https://arxiv.org/abs/1610.02132
@@ -39,6 +40,7 @@ class QSGD(Levels):
     norm: str = knob("max", choices=("max", "l2"), doc="the norm that elements are divided by")
 
     even: ClassVar[bool] = True
+    starter: ClassVar[bool] = True
 
     def levels(self, memory: Memory) -> Tensor:
         return torch.linspace(-1.0, 1.0, 2**self.bits - 1)

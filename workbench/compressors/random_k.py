@@ -12,8 +12,8 @@ from torch import Generator, Tensor
 
 from workbench.compressors._base import Compressor
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class RandomK(Compressor):
     When to use it: very slow wires and many ranks, where the bytes of TopK's all-gather grow with their number. What is
     sent is not the largest; any cleverer choice must do better than this one.
 
+    Where a number is not finite, drawn or not, all that is sent is NaN.
+
     Public code was found to draw with replacement, so that fewer than k entries are sent, and to seed torch's global
     random numbers in every step, those of dropout, too. This one has random numbers of its own.
 
@@ -49,6 +51,7 @@ class RandomK(Compressor):
 
     linear: ClassVar[bool] = True
     slot: ClassVar[str] = "random_k"
+    kind: ClassVar[str] = "sparse"
 
     @classmethod
     def usual(cls) -> Any:
@@ -69,7 +72,8 @@ class RandomK(Compressor):
             return None
         k = max(1, round(self.density * n))
         index = self._drawn(bucket, memory, k)
-        values = x[index]
+        low, high = x.aminmax()  # a NaN that was not drawn must not stay unseen: then all that is sent is NaN
+        values = x[index].where(low.isfinite() & high.isfinite(), torch.nan)
         if self.scaled:
             values *= n / k
         own = torch.zeros_like(x).index_copy_(0, index, values)

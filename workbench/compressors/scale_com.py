@@ -11,8 +11,8 @@ from torch import Tensor
 from workbench.compressors._base import Compressor
 from workbench.compressors.dense import Dense
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class ScaleCom(Compressor):
 
     owes: ClassVar[str] = ErrorFeedback.owes
     slot: ClassVar[str] = "scale_com"
+    kind: ClassVar[str] = "sparse"
 
     def whole(self) -> Compressor:
         return ErrorFeedback(of=Dense())

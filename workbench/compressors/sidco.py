@@ -13,8 +13,8 @@ from torch import Tensor
 from workbench.compressors._select import above
 from workbench.compressors._sparse import Sparse
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory
+from workbench.rank import Bucket, Memory
+from workbench.settings import knob
 
 FIRST = 0.25  # the share that the first of several fits aims at
 EVERY = 5  # exchanges after which the number of fits is judged

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from workbench.compressors._base import Compressor
 from workbench.compressors._two_hop import packed, unpacked
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class SignSGD(Compressor):
     momentum: float = knob(0.0, 0.0, 0.999, doc="of the average that is voted on; 0: the gradient (Signum: 0.9)")
 
     slot: ClassVar[str] = "sign_sgd"
+    kind: ClassVar[str] = "quantised"
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         n, size = bucket.data.numel(), rank.size

@@ -11,8 +11,8 @@ from torch import Tensor
 from workbench.compressors._base import Compressor
 from workbench.compressors._stochastic import dice_for, dithered
 from workbench.compressors._two_hop import packed, unpacked
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class TernGrad(Compressor):
     clip_rms: float = knob(0.0, 0.0, 10.0, unit="root mean squares", doc="cut a layer's elements off there; 0 is off")
 
     unbiased: ClassVar[bool] = True
+    kind: ClassVar[str] = "quantised"
 
     def refuses_feedback(self) -> str | None:
         return (

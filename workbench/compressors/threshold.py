@@ -10,8 +10,8 @@ from torch import Tensor
 from workbench.compressors._select import above
 from workbench.compressors._sparse import Sparse
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory
+from workbench.rank import Bucket, Memory
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)

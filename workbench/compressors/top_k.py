@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.compressors._base import Codec, Payload
 from workbench.compressors._select import largest
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.knobs import knob
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,14 @@ class TopK(Codec):
     https://arxiv.org/abs/1809.07599
     """
 
-    density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
+    density: float = knob(
+        0.01, 0.0001, 1.0, log=True,
+        doc="fraction of the entries that go, with indices, to all p ranks: 1 / (p * density) times fewer bytes",
+    )  # fmt: skip
 
     contraction: ClassVar[bool] = True
+    kind: ClassVar[str] = "sparse"
+    starter: ClassVar[bool] = True
 
     @classmethod
     def usual(cls) -> Any:

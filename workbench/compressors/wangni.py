@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
+from workbench.compressors._range import wide, within
 from workbench.compressors._select import above, unset
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.compressors._uneven import gathered
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Wangni(Compressor):
 
     unbiased: ClassVar[bool] = True
     varies: ClassVar[bool] = True
+    kind: ClassVar[str] = "sparse"
 
     def refuses_feedback(self) -> str | None:
         if self.rule == "variance" and self.variance < 1:
@@ -77,16 +79,18 @@ class Wangni(Compressor):
         await rank.sample("density", kept / x.numel())
         await rank.sample("whole", whole / x.numel())
         every = await gathered(rank, sent, bucket.name)
-        own = _add(torch.zeros_like(x), sent)
-        x.zero_()
+        own = _add(torch.zeros_like(x), sent, x.dtype)
+        total = torch.zeros_like(x, dtype=wide(x.dtype))
         for one in every:
-            _add(x, one)
+            _add(total, one, x.dtype)
+        x.copy_(within(total, x.dtype))
         return own
 
     def _message(self, x: Tensor, memory: Memory) -> tuple[Tensor, int, int]:
         """(n,) -> u, how many cross whole, these, the places of the others, their signs: uint8; and both numbers."""
-        size = x.abs().float()
-        u = torch.tensor([self.scale_of(size)], device=x.device).clamp_(max=torch.finfo(x.dtype).max)
+        size = x.abs().to(wide(x.dtype))
+        top = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
+        u = torch.tensor([min(self.scale_of(size), top)], dtype=torch.float32, device=x.device)
         u = u.to(x.dtype).float()  # every survivor is worth what its dtype can hold
         chance = torch.rand(size.shape, generator=memory.dice(x.device), device=x.device)
         kept = unset(chance.mul_(u) >= size)
@@ -98,7 +102,7 @@ class Wangni(Compressor):
         return torch.cat(parts), kept.numel(), whole.numel()
 
     def scale_of(self, size: Tensor) -> float:
-        """Magnitudes (n,) float32 -> u."""
+        """Magnitudes (n,), at least float32 -> u."""
         total = float(size.sum(dtype=torch.float64))
         if not math.isfinite(total):
             size = size.nan_to_num(0.0, 0.0, 0.0)
@@ -130,12 +134,13 @@ def _ratio(a: float, b: float) -> float:
     return max(a, 0.0) / b if b > 0 else math.inf
 
 
-def _add(out: Tensor, data: Tensor) -> Tensor:
-    """Adds to (n,) what a message says."""
+def _add(out: Tensor, data: Tensor, kind: torch.dtype) -> Tensor:
+    """Adds to (n,) what a message of values in `kind` says."""
     u, count = data[:4].clone().view(torch.float32), int(data[4:8].clone().view(torch.int32))
-    whole = count * (4 + out.dtype.itemsize)
+    whole = count * (4 + kind.itemsize)
     pairs, data = data[8:].split([whole, data.numel() - 8 - whole])
-    out.index_add_(0, *opened(pairs, out.dtype))
+    index, values = opened(pairs, kind)
+    out.index_add_(0, index, values.to(out.dtype))
     m = 8 * data.numel() // 33  # 4 m bytes of places and ceil(m / 8) of signs
     index, signs = data[: 4 * m].clone().view(torch.int32).long(), unpacked(data[None, 4 * m :], 1, m)[0]
     return out.index_add_(0, index, (u * (1.0 - 2.0 * signs.float())).to(out.dtype))

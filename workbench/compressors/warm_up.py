@@ -11,8 +11,8 @@ from workbench.compressors._split import by_part, twice
 from workbench.compressors.dense import Dense
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.top_k import TopK
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._schemes import SCHEMES, Load, expected, gather, outlined, owners, pool, ring, tree
 from workbench.compressors._uneven import lengths_of
 from workbench.compressors._units import Owned, Units, size
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class Zen(Compressor):
     varies: ClassVar[bool] = True
     pools: ClassVar[str] = "zen pools"  # by parameter, the share of its units among which ranks seem to choose
     maps: ClassVar[str] = "zen maps"  # by the first parameter of a bucket, who owns what in it
+    kind: ClassVar[str] = "sparse"
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         x, p, width = bucket.data, rank.size, bucket.data.element_size()

@@ -9,23 +9,26 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.engine.collectives import Aborted, Wire
-from workbench.engine.lane import Lane, StrategyError
+from workbench.engine.lane import Lane
 from workbench.engine.post import BACKGROUND, SLICE
 from workbench.engine.shaping import Shaper
-from workbench.ops import Op, message
+from workbench.rank import Op, StrategyError, message
+
+if TYPE_CHECKING:
+    from workbench.engine.setup import Parts
 
 
 class Background:
     """One rank's background. Made by all ranks at once, for one strategy's stay."""
 
-    def __init__(self, run: Any, wire: Wire | None, shaper: Shaper) -> None:
+    def __init__(self, run: Parts, wire: Wire | None, shaper: Shaper) -> None:
         self.run, self.wire = run, wire
-        self.lane = Lane("background", wire, run.clock, shaper, run.record, run.device)
+        self.lane = Lane("background", wire, shaper, run.host.watch, run.chip)
         self.lane.eager = True  # its children run on this thread
         self.error: BaseException | None = None
         self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end
@@ -71,8 +74,11 @@ class Background:
                 raise Aborted("left while the background was ending")
         self.check()
 
-    def retire(self, patience: float = 1.0) -> None:
-        """Lets the round under way end, for a group that is cut in the middle of one may not hear of it."""
+    def retire(self, patience: float = 3.0) -> None:
+        """Lets the round under way end, for a group that is cut in the middle of one may not hear of it.
+
+        patience: seconds; on a busy machine the other ranks may need one or two to come to it
+        """
         self.idle()
         self._done.wait(patience)
 
@@ -96,8 +102,7 @@ class Background:
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
-        if self.run.device.startswith("cuda"):
-            torch.cuda.set_device(self.run.device)
+        self.run.chip.bind()
         while (coro := self._coros.get()) is not None:
             try:
                 self._drive(coro)

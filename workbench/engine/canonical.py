@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from workbench.canonical import buffers, check_same
 from workbench.engine.collectives import Wire
-from workbench.layout import Layout
+from workbench.host.canonical import Disagreement, buffers, check_same
+from workbench.host.layout import Layout, description, difference, signature
 
 
 def all_equal(wire: Wire | None, number: int) -> list[int]:
@@ -26,6 +27,29 @@ def all_equal(wire: Wire | None, number: int) -> list[int]:
 def check_equal(wire: Wire | None, number: int, what: str) -> None:
     """Raises Disagreement naming the ranks whose `number` differs from rank 0's."""
     check_same(all_equal(wire, number), what)
+
+
+def check_model(wire: Wire | None, model: nn.Module) -> None:
+    """Raises Disagreement, naming the first parameter in which a rank's model is unlike rank 0's."""
+    numbers = all_equal(wire, signature(model))
+    if wire is None or len(set(numbers)) == 1:
+        return
+    first = json.loads(_told(wire, json.dumps(description(model)).encode(), 0))
+    odd = next(r for r, n in enumerate(numbers) if n != numbers[0])
+    mine = difference(first, description(model), wire.rank) if wire.rank == odd else ""
+    raise Disagreement(_told(wire, mine.encode(), odd).decode())
+
+
+def _told(wire: Wire, text: bytes, source: int) -> bytes:
+    """What rank `source` says, on every rank."""
+    length = torch.tensor([len(text)])
+    wire.wait(wire.broadcast(length, source))
+    body = torch.empty(int(length), dtype=torch.uint8)
+    if wire.rank == source:
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if int(length):
+        wire.wait(wire.broadcast(body, source))
+    return bytes(body.numpy())
 
 
 def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None:

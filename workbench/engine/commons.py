@@ -8,7 +8,6 @@ here knows what a strategy does with it.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.canonical import state_hash
 from workbench.engine.canonical import all_equal, check_equal
+from workbench.engine.collectives import Wire
+from workbench.host.canonical import state_hash
+from workbench.host.layout import Layout
 
 ALIGNED = 64  # bytes: where in the block a vector may begin
 
@@ -26,45 +27,28 @@ class Commons:
     """One rank's way to the memory in common. All of it is called by all ranks at once, while their steps stand still.
 
     held: do the parameters lie there now?
+    file: where a file lies that all ranks see, by its name
     """
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    def __init__(self, layout: Layout, control: Wire | None, file: Callable[[str], Path]) -> None:
+        self.layout, self.control, self.file = layout, control, file
         self.held = False
         self._number = 0  # of blocks so far, so that no two have one name
 
-    def refuses(self, strategy: Any) -> str | None:
-        """Why `strategy` cannot have its memory in common here, in a sentence that says what would do; or None."""
-        name = type(strategy).__name__
-        if not strategy.shared or self.run.rank.size == 1:
-            return None
-        if self.run.device.startswith("cuda"):
-            return (
-                f"strategy={name}: ranks share the memory of their host, and the parameters are on {self.run.device}; "
-                f"take a lab with device='cpu', or DDP"
-            )
-        if not self.run.local:
-            return (
-                f"strategy={name}: ranks share one memory, which those of several hosts do not have; take a lab on one "
-                f"host, or a strategy that sends (AsyncServer, DDP)"
-            )
-        return None
-
     def enter(self) -> None:
         """The parameters, equal on all ranks, move into one block."""
-        layout, control = self.run.layout, self.run.control
+        layout, control = self.layout, self.control
         if control is None:
             return
         self._number += 1
-        name = f"workbench-{os.getuid()}-{self.run.generation}-{self._number}.shared"
-        path = Path(tempfile.gettempdir()) / name
+        path = self.file(f"-{self._number}.shared")
         try:
-            if self.run.rank.index == 0:
+            if control.rank == 0:
                 _write(path, layout.weights)
             check_equal(control, state_hash(layout), "before they are shared the parameters")
             if not path.exists():
                 all_equal(control, 0)  # a peer that failed took the file along, and is heard of here
-                raise RuntimeError(f"{path}: this rank does not see what rank 0 made; a host's ranks need one TMPDIR")
+                raise RuntimeError(f"{path}: this rank does not see what rank 0 made; a host's ranks need one disk")
             layout.lie_in(_mapped(path, layout.weights))
             all_equal(control, 0)  # the name goes once all have come
         finally:
@@ -75,18 +59,36 @@ class Commons:
         """Each rank has parameters of its own again."""
         if not self.held:
             return
-        layout = self.run.layout
+        layout = self.layout
         layout.lie_in({dtype: w.clone() for dtype, w in layout.weights.items()})
         self.held = False
-        check_equal(self.run.control, state_hash(layout), "no longer shared, the parameters")
+        check_equal(self.control, state_hash(layout), "no longer shared, the parameters")
 
     def relay(self, lay: Callable[[], None]) -> None:
         """Lays the parameters out anew by `lay`, which takes memory of the rank's own; then they are in common."""
         if not self.held:
             return lay()
-        all_equal(self.run.control, 0)  # nobody changes a value any more
+        all_equal(self.control, 0)  # nobody changes a value any more
         lay()
         self.enter()
+
+
+def refused(strategy: Any, size: int, device: str, local: bool) -> str | None:
+    """Why `strategy` cannot have its memory in common here, in a sentence that says what would do; or None."""
+    name = type(strategy).__name__
+    if not strategy.shared or size == 1:
+        return None
+    if device.startswith("cuda"):
+        return (
+            f"strategy={name}: ranks share the memory of their host, and the parameters are on {device}; "
+            f"take a lab with device='cpu', or DDP"
+        )
+    if not local:
+        return (
+            f"strategy={name}: ranks share one memory, which those of several hosts do not have; take a lab on one "
+            f"host, or a strategy that sends (AsyncServer, DDP)"
+        )
+    return None
 
 
 def _places(weights: dict[torch.dtype, Tensor]) -> tuple[dict[torch.dtype, int], int]:
@@ -112,7 +114,8 @@ def _mapped(path: Path, weights: dict[torch.dtype, Tensor]) -> dict[torch.dtype,
     """Vectors like `weights` in the block at `path`."""
     places, nbytes = _places(weights)
     block = torch.UntypedStorage.from_file(str(path), True, nbytes)
+    assert isinstance(block, torch.UntypedStorage)  # torch's annotation leaves that open
     found = {}
     for dtype, w in weights.items():
-        found[dtype] = torch.empty(0, dtype=dtype).set_(block, places[dtype] // w.element_size(), w.shape)
+        found[dtype] = torch.empty(0, dtype=dtype).set_(block, places[dtype] // w.element_size(), w.shape, (1,))
     return found

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.engine.canonical import mean_model
 from workbench.engine.collectives import Wire
-from workbench.layout import Layout
+from workbench.host.layout import Layout
+
+if TYPE_CHECKING:
+    from workbench.engine.setup import Parts
 
 
-def evaluate(run: Any, together: bool) -> None:
+def evaluate(run: Parts, together: bool) -> None:
     """Evaluates into the record: the mean model, for which ranks meet, or what this rank knows of it."""
     began, step = run.clock.now(), run.rank.step
-    run.host.op = "evaluate"
+    run.host.at("evaluate")
     if together:
         numbers, drift = held_out(run.learner.evaluate, run.model, run.layout, run.control, run.commons.held)
     else:
         numbers, drift = known_held_out(run)
     now = run.clock.now()
+    run.evaluated = max(run.evaluated, now - began)
     run.record.span(step, "eval", "evaluate", began, began, now, 0)
     run.record.sample(step, "drift", now, drift)
     for name, value in numbers.items():
@@ -42,7 +46,7 @@ def held_out(
     return numbers, drift
 
 
-def known_held_out(run: Any) -> tuple[dict[str, float], float]:
+def known_held_out(run: Parts) -> tuple[dict[str, float], float]:
     """As `held_out` where ranks keep no common step: rank 0 evaluates what its strategy knows, and nobody waits."""
     known = run.host.drive(run.experiment.strategy.known(run.rank, run.state)) or run.layout.params()
     with torch.no_grad():
@@ -53,14 +57,14 @@ def known_held_out(run: Any) -> tuple[dict[str, float], float]:
         drift = (squares / max(1, run.layout.numel)) ** 0.5
         if run.learner.evaluate is None or run.rank.index:
             return {}, drift
-        run.twin = getattr(run, "twin", None) or copy.deepcopy(run.model)  # the live one goes on being changed
-        params = dict(run.twin.named_parameters())
+        twin = run.twin = run.twin or copy.deepcopy(run.model)
+        params = dict(twin.named_parameters())
         for bucket in known:
             for part in bucket.parts:
                 params[part.name].copy_(bucket.data[part.start : part.stop].view(part.shape))
-        for twin, live in zip(run.twin.buffers(), run.model.buffers(), strict=True):
-            twin.copy_(live)
-        return _numbers(run.learner.evaluate, run.twin), drift
+        for copied, live in zip(twin.buffers(), run.model.buffers(), strict=True):
+            copied.copy_(live)
+        return _numbers(run.learner.evaluate, twin), drift
 
 
 def _numbers(evaluate: Any, model: torch.nn.Module) -> dict[str, float]:

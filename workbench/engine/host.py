@@ -10,7 +10,6 @@ aside until backward has ended.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -18,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.canonical import clipped, optimizer_tensors
+from workbench.engine.at import At
 from workbench.engine.lane import Lane
 from workbench.engine.post import Post
 from workbench.engine.shaping import Pace
+from workbench.engine.step_end import StepEnd
 from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
-from workbench.layout import Layout
-from workbench.momentum import stilled
-from workbench.ops import Bucket, Handle, Op, Rank, StrategyError, message
+from workbench.host.canonical import clipped, optimizer_tensors
+from workbench.host.layout import Layout
+from workbench.host.momentum import stilled
+from workbench.rank import Bucket, Handle, Op, Rank, StrategyError, message
 
 Span = Callable[..., None]
 _INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
@@ -37,7 +38,7 @@ _NOT_YET = {
 }
 
 
-class Host:
+class Host(StepEnd):
     """One rank: model, optimizer, layout and lane, and the performing of every verb."""
 
     def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
@@ -52,7 +53,7 @@ class Host:
         self.clip: Callable[[], float] = lambda: 0.0  # the longest that the gradient may be; 0: any
         self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
         self.met = False  # did all ranks meet in this step?
-        self.op = ""  # what is being done now, for errors and for the status line
+        self.at = At()
         self.losses: list[Tensor] = []
         self._open: dict[int, Tensor] = {}  # losses whose backward has not been asked for, by micro-batch
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
@@ -64,8 +65,9 @@ class Host:
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
-            "batch": lambda: self.batches(), "grads": self._grads, "clock": self.clock.now, "send": post.send,
-            "recv": self._recv, "slots": self._slots,
+            "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": post.send,
+            "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
+            "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
         }
 
     # -- driving --
@@ -88,7 +90,18 @@ class Host:
             except StrategyError as wrong:
                 error = wrong
 
+    @property
+    def op(self) -> str:
+        """What is being done now; what it was, if that failed."""
+        return self.at.op
+
     def _perform(self, op: Op) -> Any:
+        around = self.at.now
+        value = self._do(op)
+        self.at(*around[:2])
+        return value
+
+    def _do(self, op: Op) -> Any:
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args)
@@ -103,6 +116,7 @@ class Host:
         try:
             self._backward(*op.args)
             self._tap.flush()
+            self.at("step")
         finally:
             self._tap.shut()
         self._learn_order()
@@ -115,9 +129,15 @@ class Host:
             return coro.throw(StopAsyncIteration())
 
     def hand_out(self, bucket: Bucket) -> None:
-        """Resumes the strategy with a full bucket until it asks for the next one. Called inside autograd."""
+        """Resumes the strategy with a full bucket until it asks for the next one. Called inside autograd, which for a
+        GPU has a thread of its own: chip and grad mode are those of this rank's thread all the same.
+        """
         if self._stash is not None or self._ended is not None:
             return
+        with self.lane.chip.inside():
+            self._hand_out(bucket)
+
+    def _hand_out(self, bucket: Bucket) -> None:
         assert self._coro is not None
         value: Any = bucket
         try:
@@ -152,8 +172,8 @@ class Host:
     # -- compute --
 
     def _forward(self, x: Any, micro: int) -> Tensor:
-        self.op = "forward"
-        batch = self.batches() if x is None else x
+        batch = self._batch() if x is None else x
+        self.at("forward")
         began = self.watch.now()
         self.pace.begin("forward", self.rank.step)
         loss = self.loss_of(self.module, batch)
@@ -161,15 +181,19 @@ class Host:
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
         self._open[micro] = loss
         self.losses.append(loss.detach())
-        self.pace.reach(1.0)
+        self.paced(1.0)
         self.watch.span(self.rank.step, "forward", began)
         return self.losses[-1]
+
+    def _batch(self) -> Any:
+        self.at("data iterator")
+        return self.batches()
 
     def _backward_home(self, grad: Any, micro: int) -> None:
         self._backward(grad, micro)
 
     def _backward(self, grad: Any, micro: int) -> None:
-        self.op = "backward"
+        self.at("backward")
         if isinstance(grad, Tensor):
             raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
         loss = self._open.pop(micro, None)
@@ -178,14 +202,14 @@ class Host:
         began = self.watch.now()
         self.pace.begin("backward", self.rank.step)
         loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
-        self.pace.reach(1.0)
+        self.paced(1.0)
         self.watch.span(self.rank.step, "backward", began)
 
     def _update(self, bucket: Bucket | None, by: Callable[[], None] | None) -> None:
         if bucket is not None:
             raise StrategyError("the engine updates the whole model at once: `rank.update()`, or simulate")
         self.before_update()
-        self.op = "update"
+        self.at("update")
         began = self.watch.now()
         self.pace.begin("update", self.rank.step)
         with self.alone:
@@ -195,7 +219,7 @@ class Host:
             stilled(self.layout, self.optimizer, self.rank.memory)
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()
-        self.pace.reach(1.0)
+        self.paced(1.0)
         self.watch.span(self.rank.step, "update", began)
 
     def _params(self) -> list[Bucket]:
@@ -216,12 +240,11 @@ class Host:
         return self.lane.start(child, name)
 
     def _wait(self, handle: Handle) -> Any:
-        self.op = f"wait for {handle.name}"
-        began = self.clock.now()
+        self.at(f"wait for {handle.name}", waits=True)
+        began, asked = self.clock.now(), self.watch.now()
         value = self.lane.wait(handle)
-        now = self.clock.now()
-        self.pace.put_off(now - began)
-        self.record.span(self.rank.step, "wait", handle.name, began, began, now, 0)
+        self.pace.put_off(self.clock.now() - began)
+        self.watch.write(self.rank.step, "wait", handle.name, asked, asked, self.watch.now(), 0)
         return value
 
     def _collective(self, op: Op) -> Any:
@@ -231,7 +254,8 @@ class Host:
         return self._wait(self._start(child(), "comm", str(op.args[-1] or op.verb)))
 
     def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
-        self.op = name = message("recv", kind, **{"from": source})
+        name = message("recv", kind, **{"from": source})
+        self.at(name, waits=True)
         began = self.clock.now()
 
         def over() -> bool:
@@ -248,14 +272,14 @@ class Host:
     def _sample(self, name: str, value: float) -> None:
         self.record.sample(self.rank.step, name, self.clock.now(), float(value))
 
+    def _stand(self, seconds: float) -> float:
+        """Stands still, for so many seconds if nobody hurries the run; answers with those that it did."""
+        began = self.clock.now()
+        self.pace.naps.until(began + seconds)
+        return self.clock.now() - began
+
     def _again(self, rest: float) -> bool:
         raise StrategyError("`again` belongs in a background coroutine, not in `step`")
-
-    def mean_loss(self) -> float:
-        """The training loss of the step just done, mean over its micro-batches; empties the list."""
-        values = [float(v) for v in self.losses]
-        self.losses.clear()
-        return sum(values) / len(values) if values else math.nan
 
 
 def _what(loss: Any) -> str:

@@ -2,33 +2,39 @@
 
 One lane, one wire, one thread. Children run one after the other in the order in which they were started, which
 is the same on all ranks. Encoding happens here and so overlaps with backward.
+
+On a GPU the lane has a stream, too, and what is said of threads holds of streams; see [Note: Order on a GPU] in
+engine/device/cuda.py. On an emulated Link the lane's thread waits there until a collective is done on the GPU, sleeps
+until it would be over on the Link, and only then lets the stream go on: the times are the host's then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from workbench.engine.collectives import Wire
-from workbench.engine.shaping import Clock, Shaper
-from workbench.fabric import Load, even, uneven
-from workbench.ops import Handle, Op, StrategyError
-
-CODEC_FLOOR = 100e-6  # shorter stretches of a child's own work are not worth a span
+from workbench.engine.device import Chip
+from workbench.engine.shaping import Shaper
+from workbench.engine.verbs import Verbs
+from workbench.engine.watch import CODEC_FLOOR, Watch
+from workbench.fabric import Load
+from workbench.rank import Handle, Op, StrategyError
 
 
 class Job:
     """A child under way: its coroutine, its result, and when what happened."""
 
-    __slots__ = ("asked", "child", "done", "error", "flight", "measures", "name", "number", "resumed", "step",
-                 "value")
+    __slots__ = ("after", "asked", "child", "done", "error", "event", "flight", "held", "measures", "name", "number",
+                 "resumed", "step", "value")
 
-    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: float, done: threading.Event | None,
+    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: Any, done: threading.Event | None,
                  step: int, number: int) -> None:
         self.child, self.name, self.asked, self.number = child, name, asked, number
         self.step = step  # that it was started in, which is the step of all that it does
@@ -38,6 +44,9 @@ class Job:
         self.flight: Flight | None = None
         self.resumed = asked
         self.measures = False  # was what it asked for last a part of measuring?
+        self.after: Any = None  # on a GPU: the event after which it may begin,
+        self.event: Any = None  # the one after which it is over,
+        self.held: Any = None  # and what it was given, kept until then
 
 
 class Flight:
@@ -45,14 +54,14 @@ class Flight:
 
     __slots__ = ("arrived", "asked", "finished", "hold", "load", "op", "step", "what", "work")
 
-    def __init__(self, op: Op, what: str, work: Any, asked: float, arrived: float, load: Load, hold: Any,
+    def __init__(self, op: Op, what: str, work: Any, asked: Any, arrived: Any, load: Load, hold: Any,
                  step: int) -> None:
         self.op, self.what, self.work, self.asked, self.arrived = op, what, work, asked, arrived
         self.load, self.hold, self.step = load, hold, step
         self.finished = 0.0
 
 
-class Lane:
+class Lane(Verbs):
     """One lane of one rank: performs the collectives that children ask for and records them.
 
     `eager` runs children on the caller's thread up to their first collective, which goes on by itself; what
@@ -60,20 +69,29 @@ class Lane:
     sleep for.
     """
 
-    def __init__(self, name: str, wire: Wire | None, clock: Clock, shaper: Shaper, record: Any,
-                 device: str = "cpu") -> None:
-        self.name, self.wire, self.clock, self.shaper, self.record = name, wire, clock, shaper, record
+    def __init__(self, name: str, wire: Wire | None, shaper: Shaper, watch: Watch, chip: Chip) -> None:
+        self.name, self.wire, self.shaper, self.watch, self.chip = name, wire, shaper, watch, chip
+        self.clock, self.record, self.span = watch.clock, watch.record, watch.write
+        self.aside = wire  # for tensors in the host's memory
         self.size = wire.size if wire else 1
         self.rank = wire.rank if wire else 0
         self.eager = False
-        self.busy = ""
+        self.now = self._moment if chip.runs_ahead else self.clock.now
         self.sent = 0  # bytes sent so far
         self.step = 0
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
         self.before: Callable[[int], None] = lambda number: None  # called before a child begins
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._device = device
+        self._busy = ""
+        self._stream = chip.stream()
+        self._aloft: deque[tuple[str, Any]] = deque()  # on a GPU: what is not over yet, and the event of its end
+        self._kept: deque[Job] = deque()
+
+    @property
+    def busy(self) -> str:
+        """The collective that is under way now; "" if none is."""
+        return next((what for what, end in list(self._aloft) if not self.chip.reached(end)), self._busy)
 
     # -- called by the host's thread --
 
@@ -83,7 +101,9 @@ class Lane:
         self.started += 1
         self.before(self.started)
         done = None if here else threading.Event()
-        job = handle._state = Job(child, name, self.clock.now(), done, self.step, self.started)
+        job = handle._state = Job(child, name, self.now(), done, self.step, self.started)
+        if self.chip.runs_ahead:
+            self._keep(job)
         if here:
             self._advance(job, finish=False)
         else:
@@ -95,11 +115,13 @@ class Lane:
     def wait(self, handle: Handle) -> Any:
         job: Job = handle._state
         if job.flight is not None:
-            self._land(job)
+            self._advance(job, finish=True)
         if job.done is not None:
             job.done.wait()
         if job.error is not None:
             raise job.error
+        if job.event is not None:
+            self.chip.follow(job.event, job.value)
         self.completed = max(self.completed, job.number)
         return job.value
 
@@ -115,52 +137,82 @@ class Lane:
         self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} {self.name}", daemon=True)
         self._thread.start()
 
+    def _keep(self, job: Job) -> None:
+        """What `job` is given stays until it is over; see [Note: Memory that crosses] in engine/device/cuda.py."""
+        job.after, job.held = self.chip.mark(), self.chip.held(job.child)
+        while self._kept and self._kept[0].event is not None and self.chip.reached(self._kept[0].event):
+            self._kept.popleft()
+        self._kept.append(job)
+
     # -- on the lane's own thread --
+
+    def _moment(self) -> Any:
+        """Now: on the stream, but on an emulated Link by the host's clock."""
+        return self.clock.now() if self.shaper.active else self.watch.now()
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
-        if self._device.startswith("cuda"):
-            torch.cuda.set_device(self._device)
-        while (job := self._jobs.get()) is not None:
-            self._advance(job, finish=True)
-
-    def _advance(self, job: Job, finish: bool, value: Any = None) -> None:
-        """Runs the child on; with `finish` to its end, else until its first collective is under way."""
+        unbound: BaseException | None = None
         try:
-            with torch.no_grad():
-                while True:
-                    began = self.clock.now()
-                    op = job.child.send(value)
-                    self._codec(job, began)
-                    flight = self._issue(op, job)
-                    if not finish and flight is not None:
-                        job.flight = flight
-                        return
-                    value = self._complete(flight) if flight else _alone(op)
-                    job.resumed = self.clock.now()
-        except StopIteration as stop:
-            self._codec(job, began)
-            job.value = stop.value
+            self.chip.bind()
         except BaseException as error:
-            job.error = error
+            unbound = error
+        while (job := self._jobs.get()) is not None:
+            if unbound is None:
+                self._advance(job, finish=True)
+            else:  # nothing can run here, and whoever waits is to hear why
+                self._over(job, unbound)
+
+    def _advance(self, job: Job, finish: bool) -> None:
+        """Runs the child on; with `finish` to its end, else until its first collective is under way."""
+        failed: BaseException | None = None
+        try:
+            with torch.no_grad(), self.chip.inside(self._stream, job.after):
+                try:
+                    self._drive(job, finish)
+                except BaseException as error:
+                    job.error = error
+                if self.chip.runs_ahead and job.flight is None:
+                    job.event = self.chip.mark()
+        except BaseException as error:  # the chip's own: it must not end the thread that all children run on
+            failed = error
+        self._over(job, failed)
+
+    def _over(self, job: Job, failed: BaseException | None) -> None:
+        """Frees whoever waits for `job`; failed: what went wrong outside the child, which comes after its own error."""
+        if failed is not None:
+            job.error, job.flight = job.error or failed, None
+            with contextlib.suppress(Exception):  # it may not even have begun, and never will
+                job.child.close()
         if job.done is not None:
             job.done.set()
 
-    def _land(self, job: Job) -> None:
-        """Finishes a child whose first collective went on by itself."""
+    def _drive(self, job: Job, finish: bool) -> None:
+        value: Any = None
         flight, job.flight = job.flight, None
-        try:
+        if flight is not None:  # its first collective went on by itself
             value = self._complete(flight)
-        except BaseException as error:
-            job.error = error
-            return
-        self._advance(job, finish=True, value=value)
+        while True:
+            began = self.now()
+            try:
+                op = job.child.send(value)
+            except StopIteration as stop:
+                self._codec(job, began)
+                job.value = stop.value
+                return
+            self._codec(job, began)
+            flight = self._issue(op, job)
+            if not finish and flight is not None:
+                job.flight = flight
+                return
+            value = self._complete(flight) if flight else _alone(op)
+            job.resumed = self.now()
 
-    def _codec(self, job: Job, began: float) -> None:
-        now = self.clock.now()
-        if now - began > CODEC_FLOOR:
-            lane = "measuring" if job.measures else "codec"
-            self.record.span(job.step, lane, job.name, began, began, now, 0)
+    def _codec(self, job: Job, began: Any) -> None:
+        now = self.now()
+        if isinstance(now, float) and now - began <= CODEC_FLOOR:
+            return
+        self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
 
     # -- one collective --
 
@@ -173,23 +225,28 @@ class Lane:
         if issue is None:
             raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
         job.measures = op.measures
-        if self.size == 1:
+        if (wire := self.wire) is None:
             return None
         what = f"{op.verb} {op.args[-1] or job.name}"
-        self.busy = what
-        now = self.clock.now()
+        self._busy = what
+        if self.shaper.active and self.chip.runs_ahead:  # the Link counts from when there is something to send
+            self.chip.await_host(self.chip.mark(), wire.check)
+        now = self.now()
         if self.shaper.active:
             self.shaper.ready(now, job.asked)
-        work, hold = issue(op)
+        work, hold = issue(wire, op)
         flight = Flight(op, what, work, job.resumed, now, self._load(op), hold, job.step)
-        if self.eager and self._device == "cpu":  # on CUDA "done" would mean enqueued
+        if self.eager and not self.chip.runs_ahead:
             work.get_future().add_done_callback(lambda _: setattr(flight, "finished", self.clock.now()))
         return flight
 
     def _complete(self, flight: Flight) -> Any:
         assert self.wire is not None
-        self.wire.wait(flight.work)
-        end = flight.finished or self.clock.now()
+        if self.chip.runs_ahead and self.shaper.active:
+            self.wire.finish(flight.work)
+        else:
+            self.wire.wait(flight.work)
+        end = flight.finished or self.now()
         lane = "measuring" if flight.op.measures else "comm"
         if self.shaper.active:
             began, own, end = self.shaper.finish(flight.load, self._last_arrival)
@@ -197,69 +254,20 @@ class Lane:
                 self.record.span(flight.step, "port", flight.what, began, began, own, 0)
             end = max(end, self.clock.now())
         self.sent += flight.load.sent
-        self.record.span(flight.step, lane, flight.what, flight.asked, flight.arrived, end, flight.load.sent)
-        self.busy = ""
-        return self._finish(flight)
+        self.span(flight.step, lane, flight.what, flight.asked, flight.arrived, end, flight.load.sent)
+        self._busy = ""
+        if self.chip.runs_ahead:
+            while self._aloft and self.chip.reached(self._aloft[0][1]):
+                self._aloft.popleft()
+            self._aloft.append((flight.what, self.chip.mark()))
+        return self._finish(flight.op, flight.hold)
 
     def _last_arrival(self) -> float:
-        """The last arrival by asking everybody, where ranks share no file."""
-        assert self.wire is not None
+        """The last arrival by asking everybody, where ranks share no file; not over NCCL, which takes no CPU tensor."""
+        assert self.aside is not None
         mine = torch.tensor([self.shaper.naps.clock.now()], dtype=torch.float64)
-        self.wire.wait(self.wire.all_reduce(mine, "max"))
+        self.aside.wait(self.aside.all_reduce(mine, "max"))
         return float(mine[0])
-
-    def _load(self, op: Op) -> Load:
-        """What the ports have to carry."""
-        x = op.args[0]
-        if op.verb == "all_to_allv":
-            return uneven(op.args[1], x[0].element_size(), self.rank)
-        return even(op.verb, x.numel() * x.element_size(), self.size)
-
-    def _all_reduce(self, op: Op) -> tuple[Any, Any]:
-        x, how, _ = op.args
-        return self.wire.all_reduce(x, how), x
-
-    def _broadcast(self, op: Op) -> tuple[Any, Any]:
-        x, source, _ = op.args
-        return self.wire.broadcast(x, source), x
-
-    def _all_gather(self, op: Op) -> tuple[Any, Any]:
-        x = _wire_view(op.args[0])
-        out = x.new_empty(self.size * x.numel())
-        return self.wire.all_gather(out, x), out
-
-    def _all_to_all(self, op: Op) -> tuple[Any, Any]:
-        x = _wire_view(op.args[0])
-        out = torch.empty_like(x)
-        return self.wire.all_to_all(out, x), out
-
-    def _all_to_allv(self, op: Op) -> tuple[Any, Any]:
-        rows, lengths, _ = op.args
-        width = rows[0].element_size()
-        gives = [width * n for n in lengths[self.rank]]
-        takes = [width * row[self.rank] for row in lengths]
-        x = torch.cat([row.reshape(-1) for row in rows]).view(torch.uint8)
-        out = x.new_empty(sum(takes))
-        return self.wire.all_to_all(out, x, takes, gives), out.split(takes)
-
-    def _reduce_scatter(self, op: Op) -> tuple[Any, Any]:
-        """gloo's own moves a whole all-reduce's bytes; an all-to-all and a local sum do not."""
-        x = op.args[0].contiguous()
-        out = torch.empty_like(x)
-        return self.wire.all_to_all(out, x), out
-
-    def _finish(self, flight: Flight) -> Any:
-        like: Any = flight.op.args[0]
-        match flight.op.verb:
-            case "all_to_allv":
-                return [row.view(like[0].dtype) for row in flight.hold]
-            case "all_gather":
-                return flight.hold.view(like.dtype).view(self.size, *like.shape)
-            case "all_to_all":
-                return flight.hold.view(like.dtype).view(like.shape)
-            case "reduce_scatter":
-                return flight.hold.view(self.size, -1).sum(0)
-        return flight.hold
 
 
 def _alone(op: Op) -> Any:
@@ -268,10 +276,3 @@ def _alone(op: Op) -> Any:
         return None
     x = op.args[0]
     return x.unsqueeze(0) if op.verb == "all_gather" else x
-
-
-def _wire_view(x: Tensor) -> Tensor:
-    """`x` as contiguous bytes where gloo cannot carry its dtype in a collective."""
-    x = x.contiguous()
-    narrow = x.dtype in (torch.int16, torch.uint16) or "float8" in str(x.dtype)
-    return x.view(torch.uint8) if narrow else x

@@ -8,14 +8,18 @@ ranks' steps stand still; the backgrounds take in what was sent, end, and begin 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.engine.background import Background
-from workbench.engine.collectives import Aborted, Wire
+from workbench.engine.collectives import Aborted
 from workbench.engine.shaping import Shaper
 
+if TYPE_CHECKING:
+    from workbench.engine.setup import Parts
+
+IDLE = "a meeting"  # what a rank waits in that has nothing else to do
 LOOK = 0.05  # seconds between two looks of a rank that has nothing to do
 
 
@@ -26,20 +30,15 @@ class Meeting:
     over:   whether the run has ended
     """
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Parts) -> None:
         self.run = run
         self.latest, self.over = 0, False
         self.background: Background | None = None
         self._number = 0  # of meetings held
-        self._due = 0  # planned changes that are due on rank 0
+        self.due = 0  # planned changes that are due on rank 0
         self._stays = 0  # of strategies with a background
         self._done: set[int] = set()  # ranks that have told rank 0 that they are done
         self._told = False
-
-    @property
-    def apart(self) -> bool:
-        """Do the ranks go on without meeting in every round?"""
-        return not self.strategy.lockstep or self.heard > 0
 
     @property
     def strategy(self) -> Any:
@@ -61,23 +60,15 @@ class Meeting:
         run = self.run
         self.leave()
         run.post.turn_page()
-        run.rank.role = "trainer" if self.trains else "server"
-        serve = [r for r in range(run.rank.size) if not self._trains(r)]
-        if serve and run.rank.index == 0:
-            text = f"{run.rank.size - len(serve)} of {run.rank.size} ranks train; {len(serve)} serve"
-            run.mark("roles", {"serve": serve, "text": text})
-        if self.apart:
+        if self.run.apart:
             run.post.open()
         if not self.strategy.lockstep and run.rank.index == 0:
             run.post.reach(range(1, run.rank.size))  # to call them, and to hear when one is gone
         if not self.strategy.has_background:
             return
         self._stays += 1
-        name, wire = f"background {self._stays}", None
-        if run.rank.size > 1:
-            wire = Wire(run.store, run.rank.index, run.rank.size, name, run.leaving, loopback=run.loopback)
-            run.wires.append(wire)
-        self.background = Background(run, wire, Shaper(run.port, run.board(f"-{self._stays}")))
+        wire = run.peers.open(f"background {self._stays}") if run.rank.size > 1 else None
+        self.background = Background(run, wire, Shaper(run.port, run.peers.board(f"-{self._stays}")))
 
     def leave(self) -> None:
         """The background, which has ended, gives back its thread and its wire."""
@@ -85,8 +76,8 @@ class Meeting:
         if background is None:
             return
         background.close()
-        if background.wire in self.run.wires:
-            self.run.wires.remove(background.wire)
+        if background.wire is not None:
+            self.run.session.wires.remove(background.wire)
 
     def retire(self) -> None:
         """This rank has failed: the others hear of it, and backgrounds end their round in good order if they can."""
@@ -97,7 +88,7 @@ class Meeting:
     def go_on(self) -> None:
         """The ranks go on, each at its own pace."""
         run = self.run
-        if self.background is not None and not run.stopping and not self.over:
+        if self.background is not None and not run.session.stopping and not self.over:
             self.background.go(self.strategy.background(run.rank, run.state))
 
     # -- between two steps --
@@ -123,18 +114,20 @@ class Meeting:
             if not self._idle:
                 return False
             self._say_done()
+            if run.host.op != IDLE:
+                run.host.at(IDLE, waits=True)
             run.post.pause(LOOK)
 
     def assemble(self) -> None:
         """Waits for all ranks, and for their backgrounds to end."""
         run, size = self.run, self.run.rank.size
-        facts = [run.rank.step, len(self.planned()), self.over, run.post.meet, run.paused]
+        facts = [run.rank.step, self.run.due, self.over, run.post.meet, run.paused]
         mine = torch.tensor([*facts, *run.post.sent], dtype=torch.int64)
         table = mine.view(1, -1)
         if run.control is not None:
             table = torch.empty(size, len(mine), dtype=torch.int64)
             run.control.wait(run.control.all_gather(table.view(-1), mine))
-        self.latest, self._due, self.over = int(table[:, 0].max()), int(table[0, 1]), bool(table[0, 2])
+        self.latest, self.due, self.over = int(table[:, 0].max()), int(table[0, 1]), bool(table[0, 2])
         run.post.meet = int(table[:, 3].max())  # a meeting that some have heard of is known to all
         run.paused = bool(table[0, 4])
         run.credit = 0 if run.paused else run.credit
@@ -152,16 +145,6 @@ class Meeting:
         steps = self.run.experiment.steps
         return not self.trains or bool(not self.strategy.lockstep and steps and self.run.rank.step >= steps)
 
-    def planned(self) -> list[Any]:
-        """The planned changes that are due, the same on every rank."""
-        return [c for c in self.run.planned if c.at_step <= self.run.rank.step]
-
-    def take_planned(self) -> list[Any]:
-        """Those that act now; where steps differ, those that are due on rank 0."""
-        due = self._due if self.apart else len(self.planned())
-        taken, self.run.planned = self.run.planned[:due], self.run.planned[due:]
-        return taken
-
     def _wanted(self) -> bool:
         run, step = self.run, self.run.rank.step
         if self.heard and (step == run.post.meet or (not self.trains and step < run.post.meet)):
@@ -173,7 +156,7 @@ class Meeting:
             return self._call()
         if any(number == self._number for _, number in run.post.heard("come")):
             return True
-        return run.paused or bool(self.strategy.lockstep and self.planned())
+        return run.paused or bool(self.strategy.lockstep and self.run.due)
 
     def _call(self) -> bool:
         """On rank 0: is a meeting wanted now? Then tells all who would not know."""
@@ -182,12 +165,12 @@ class Meeting:
         ended = self._idle and self._done >= {r for r in range(1, run.rank.size) if self._trains(r)}
         self.over = ended
         if self.heard and not ended and not run.paused:
-            planned = bool(self.planned())
+            planned = bool(run.due)
             if run.post.meet < run.rank.step and (not run.inbox.empty() or (planned and not self.strategy.lockstep)):
                 with run.host.alone:  # a server beside this step lets nobody on meanwhile, and then tells it
                     run.post.meet = max(run.rank.step, self.strategy.newest(run.rank, run.state)) + self.heard
             return planned and bool(self.strategy.lockstep)
-        if not (ended or run.paused or self.planned() or not run.inbox.empty()):
+        if not (ended or run.paused or self.run.due or not run.inbox.empty()):
             return False
         if not self.strategy.lockstep:
             for other in range(1, run.rank.size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.engine.collectives import Wire
 from workbench.engine.lane import Lane
-from workbench.ops import Op
+from workbench.rank import Op
 
 
 def wrap(model: torch.nn.Module, wire: Wire, bucket_mb: float, lane: Lane | None) -> DistributedDataParallel:
     """DDP at its best; with `lane` its buckets go over the emulated Link by a comm hook."""
     ddp = DistributedDataParallel(
-        model, process_group=wire.group, bucket_cap_mb=bucket_mb * 1e6 / 2**20, gradient_as_bucket_view=True,
+        model, process_group=wire.lend(), bucket_cap_mb=bucket_mb * 1e6 / 2**20, gradient_as_bucket_view=True,
         static_graph=True, init_sync=False,
     )
     if lane is not None:
@@ -25,11 +26,13 @@ def wrap(model: torch.nn.Module, wire: Wire, bucket_mb: float, lane: Lane | None
     return ddp
 
 
-def unwrap(ddp: DistributedDataParallel) -> None:
-    """Takes torch's hooks off the model again; kept references would keep the group's sockets open."""
-    ddp._remove_autograd_hooks()
-    ddp.reducer = None
-    for param in ddp.module.parameters():
+def unwrap(module: Callable[..., Any]) -> None:
+    """Takes torch's hooks off a wrapped model again; kept references would keep the group's sockets open."""
+    if not isinstance(module, DistributedDataParallel):
+        return
+    module._remove_autograd_hooks()
+    del module.reducer
+    for param in module.module.parameters():
         param.grad = None
 
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from workbench.engine.collectives import Aborted, Leaving
-from workbench.engine.lane import StrategyError
+from workbench.engine.device import Chip
+from workbench.engine.door import Door, found
 from workbench.engine.shaping import Port
-from workbench.engine.sockets import HEAD, HELLO, Incoming, Outgoing, address, dial
-from workbench.ops import Rank, message
+from workbench.engine.sockets import HEAD, Outgoing
+from workbench.rank import Rank, StrategyError, message
 
 SLICE = 0.1  # seconds between two looks at whether this rank must leave
 HOST, STEP, BACKGROUND = range(3)  # who sent it: the engine itself, a strategy's step, its background
@@ -45,17 +46,24 @@ class Post:
     page:  letters of an earlier page are dropped; a page is turned when another strategy takes over
     meet:  the latest step at which all ranks are to meet that this rank has heard of; every letter tells it
     came:  letters from steps that have come so far; sent: by receiver, those posted from this rank's step
+    secret, limit: what only ranks of this run know, and how many bytes one message may have
     """
 
-    def __init__(self, rank: Rank, store: Any, where: tuple[str, int], token: str, port: Port, leaving: Leaving,
-                 span: Callable[..., None], local: bool) -> None:
-        self.rank, self.size, self.store, self.where, self.token = rank.index, rank.size, store, where, token.encode()
+    def __init__(self, rank: Rank, store: Any, where: tuple[str, int], secret: bytes, port: Port, leaving: Leaving,
+                 span: Callable[..., None], local: bool, limit: int = 2**30) -> None:
+        self.rank, self.size, self.store, self.where, self.secret = rank.index, rank.size, store, where, secret
+        self.limit = limit
+        self.door: Door | None = None
         self.step = lambda: rank.step
+        self.chip = Chip()
         self.port, self.leaving, self.span, self.local = port, leaving, span, local
+        self.tell_strangers: Callable[[int], None] = lambda count: None
         self.page, self.meet, self.came = 0, -1, 0
         self.sent = [0] * rank.size
         self.gone: set[int] = set()  # ranks that have closed their end
         self.heard_from: set[int] = set()  # ranks whose line to this one is open
+        self._why: dict[int, str] = {}  # of ranks that are gone: the reason, where it is more than that
+        self._trouble: Exception | None = None  # what went wrong on the post's own thread
         self._boxes: dict[tuple[int, str], deque[Letter]] = {}  # (page, kind) -> letters in order of arrival
         self._news = threading.Condition()
         self._out: dict[int, Outgoing] = {}
@@ -73,14 +81,17 @@ class Post:
                 return
             self.selector = selectors.DefaultSelector()
             self._bell, self._wake = socket.socketpair()
-            self._door = socket.create_server(("127.0.0.1" if self.local else "", 0), backlog=self.size)
-            here = "127.0.0.1" if self.local else address(self.where)
-            for s, what in ((self._bell, self._hush), (self._door, self._admit)):
-                s.setblocking(False)
-                self.selector.register(s, selectors.EVENT_READ, what)
-            self.store.set(f"post/{self.rank}", f"{here} {self._door.getsockname()[1]}")
+            self._bell.setblocking(False)
+            self.selector.register(self._bell, selectors.EVENT_READ, self._hush)
+            self.door = Door(self)
+            self.store.set(f"post/{self.rank}", self.door.where)
             self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} post", daemon=True)
             self._thread.start()
+
+    @property
+    def strangers(self) -> int:
+        """Callers so far that were no ranks of this run."""
+        return self.door.strangers if self.door else 0
 
     @property
     def partners(self) -> set[int]:
@@ -91,7 +102,9 @@ class Post:
         """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
         if not 0 <= to < self.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
-        data = bytearray(_bytes(tensor).numpy().tobytes())
+        data = bytearray(_bytes(self.chip.to_host(tensor)).numpy().tobytes())
+        if len(data) > self.limit:
+            raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
         what = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
         page = ALWAYS if origin == HOST else self.page
         if origin == STEP:
@@ -129,7 +142,7 @@ class Post:
                 f"rank {letter.source} sent {letter.what} of {kind!r} to rank {self.rank}, which has room for "
                 f"{str(into.dtype)[6:]}{list(into.shape)}: both ends must agree"
             )
-        into.copy_(sent.view(into.shape))
+        self.chip.fill(into, sent.view(into.shape))
         return into, letter.source
 
     def take(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Letter | None:
@@ -142,8 +155,12 @@ class Post:
                     return letter
                 if self.leaving.is_set():
                     raise Aborted(f"left while waiting for {kind!r}")
+                if self._trouble is not None:
+                    raise RuntimeError(f"rank {self.rank}'s messages failed: {self._trouble!r}") from self._trouble
                 if self.gone and (source is None or source in self.gone):
                     gone = source if source is not None else min(self.gone)
+                    if gone in self._why:
+                        raise StrategyError(f"rank {gone}'s line to rank {self.rank} was closed: {self._why[gone]}")
                     raise ConnectionError(f"Connection closed by peer: rank {gone}, of which {kind!r} was awaited")
                 self._news.wait(SLICE)
 
@@ -187,6 +204,8 @@ class Post:
         self._end(hurry=False)
         if self._thread is not None:
             self._thread.join(5.0)
+        if self.strangers:
+            self.tell_strangers(self.strangers)
         self.store = None
 
     # -- inside --
@@ -215,9 +234,7 @@ class Post:
         self.open()
         with self._dialling:
             if to not in self._out:
-                line = Outgoing(self, to, dial(self.store, f"post/{to}", self.leaving.is_set))
-                line.put(HELLO.pack(self.rank) + self.token, b"", lambda: None)
-                self._out[to] = line
+                self._out[to] = Outgoing(self, to, found(self.store, f"post/{to}", self.leaving.is_set))
             return self._out[to]
 
     def do(self, what: Callable[[], None]) -> None:
@@ -226,10 +243,12 @@ class Post:
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
 
-    def lose(self, rank: int) -> None:
-        """A rank has closed its end."""
+    def lose(self, rank: int, why: str = "") -> None:
+        """A rank has closed its end, or had to be left for a reason."""
         with self._news:
             self.gone.add(rank)
+            if why:
+                self._why[rank] = why
             self._news.notify_all()
 
     def _end(self, hurry: bool) -> None:
@@ -245,10 +264,13 @@ class Post:
     def _serve(self) -> None:
         until = float("inf")
         while True:
-            for key, _ in self.selector.select(SLICE):
-                key.data()
+            lines = list(self._out.values())
+            for key, _ in self.selector.select(min([SLICE, *(line.rest for line in lines)])):
+                self._do(key.data)
+            for line in lines:
+                self._do(line.look)
             while self._todo:
-                self._todo.popleft()()
+                self._do(self._todo.popleft())
             if self._closing:
                 until = min(until, time.monotonic() + (0.0 if self._hurry else 2.0))
                 if time.monotonic() >= until or not any(line.waiting for line in self._out.values()):
@@ -264,13 +286,14 @@ class Post:
         with contextlib.suppress(BlockingIOError):
             self._bell.recv(4096)
 
-    def _admit(self) -> None:
-        with contextlib.suppress(OSError):
-            s, _ = self._door.accept()
-            s.setblocking(False)
-            self.selector.register(s, selectors.EVENT_READ, Incoming(self, s).move)
+    def _do(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception as error:  # said where messages are awaited; a thread that died would leave them waiting
+            self._trouble = error
+            self.nudge()
 
 
 def _bytes(x: Tensor) -> Tensor:
     """The bytes of `x`, in memory of the host: (n,) uint8, a view where that can be."""
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return x.contiguous().reshape(-1).view(torch.uint8)

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.store import Writer
-from workbench.timeline import KINDS, Table
+from workbench.record.store import Writer
+from workbench.record.timeline import KINDS, Table
 
 Stretch = tuple[str, int, dict[str, Any]]  # (kind, number of the first row, columns)
 Push = Callable[[list[Stretch]], None]
@@ -89,28 +89,35 @@ class Recorder:
         turn = 0
         while not self._closing.wait(PUSH_EVERY):
             turn += 1
-            try:
-                self._flush(spool=turn % SPOOL_EVERY == 0)
-            except Exception:
-                _log.exception("rank %d: a flush of the record failed; the next is tried all the same", self.rank)
+            self._flush(spool=turn % SPOOL_EVERY == 0)
         self._flush(spool=True)
         if self._spool:
-            self._spool.close()
+            self._try(self._spool.close)
             self._flush(spool=False)  # what closing had to say
         self.cpu_seconds = time.thread_time()
 
     def _flush(self, spool: bool) -> None:
         for kind in KINDS:
-            self._carry(kind)
-        self._tell()
+            self._try(self._carry, kind)
+        self._try(self._tell)
         if spool and self._spool:
-            self._spool.write()
-            for detail in self._spool.said():
-                self.mark(*self._now_as(), detail)
-                self._carry("marks")
+            self._try(self._write, self._spool)
         self._send()
         self.lost = self._spool.lost if self._spool else 0
         self.cpu_seconds = time.thread_time()
+
+    def _try(self, part: Callable[..., None], *rest: Any) -> None:
+        """Does one part of a flush; whatever goes wrong there, the others are done, and what comes after the last."""
+        try:
+            part(*rest)
+        except Exception:
+            _log.exception("rank %d: a flush of the record failed in part; the rest is done all the same", self.rank)
+
+    def _write(self, spool: _Spool) -> None:
+        spool.write()
+        for detail in spool.said():
+            self.mark(*self._now_as(), detail)
+            self._carry("marks")
 
     def _now_as(self) -> tuple[int, str, float]:
         return self._now[0], "spool", self._now[1]
@@ -123,7 +130,11 @@ class Recorder:
             return
         rows = pending[:n]
         del pending[:n]
-        columns = self._columns(kind, rows)
+        try:
+            columns = self._columns(kind, rows)
+        except Exception:
+            self.dropped += n
+            raise
         seq, self._sent[kind] = self._sent[kind], self._sent[kind] + n
         self._now = int(columns["step"][-1]), float(columns["t1" if kind == "spans" else "t"][-1])
         if self._spool:
@@ -159,7 +170,10 @@ class Recorder:
 
 
 class _Spool:
-    """Appends one rank's rows to the run directory; survives a disk that fails, and says what was lost."""
+    """Appends one rank's rows to the run directory; survives a disk that fails, and says what was lost.
+
+    Rows that no file can hold are lost with those of their kind that waited beside them; that is no fault of the disk.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
@@ -168,6 +182,7 @@ class _Spool:
         self._writers: dict[str, Writer] = {}
         self._failed_at: float | None = None
         self._untold: list[dict[str, Any]] = []
+        self._refused: set[str] = set()  # kinds of which it was said that rows could not be written
 
     def take(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
         self._waiting[kind].append((seq, columns))
@@ -176,14 +191,11 @@ class _Spool:
         """Writes what waits; after a failure what waits is lost until writing works again."""
         if self._failed_at is not None and time.monotonic() - self._failed_at < RETRY_EVERY:
             return self._lose()
-        for kind, waiting in self._waiting.items():
-            if not waiting:
-                continue
+        for kind in KINDS:
             try:
-                self._append(kind, waiting[0][0], _joined([columns for _, columns in waiting]))
+                self._put(kind)
             except OSError as error:
                 return self._fail(error)
-            waiting.clear()
         if self._failed_at is not None:
             self._failed_at = None
             text = f"recording again; {self.lost} rows were lost"
@@ -195,21 +207,45 @@ class _Spool:
         return said
 
     def close(self) -> None:
-        for kind, waiting in self._waiting.items():  # marks about the last write itself
+        for kind in KINDS:  # marks about the last write itself
             try:
-                if waiting and self._failed_at is None:
-                    self._append(kind, waiting[0][0], _joined([columns for _, columns in waiting]))
+                if self._failed_at is None:
+                    self._put(kind)
             except OSError as error:
                 self._fail(error)
         for writer in self._writers.values():
             try:
                 writer.close()
-            except OSError:
+            except Exception:  # one that does not end well keeps no other open
                 writer.abandon()
+
+    def _put(self, kind: str) -> None:
+        """Writes what waits of one kind. Raises OSError."""
+        if not (waiting := self._waiting[kind]):
+            return
+        try:
+            self._append(kind, waiting[0][0], _joined([columns for _, columns in waiting]))
+        except OSError:
+            raise
+        except Exception as error:
+            self._refuse(kind, error)
+        waiting.clear()
+
+    def _refuse(self, kind: str, error: Exception) -> None:
+        """Loses what waits of a kind, for what is in it; its writer may have kept some of that, and is left."""
+        self.lost += _count(self._waiting[kind])
+        if writer := self._writers.pop(kind, None):
+            writer.abandon()
+            if not writer.nbytes:  # else each refusal would leave an empty file
+                writer.path.unlink(missing_ok=True)
+        if kind not in self._refused:
+            self._refused.add(kind)
+            text = f"rank {self.rank}: {self.lost} rows were lost: there are {kind} that no file can hold ({error})"
+            self._untold.append({"error": "", "lost": self.lost, "text": text})
 
     def _append(self, kind: str, first: int, columns: dict[str, Any]) -> None:
         if kind not in self._writers:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._writers[kind] = Writer(self.path, kind, self.rank, first)
         self._writers[kind].append(columns)
 
@@ -227,8 +263,12 @@ class _Spool:
 
     def _lose(self) -> None:
         for waiting in self._waiting.values():
-            self.lost += sum(len(columns["rank"]) for _, columns in waiting)
+            self.lost += _count(waiting)
             waiting.clear()
+
+
+def _count(waiting: list[tuple[int, dict[str, Any]]]) -> int:
+    return sum(len(columns["rank"]) for _, columns in waiting)
 
 
 def _joined(batches: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,158 +1,163 @@
-"""Setting a session up: wires, model, layout, lane, host; every rank does the same and checks that it did."""
+"""What one rank trains with: peers, model, lane, host. Every rank makes the same and checks that it did."""
 
 from __future__ import annotations
 
 import os
 import platform
 import random
-import tempfile
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from workbench import changes, momentum
-from workbench.batches import Batches
-from workbench.engine.canonical import broadcast_model, check_equal
-from workbench.engine.clocks import agree_on_time
-from workbench.engine.collectives import Wire, connect_store
-from workbench.engine.commons import Commons
+from workbench.engine import commons
+from workbench.engine.canonical import broadcast_model, check_model
+from workbench.engine.collectives import Aborted
+from workbench.engine.device import chip
 from workbench.engine.host import Host
 from workbench.engine.lane import Lane
 from workbench.engine.meeting import Meeting
+from workbench.engine.peers import Peers
 from workbench.engine.post import Post
-from workbench.engine.shaping import Board, Pace, Port, Shaper
-from workbench.engine.ticket import Bell, Tickets
+from workbench.engine.shaping import Pace, Port, Shaper
+from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
-from workbench.experiment import Experiment
-from workbench.knobs import KnobError
-from workbench.layout import Layout, signature
+from workbench.experiment import Experiment, momentum
+from workbench.host import changes
+from workbench.host.batches import Batches
+from workbench.host.layout import Layout
+from workbench.host.life import Life
+from workbench.host.measuring import Measuring
+from workbench.host.rate import Rate
 from workbench.optimizers import built
-from workbench.rates import Rate
+from workbench.settings import KnobError
 from workbench.tasks import rate
 
+if TYPE_CHECKING:
+    from workbench.engine.session import Session
 
-def able(run: Any, experiment: Experiment) -> Experiment:
-    """`experiment` if the engine performs what its strategy claims here, and on this model if known. Or KnobError."""
-    strategy, layout = experiment.strategy, getattr(run, "layout", None)
-    if reason := run.commons.refuses(strategy):
-        raise KnobError(reason)
-    if layout is not None and (reason := changes.refuses_model(experiment, layout.parts)):
-        raise KnobError(reason)
-    if layout is not None and (reason := momentum.refused(experiment, lambda: run.make_optimizer(experiment))):
-        raise KnobError(reason)
-    if strategy.staged:
-        what = "every rank computes the whole model"
-    elif strategy.workers > 1:
-        what = "every rank has one worker"
-    else:
-        return experiment
-    raise KnobError(f"strategy={type(strategy).__name__}: on the engine {what}; simulate it, or take another strategy")
+MODELS = 16  # a message may have as many times the bytes of the model
+LETTER = 2**26  # bytes; so much it may have in any run
 
 
-def set_up(run: Any) -> None:
-    """Fills in what a Session needs to train; raises in words what cannot be trained."""
-    torch.set_num_threads(1)
-    if run.device.startswith("cuda"):
-        torch.cuda.set_device(run.device)
-    run.local, doubt = _wires(run)
-    run.commons = Commons(run)
-    able(run, run.experiment)
-    run.tickets = Tickets(run.control, run.rank.index, run.inbox, bell(run))
-    _model(run)
-    able(run, run.experiment)
-    _host(run)
-    run.set_fabric(None, run.experiment)
-    changes.begin(run)
-    run.choose_lane()
-    if run.experiment.strategy.opaque:
-        run.enter_opaque()
-    if run.experiment.strategy.shared:
-        run.commons.enter()
-    run.state = run.experiment.strategy.init(run.rank)
-    run.tickets.enter(run.experiment.strategy, run.lane)
-    run.board = partial(board, run)
-    run.meeting = Meeting(run)
-    run.meeting.enter()
-    run.mark("start", _environment(run, doubt))
-    run.mark_buckets()
+class Parts(Life):
+    """A rank's life with all that it needs on the engine. What cannot be trained here is refused in words.
 
+    paused, credit: do the ranks make no steps; but for so many
+    pocket:         requests that were heard before their turn
+    evaluated:      seconds, of the longest evaluation so far
+    twin:           a copy of the model, to be evaluated while the model itself goes on being changed
+    """
 
-def board(run: Any, name: str = "") -> Board | None:
-    """Where the ranks of this host post their arrivals at the collectives of one wire."""
-    path = _shared(run, f"{name}.board")
-    return Board(path, run.rank.index, run.rank.size) if path else None
+    def __init__(self, session: Session) -> None:
+        torch.set_num_threads(1)
+        self.session, self.experiment, self.rank = session, session.experiment, session.rank
+        self.clock, self.naps, self.record = session.clock, session.naps, session.record
+        self.leaving, self.inbox, self.planned = session.leaving, session.inbox, session.planned
+        self.chip = chip(session.device)
+        self.chip.bind()
+        self.peers = Peers(session)
+        self.control = self.peers.control
+        if reason := self.refused(self.experiment.strategy):
+            raise KnobError(reason)
+        self.tickets = Tickets(self.control, self.rank.index, self.inbox, self.peers.bell())
+        self._make_model()
+        self.able(self.experiment)
+        self._make_host()
+        self.commons = commons.Commons(self.layout, self.control, self.peers.file)
+        self.meeting = Meeting(self)
+        self.state: Any = None
+        self.measuring = Measuring()
+        self.paused, self.credit = False, 0
+        self.pocket: list[dict[str, Any]] | None = None
+        self.evaluated = 0.0
+        self.twin: nn.Module | None = None
 
+    def _make_model(self) -> None:
+        e, rank, device = self.experiment, self.rank, self.session.device
+        self.learner = e.task.build()
+        torch.manual_seed(e.seed)
+        random.seed(e.seed)
+        model = self.learner.model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+        self.model = model.to(device).train()
+        self.layout = Layout(self.model, e.bucket_mb)
+        check_model(self.control, self.model)
+        broadcast_model(self.control, self.layout, self.model)
+        self.optimizer = self.make_optimizer(e)
+        torch.manual_seed(e.seed * 100_003 + rank.index + 1)
+        rank.lr = e.lr or rate(self.optimizer)
+        self.rate = Rate(e, self.optimizer)
+        self.batches = Batches(self.learner.data, rank.index, rank.size, device)
+        self.restart_data()
 
-def bell(run: Any) -> Bell | None:
-    """What rank 0 rings when it has something to say."""
-    path = _shared(run, ".bell")
-    return Bell(path) if path else None
+    def make_optimizer(self, wanted: Experiment) -> Any:
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
+    def restart_data(self) -> None:
+        self.batches.restart(self.experiment.batch, self.experiment.seed, self.rank.step)
 
-def _shared(run: Any, name: str) -> Path | None:
-    """A file of this run that all ranks of this host open and rank 0 removes at the end; None where they have none."""
-    if not run.local or run.rank.size == 1:
-        return None
-    run.boards.append(Path(tempfile.gettempdir()) / f"workbench-{os.getuid()}-{run.generation}{name}")
-    return run.boards[-1]
+    def _make_host(self) -> None:
+        rank, session, peers = self.rank, self.session, self.peers
+        self.port = Port(rank.index, rank.size, self.naps, self.experiment.seed)
+        self.post = Post(rank, peers.store, session.where, session.secret, self.port, self.leaving, self.record.span,
+                         local=session.loopback, limit=max(LETTER, MODELS * self.layout.nbytes))
+        self.post.step = lambda: self.lane.step
+        self.post.tell_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
+        self.post.chip = self.chip
+        seen = watch(self.chip, self.clock, self.record, self._look)
+        self.lane = Lane("comm", peers.data, Shaper(self.port, peers.board()), seen, self.chip)
+        self.lane.aside = peers.arrivals
+        self.lane.before = self.tickets.ring
+        self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.post,
+                         Pace(rank.index, self.naps), seen)
+        self.host.still_well = lambda: self.meeting.check()
+        self.host.batches = self.batches.next
+        self.host.clip = lambda: self.experiment.clip
 
+    def _look(self) -> None:
+        """Raises when this rank must leave, or a peer is gone; asked while the host waits for its chip."""
+        if self.peers.data is not None:
+            self.peers.data.check()
+        elif self.leaving.is_set():
+            raise Aborted("told to leave")
 
-def _wires(run: Any) -> tuple[bool, float]:
-    """One wire for control and one for data; returns (all ranks on one host, error of this rank's clock)."""
-    rank = run.rank
-    if rank.size == 1:
-        run.store = run.control = run.data_wire = None
-        return True, 0.0
-    run.store = store = connect_store(*run.where, run.generation)
-    rest = {"leaving": run.leaving, "loopback": run.loopback, "precise": run.experiment.precise}
-    run.control = Wire(store, rank.index, rank.size, "control", **rest)
-    run.data_wire = Wire(store, rank.index, rank.size, "data", kind=run.kind, **rest)
-    run.wires = [run.control, run.data_wire]
-    return agree_on_time(run.control, run.clock)
+    def refused(self, strategy: Any) -> str | None:
+        """Why the engine cannot do here what `strategy` claims, in a sentence that says what would do; or None."""
+        if reason := commons.refused(strategy, self.rank.size, self.session.device, self.peers.local):
+            return reason
+        if not strategy.staged and strategy.workers == 1:
+            return None
+        what = "every rank computes the whole model" if strategy.staged else "every rank has one worker"
+        name = type(strategy).__name__
+        return f"strategy={name}: on the engine {what}; simulate it, or take another strategy"
 
+    def able(self, wanted: Experiment) -> Experiment:
+        """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""
+        reason = self.refused(wanted.strategy) or changes.refuses_model(wanted, self.layout.parts)
+        if reason := reason or momentum.refused(wanted, lambda: self.make_optimizer(wanted)):
+            raise KnobError(reason)
+        return wanted
 
-def _model(run: Any) -> None:
-    e, rank = run.experiment, run.rank
-    run.learner = e.task.build()
-    torch.manual_seed(e.seed)
-    random.seed(e.seed)
-    model = run.learner.model()
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
-    run.model = model.to(run.device).train()
-    run.layout = Layout(run.model, e.bucket_mb)
-    check_equal(run.control, signature(run.model), "parameter names, shapes or types")
-    broadcast_model(run.control, run.layout, run.model)
-    params = [p for p in run.model.parameters() if p.requires_grad]
-    run.optimizer = built(e.optimizer, run.learner.optimizer, params, e.lr)
-    torch.manual_seed(e.seed * 100_003 + rank.index + 1)
-    rank.lr = e.lr or rate(run.optimizer)
-    run.rate = Rate(e, run.optimizer)
-    run.batches = Batches(run.learner.data, rank.index, rank.size, run.device)
-    run.restart_data()
+    # -- saying --
 
+    def mark(self, name: str, detail: dict[str, Any]) -> None:
+        self.session.mark(name, detail)
 
-def _host(run: Any) -> None:
-    rank = run.rank
-    run.port = Port(rank.index, rank.size, run.naps, run.experiment.seed)
-    run.post = Post(rank, run.store, run.where, run.generation, run.port, run.leaving, run.record.span,
-                    local=run.loopback)
-    run.post.step = lambda: run.lane.step
-    run.lane = Lane("comm", run.data_wire, run.clock, Shaper(run.port, board(run)), run.record, run.device)
-    run.host = Host(rank, run.model, run.learner.loss, run.optimizer, run.layout, run.lane, run.post,
-                    Pace(rank.index, run.naps), watch(run.device, run.clock, run.record))
-    run.host.still_well = lambda: run.meeting.check()
-    run.host.batches = run.batches.next
-    run.host.before_update = run.before_update
-    run.lane.before = run.tickets.ring
-    run.host.clip = lambda: run.experiment.clip
+    def say(self, phase: str) -> None:
+        self.session.say(phase)
 
+    def mark_start(self) -> None:
+        """Where this rank trains, and what."""
+        self.mark("start", {
+            "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
+            "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
+            "parameters": self.layout.numel, "nbytes": self.layout.nbytes,
+        })  # fmt: skip
 
-def _environment(run: Any, doubt: float) -> dict[str, Any]:
-    return {
-        "host": platform.node(), "pid": os.getpid(), "device": run.device, "backend": run.kind,
-        "torch": torch.__version__, "python": platform.python_version(), "clock_error": doubt,
-        "parameters": run.layout.numel, "nbytes": run.layout.nbytes,
-    }
+    def mark_buckets(self) -> None:
+        """The buckets as they are now, in bytes each, into rank 0's record."""
+        if self.rank.index == 0:
+            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})

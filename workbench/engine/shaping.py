@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from workbench.fabric import Fabric, Load
-from workbench.fabric.load import SHARES, choke, port_seconds, stretch
+from workbench.fabric import Fabric, Fault, Load
+from workbench.fabric.load import choke, port_seconds, stretch
+from workbench.fabric.pace import SHARES, Kept, lasts
 
 RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
 
@@ -39,8 +40,15 @@ class Naps:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.hurried = False
+        self._end = 0.0  # of the longest sleep so far
+
+    @property
+    def asleep(self) -> bool:
+        """Whether this rank stands still because its settings say so."""
+        return not self.hurried and self.clock.now() < self._end
 
     def until(self, t: float) -> None:
+        self._end = max(self._end, t)
         while not self.hurried:
             left = t - self.clock.now()
             if left <= 0:
@@ -166,7 +174,7 @@ class Shaper:
 
 
 class Pace:
-    """Stretches this rank's compute to a stated duration, and by its faults.
+    """Stretches this rank's compute to a stated duration, and by its faults: see `workbench.fabric.pace`.
 
     A step's compute of `pace` milliseconds is divided 3 : 6 : 1 between forward, backward and update. Within
     backward the slices end in proportion to the gradients that are ready.
@@ -177,22 +185,25 @@ class Pace:
     def __init__(self, rank: int, naps: Naps) -> None:
         self.rank, self.naps = rank, naps
         self.seconds = 0.0
-        self.faults: tuple = ()
+        self.faults: tuple[Fault, ...] = ()
+        self._kept = Kept()
         self._began = self._slept = 0.0
-        self._phase, self._stretch = "", 1.0
-        self._target = 0.0
+        self._stretch = 1.0
+        self._asked = self._took = 0.0  # of the present phase: seconds that it is to take, and takes without faults
+        self._step = [0.0, 0.0]  # the same of this step's phases before it
 
     @property
     def active(self) -> bool:
         return bool(self.seconds or self.faults)
 
-    def begin(self, phase: str, step: int, share: float = 1.0) -> None:
-        """A phase begins; `share` is the part of its time that falls to this call (micro-batches)."""
+    def begin(self, phase: str, step: int) -> None:
+        """A phase begins."""
         if not self.active:
             return
-        self._phase, self._began, self._slept = phase, self.naps.clock.now(), 0.0
+        self._count()
+        self._began, self._slept = self.naps.clock.now(), 0.0
         self._stretch = stretch(self.faults, self.rank, step, phase)
-        self._target = self.seconds * self.shares[phase] * share * self._stretch
+        self._asked = self.seconds * self.shares[phase]
 
     def put_off(self, seconds: float) -> None:
         """The strategy stood in the way for so long: nothing was computed meanwhile, so it does not count."""
@@ -203,10 +214,20 @@ class Pace:
         if not self.active:
             return
         now = self.naps.clock.now()
-        if self.seconds:
-            until = self._began + self._target * fraction
-        else:
-            until = self._began + (now - self._began - self._slept) * self._stretch
+        computed = now - self._began - self._slept
+        until = self._began + lasts(self._asked * fraction, computed, self._stretch)
         if until > now:
             self.naps.until(until)
             self._slept += self.naps.clock.now() - now
+        self._took = (self.naps.clock.now() - self._began) / self._stretch
+
+    def over(self) -> dict[str, Any] | None:
+        """A step is over; what there is to say of the pace, if that is news."""
+        self._count()
+        (asked, took), self._step = self._step, [0.0, 0.0]
+        return self._kept.step(self.seconds, asked, took)
+
+    def _count(self) -> None:
+        self._step[0] += self._asked
+        self._step[1] += self._took
+        self._asked = self._took = 0.0

@@ -1,11 +1,12 @@
-"""The two ends of a line between two ranks: bytes go out of one and come in at the other, never the other way.
+"""The two ends of a line between two ranks: letters go out of one and come in at the other, never the other way.
 
 Both live on the thread of their Post, which calls them when the system says that bytes can move. They know how a
-letter is framed and nothing of who waits for it.
+letter is framed and nothing of who waits for it. Before the first letter both ends have greeted, see greeting.py.
 """
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import struct
@@ -14,42 +15,75 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
+from workbench.engine import greeting
+
 HEAD = struct.Struct("<HBIqddQ")  # length of the kind, from whom, page, meeting, begun, seconds, length of the data
-HELLO = struct.Struct("<I")  # the sender's rank, followed by the run's token
 READ = selectors.EVENT_READ
 BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
+TRIES = 400  # times that a rank calls before it was greeted: strangers may have crowded it out at the other's door
+PAUSE = 0.02  # seconds before it calls again, later up to LONGER: 20 s of pauses in all, for a busy rank to answer in
+LONGER = 0.05
+NEVER = float("inf")
 
 
 class Outgoing:
-    """The sender's end: what is put is written as fast as the system takes it, in order."""
+    """The sender's end: what is put is written as fast as the system takes it, in order, once both have greeted."""
 
-    def __init__(self, post: Any, to: int, s: socket.socket) -> None:
-        self.post, self.to, self.socket = post, to, s
+    def __init__(self, post: Any, to: int, door: str) -> None:
+        self.post, self.to, self.door = post, to, door
+        self.socket = socket.socket()
         self._queue: deque[tuple[memoryview, Callable[[], None]]] = deque()
-        self._known = False
-        s.setblocking(False)
+        self._known = self._over = False
+        self._tries = 0
+        self._due = NEVER  # when it is to call again
+        post.do(self._dial)
 
     @property
     def waiting(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def rest(self) -> float:
+        """Seconds until it is to call again."""
+        return max(self._due - time.monotonic(), 0.0)
+
+    def look(self) -> None:
+        """Calls again once it is time to. Called by the post's thread."""
+        if time.monotonic() >= self._due:
+            self._due = NEVER
+            self._dial()
+
     def put(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
         """Queues a frame, from any thread; `written` is called on the post's thread when its last byte is out."""
         self.post.do(lambda: self._queue_up(head, data, written))
 
+    def _dial(self) -> None:
+        self._tries += 1
+        self.socket.close()
+        self.socket = s = socket.socket()
+        s.setblocking(False)
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._greeting = greeting.call(self.post.secret, self.post.rank, self.to, self.door, s.sendall)
+        self._left = next(self._greeting)
+        host, port = self.door.rsplit(" ", 1)
+        failed = s.connect_ex((host, int(port)))
+        self.post.selector.register(s, READ, self._move)
+        if failed not in (0, errno.EINPROGRESS):
+            self._lost(OSError(failed, "no connection"))
+
     def _queue_up(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
-        if self.to in self.post.gone or self.socket.fileno() < 0:
+        if self.to in self.post.gone or self._over:
             return
         self._queue.append((memoryview(head), _nothing))
         self._queue.append((memoryview(data), written))
-        if not self._known:
-            self._known = True
-            self.post.selector.register(self.socket, BOTH, self._move)
-        self._move()
+        if self._known:
+            self._move()
 
     def _move(self) -> None:
         try:
-            while self._queue:
+            if not self._known:
+                self._greet()
+            while self._known and self._queue:
                 left, written = self._queue[0]
                 if len(left):
                     left = left[self.socket.send(left):]
@@ -60,25 +94,41 @@ class Outgoing:
                     written()
         except BlockingIOError:
             pass
-        except OSError as error:
+        except Exception as error:
             return self._lost(error)
-        self.post.selector.modify(self.socket, BOTH if self._queue else READ, self._move)
+        self.post.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._move)
         try:
-            if not self.socket.recv(1):  # nobody ever answers here: readable means closed
+            if self._known and not self.socket.recv(1):  # nobody speaks here any more: readable means closed
                 self._lost(ConnectionResetError())
         except BlockingIOError:
             pass
         except OSError as error:
             self._lost(error)
 
-    def _lost(self, error: OSError) -> None:
+    def _greet(self) -> None:
+        while not self._known:
+            n = self.socket.recv_into(self._left)
+            if not n:
+                raise ConnectionResetError
+            self._left = self._left[n:]
+            if not len(self._left):
+                try:
+                    self._left = next(self._greeting)
+                except StopIteration:
+                    self._known = True
+
+    def _lost(self, error: Exception) -> None:
         """The peer is gone once its own line to this rank has ended, too: what it sent last may still be in there."""
-        self._queue.clear()
         self.post.selector.unregister(self.socket)
         self.socket.close()
         closed = isinstance(error, ConnectionResetError | BrokenPipeError)
+        if closed and not self._known and self._tries < TRIES:
+            self._due = time.monotonic() + pause(self._tries)
+            return
+        self._over = True
+        self._queue.clear()
         if not closed or self.to not in self.post.heard_from:
-            self.post.lose(self.to)
+            self.post.lose(self.to, str(error) if isinstance(error, greeting.Stranger) else "")
 
 
 class Incoming:
@@ -86,8 +136,8 @@ class Incoming:
 
     def __init__(self, post: Any, s: socket.socket) -> None:
         self.post, self.socket = post, s
-        self.source = -1
-        self._left = memoryview(b"")
+        self.source = -1  # nobody's until it has proved whose it is
+        self._over = False
         self._frames = self._read()
         self._left = next(self._frames)
 
@@ -96,59 +146,50 @@ class Incoming:
             for _ in range(64):  # then the other lines have their turn
                 n = self.socket.recv_into(self._left)
                 if not n:
-                    return self._end()
+                    return self.end()
                 self._left = self._left[n:]
                 while not len(self._left):
                     self._left = next(self._frames)
         except BlockingIOError:
             return
-        except (OSError, StopIteration):
-            self._end()
+        except OSError:
+            self.end()
+        except Exception as error:  # one line that cannot go on must not end the thread of all
+            self.end(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _read(self) -> Generator[memoryview, None, None]:
-        hello = bytearray(HELLO.size + len(self.post.token))
-        yield memoryview(hello)
-        if hello[HELLO.size:] != self.post.token:
-            return  # a stranger
-        (self.source,) = HELLO.unpack_from(hello)
-        self.post.heard_from.add(self.source)
+        post = self.post
+        source = yield from greeting.answer(post.secret, post.rank, post.size, post.door.where, self.socket.sendall)
+        if source in post.heard_from:
+            raise greeting.Stranger(f"rank {source} has a line to this rank already")
+        self.source = source
+        post.door.known(self)
         head = bytearray(HEAD.size)
         while True:
             yield memoryview(head)
             length, origin, page, meet, begun, seconds, nbytes = HEAD.unpack(head)
+            if nbytes > post.limit:
+                raise ValueError(f"a message of {nbytes} bytes was announced; {post.limit} is the most in this run")
             kind, data = bytearray(length), bytearray(nbytes)
             if length:
                 yield memoryview(kind)
             if nbytes:
                 yield memoryview(data)
-            self.post.arrived(self.source, kind.decode(), data, origin, page, meet, begun, seconds)
+            post.arrived(source, kind.decode(), data, origin, page, meet, begun, seconds)
 
-    def _end(self) -> None:
+    def end(self, why: str = "") -> None:
+        """Closes this end; the post hears that its rank is gone, or that a stranger was there."""
+        if self._over:
+            return
+        self._over = True
         self.post.selector.unregister(self.socket)
         self.socket.close()
-        if self.source >= 0:
-            self.post.heard_from.discard(self.source)
-            self.post.lose(self.source)
+        self.post.door.left(self, why)
 
 
-def dial(store: Any, key: str, given_up: Callable[[], bool], patience: float = 60.0) -> socket.socket:
-    """Connects to whoever said under `key` where its door is. Raises ConnectionError when nobody does."""
-    until = time.monotonic() + patience
-    while not store.check([key]):
-        if given_up() or time.monotonic() > until:
-            raise ConnectionError(f"no door was opened under {key}")
-        time.sleep(0.005)
-    host, port = store.get(key).decode().rsplit(" ", 1)
-    s = socket.create_connection((host, int(port)), timeout=patience)
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return s
-
-
-def address(store: tuple[str, int]) -> str:
-    """This machine's address as seen from where the store is."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect(store)
-        return str(s.getsockname()[0])
+def pause(tries: int) -> float:
+    """Seconds between the call number `tries` and the next."""
+    return min(PAUSE + tries * 1e-3, LONGER)
 
 
 def _nothing() -> None:

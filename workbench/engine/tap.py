@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.ops import StrategyError
+from workbench.rank import StrategyError
 
 _ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
 
@@ -77,9 +77,9 @@ class Tap:
         return take
 
     def _emit(self) -> None:
-        layout, pace = self.host.layout, self.host.pace
-        if pace.active:
-            pace.reach(sum(p.numel for p in layout.order if p.round == self._round) / layout.numel)
+        layout = self.host.layout
+        if self.host.pace.active:
+            self.host.paced(sum(p.numel for p in layout.order if p.round == self._round) / layout.numel)
         while self._next < len(self._left) and not self._left[self._next]:
             self._next += 1
             self.host.hand_out(layout.full(self._next - 1))

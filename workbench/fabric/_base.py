@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from workbench.family import Family
+from workbench.settings import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +26,7 @@ class Fault(Family):
 
     def pause(self, rank: int) -> float:
         return 0.0
+
+    def idle(self, is_shaped: bool) -> str | None:
+        """Why it has no effect on a network that is (or is not) emulated, in words that say what would do; or None."""
+        return None

@@ -7,7 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 from workbench.fabric._base import Fault
-from workbench.knobs import knob
+from workbench.settings import knob, settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,9 @@ class Link:
     bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of each rank's port; 0 is unlimited")
     latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of one message between two ranks")
     jitter: float = knob(0.0, 0.0, 1.0, doc="largest random extra share of an operation's time")
+
+    def __post_init__(self) -> None:
+        settle(self)
 
     @property
     def shaped(self) -> bool:
@@ -39,6 +42,9 @@ class Fabric:
     link: Link = knob(Link(), doc="each rank's port")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
     faults: tuple[Fault, ...] = knob((), doc="what is wrong on purpose")
+
+    def __post_init__(self) -> None:
+        settle(self)
 
 
 class Load(NamedTuple):

@@ -1,13 +1,11 @@
-"""What a step costs under a Fabric and a pace, read alike by both hosts: shares of compute, faults, ports."""
+"""What a step costs under a Fabric and a pace, read alike by both hosts: faults, ports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from workbench.fabric._base import Fault
 from workbench.fabric.link import Fabric, Load
-
-SHARES = {"forward": 0.3, "backward": 0.6, "update": 0.1}  # of a step's compute, where `pace` states it
 
 
 def stretch(faults: Iterable[Fault], rank: int, step: int, phase: str) -> float:
@@ -16,6 +14,21 @@ def stretch(faults: Iterable[Fault], rank: int, step: int, phase: str) -> float:
     for fault in faults:
         factor *= fault.stretch(rank, step, phase)
     return factor
+
+
+def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[str]:
+    """The faults of `fabric` that have no effect, each in a sentence that says why and what would have one.
+
+    servers: the ranks that do not train, and so compute nothing that could be slow. ranks: how many there are.
+    """
+    found = []
+    for fault in fabric.faults:
+        why = fault.idle(fabric.link.shaped and ranks > 1)
+        if why is None and getattr(fault, "rank", None) in servers and fault.choke(fault.rank) == 1.0:  # type: ignore[attr-defined]
+            why = f"rank {fault.rank} is a server and computes no steps; take a rank that trains"  # type: ignore[attr-defined]
+        if why:
+            found.append(f"{fault} has no effect: {why}")
+    return found
 
 
 def choke(faults: Iterable[Fault], rank: int) -> float:

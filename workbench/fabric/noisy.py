@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from random import Random
 
 from workbench.fabric._base import Fault
-from workbench.knobs import knob
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noisy(Fault):
-    """Every rank's compute is stretched by its own random factor in each step, uniform in [1, 1 + spread]."""
+    """Every rank's compute is stretched by its own random factor in each step, uniform in [1, 1 + spread].
+
+    When to use it: to see what small differences between equal machines cost where all wait for the slowest.
+    """
 
     spread: float = knob(0.3, 0.0, 5.0, doc="largest extra share of a phase's time")
     seed: int = knob(0, 0, 2**31 - 1, doc="seed of the factors, so that a run can be repeated")
+
+    def idle(self, is_shaped: bool) -> str | None:
+        return "with spread 0 no phase differs from another; take more" if self.spread == 0.0 else None
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         return 1.0 + self.spread * Random(f"{self.seed}/{rank}/{step}/{phase}").random()

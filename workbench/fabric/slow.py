@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.fabric._base import Fault
-from workbench.knobs import knob
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow(Fault):
-    """One rank is slower than the others by a constant factor, in one phase or in all compute."""
+    """One rank is slower than the others by a constant factor, in one phase or in all compute.
+
+    When to use it: to tell the cause from its victims, and to compare strategies on uneven machines: those that wait
+    for all in every step go at this rank's pace.
+    """
 
     rank: int = knob(0, 0, 4095, doc="which rank is slow")
     factor: float = knob(2.0, 1.0, 20.0, doc="how many times longer the phase lasts")
@@ -18,6 +22,13 @@ class Slow(Fault):
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         return self.factor if rank == self.rank and self.phase in (phase, "compute") else 1.0
+
+    def idle(self, is_shaped: bool) -> str | None:
+        if self.factor == 1.0:
+            return "a factor of 1 makes nothing longer; take one above 1"
+        if self.phase == "link" and not is_shaped:
+            return "no network is emulated whose port could be slow; set a bandwidth or a latency"
+        return None
 
     def choke(self, rank: int) -> float:
         return self.factor if rank == self.rank and self.phase == "link" else 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from workbench.fabric._base import Fault
-from workbench.knobs import knob
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +15,19 @@ class Stumble(Fault):
 
     `probability` = 0.1 and `factor` = 5: in a random tenth of its steps a rank computes five times as long. Over many
     steps all ranks are equally fast, which `Slow` is not.
+
+    When to use it: where every rank is slow now and then and none always: what BackupWorkers and BoundedStaleness are
+    made for.
     """
 
     probability: float = knob(0.1, 0.0, 1.0, doc="share of a rank's steps that are slow")
     factor: float = knob(5.0, 1.0, 100.0, doc="how many times longer all compute of such a step lasts")
     rank: int = knob(-1, -1, 4095, doc="which rank stumbles; -1: each of them, at steps of its own")
     seed: int = knob(0, 0, 2**31 - 1, doc="seed of the draws, so that a run can be repeated")
+
+    def idle(self, is_shaped: bool) -> str | None:
+        never = self.probability == 0.0 or self.factor == 1.0
+        return "no step is slow with probability 0 or factor 1; take more" if never else None
 
     def stretch(self, rank: int, step: int, phase: str) -> float:
         if self.rank not in (-1, rank):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from workbench.family import Family
+from workbench.settings import Family
 
 Own = Callable[[float], torch.optim.Optimizer]  # lr -> the task's own optimizer; 0 leaves the rates it was made with
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from workbench.knobs import knob
 from workbench.optimizers._base import Optimizer, Own, chosen
+from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.knobs import knob
 from workbench.optimizers._base import Optimizer, Own, by_layers, chosen
+from workbench.settings import knob
 
 TINY = 1e-8  # keeps the ratio finite where gradient and parameter are next to nothing
 

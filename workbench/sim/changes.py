@@ -1,4 +1,4 @@
-"""What a change asks of the simulator; what it consists of is in workbench/changes.py."""
+"""What a change asks of the simulator; what it consists of is in workbench/host/changes.py."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from workbench import momentum
-from workbench.changes import in_step, refuses_model
 from workbench.compressors import inside
-from workbench.experiment import Experiment
+from workbench.experiment import Experiment, momentum
 from workbench.fabric.load import pauses
-from workbench.ops import Op, Rank
+from workbench.host.changes import in_step, refuses_model, take_role
+from workbench.host.rate import Rate
+from workbench.rank import Op, Rank
+from workbench.settings import KnobError
 from workbench.sim.costs import Costs
 from workbench.sim.host import Host
 
 if TYPE_CHECKING:
-    from workbench.layout import Layout
+    from workbench.host.layout import Layout
     from workbench.sim.world import World
 
 
@@ -29,6 +30,9 @@ class Turnable(ABC):
     host: Host
     rank: Rank
     body: Any
+    state: Any
+    rate: Rate
+    flushing: int
     pending_pause: float
     common: bool = False  # are the parameters the same memory on all ranks?
 
@@ -51,6 +55,17 @@ class Turnable(ABC):
     @property
     def optimizer(self) -> Any:
         return self.body.optimizer
+
+    def able(self, wanted: Experiment) -> Experiment:
+        """`wanted` if it can be simulated, on this model. Raises KnobError."""
+        if reason := refused(wanted, self.world.costs, self.world.real, self.layout, lambda: self.body.made(wanted)):
+            raise KnobError(reason)
+        if wanted.strategy.staged != self.experiment.strategy.staged:
+            raise KnobError(
+                f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, when a run begins; "
+                f"begin another run with it"
+            )
+        return wanted
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
         self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.index)
@@ -97,11 +112,11 @@ class Turnable(ABC):
             self.body.lie_with(self.world.sessions[0].body)
 
     @abstractmethod
-    async def stop_background(self) -> None:
+    async def rest(self) -> None:
         """Lets the background take in what was sent, and end."""
 
     async def leave(self, strategy: Any) -> None:
-        await self.stop_background()
+        await self.rest()
         await strategy.leave(self.rank, self.state)
         if self.common and self.world.real:
             self.body.lie_alone()
@@ -109,15 +124,11 @@ class Turnable(ABC):
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
         """A strategy takes over."""
-        strategy, size = wanted.strategy, self.rank.size
-        self.rank.role = "trainer" if strategy.trains(self.rank.index, size) else "server"
-        serve = [r for r in range(size) if not strategy.trains(r, size)] if self.rank.index == 0 else []
-        if serve:
-            text = f"{size - len(serve)} of {size} ranks train; {len(serve)} serve"
-            self.mark("roles", {"serve": serve, "text": text})
-        if strategy.shared and size > 1:
+        strategy = wanted.strategy
+        take_role(self, strategy)
+        if strategy.shared and self.rank.size > 1:
             self.share()
-        self.state = strategy.init(self.rank)
+        self.state = strategy.init(self.rank, self.body.params())
 
     def enter_opaque(self) -> None:
         raise AssertionError("refused before it starts")

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from workbench.sim.durations import PHASES, Duration, Wire, kind
+from workbench.sim.measure import measured
 
 if TYPE_CHECKING:
-    from workbench.run import Run
-
-PHASES = ("forward", "backward", "update")
-
-
-class Duration(NamedTuple):
-    """Seconds of a phase on one rank, and the standard deviation from step to step as a share of them."""
-
-    seconds: float
-    spread: float = 0.0
-
-    def draw(self, key: str) -> float:
-        """The phase's seconds in one step: normal about `seconds`, cut at half of it; the same for the same key."""
-        if not self.spread:
-            return self.seconds
-        return self.seconds * max(0.5, 1.0 + self.spread * Random(key).gauss(0.0, 1.0))
-
-
-class Wire(NamedTuple):
-    """A collective off any Link: seconds per message one after the other, and seconds per byte that a rank sends."""
-
-    message: float = 0.0
-    byte: float = 0.0
-
-    def seconds(self, sent: float, messages: int) -> float:
-        return messages * self.message + sent * self.byte
+    from workbench.record.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +57,7 @@ class Costs:
         how late collectives end; the median of what a step lasts beyond compute and waiting; the evaluation; the
         median of the Samples "density", which compressors write whose choice depends on the data.
         """
-        from workbench.sim.measure import measured
-
-        return measured(run)
+        return cls(**measured(run))
 
     def seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
         """Seconds of one pass on a rank in a step."""
@@ -94,20 +69,8 @@ class Costs:
         """Seconds per byte of each stretch of codec work; () where it costs nothing."""
         return self.codec.get(self.kind(compressor), ())
 
-    @staticmethod
-    def kind(compressor: Any) -> str:
-        """The name under which a compressor's costs are kept: its type and what it wraps, without settings.
-
-        >>> from workbench import ErrorFeedback, TopK
-        >>> Costs.kind(ErrorFeedback(of=TopK()))
-        'ErrorFeedback(TopK)'
-        """
-        inner = getattr(compressor, "of", None)
-        name = type(compressor).__name__
-        return f"{name}({Costs.kind(inner)})" if inner is not None else name
+    kind = staticmethod(kind)
 
     def __or__(self, other: Costs) -> Costs:
         """These costs with the codecs that `other` knows, too."""
-        from dataclasses import replace
-
         return replace(self, codec={**self.codec, **other.codec})

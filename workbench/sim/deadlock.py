@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from workbench.ops import Op
+from workbench.rank import Op
 from workbench.sim.fiber import Fiber
 
 MANY = 8  # ranks that are listed one by one

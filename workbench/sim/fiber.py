@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from workbench.ops import Op
+from workbench.rank import Op
 
 if TYPE_CHECKING:
     from workbench.sim.host import Host

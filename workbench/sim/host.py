@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from workbench.canonical import optimizer_tensors
 from workbench.experiment import Experiment
-from workbench.fabric.load import SHARES, stretch
-from workbench.ops import Handle, Op, Rank, StrategyError
+from workbench.fabric.load import stretch
+from workbench.fabric.pace import SHARES, Kept, lasts
+from workbench.host.canonical import optimizer_tensors
+from workbench.rank import Handle, Op, Rank, StrategyError
 from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.meeting import Meeting
 from workbench.sim.passing import Pass
@@ -36,6 +37,8 @@ class Host:
         self.leaving = False  # does the background have to end?
         self.rounds = Rounds(self)
         self.ended: Callable[[Fiber], None] = lambda fiber: None
+        self._kept = Kept()
+        self._asked = self._took = 0.0  # seconds that this step's compute was to take, and takes without faults
         self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches
         meet = self._collective
         self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
@@ -58,15 +61,20 @@ class Host:
 
     # -- compute --
 
-    def seconds(self, phase: str) -> float:
-        """How long a phase of compute lasts on this rank in this step."""
+    def seconds(self, phase: str, share: float = 1.0) -> float:
+        """How long a phase of compute, or a share of it, lasts on this rank in this step."""
         e, costs, step = self.experiment, self.world.costs, self.rank.step
-        lasts = e.pace * 1e-3 * SHARES[phase]
-        if costs is not None:
-            lasts = max(lasts, costs.seconds(phase, self.index, step, e.seed))
-        if e.fabric.faults:
-            lasts *= stretch(e.fabric.faults, self.index, step, phase)
-        return lasts * self.body.share
+        share *= self.body.share
+        asked = e.pace * 1e-3 * SHARES[phase] * share
+        computed = costs.seconds(phase, self.index, step, e.seed) * share if costs is not None else 0.0
+        factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
+        self._asked, self._took = self._asked + asked, self._took + lasts(asked, computed)
+        return lasts(asked, computed, factor)
+
+    def pace_said(self) -> dict[str, Any] | None:
+        """A step is over; what there is to say of the pace, if that is news."""
+        asked, took, self._asked, self._took = self._asked, self._took, 0.0, 0.0
+        return self._kept.step(self.experiment.pace * 1e-3, asked, took)
 
     def _occupy(self, fiber: Fiber, seconds: float) -> float:
         """The device works for so long, from when it is free; returns when it begins."""
@@ -75,10 +83,10 @@ class Host:
         return began
 
     def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0) -> Any:
-        lasts = self.seconds(phase) * share
-        began = self._occupy(fiber, lasts)
-        self.span("compute", phase, self.clock.now, began, began + lasts, 0)
-        self.clock.at(began + lasts, fiber, value)
+        seconds = self.seconds(phase, share)
+        began = self._occupy(fiber, seconds)
+        self.span("compute", phase, self.clock.now, began, began + seconds, 0)
+        self.clock.at(began + seconds, fiber, value)
         return PARK
 
     def _forward(self, fiber: Fiber, op: Op) -> Any:
@@ -267,8 +275,8 @@ class Host:
         return PARK
 
     def _stand(self, fiber: Fiber, op: Op) -> Any:
-        """Stands still for so many seconds."""
-        self.clock.at(self.clock.now + op.args[0], fiber)
+        """Stands still for so many seconds, and answers with them."""
+        self.clock.at(self.clock.now + op.args[0], fiber, op.args[0])
         return PARK
 
     def _together(self, fiber: Fiber, op: Op) -> Any:

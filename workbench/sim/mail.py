@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from workbench.ops import StrategyError, message
+from workbench.rank import StrategyError, message
 from workbench.sim.fiber import PARK, Fiber
 
 if TYPE_CHECKING:

@@ -16,19 +16,20 @@ from workbench.analysis.window import MEASURING, Window, last_steps, ranks_of
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
 from workbench.fabric.load import stretch
-from workbench.run import Run
-from workbench.sim.costs import PHASES, Costs, Duration, Wire
+from workbench.record.run import Run
+from workbench.settings import fold
+from workbench.sim.durations import PHASES, Duration, Wire, kind
 
 WARM = 2  # steps at the beginning and after a change that are not like the others
 ENOUGH = 200  # steps that a median is taken over; more only cost time
 
 
-def measured(run: Run) -> Costs:
-    """The Costs of a recorded run; see `Costs.measured`. Raises ValueError where too few steps were recorded."""
+def measured(run: Run) -> dict[str, Any]:
+    """The fields of a run's Costs; see `Costs.measured`. Raises ValueError where too few steps were recorded."""
     about = _Recorded(run)
     durations = {phase: about.durations(phase) for phase in PHASES}
-    return Costs(**durations, codec=about.codecs(), wire=about.wire(), late=about.late(), between=about.between(),
-                 evaluate=about.evaluation(), density=about.density())
+    rest = {"codec": about.codecs(), "wire": about.wire(), "late": about.late(), "between": about.between()}
+    return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
 
 
 class _Recorded:
@@ -37,7 +38,7 @@ class _Recorded:
     def __init__(self, run: Run) -> None:
         self.run = run
         stop = last_steps(run.timeline)[1]
-        self.turns = _turns(run)
+        self.turns = fold(run.experiment, run.changes, Experiment.turn)
         fresh = {at + k for at, _ in self.turns for k in range(WARM)}
         rows = run.timeline.spans.rows()
         aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
@@ -85,7 +86,7 @@ class _Recorded:
             nbytes = self._bucket(int(step), name)
             if nbytes:
                 number = sum(t < t0 for t in begun[int(rank), int(step), name])
-                found[Costs.kind(self.at(int(step)).compressor)][number].append((t1 - t0) / nbytes)
+                found[kind(self.at(int(step)).compressor)][number].append((t1 - t0) / nbytes)
         return {
             kind: tuple(float(np.median(by.get(n, [0.0]))) for n in range(max(by) + 1)) for kind, by in found.items()
         }
@@ -156,14 +157,6 @@ class _Recorded:
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
-
-
-def _turns(run: Run) -> list[tuple[int, Any]]:
-    """(step, the experiment from there on), from the beginning."""
-    found = [(0, run.experiment)]
-    for change in run.changes:
-        found.append((change.at_step, found[-1][1].turn(change.path, change.value)))
-    return found
 
 
 def _not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

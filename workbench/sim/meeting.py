@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.fabric import Load, even, uneven
-from workbench.ops import Op, StrategyError
+from workbench.rank import Op, StrategyError
 
 if TYPE_CHECKING:
     from workbench.sim.fiber import Fiber
@@ -91,6 +91,8 @@ class Meeting:
                 total = xs[0].clone()
                 for other in xs[1:]:
                     _merge(total, other, self.op.args[1])
+                if self.op.args[1] == "mean":
+                    total /= p
                 torch._foreach_copy_(xs, [total] * p)
                 return xs
             case "broadcast":
@@ -133,7 +135,7 @@ def _load(op: Op, size: Any, ranks: int, rank: int) -> Load:
 
 def _merge(total: Tensor, other: Tensor, how: str) -> None:
     match how:
-        case "sum":
+        case "sum" | "mean":
             total += other
         case "max":
             torch.maximum(total, other, out=total)

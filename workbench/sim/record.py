@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.timeline import Coded, Timeline, Words
+from workbench.record.timeline import Coded, Timeline, Words
 
 _COLUMNS = ("rank", "step", "lane", "name", "asked", "t0", "t1", "nbytes")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.timeline import Timeline
+from workbench.record.timeline import Timeline
 
 
 class Round(NamedTuple):

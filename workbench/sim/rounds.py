@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench.ops import Op, StrategyError
+from workbench.rank import Op, StrategyError
 from workbench.sim.fiber import PARK, Fiber
 
 if TYPE_CHECKING:

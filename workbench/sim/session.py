@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench import changes
 from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError, in_words, to_plain
-from workbench.measuring import Measuring
-from workbench.momentum import stilled
-from workbench.ops import Op
-from workbench.rates import Rate
-from workbench.sim.changes import Turnable, refused
+from workbench.host import changes, residual
+from workbench.host.life import Life
+from workbench.host.measuring import Measuring
+from workbench.host.momentum import stilled
+from workbench.host.rate import Rate
+from workbench.rank import Op
+from workbench.sim.changes import Turnable
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
 from workbench.sim.tensors import known_evaluated, mean_evaluated
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Session(Turnable):
-    """A run as one virtual rank lives it. Part of it is what a change sees (workbench.changes.Changing)."""
+class Session(Turnable, Life):
+    """A run as one virtual rank lives it. Part of it is what a change sees (workbench.host.changes.Changing)."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
         self.world, self.body = world, body
@@ -37,9 +37,7 @@ class Session(Turnable):
         self.rate = Rate(experiment, body.optimizer)
         self.planned = list(world.planned)
         self.state: Any = None
-        self.flushing = 0
         self.measuring = Measuring()
-        self.pending_pause = 0.0
         self.background: Fiber | None = None
         self.host.ended = self._ended
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
@@ -47,7 +45,7 @@ class Session(Turnable):
         if world.real:
             body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
         self.set_fabric(None, experiment)
-        changes.begin(self)
+        residual.begin(self)
         self.choose_lane()
 
     # -- the life of a rank --
@@ -57,33 +55,29 @@ class Session(Turnable):
         self.mark("start", {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
                             "parameters": self.layout.numel, "nbytes": self.layout.nbytes})
         self.mark_buckets()
+        changes.note_idle(self)
         self.enter(None, self.experiment)
-        await self._evaluate(together=True)
-        self.say("running")
-        self._go_on()
-        while True:
-            await self._boundary()
-            lockstep = self.experiment.strategy.lockstep
-            if self.world.over or (lockstep and self.rank.step >= self.experiment.steps):
-                break
-            before = self.rank.step
-            if self.rank.role == "trainer":  # a server comes here for changes only
-                await self._step()
-            if self.experiment.evaluates(before, self.rank.step):
-                await self._evaluate(together=self.experiment.strategy.lockstep)
-        await self.stop_background()
-        if (strategy := self.experiment.strategy).lockstep and strategy.can_settle:
-            await strategy.settle(self.rank, self.state)
-        self.say("done")
+        await super().live()
 
-    async def _step(self) -> None:
+    @property
+    def ended(self) -> bool:
+        return self.world.over
+
+    @property
+    def met(self) -> bool:
+        return self.host.met
+
+    @property
+    def called_for(self) -> int:
+        return self.world.due
+
+    async def finish(self) -> None:
+        self.say("done")
+        self.mark("end", {"rank": self.rank.index, "state": "done"})
+
+    async def make(self) -> int:
         host, strategy, clock = self.host, self.experiment.strategy, self.host.clock
         host.met = False
-        if self.pending_pause:
-            seconds, self.pending_pause = self.pending_pause, 0.0
-            await Op("stand", seconds)
-            self.mark("fault", {"text": f"stood still for {seconds:.1f} s"})
-        self.rate.follow(self)
         began, made = clock.now, None
         if strategy.workers > 1:
             await self._all_workers()
@@ -91,19 +85,24 @@ class Session(Turnable):
             made = await Op("drive", self.measuring.step(self))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
+        if said := host.pace_said():
+            self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
         if losses := self.body.losses:
             self.world.record.sample(self.rank.index, self.rank.step, "loss", clock.now, sum(losses) / len(losses))
             losses.clear()
-        if self.flushing and host.met:
-            await changes.flushed(self)
-        if self.body.to_learn:
-            if strategy.crosses:
-                await strategy.settle(self.rank, self.state)
-            await self.relay(self.body.learn)
-            self.mark_buckets()
-        self.rank.step += made or 1
-        host.rounds.moved()
+        return made or 1
+
+    async def relearn(self) -> None:
+        if not self.body.to_learn:
+            return
+        if (strategy := self.experiment.strategy).crosses:
+            await strategy.settle(self.rank, self.state)
+        await self.relay(self.body.learn)
+        self.mark_buckets()
+
+    def moved(self, made: int) -> None:
+        self.host.rounds.moved()
 
     async def _all_workers(self) -> None:
         """Every worker of this rank makes the step; it is over when all have."""
@@ -116,29 +115,10 @@ class Session(Turnable):
         if self._workers:
             await Op("park", self._await, "its workers")
 
-    async def _boundary(self) -> None:
-        """Takes the changes that are due before the next step; ranks that go on apart come together for them."""
-        if self.apart:
-            if not await self._called():
-                return
-            await self._assemble()
-        for change in self._due():
-            await self._turn(change)
-        self._go_on()
-
-    def _due(self) -> list[Change]:
-        """The changes that act now; where ranks keep no common step, those that are due on rank 0."""
-        if changes.in_step(self.experiment):
-            due = sum(c.at_step <= self.rank.step for c in self.planned)
-        else:
-            due = self.world.due
-        taken, self.planned = self.planned[:due], self.planned[due:]
-        return taken
-
-    async def _called(self) -> bool:
+    async def called(self) -> bool:
         """Is there a meeting now? Waits for one where this rank has nothing else to do. See the engine's meeting."""
         world, strategy, step = self.world, self.experiment.strategy, self.rank.step
-        due = bool(self.planned) and self.planned[0].at_step <= step
+        due = bool(self.due)
         if strategy.lockstep:
             return due
         idle = self.rank.role == "server" or step >= self.experiment.steps
@@ -159,7 +139,7 @@ class Session(Turnable):
                 return False
             await Op("park", world.listen, "a meeting or the end")
 
-    async def _assemble(self) -> None:
+    async def assemble(self) -> None:
         """Waits for all ranks, and for their backgrounds to end."""
         world = self.world
 
@@ -170,17 +150,17 @@ class Session(Turnable):
             return [None] * len(steps)
 
         await Op("together", "meet between steps", self.rank.step, joint, 0.0)
-        await self.stop_background()
+        await self.rest()
         await self.gather(0)
 
-    async def stop_background(self) -> None:
+    async def rest(self) -> None:
         self.host.rounds.idle()
         self.host.leaving = True
         if self.background is not None:
             await Op("park", self._await, "its background")
         self.host.leaving = False
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """The background begins, or begins again after a meeting."""
         strategy = self.experiment.strategy
         if self.background is not None or not strategy.has_background or self.world.over:
@@ -191,32 +171,7 @@ class Session(Turnable):
         self.background.lane = host.lane("background ")
         host.clock.at(host.clock.now, self.background)
 
-    @property
-    def apart(self) -> bool:
-        """Do the ranks go on without meeting in every round?"""
-        strategy = self.experiment.strategy
-        return not strategy.lockstep or strategy.heard(self.rank.size) > 0
-
-    async def _turn(self, change: Change) -> None:
-        value = to_plain(change.value)
-        about = {"id": f"planned {change.at_step}", "path": change.path, "value": value, "requested_at": None}
-        try:
-            wanted = self.experiment.turn(change.path, change.value)
-            costs, real = self.world.costs, self.world.real
-            if reason := refused(wanted, costs, real, self.layout, lambda: self.body.made(wanted)):
-                raise KnobError(reason)
-            if wanted.strategy.staged != self.experiment.strategy.staged:
-                raise KnobError(f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, "
-                                f"when a run begins; begin another run with it")
-        except KnobError as reason:
-            if self.rank.index == 0:
-                self.mark("refused", {**about, "reason": str(reason)})
-            return
-        await changes.apply(self, wanted)
-        if self.rank.index == 0:
-            self.mark("change", {**about, "text": f"{change.path} = {in_words(value)}"})
-
-    async def _evaluate(self, together: bool) -> None:
+    async def evaluate(self, together: bool) -> None:
         """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
         began, costs = self.host.clock.now, self.world.costs
         if together:

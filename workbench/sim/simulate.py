@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import torch
 
-from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError
-from workbench.ops import StrategyError
-from workbench.run import Run
+from workbench.experiment import Experiment, given
+from workbench.rank import StrategyError
+from workbench.record.run import Run
+from workbench.settings import Change, KnobError
 from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
 from workbench.sim.replay import Replay
@@ -45,7 +45,9 @@ def simulate(
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
     passes, and StrategyError when they ask for different things.
     """
-    experiment = experiment.checked()
+    experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
+    given.instance(costs, Costs, "costs", "Costs.measured(run)")
+    given.instance(replay, Run, "replay", "Run.open('runs/first')")
     if reason := refused(experiment, costs, real):
         raise KnobError(reason)
     if not experiment.steps:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.batches import Batches
-from workbench.canonical import prime
 from workbench.experiment import Experiment
-from workbench.layout import Layout
-from workbench.ops import Bucket, StrategyError
+from workbench.host.batches import Batches
+from workbench.host.canonical import prime
+from workbench.host.layout import Layout
 from workbench.optimizers import Optimizer, built
+from workbench.rank import Bucket, StrategyError
 from workbench.tasks import Learner
 
 

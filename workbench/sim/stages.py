@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.batches import Batches
 from workbench.experiment import Experiment
-from workbench.knobs import KnobError
-from workbench.ops import StrategyError
+from workbench.host.batches import Batches
+from workbench.rank import StrategyError
+from workbench.settings import KnobError
 from workbench.sim.sizes import Outline, Sizes
 from workbench.tasks import Learner
 

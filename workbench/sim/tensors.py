@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.batches import Batches
-from workbench.canonical import buffers, clipped
 from workbench.experiment import Experiment
-from workbench.layout import Layout
-from workbench.ops import Bucket, StrategyError
+from workbench.host.batches import Batches
+from workbench.host.canonical import buffers, clipped
+from workbench.host.layout import Layout
 from workbench.optimizers import built
+from workbench.rank import Bucket, StrategyError
 from workbench.sim.sizes import Cut, ready
 from workbench.tasks import Learner
 

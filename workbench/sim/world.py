@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from workbench.ops import Op
+from workbench.rank import Op
 from workbench.sim.clock import Clock
 from workbench.sim.costs import Costs
 from workbench.sim.deadlock import Deadlock, spinning, standing, told

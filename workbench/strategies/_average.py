@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workbench.ops import Bucket, Rank
+from workbench.rank import Bucket, Rank
 from workbench.strategies._groups import mean_of_all
 
 

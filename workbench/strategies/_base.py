@@ -6,8 +6,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.family import Family
-from workbench.ops import Part, Rank
+from workbench.rank import Bucket, Part, Rank
+from workbench.settings import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,11 @@ class Strategy(Family):
         """On rank 0, where `heard` > 0: the newest step that any rank may have begun, if others may overtake it."""
         return rank.step
 
-    def init(self, rank: Rank) -> Any:
-        """What this strategy remembers between steps on one rank; None for nothing."""
+    def init(self, rank: Rank, params: list[Bucket]) -> Any:
+        """What this strategy remembers between steps on one rank; None for nothing.
+
+        params: the parameters as `rank.params()` gives them, the same on all ranks at this moment; `rank.role` is known
+        """
         return None
 
     @abstractmethod

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workbench.ops import Rank
+from workbench.rank import Rank
 
 BLOCK = 256
 _LEVELS = torch.tensor([0.0, *(2.0**k for k in range(-6, 1))])

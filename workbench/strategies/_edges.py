@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from workbench.knobs import KnobError
+from workbench.settings import KnobError
 
 CLOSE = 1e-6  # how far from 1 a row or a column may add up
 LIKE = "'0-1 1-2 2-0', or p rows of p weights such as '1/2 1/2; 1/2 1/2'"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.ops import Rank, StrategyError
+from workbench.rank import Rank, StrategyError
 
 
 async def injected(rank: Rank, batch: Any, sharing: list[int], share: float) -> Any:

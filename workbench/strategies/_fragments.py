@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workbench.ops import Bucket, Part
+from workbench.rank import Bucket, Part
 
 
 def layers(parts: Sequence[Part]) -> dict[str, list[Part]]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import isqrt
 from typing import NamedTuple
 
-from workbench.knobs import KnobError
+from workbench.settings import KnobError
 from workbench.strategies._edges import both_ways, one_way
 
 PAIRINGS = ("butterfly", "shift_one")  # each rank with one other in each round

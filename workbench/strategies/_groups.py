@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workbench.ops import Bucket, Rank
+from workbench.rank import Bucket, Rank
 
 
 async def mean_of_all(rank: Rank, buckets: list[Bucket]) -> None:

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 
 
@@ -50,7 +50,7 @@ class MomentExchange(Strategy):
     def warm_steps(self) -> int:
         """Steps of warm-up."""
 
-    def init(self, rank: Rank) -> Moments:
+    def init(self, rank: Rank, params: list[Bucket]) -> Moments:
         return Moments(self.scaled)
 
     async def step(self, rank: Rank, state: Moments) -> None:

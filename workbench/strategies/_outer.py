@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from workbench.ops import Bucket, Memory, Op, Rank
+from workbench.rank import Bucket, Memory, Op, Rank
+from workbench.strategies._copies import copies
 
 
 class Outer(NamedTuple):
@@ -42,15 +43,10 @@ class Outer(NamedTuple):
 class Round:
     """What one rank remembers: how long it has trained alone, and in slots "anchor" and "momentum" the outer state."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: list[Bucket]) -> None:
         self.since = 0
         self.rates = 0.0  # the sum of the learning rates of these steps
-        self.memory = Memory()
-
-    async def begin(self, rank: Rank) -> None:
-        """Before the first step all ranks are equal: there the anchor is."""
-        if "anchor" not in self.memory.slots:
-            anchor(self.memory, await rank.params())
+        self.memory = copies(params, "anchor")
 
     def trained(self, rank: Rank) -> None:
         """One step alone is done."""
@@ -61,12 +57,6 @@ class Round:
     def rate(self) -> float:
         """The mean learning rate of the steps since the anchor."""
         return self.rates / self.since
-
-
-def anchor(memory: Memory, buckets: list[Bucket]) -> None:
-    """Remembers the parameters in `buckets` in the slot "anchor"."""
-    for bucket in buckets:
-        memory.flat("anchor", bucket).copy_(bucket.data)
 
 
 def handed(memory: Memory, unit: float) -> dict[str, Tensor] | None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Rank
+from workbench.strategies._copies import copies
 
 
 class Copies:
@@ -16,17 +17,8 @@ class Copies:
     rank that serves, the server's.
     """
 
-    def __init__(self) -> None:
-        self.memory: Memory | None = None
-
-    def begin(self, buckets: list[Bucket]) -> Memory:
-        """Before the first step all parameters are equal: they are the base and the centre."""
-        if self.memory is None:
-            self.memory = Memory()
-            for bucket in buckets:
-                self.memory.flat("base", bucket).copy_(bucket.data)
-                self.memory.flat("centre", bucket).copy_(bucket.data)
-        return self.memory
+    def __init__(self, params: list[Bucket]) -> None:
+        self.memory = copies(params, "base", "centre")
 
 
 async def tell(rank: Rank, to: int, kind: str, *numbers: int) -> None:

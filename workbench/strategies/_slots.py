@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
-from workbench.ops import Rank
+from workbench.rank import Rank
 from workbench.strategies._groups import group_mean
 
 MOMENTUM = ("keep", "average", "zero")
@@ -14,8 +16,8 @@ MOMENTUM = ("keep", "average", "zero")
 async def settle_slots(rank: Rank, momentum: str, group: range | None = None) -> None:
     """Keeps, averages or zeroes what the optimizer remembers; averages over all ranks, or over those of `group`.
 
-    "average" sends the slots as one fp32 vector: as many bytes as the parameters for SGD with momentum, twice as
-    many for Adam.
+    "average" sends the slots as one vector, fp32 at least: as many bytes as the parameters for SGD with momentum,
+    twice as many for Adam.
     """
     if momentum == "keep" or not (slots := await rank.slots()):
         return
@@ -45,9 +47,10 @@ async def bring_together(rank: Rank) -> None:
 
 
 def _joined(slots: list[Tensor]) -> Tensor:
-    """All slots as one vector: (n,) fp32, where the largest of them lives."""
+    """All slots as one vector: (n,) fp32, or wider if one of them is, where the largest of them lives."""
     largest = max(slots, key=Tensor.numel)
-    flat = torch.empty(sum(s.numel() for s in slots), dtype=torch.float32, device=largest.device)
+    widest = reduce(torch.promote_types, (slot.dtype for slot in slots), torch.float32)
+    flat = torch.empty(sum(s.numel() for s in slots), dtype=widest, device=largest.device)
     if not flat.is_meta:
         for slot, piece in _pieces(flat, slots):
             piece.copy_(slot)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies._average import average, sum_by_messages
 from workbench.strategies._base import Strategy
 
@@ -46,7 +46,7 @@ class AsyncModelAverage(Strategy):
     def heard_in(self, size: int, step: int) -> int:
         return int(step < self.warmup)
 
-    def init(self, rank: Rank) -> Memory:
+    def init(self, rank: Rank, params: list[Bucket]) -> Memory:
         return Memory()  # "correction": what has come and awaits the step; "mean": the last one
 
     async def step(self, rank: Rank, state: Memory) -> None:

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
 
@@ -16,8 +16,8 @@ from workbench.strategies._server import Copies, answer, dense_only, post, taken
 class _State(Copies):
     """What one rank remembers: as a trainer since when it is on its own, as a server the parameters it holds."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, params: list[Bucket]) -> None:
+        super().__init__(params)
         self.version = 0  # of the centre: how often it was moved
         self.versions: dict[int, int] = {}  # by server, that which was fetched last
         self.owed: set[int] = set()  # servers whose answer to a push has not been read
@@ -83,12 +83,12 @@ class AsyncServer(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         return dense_only("AsyncServer", compressor)
 
-    def init(self, rank: Rank) -> _State:
-        return _State()
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State(params)
 
     async def step(self, rank: Rank, state: _State) -> None:
         buckets = await rank.params()
-        memory = state.begin(buckets)
+        memory = state.memory
         await rank.forward()
         await rank.backward()
         await rank.update()
@@ -120,7 +120,7 @@ class AsyncServer(Strategy):
         if pushed:
             await rank.sample("staleness", staleness)
         for bucket, centre in zip(buckets, await taken(rank, server, "fetch", buckets), strict=True):
-            base = state.begin([]).flat("base", bucket)
+            base = state.memory.flat("base", bucket)
             bucket.data.sub_(base).add_(centre.data)
             base.copy_(centre.data)
             state.versions[server] = version
@@ -130,7 +130,7 @@ class AsyncServer(Strategy):
         if rank.index not in servers:
             return
         buckets = await rank.params()
-        memory = state.begin(buckets)
+        memory = state.memory
         buckets = buckets[servers.index(rank.index) :: len(servers)]
         waiting: list[tuple[int, int, int, int]] = []
         while (got := await told(rank, "ask", 3)) is not None:
@@ -164,12 +164,12 @@ class AsyncServer(Strategy):
     async def known(self, rank: Rank, state: _State) -> list[Bucket]:
         buckets = await rank.params()
         slot = "centre" if self.serving(rank.size) == [rank.index] else "base"
-        return [bucket.like(state.begin(buckets).flat(slot, bucket)) for bucket in buckets]
+        return [bucket.like(state.memory.flat(slot, bucket)) for bucket in buckets]
 
     async def leave(self, rank: Rank, state: _State) -> None:
         """Everybody gets the centre, moved by what trainers have not pushed; the servers may share it out anew."""
         servers, buckets = self.serving(rank.size), await rank.params()
-        memory = state.begin(buckets)
+        memory = state.memory
         for k, bucket in enumerate(buckets):
             base, centre = memory.flat("base", bucket), memory.flat("centre", bucket)
             serves = rank.index == servers[k % len(servers)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Rank
+from workbench.rank import Bucket, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._server import answer, dense_only, post, taken, tell, told
 
@@ -68,7 +68,7 @@ class BackupWorkers(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         return dense_only("BackupWorkers", compressor)
 
-    def init(self, rank: Rank) -> _State:
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State(rank.step)
 
     async def step(self, rank: Rank, state: _State) -> int:

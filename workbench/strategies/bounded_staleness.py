@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Rank
+from workbench.rank import Bucket, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
 
@@ -16,8 +16,8 @@ FREE = 64  # the end of the scale of `bound`, which stands for infinity
 class _State(Copies):
     """What one rank remembers: how far it is, and as of when its copy is; as a server how far all are."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
+    def __init__(self, params: list[Bucket], size: int) -> None:
+        super().__init__(params)
         self.clock = 0  # iterations that this rank has finished
         self.seen = 0  # its copy has every update of this many iterations of every rank
         self.asked = False  # has it asked for the server's parameters, which it has not read?
@@ -69,12 +69,12 @@ class BoundedStaleness(Strategy):
     def refuses(self, compressor: Any) -> str | None:
         return dense_only("BoundedStaleness", compressor)
 
-    def init(self, rank: Rank) -> _State:
-        return _State(rank.size)
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State(params, rank.size)
 
     async def step(self, rank: Rank, state: _State) -> None:
         buckets = await rank.params()
-        memory = state.begin(buckets)
+        memory = state.memory
         await self._fetched(rank, state, buckets)
         await rank.forward()
         await rank.backward()
@@ -97,13 +97,13 @@ class BoundedStaleness(Strategy):
         await rank.sample("ahead", state.clock - state.seen)
         for bucket, centre in zip(buckets, await taken(rank, 0, "fetch", buckets), strict=True):
             bucket.data.copy_(centre.data)
-            state.begin(buckets).flat("base", bucket).copy_(centre.data)
+            state.memory.flat("base", bucket).copy_(centre.data)
 
     async def background(self, rank: Rank, state: _State) -> None:
         if rank.index:
             return
         buckets = await rank.params()
-        memory = state.begin(buckets)
+        memory = state.memory
         waiting: list[tuple[int, int]] = []  # who waits, and for which clock of the slowest
         while (got := await told(rank, "push", 3)) is not None:
             (clock, asks, needs), source = got
@@ -123,13 +123,13 @@ class BoundedStaleness(Strategy):
         if rank.index:
             return None
         buckets = await rank.params()
-        memory = state.begin(buckets)
+        memory = state.memory
         return [bucket.like(memory.flat("centre", bucket)) for bucket in buckets]
 
     async def leave(self, rank: Rank, state: _State) -> None:
         """Everybody gets the centre: every update is in it."""
         buckets = await rank.params()
-        memory = state.begin(buckets)
+        memory = state.memory
         await self._fetched(rank, state, buckets)
         for bucket in buckets:
             bucket.data.copy_(memory.flat("centre", bucket))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.knobs import knob
-from workbench.ops import Rank
+from workbench.rank import Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Handle, Memory, Rank
+from workbench.rank import Bucket, Handle, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
+from workbench.strategies._copies import copies
 
 _Pending = list[tuple[Handle, Bucket, Bucket]]  # an exchange under way, the parameters, and what is added up
 
@@ -15,17 +16,9 @@ _Pending = list[tuple[Handle, Bucket, Bucket]]  # an exchange under way, the par
 class _State:
     """What one rank remembers: steps since the last exchange, and the centre, the same on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: list[Bucket]) -> None:
         self.since = 0
-        self.memory: Memory | None = None  # "centre"
-
-    def begin(self, buckets: list[Bucket]) -> Memory:
-        """Before the first step all parameters are equal: they are the centre."""
-        if self.memory is None:
-            self.memory = Memory()
-            for bucket in buckets:
-                self.memory.flat("centre", bucket).copy_(bucket.data)
-        return self.memory
+        self.memory = copies(params, "centre")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +37,13 @@ class EASGD(Strategy):
     the model's bytes per exchange. As in the paper's algorithm the gradient of that step is taken where the rank was
     before; so the exchange goes on during forward and backward, and is waited for before the update.
 
-    With a task whose optimizer has Nesterov momentum this is EAMSGD. The centre is what the method learns: whoever
-    leaves goes on from there, after one more exchange. Held-out losses meanwhile are the mean's.
+    Exchanges come in every `every`-th step, before its update, so the first after `every` - 1 updates; where the
+    paper's clock is divided by tau it is after tau of them, one step later. It is not EAMSGD with a Nesterov optimizer:
+    EAMSGD pulls x_i itself and looks ahead only for the gradient, while torch's Nesterov keeps no x_i, only the point
+    ahead of it, x_i + delta v_i, and that is what would be pulled here.
+
+    The centre is what the method learns: whoever leaves goes on from there, after one more exchange. Held-out losses
+    meanwhile are the mean's.
 
     When to use it: the wire is slow, `every` is long, and many local optima make it worth that ranks differ; LocalSGD
     sends as much and makes them equal each time.
@@ -69,12 +67,12 @@ class EASGD(Strategy):
             f"further apart; use less than {limit:.4g}, such as {size / (size + 1):.3g}"
         )
 
-    def init(self, rank: Rank) -> _State:
-        return _State()
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State(params)
 
     async def step(self, rank: Rank, state: _State) -> None:
         buckets = await rank.params()
-        centre = state.begin(buckets)
+        centre = state.memory
         state.since += 1
         pending = await self._pull(rank, state, buckets, centre) if state.since >= self.every else []
         await rank.forward()
@@ -101,8 +99,6 @@ class EASGD(Strategy):
             place.add_(pull.data)
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        if state.memory is None:
-            return
         buckets, centre = await rank.params(), state.memory
         await self._give_way(rank, await self._pull(rank, state, buckets, centre), centre)
         for bucket in buckets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.ops import Rank
+from workbench.rank import Rank
 from workbench.strategies._base import Strategy
 
 

@@ -6,9 +6,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Op, Rank
+from workbench.rank import Bucket, Memory, Op, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
+from workbench.strategies._copies import copies
 from workbench.strategies._groups import group_mean, members, summed
 from workbench.strategies._slots import MOMENTUM, bring_together, settle_slots
 
@@ -20,7 +21,7 @@ class _State:
         self.steps = 0
         self.since = self.since_group = 0
         self.alone = False  # may momenta differ from other ranks'?
-        self.anchor: Memory | None = None
+        self.anchor = Memory()  # of the last averaging, or from where ranks parted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class LocalSGD(Strategy):
         fit = ", ".join(str(g) for g in range(1, size + 1) if size % g == 0)
         return f"group={self.group} does not divide {size} ranks into equal groups; use one of {fit}"
 
-    def init(self, rank: Rank) -> _State:
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()
 
     async def step(self, rank: Rank, state: _State) -> None:
@@ -85,7 +86,7 @@ class LocalSGD(Strategy):
         if state.alone:
             await self.leave(rank, state)
             await bring_together(rank)
-            state.alone, state.anchor = False, None
+            state.alone = False
         await rank.forward()
         pending = []
         async for bucket in rank.backward(1.0 / rank.size):
@@ -95,9 +96,8 @@ class LocalSGD(Strategy):
         await rank.update()
 
     async def _alone(self, rank: Rank, state: _State) -> None:
-        if state.anchor is None:
-            state.anchor = anchored(await rank.params())
-        state.alone = True
+        if not state.alone:
+            state.alone, state.anchor = True, copies(await rank.params(), "anchor")
         await rank.forward()
         await rank.backward()
         if self.momentum == "average":
@@ -115,7 +115,6 @@ class LocalSGD(Strategy):
             state.since_group = 0
 
     async def _average(self, rank: Rank, state: _State) -> None:
-        assert state.anchor is not None
         pending = []
         for bucket in await rank.params():
             anchor = state.anchor.flat("anchor", bucket)
@@ -123,14 +122,6 @@ class LocalSGD(Strategy):
         for handle in pending:
             await rank.wait(handle)
         state.since = state.since_group = 0
-
-
-def anchored(buckets: list[Bucket]) -> Memory:
-    """A Memory whose slot "anchor" holds a copy of the parameters in `buckets`."""
-    memory = Memory()
-    for bucket in buckets:
-        memory.flat("anchor", bucket).copy_(bucket.data)
-    return memory
 
 
 def _agree(rank: Rank, bucket: Bucket, anchor: Any) -> Coroutine[Op, Any, None]:

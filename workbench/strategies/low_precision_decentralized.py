@@ -7,28 +7,25 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
-from workbench.strategies._graph import hops, mixing_round
+from workbench.strategies._copies import keep
+from workbench.strategies._graph import Round, hops, mixing_round
 from workbench.strategies._minmax8 import decode, encode, encoded
 
 
 class _State:
     """What one rank remembers: its own parameters as its neighbours know them, and theirs."""
 
-    def __init__(self) -> None:
-        self.known: Memory | None = None  # slots "0", "1", ...: by rank
+    def __init__(self, rank: Rank, params: list[Bucket]) -> None:
+        self.known = Memory()
+        self.begin(rank, params)
 
-    def begin(self, buckets: list[Bucket], ranks: list[int]) -> Memory:
-        """Before the first step all parameters are equal, so one's own are everybody's."""
-        if self.known is None:
-            self.known = Memory()
-            for bucket in buckets:
-                for r in ranks:
-                    self.known.flat(str(r), bucket).copy_(bucket.data)
-        return self.known
+    def begin(self, rank: Rank, params: list[Bucket]) -> None:
+        """All parameters are equal, so one's own are everybody's. Slots are called as ranks are."""
+        keep(self.known, params, *map(str, ring(rank).shares))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +66,12 @@ class LowPrecisionDecentralized(Strategy):
             return None
         return f"LowPrecisionDecentralized has codes of its own instead of {compressor}; use Dense with it, or LocalSGD"
 
-    def init(self, rank: Rank) -> _State:
-        return _State()
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State(rank, params)
 
     async def step(self, rank: Rank, state: _State) -> None:
-        part = mixing_round("ring", 1.0, rank.size, rank.index, 0)
+        part, known = ring(rank), state.known
         buckets = await rank.params()
-        known = state.begin(buckets, list(part.shares))
         await rank.forward()
         await rank.backward()
         await rank.update()
@@ -104,4 +100,9 @@ class LowPrecisionDecentralized(Strategy):
 
     async def leave(self, rank: Rank, state: _State) -> None:
         await average(rank)
-        state.known = None
+        state.begin(rank, await rank.params())
+
+
+def ring(rank: Rank) -> Round:
+    """Whom this rank tells, and with which shares it mixes."""
+    return mixing_round("ring", 1.0, rank.size, rank.index, 0)

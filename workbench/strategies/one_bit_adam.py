@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.knobs import knob
+from workbench.settings import knob
 from workbench.strategies._moment import MomentExchange
 
 
@@ -28,7 +28,9 @@ class OneBitAdam(MomentExchange):
     zero; here an element without any gradient before the freeze (v = 0) stays where it is.
 
     A rank sends 2 (p-1)/p of the model's bytes per step until v is frozen, with OneBit 1/32 of that and 4 bytes per
-    scale from then on. It waits as DDP does. v_hat is frozen with its bias correction. Moments begin empty at every
+    scale from then on. It waits as DDP does. Both moments' bias is corrected, as in Adam's paper, and v_hat is frozen
+    with its correction; DeepSpeed corrects none, so its first steps are several times as long, and its root frozen
+    after n steps is sqrt(1 - beta2^n) of this one. Moments begin empty at every
     entry, and the residual of the momentum is dropped on leaving; ranks are equal at every step. The task's optimizer
     rests with its state and is not asked; weight decay is this strategy's own knob, decoupled as in AdamW.
     `freeze_step` turned above the steps done thaws v.

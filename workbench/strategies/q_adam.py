@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.knobs import knob
+from workbench.settings import knob
 from workbench.strategies._moment import MomentExchange
 
 

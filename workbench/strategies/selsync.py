@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Rank
+from workbench.rank import Bucket, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._examples import injected
 from workbench.strategies._groups import mean_of_all
@@ -71,7 +71,7 @@ class SelSync(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def init(self, rank: Rank) -> _State:
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()
 
     async def step(self, rank: Rank, state: _State) -> None:

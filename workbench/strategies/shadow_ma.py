@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
 
@@ -37,7 +37,7 @@ class ShadowMA(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def init(self, rank: Rank) -> Memory:
+    def init(self, rank: Rank, params: list[Bucket]) -> Memory:
         return Memory()
 
     async def step(self, rank: Rank, state: Memory) -> None:

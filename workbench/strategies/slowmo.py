@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.knobs import knob
-from workbench.ops import Rank
+from workbench.rank import Bucket, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
 from workbench.strategies._slots import MOMENTUM, settle_slots
@@ -45,11 +45,10 @@ class SlowMo(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
 
-    def init(self, rank: Rank) -> Round:
-        return Round()
+    def init(self, rank: Rank, params: list[Bucket]) -> Round:
+        return Round(params)
 
     async def step(self, rank: Rank, state: Round) -> None:
-        await state.begin(rank)
         await rank.forward()
         await rank.backward()
         if self.buffers == "average":

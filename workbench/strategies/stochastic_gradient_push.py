@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._graph import PUSHES, push_hops, push_refused, push_round
 
@@ -72,7 +72,7 @@ class StochasticGradientPush(Strategy):
     def refuses_size(self, size: int) -> str | None:
         return push_refused(self.edges or self.graph, size)
 
-    def init(self, rank: Rank) -> _State:
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()
 
     async def step(self, rank: Rank, state: _State) -> None:

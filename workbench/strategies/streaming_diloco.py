@@ -9,12 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.knobs import knob
-from workbench.ops import Handle, Memory, Op, Part, Rank
+from workbench.rank import Bucket, Handle, Memory, Op, Part, Rank
+from workbench.settings import knob
 from workbench.strategies._base import Strategy
+from workbench.strategies._copies import copies
 from workbench.strategies._e3m0 import mean
 from workbench.strategies._fragments import Fragment, fragment, layers
-from workbench.strategies._outer import Outer, anchor, handed, taken
+from workbench.strategies._outer import Outer, handed, taken
 
 
 class _Flight(NamedTuple):
@@ -27,9 +28,9 @@ class _Flight(NamedTuple):
 class _State:
     """What one rank remembers: the steps made, the outer state by place in the model, and what is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.steps = 0
-        self.memory = Memory()
+        self.memory = memory
         self.flying: dict[int, _Flight] = {}  # by fragment, in the order of their start
 
 
@@ -56,6 +57,10 @@ class StreamingDiLoCo(Strategy):
     longer than its exchange. The scale (the largest magnitude of 256 elements) and the code for zero are ours: the
     paper's could not be established. With F = 1, T = 0, alpha = 0 and 32 bits it is DiLoCo; with alpha = 1 each rank
     trains alone.
+
+    An exchange starts at its fragment's turn S and is applied T steps later, at S + T, as in the paper. torchft starts
+    T steps before it, at S - T, and applies at S: with T = 0 both are the same, else its outer steps come from older
+    parameters at the same step.
 
     Any change of a knob first waits for what is under way. When it is left, the ranks' mean is what is left behind,
     in full precision: fragments have been learning since different steps. SlowMo, BMUF and DiLoCo go on with b.
@@ -97,8 +102,8 @@ class StreamingDiLoCo(Strategy):
             f"it, or DiLoCo with {compressor}"
         )
 
-    def init(self, rank: Rank) -> _State:
-        return _State()
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State(copies([fragment(params, f, self.fragments).bucket for f in range(self.fragments)], "anchor"))
 
     def turn(self, steps: int) -> list[int]:
         """The fragments whose turn it is after so many steps."""
@@ -106,8 +111,6 @@ class StreamingDiLoCo(Strategy):
         return [f for f in range(count) if (f + 1) * every // count % every == steps % every]
 
     async def step(self, rank: Rank, state: _State) -> None:
-        if "anchor" not in state.memory.slots:
-            anchor(state.memory, [(await self._fragment(rank, f)).bucket for f in range(self.fragments)])
         await rank.forward()
         await rank.backward()
         await rank.update()

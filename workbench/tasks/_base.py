@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from workbench.family import Family
+from workbench.settings import Family
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

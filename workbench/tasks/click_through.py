@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workbench.knobs import knob
+from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError
 from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss
 
@@ -39,6 +39,8 @@ class ClickThrough(TaskBase):
 
     With `shards` = "ids" each rank sees ids of the first field that no other sees, with probabilities that add up to
     about the same on each; the most frequent may be more than an even share, and the rank that has it little else.
+
+    When to use it: for sparse gradients (Zen, Hogwild), and to know how far a loss is from the best there can be.
 
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
     2019, https://arxiv.org/abs/1906.00091

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from workbench.family import KnobError
+from workbench.settings import KnobError
 from workbench.tasks._base import Learner, TaskBase, TaskError, at_rate
 
 Function = Callable[..., Any]
@@ -29,6 +29,8 @@ class Task(TaskBase):
     loss:       (model, batch) -> scalar Tensor
     optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is turned
     evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
+
+    When to use it: for a model, data or a loss of your own. The functions may be written in the notebook.
     """
 
     model: Function

@@ -1,0 +1,148 @@
+"""A run for other tools: one merged trace for Perfetto, and code that runs the same again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench import _HOMES
+from workbench.record.about import name_of_class, name_of_code, wrong
+from workbench.record.store import RunError
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+
+# from top to bottom
+LANES = ("step", "compute", "wait", "comm", "port", "codec", "measuring", "ticket", "eval", "switch")
+_FIELDS = {
+    "task": "tasks", "strategy": "strategies", "compressor": "compressors", "fabric": "fabric",
+    "optimizer": "optimizers",
+}  # fmt: skip
+
+
+def to_perfetto(run: Run, path: Path | str) -> Path:
+    """Writes a Chrome trace (open it in ui.perfetto.dev): a process per rank, a thread per lane; .gz compresses.
+
+    All ranks are on the run's own clock; by how much they may be off is in `metadata.clock_error_s`.
+    """
+    path = Path(path)
+    ranks = run.environment.get("ranks", {})
+    about = {
+        "name": run.name,
+        "started": run.started,
+        "experiment": run.settings,
+        "clock_error_s": {str(r): said.get("clock_error") for r, said in ranks.items()},
+        "clock": "seconds since the run began, aligned when it began; ranks may be off by clock_error_s",
+        "missing_rows": run.missing,
+    }
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as out:
+        out.write('{"displayTimeUnit":"ms","metadata":' + _json(about) + ',"traceEvents":[\n')
+        for i, event in enumerate(_events(run)):
+            out.write((",\n" if i else "") + _json(event))
+        out.write("\n]}\n")
+    os.replace(draft, path)
+    return path
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), default=str)
+
+
+def _events(run: Run) -> Iterator[dict[str, Any]]:
+    tl = run.timeline
+    spans, samples, marks = tl.spans.rows(), tl.samples.rows(), tl.marks.rows()
+    lanes = list(dict.fromkeys([*LANES, *spans.coded("lane").words.texts])) if len(spans) else list(LANES)
+    thread = {lane: i + 1 for i, lane in enumerate(lanes)}
+    for rank in sorted({*spans.rank.tolist(), *samples.rank.tolist(), *marks.rank.tolist()}):
+        yield _meta("process_name", rank, 0, {"name": f"rank {rank}"})
+        yield _meta("process_sort_index", rank, 0, {"sort_index": rank})
+        for lane in sorted(set(spans.lane[spans.rank == rank]), key=thread.__getitem__):
+            yield _meta("thread_name", rank, thread[lane], {"name": lane})
+            yield _meta("thread_sort_index", rank, thread[lane], {"sort_index": thread[lane]})
+    columns = (spans.rank, spans.step, spans.lane, spans.name, spans.asked, spans.t0, spans.t1, spans.nbytes)
+    for rank, step, lane, name, asked, t0, t1, nbytes in zip(*(c.tolist() for c in columns), strict=True):
+        args = {"step": step, "queued_us": _us(t0 - asked)} | ({"nbytes": nbytes} if nbytes else {})
+        yield {"ph": "X", "pid": rank, "tid": thread[lane], "name": name, "cat": lane, "ts": _us(t0),
+               "dur": _us(t1 - t0), "args": args}
+    for rank, step, name, t, value in zip(*(c.tolist() for c in samples.columns.values()), strict=True):
+        if value == value and abs(value) != float("inf"):
+            yield {"ph": "C", "pid": rank, "tid": 0, "name": name, "ts": _us(t), "args": {"value": value, "step": step}}
+    for rank, step, name, t, detail in zip(*(c.tolist() for c in marks.columns.values()), strict=True):
+        scope = "g" if name in ("change", "state") else "p"
+        yield {"ph": "i", "pid": rank, "tid": 0, "name": name, "ts": _us(t), "s": scope,
+               "args": {"step": step, "detail": json.loads(detail)}}
+
+
+def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def as_python(run: Run) -> str:
+    """Code that runs the same experiment with the same changes at the same steps.
+
+    Two such runs of a lockstep strategy on one machine have bit-identical losses. A run without an end gets the
+    steps it had done so far. Raises RunError for a record with names that no program has.
+    """
+    from workbench.analysis import last_steps
+
+    if reason := wrong({"experiment": run.settings, "epoch": 0}):
+        raise RunError(f"run {run.name!r} cannot be written as Python: {reason}")
+    names: dict[str, set[str]] = {}
+    settings = dict(run.settings)
+    comment = {}
+    if not settings.get("steps"):
+        settings["steps"] = last_steps(run.timeline)[1]
+        comment["steps"] = "  # as far as this run got"
+    lines = []
+    for field, value in settings.items():
+        home, used = _FIELDS.get(field), set[str]()
+        text = _call(value, used) if home else _literal(value)
+        if field == "task" and "'<" in text:
+            text, comment[field] = "...", "  # your own Task(...): its functions are not in the record"
+        elif home:
+            shipped = used & set(_HOMES[home])
+            names.setdefault(home, set()).update(shipped)
+            if own := sorted(used - shipped):
+                comment[field] = f"  # {', '.join(own)}: your own, to be defined before"
+        lines.append(f"    {field}={text},{comment.get(field, '')}")
+    changes = [f"    Change({c.at_step}, {c.path!r}, {_literal(c.value)})," for c in run.changes]
+    imports = [f"from workbench.{home} import {', '.join(sorted(used))}" for home, used in names.items() if used]
+    head = ["from workbench import Change, Experiment, Lab", *sorted(imports)]
+    ranks = settings.get("ranks", 4)
+    body = ["experiment = Experiment(", *lines, ")", "changes = [", *changes, "]"]
+    tail = [f"lab = Lab(ranks={ranks})", "run = lab.run(experiment, changes=changes)", "run.wait()"]
+    return "\n".join([*head, "", *body, *tail, ""])
+
+
+def _call(value: Any, names: set[str]) -> str:
+    """A settings value in plain JSON as the Python that makes it; notes the names it uses."""
+    if isinstance(value, list):
+        inner = [_call(v, names) for v in value]
+        return f"({', '.join(inner)}{',' * (len(inner) == 1)})"
+    if isinstance(value, dict) and len(value) == 1:
+        ((name, rest),) = value.items()
+        if isinstance(rest, dict) and name_of_class(name) and name[0].isupper() and all(map(name_of_code, rest)):
+            names.add(name)
+            return f"{name}({', '.join(f'{k}={_call(v, names)}' for k, v in rest.items())})"
+    return _literal(value)
+
+
+def _literal(value: Any) -> str:
+    """Plain JSON as the Python that reads the same; what else somebody put there as its own text, quoted."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})"
+    return repr(value if value is None or type(value) in (bool, int, float, str) else str(value))

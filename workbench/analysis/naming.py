@@ -1,0 +1,85 @@
+"""What a slow rank is slow at, and the sentence about it.
+
+Where forward, backward and update are all longer by about the same factor it is compute as a whole: a slower processor,
+or one that something else uses. Naming only the longest of them would send people looking into that one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+COMPUTE = ("forward", "backward", "update")
+STEADY = (*COMPUTE, "outside its phases")  # in every step
+MEETING = ("codec", "link")  # only where ranks meet
+WHOLE = "compute"
+ALIKE = (0.4, 2.5)  # a phase's share of slowness over that of all compute, to be slow with the whole
+SMALL = 0.02  # of all compute: too short a phase to be asked
+BESIDE = 0.4  # of the longest excess: another phase is named with it
+
+
+class Slowness(NamedTuple):
+    """By how much one rank exceeds the others, and in what."""
+
+    phase: str  # the longest excess, or "compute" where all of it is slow
+    phases: tuple[str, ...]  # all that the seconds are spent in
+    seconds: float  # per step
+
+
+def slowness(excess: np.ndarray, usual: np.ndarray) -> Slowness:
+    """excess: (6,) seconds per step by which each of STEADY and MEETING exceeds the others'; usual: (3,) the others'
+    own seconds in each phase of compute.
+    """
+    k = int(np.argmax(excess))
+    names = (*STEADY, *MEETING)
+    if k >= len(COMPUTE):
+        return Slowness(names[k], (names[k],), float(excess[k]))
+    compute, asked = excess[: len(COMPUTE)], usual > SMALL * usual.sum()
+    if asked.sum() > 1:
+        slower = np.divide(compute, usual, out=np.zeros(len(COMPUTE)), where=asked)[asked]
+        overall = compute[asked].sum() / usual[asked].sum()
+        if (slower >= ALIKE[0] * overall).all() and (slower <= ALIKE[1] * overall).all():
+            phases = tuple(name for name, here in zip(COMPUTE, asked, strict=True) if here)
+            return Slowness(WHOLE, phases, float(compute.sum()))
+    with_it = compute >= BESIDE * compute[k]
+    phases = tuple(name for name, here in zip(COMPUTE, with_it, strict=True) if here)
+    return Slowness(names[k], phases, float(compute[with_it].sum()))
+
+
+def sentence(rank: int, s: Slowness, share: float, harm: float, victims: tuple[int, ...]) -> str:
+    """Who is slow, at what, by how much and of what that is how much; and who waits for it.
+
+    >>> sentence(2, Slowness("forward", ("forward",), 0.04), 0.29, 0.04, (0,))[:79]
+    "Rank 2 is the cause: its forward takes 40 ms longer than the others', 29 % of i"
+    """
+    cause = f"Rank {rank} is the cause: {_longer(s)}, {share * 100:.0f} % of its step's time."
+    match len(victims):
+        case 0:
+            return f"{cause} No rank has waited for it so far; the others will if they meet."
+        case 1:
+            return f"{cause} Rank {victims[0]} is a victim: it waits {harm * 1e3:.3g} ms per step for it."
+    return f"{cause} Ranks {', '.join(map(str, victims))} are victims: each waits {harm * 1e3:.3g} ms per step for it."
+
+
+def _longer(s: Slowness) -> str:
+    ms = f"{s.seconds * 1e3:.3g} ms longer than the others"
+    match s.phase:
+        case "link":
+            return f"its port is busy {ms}"
+        case "codec":
+            return f"its compressing takes {ms}'"
+        case "outside its phases":
+            return f"outside forward, backward and update it takes {ms}"
+        case "compute":
+            return f"its compute as a whole ({listed(s.phases)}) takes {ms}'"
+    return f"its {listed(s.phases)} take{'s' * (len(s.phases) == 1)} {ms}'"
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Names as people write them.
+
+    >>> listed(("a", "b", "c")), listed(("a",))
+    ('a, b and c', 'a')
+    """
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

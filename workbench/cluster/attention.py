@@ -1,0 +1,206 @@
+"""What of a run under way wants a person's attention: ranks that stand still, and a record that is not written.
+
+It is fed what comes from the ranks anyway (rows, marks, answers) and keeps the sentences about it up to date among the
+run's notes: one that is no longer so is replaced by what became of it. It asks nobody and ends nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from workbench.cluster.silence import GLANCE, Seen, Verdict, named, patience, verdict
+from workbench.record.run import Run
+
+GAP = 5.0  # seconds between two looks after which it is this kernel that stood still
+SLEPT = 2.0  # seconds that a machine sleeps and that are worth a word
+STEPS = 20  # the last steps, of all ranks, by which their usual length is taken
+
+
+def slept() -> float:
+    """Seconds that this machine has slept so far, where the system tells (Linux); else 0."""
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.clock_gettime(boot) - time.monotonic() if boot is not None else 0.0
+
+
+class Attention:
+    """One run's. `holdup` is what holds it up right now, in words; "" for nothing."""
+
+    def __init__(self, run: Run, ranks: Collection[int], notes: list[str],
+                 clock: Callable[[], float] = time.monotonic, asleep: Callable[[], float] = slept) -> None:
+        self.run, self.ranks, self.notes = run, ranks, notes
+        self.clock, self.asleep = clock, asleep
+        self.holdup = ""
+        self._base = self._looked = clock()  # nothing that was before `_base` counts as silence
+        self._gap = (0.0, float("-inf"))  # the last time that this kernel stood still: seconds, and when it ended
+        self._slept = asleep()
+        self._word: dict[int, float] = {}  # when a rank was heard last
+        self._moved: dict[int, float] = {}  # when its last span came
+        self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
+        self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name of the newest span, and when it came
+        self._lengths: deque[float] = deque(maxlen=STEPS)
+        self._evaluation = 0.0  # the longest so far, in seconds
+        self._lost: dict[int, int] = {}  # rows that ranks could not write
+        self._attached = bool(run._following)  # read from disk, whose losses are counted
+        self._unwritten: set[int] = set()
+        self._said: dict[Any, str] = {}
+        self._episode: tuple[tuple[int, ...], Verdict] | None = None
+        self._recorded = run.path is not None and (Path(run.path) / "run.json").exists()
+        self._lock = threading.Lock()
+
+    def begun(self) -> None:
+        """The ranks are there; what passed until then is nobody's silence, nor did this kernel stand still."""
+        self._base = self._looked = self.clock()
+        self._slept = self.asleep()
+
+    # -- what comes from the ranks
+
+    def row(self, kind: str, rank: int, columns: dict[str, Any]) -> None:
+        """Rows of a rank have come."""
+        now = self._word[rank] = self.clock()
+        if kind != "spans" or not len(columns["rank"]):
+            return
+        self._moved[rank] = now
+        lanes, t0, t1 = texts(columns["lane"]), columns["t0"], columns["t1"]
+        for i, lane in enumerate(lanes):
+            if lane == "step":
+                self._lengths.append(float(t1[i] - t0[i]))
+            elif lane == "eval":
+                self._evaluation = max(self._evaluation, float(t1[i] - t0[i]))
+        self._row[rank] = int(columns["step"][-1]), lanes[-1], texts(columns["name"])[-1], now
+
+    def heard(self, rank: int, answer: dict[str, Any]) -> None:
+        """A rank has answered what it is asked all the time: where it is."""
+        now = self._word[rank] = self.clock()
+        self._answers[rank] = now, answer
+        lost = int(answer.get("lost", 0))
+        if new := lost - self._lost.get(rank, lost if self._attached else 0):
+            with self.run._lock:
+                self.run.missing += new
+        self._lost[rank] = lost
+
+    def mark(self, rank: int, step: int, name: str, detail: dict[str, Any]) -> None:
+        """A rank has written down that it, or its record, stood still."""
+        if name == "stood still":
+            seconds = float(detail["seconds"])
+            if detail.get("machine") or self._stood(seconds):
+                word = "slept" if detail.get("machine") else "stood still"
+                return self._say("machine", f"this machine {word} for {seconds:.0f} s, this kernel and its ranks alike")
+            self._say((rank,), f"rank {rank} {detail['text']} (step {step})")
+        elif name == "spool" and detail.get("error"):
+            self._unwritten.add(rank)
+            who = named(sorted(self._unwritten))
+            self._say("record", f"{who}: {detail['text']}; run.save('elsewhere') writes what is shown here")
+        elif name == "spool":
+            self._unwritten.discard(rank)
+            if not self._unwritten:
+                self._say("record", str(detail["text"]))
+
+    def _stood(self, seconds: float) -> bool:
+        """Whether this kernel missed the same time, a moment ago or still."""
+        missed, ended = self._gap
+        now = self.clock()
+        return now - self._looked > seconds / 2 or (missed > seconds / 2 and now - ended < 2 * GAP)
+
+    # -- what follows from it
+
+    def look(self, state: str, over: Collection[int] = ()) -> None:
+        """Asks who stands still. To be called about once a second while the ranks are asked."""
+        self._time()
+        self._record()
+        table = self._table(over) if state in ("starting", "running") else {}
+        if state not in ("starting", "running"):
+            self._base, self._episode, self.holdup = self.clock(), None, ""
+        if not table:
+            return
+        limit = patience(self._usual(table))
+        glance = verdict(table, GLANCE * limit)
+        self.holdup = glance.text if glance else ""
+        self._follow(verdict(table, limit))
+
+    def _time(self) -> None:
+        """Time in which this kernel, or the whole machine, stood still is nobody's silence."""
+        now, asleep = self.clock(), self.asleep()
+        gap, nap, self._looked, self._slept = now - self._looked, asleep - self._slept, now, asleep
+        if nap > SLEPT:
+            self._say("machine", f"this machine slept for {nap:.0f} s, this kernel and its ranks alike")
+        if gap > GAP:
+            self._gap = gap, now
+        if gap > GAP or nap > SLEPT:
+            self._base = now
+
+    def _record(self) -> None:
+        if self._recorded and not (Path(self.run.path or ".") / "run.json").exists():
+            self._recorded = False
+            text = f"the run directory {self.run.path} is gone, and with it what is recorded from now on"
+            self._say("directory", f"{text}; run.save('elsewhere') writes what is shown here")
+
+    def _table(self, over: Collection[int]) -> dict[int, Seen]:
+        now, table = self.clock(), {}
+        for rank in self.ranks:
+            if rank in over:
+                continue
+            at, answer = self._answers.get(rank, (self._base, {}))
+            still = 0.0 if answer.get("asleep") else answer.get("still", 0.0) + now - at
+            still = min(still, now - self._moved.get(rank, self._base), now - self._base)
+            mute = now - max(self._word.get(rank, self._base), self._base)
+            step, op = self.place(rank)
+            table[rank] = Seen(step, op, bool(answer.get("waits")), still, mute)
+        return table
+
+    def _usual(self, table: dict[int, Seen]) -> float | None:
+        """How long what the ranks are in usually takes."""
+        if self._evaluation and any(seen.op == "evaluate" for seen in table.values()):
+            return max(self._evaluation, *self._lengths, 0.0)
+        return statistics.median(self._lengths) if self._lengths else None
+
+    def _follow(self, found: Verdict | None) -> None:
+        """One note per silence, brought up to date while it lasts; then what became of it."""
+        if found:
+            key = self._episode[0] if self._episode else found.odd
+            self._say(key, found.text, fresh=self._episode is None)
+            self._episode = key, found
+        elif self._episode:
+            (key, was), self._episode = self._episode, None
+            if self._said.get(key) == was.text:  # else the rank itself has said more exactly what was
+                self._say(key, f"{named(was.odd)} stood still for {was.seconds:.0f} s and went on")
+
+    def place(self, rank: int) -> tuple[int, str]:
+        """(step, operation) of a rank by what came last from it, be it an answer or a row."""
+        at, answer = self._answers.get(rank, (float("-inf"), {}))
+        step, op = int(answer.get("step", 0)), str(answer.get("busy") or "")
+        if rank not in self._row:
+            return step, op
+        last, lane, name, came = self._row[rank]
+        ended = lane == "step"
+        if (last + ended, came) <= (step, at):
+            return step, op
+        return (last + 1, "") if ended else (last, f"after {name}")
+
+    def death(self, rank: int, how: str) -> dict[str, Any]:
+        """The error of a rank whose engine is gone, at the place where it was last."""
+        step, op = self.place(rank)
+        return {"rank": rank, "step": step, "op": op, "text": f"its engine {how}", "type": "EngineDied"}
+
+    def _say(self, key: Any, text: str, fresh: bool = True) -> None:
+        """Puts a sentence among the notes in place of what was said about the same; `fresh`: as the newest."""
+        with self._lock:
+            old = self._said.get(key)
+            self._said[key] = text
+            if old in self.notes:
+                at = self.notes.index(old)
+                if not fresh:
+                    self.notes[at] = text
+                    return
+                del self.notes[at]
+            self.notes.append(text)
+
+
+def texts(column: Any) -> list[str]:
+    """A column of text as it comes in a message, as texts."""
+    return [str(t) for t in (column.decode() if hasattr(column, "decode") else column)]

@@ -1,0 +1,150 @@
+"""How a run comes to its end: who has left it, what went wrong, and how long is still waited for whom.
+
+It is told what is heard and is asked what is due. It has no thread and no socket, and its clock is handed in.
+
+[Note: How long a stop takes] The ranks stop at the next step boundary at which they meet. They get there if any of them
+still makes steps: none for max(`LEAST`, `STEPS` x the longest of the last steps) (`FIRST` before the first step), or
+`MOST` seconds in all where steps are shorter than that, and they are told to leave in the middle of a step. Who has
+not left max(`LEAVE`, `STEPS` x that step) later is given up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from workbench.cluster.errors import consequence
+from workbench.record.run import FINAL
+
+LEAST = 1.0  # seconds
+STEPS = 3.0
+FIRST = 10.0  # seconds
+MOST = 20.0  # seconds
+LEAVE = 3.0  # seconds
+REPORT = 0.5  # seconds that the others have to report, once a rank has failed, before they are freed
+
+Error = dict[str, Any]
+
+
+class Ending:
+    """The end of one run of `ranks`. Any thread may tell it something."""
+
+    def __init__(self, ranks: Iterable[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.ranks, self.clock = set(ranks), clock
+        self.left: dict[int, str] = {}  # ranks that are over, and the state they ended in
+        self.errors: dict[int, Error] = {}
+        self.unwatched: Error | None = None  # a loss that is not finite, with nobody there to go on
+        self.asked = False  # was a stop asked?
+        self._told = False  # were the ranks told to leave?
+        self._since = self._moved = 0.0  # when the stop was asked, and when a rank made a step last
+        self._release = self._until = float("inf")
+        self._steps: dict[int, int] = {}
+        self._lengths: dict[int, float] = {}  # the longest of each rank's last steps, in seconds
+        self._lock = threading.Lock()
+
+    # -- what is heard
+
+    def heard(self, rank: int, status: dict[str, Any]) -> None:
+        """What a rank answered of itself."""
+        self._lengths[rank] = float(status.get("step_s") or 0.0)
+        self.at(rank, int(status["step"]))
+        if status["over"]:
+            self.gone(rank, status["state"] if status["state"] in FINAL else "failed")
+
+    def at(self, rank: int, step: int) -> None:
+        """A rank has come to `step`."""
+        if step > self._steps.get(rank, -1):
+            self._steps[rank], self._moved = step, self.clock()
+
+    def gone(self, rank: int, state: str) -> None:
+        """A rank has left the run; what it says first of its end stands."""
+        self.left.setdefault(rank, state)
+
+    def failed(self, rank: int, error: Error) -> None:
+        """A rank met an error; the first that it reports counts."""
+        with self._lock:
+            if rank in self.errors:
+                return
+            now = self.clock()
+            self.errors[rank] = {"t": now, **error}
+            self._release = min(self._release, now + (0.0 if error["type"] == "EngineDied" else REPORT))
+
+    # -- what is asked
+
+    def stop(self) -> None:
+        """A stop was asked."""
+        self.asked = True
+        self._since = self.clock()
+
+    def abort(self) -> None:
+        """The ranks are told to leave at once."""
+        self._told = True
+        self._until = min(self._until, self.clock() + self._patience(LEAVE))
+
+    def begun(self) -> None:
+        """The ranks are there: what was asked of them before, they hear now, and their time counts from here."""
+        if self.asked:
+            self._since = self.clock()
+        if self._told:
+            self._until = self.clock() + self._patience(LEAVE)
+
+    # -- what is due
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether a stop was asked so long ago that ranks which have not begun are not waited for."""
+        return self.asked and self.clock() - self._since > FIRST
+
+    @property
+    def dead(self) -> set[int]:
+        return {r for r, e in self.errors.items() if e["type"] == "EngineDied"}
+
+    @property
+    def living(self) -> set[int]:
+        return self.ranks - self.dead
+
+    @property
+    def inside(self) -> set[int]:
+        """The ranks that are still waited for."""
+        return self.living - set(self.left)
+
+    @property
+    def near(self) -> bool:
+        """Whether the end is on its way, so that it is worth looking often."""
+        return bool(self.asked or self._told or self.errors or self.left)
+
+    def due(self) -> str:
+        """What is to be done now: "over", "give up", "abort", or "" for nothing."""
+        now = self.clock()
+        if not self.inside:
+            return "over"
+        if now > self._until:
+            return "give up"
+        if not self._told and now > min(self._release, self._boundary()):
+            return "abort"
+        return ""
+
+    def _boundary(self) -> float:
+        """Until when a stop waits for a step boundary. See [Note: How long a stop takes]."""
+        if not self.asked:
+            return float("inf")
+        begun = any(step > 0 for step in self._steps.values())
+        patience = self._patience(LEAST if begun else FIRST)
+        return min(max(self._since, self._moved) + patience, self._since + max(MOST, patience))
+
+    def _patience(self, least: float) -> float:
+        return max(least, STEPS * max(self._lengths.values(), default=0.0))
+
+    def outcome(self) -> tuple[str, list[Error]]:
+        """(done, stopped or failed; the errors). A peer's closing after a stop was asked is no failure."""
+        errors = [e for e in self.errors.values() if not (self.asked and consequence(e))]
+        if self.unwatched is not None:
+            errors.insert(0, self.unwatched)
+        if errors:
+            return "failed", errors
+        states = {self.left.get(rank, "stopped") for rank in self.ranks}
+        if states == {"done"}:
+            return "done", []
+        return ("failed" if states == {"failed"} and not self.asked else "stopped"), []

@@ -1,0 +1,108 @@
+"""Which of a lab's processes still live, how those that do not ended, and the ending of an engine that will not leave.
+
+Asks the system, never the processes themselves. Only what this lab started is signalled, by pid and create time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import psutil
+
+from workbench.cluster.engines import Engine
+from workbench.cluster.place import alive, host
+from workbench.cluster.processes import code_in_words
+
+if TYPE_CHECKING:
+    from workbench.cluster.cluster import Cluster
+
+KNOCK = 2.0  # seconds between two knocks at the door of a controller whose process is not known here
+ENDING = 2.0  # seconds that a killed engine has to be gone
+
+
+class Health:
+    """The state of one cluster's processes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._knocked = -KNOCK
+        self._answers = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether the controller and all engines live."""
+        return not self.controller() and not any(self.death(e.rank) for e in self.cluster.engines)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong although the engines live, in a sentence; or nothing."""
+        if not self.cluster.ready or self.cluster.closed or not (how := self.controller()):
+            return ""
+        return f"the controller {how}: a run goes on, %%px cells do not; the next lab.run() starts new engines"
+
+    def death(self, rank: int) -> str | None:
+        """How the engine of `rank` ended, in words; None while it lives."""
+        engine, client = self.cluster.engines[rank], self.cluster.client
+        how = self._death(engine)
+        if how and engine.id in client.ids:  # there is no nanny to tell the controller; nobody shall wait for it
+            client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
+        return how
+
+    def _death(self, engine: Engine) -> str | None:
+        if child := self._child(f"engine {engine.id}"):
+            return None if (code := child.poll()) is None else f"(pid {engine.pid}) ended with {code_in_words(code)}"
+        if engine.host == host():
+            return None if alive([engine.pid, engine.created]) else f"(pid {engine.pid}) is gone"
+        return None if engine.id in self.cluster.client.ids else f"(pid {engine.pid} on {engine.host}) is gone"
+
+    def controller(self) -> str | None:
+        """How the controller ended, in words; None while it lives."""
+        if child := self._child("controller"):
+            return None if (code := child.poll()) is None else f"(pid {child.pid}) ended with {code_in_words(code)}"
+        known = next((p for p in self.cluster.place.state.get("processes", []) if p[2] == "controller"), None)
+        if known is None:
+            return None if self._knock() else "does not answer any more"
+        return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
+
+    def _child(self, what: str) -> subprocess.Popen[bytes] | None:
+        """A process that this very one started: only of those it is known how they ended."""
+        return self.cluster.owned.started.get(what) if self.cluster.owned else None
+
+    def _knock(self) -> bool:
+        """Whether somebody listens where another's controller did; a refusal alone counts as nobody."""
+        if time.monotonic() - self._knocked > KNOCK:
+            self._knocked = time.monotonic()
+            url = str(self.cluster.client._config["registration"])
+            address, _, port = url.split("//")[-1].rpartition(":")
+            self._answers = True
+            with contextlib.suppress(OSError, ValueError):
+                try:
+                    socket.create_connection((address, int(port)), timeout=0.5).close()
+                except ConnectionRefusedError:
+                    self._answers = False
+        return self._answers
+
+    def give_up(self, ranks: Iterable[int]) -> list[int]:
+        """These ranks will not leave their run: no other is begun on their engines, and those of this lab are ended.
+
+        Returns the ranks whose engines were ended.
+        """
+        late = list(ranks)
+        self.cluster.stuck |= bool(late)
+        return [rank for rank in late if self._end(self.cluster.engines[rank])]
+
+    def _end(self, engine: Engine) -> bool:
+        noted = self.cluster.place.state.get("processes", [])
+        mine = engine.host == host() and any(int(p[0]) == engine.pid for p in noted)
+        if not mine or self.cluster.guest or not alive([engine.pid, engine.created]):
+            return False
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(engine.pid)
+            process.kill()
+            process.wait(ENDING)
+        return self._death(engine) is not None

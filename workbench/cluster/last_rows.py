@@ -1,0 +1,75 @@
+"""The end of a record: the rows that came last, and the end in the name of ranks that could not write it themselves."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.cluster import spool
+from workbench.record.timeline import KINDS
+
+if TYPE_CHECKING:
+    from workbench.cluster.live import Live
+
+ALL = 1 << 62  # rows: more than there can be
+
+Marks = list[tuple[int, str, float, dict[str, Any]]]
+
+
+def gather(live: Live, silent: set[int]) -> None:
+    """Fetches what is missing; of ranks that are `silent`, what lies on a disk that is seen here."""
+    time.sleep(0.1)  # what was sent last is on its way
+    for rank in live.ranks:
+        sent = live.status.get(rank, {}).get("sent", {})
+        for kind in KINDS:
+            if rank in silent:
+                of_silent(live, kind, rank)
+            else:
+                live.gaps.mend(kind, rank, sent.get(kind, ALL))
+        if rank not in silent and live.elsewhere(rank):
+            _fetch(live, rank)
+
+
+def of_silent(live: Live, kind: str, rank: int) -> None:
+    """What a rank that does not answer left on a disk that is seen here; what came and waited passes in any case.
+
+    It is not asked: each answer that does not come would hold up the rows of all ranks for seconds.
+    """
+    if live.elsewhere(rank):
+        live.gaps.release(kind, rank)
+    else:
+        live.gaps.mend(kind, rank, ALL)
+
+
+def _fetch(live: Live, rank: int) -> None:
+    def read(name: str, start: int) -> bytes:
+        return live.cluster.line.ask(rank, "file", name=name, start=start)[1]
+
+    spool.fetch(live.cluster.line.ask(rank, "files")[0], read, Path(live.run.path or "."))
+
+
+def obituary(live: Live, dead: set[int]) -> None:
+    """Writes what the ranks that died could not."""
+    for rank in sorted(dead):
+        about = {k: v for k, v in live.ending.errors[rank].items() if k != "t"}
+        _add(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
+
+
+def final(live: Live, state: str, error: BaseException | None) -> None:
+    """The record says how the run ended, also where rank 0 could not, or was stopped before it was decided."""
+    said = live.run.details("state")
+    if live.run.path is None or (said and said[-1][2].get("state") == state):
+        return
+    now = max(time.time() - live.run.epoch, said[-1][1] if said else 0.0)
+    _add(live, 0, [(live.step, "state", now, {"state": state, "detail": str(error or "")})])
+
+
+def _add(live: Live, rank: int, marks: Marks) -> None:
+    steps, names, times, details = zip(*marks, strict=True)
+    columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}
+    columns["detail"] = [json.dumps(d) for d in details]
+    live.run.append("marks", rank, live.gaps.next["marks", rank], columns)
+    live.gaps.next["marks", rank] += len(marks)
+    spool.note(Path(live.run.path or "."), rank, marks)

@@ -1,0 +1,125 @@
+"""Who holds a run up: from a table of the ranks to a sentence, without clocks, wires or threads.
+
+The odd one out is found by what the others wait in. A rank that waits for others is a victim, whatever rank the person
+looks at first; one that is in code of its own, or says nothing at all, while others wait is what they wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+LEAST = 10.0  # seconds before anything is silence
+FIRST = 30.0  # before a run's first step has ended nobody knows how long one takes
+TIMES = 5.0  # a usual step's length that is not silence yet
+BRIEF = 0.1  # of that patience: waits that are shorter belong to going on
+GLANCE = 0.3  # of that patience, after which the status line says what is waited for
+
+
+class Seen(NamedTuple):
+    """One rank as it is known: where it was last, and for how many seconds that has been so.
+
+    waits: whether only other ranks can end what it is in
+    still: seconds without a move; mute: seconds without a word, be it an answer or a row
+    """
+
+    step: int
+    op: str
+    waits: bool
+    still: float
+    mute: float
+
+
+class Verdict(NamedTuple):
+    """`text` is the sentence, `odd` the ranks that it is about, `seconds` for how long they have stood."""
+
+    text: str
+    odd: tuple[int, ...]
+    seconds: float
+
+
+def patience(usual: float | None) -> float:
+    """Seconds that are no silence yet, where a step usually takes `usual` seconds (None: none has ended)."""
+    return FIRST if usual is None else max(LEAST, TIMES * usual)
+
+
+def verdict(table: Mapping[int, Seen], limit: float) -> Verdict | None:
+    """Which ranks hold the others up for more than `limit` seconds; None if none does."""
+    mute = {r for r, seen in table.items() if seen.mute >= limit}
+    stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit} - mute
+    if mute or stuck:
+        return _odd(table, mute, stuck, limit)
+    if len(table) > 1 and all(seen.waits and seen.still >= limit for seen in table.values()):
+        return _all_wait(table)
+    return None
+
+
+def _odd(table: Mapping[int, Seen], mute: set[int], stuck: set[int], limit: float) -> Verdict:
+    parts = []
+    for ranks in _alike(table, mute):
+        seen, seconds = table[ranks[0]], max(table[r].mute for r in ranks)
+        last = f" (last seen in {_place(seen)})" if seen.op else ""
+        parts.append(f"{named(ranks)} {_has(ranks)} said nothing for {seconds:.0f} s{last}")
+    for ranks in _alike(table, stuck):
+        seconds = max(table[r].still for r in ranks)
+        parts.append(f"{named(ranks)} {_has(ranks)} been in {_place(table[ranks[0]])} for {seconds:.0f} s")
+    odd = mute | stuck
+    if rest := _rest(table, set(table) - odd, BRIEF * limit):
+        parts.append(rest)
+    seconds = max(max(table[r].mute, table[r].still) if r in mute else table[r].still for r in odd)
+    return Verdict("; ".join(parts), tuple(sorted(odd)), seconds)
+
+
+def _rest(table: Mapping[int, Seen], others: set[int], brief: float) -> str:
+    """What the others do meanwhile; one that has waited for no more than `brief` seconds is on its way."""
+    waiting: dict[str, list[int]] = {}
+    for rank in sorted(others):
+        if table[rank].waits and table[rank].still > brief:
+            waiting.setdefault(table[rank].op, []).append(rank)
+    texts = [f"{_listed(ranks)} {_wait(ranks)} in {op}" for op, ranks in waiting.items()]
+    if going := sorted(others.difference(*waiting.values())):
+        texts.append(f"{_listed(going)} {'go' if len(going) > 1 else 'goes'} on")
+    return ", ".join(texts)
+
+
+def _all_wait(table: Mapping[int, Seen]) -> Verdict:
+    """Nobody computes: whoever waits in something else than most is named first."""
+    groups = sorted(_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
+    seconds = min(seen.still for seen in table.values())
+    if len(groups) == 1:
+        text = f"all ranks have waited in {_place(table[groups[0][0]])} for {seconds:.0f} s"
+        return Verdict(text, tuple(sorted(table)), seconds)
+    odd = groups[:1] if len(groups[0]) < len(groups[-1]) else groups
+    parts = [f"{named(ranks)} {_wait(ranks)} in {_place(table[ranks[0]])}" for ranks in groups]
+    text = f"no rank has moved for {seconds:.0f} s: {', '.join(parts)}"
+    return Verdict(text, tuple(sorted(r for ranks in odd for r in ranks)), seconds)
+
+
+def _alike(table: Mapping[int, Seen], ranks: Iterable[int]) -> list[list[int]]:
+    """The ranks that are at the same place, together."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for rank in sorted(ranks):
+        found.setdefault((table[rank].step, table[rank].op), []).append(rank)
+    return list(found.values())
+
+
+def _place(seen: Seen) -> str:
+    own = {"data iterator": "its data iterator", "step": "its strategy's own code", "": "nothing that it told"}
+    return f"{own.get(seen.op, seen.op)} of step {seen.step}"
+
+
+def named(ranks: Collection[int]) -> str:
+    """`rank 2`, `ranks 0, 1, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _has(ranks: Collection[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _wait(ranks: Collection[int]) -> str:
+    return "wait" if len(ranks) > 1 else "waits"

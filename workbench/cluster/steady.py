@@ -1,0 +1,60 @@
+"""Threads that others wait for: one look after another until they are told to end.
+
+A look that raises ends nothing: it is logged with its traceback and said, and the next look comes all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+PAUSE = 0.2  # seconds until the next look after one that failed, so that a lasting failure does not spin
+
+_log = logging.getLogger(__name__)
+
+
+class Steady:
+    """Calls `look()` on a thread of its own until `over` is set, and then `last()`.
+
+    said: is told what a look raised; the same words are logged once in a row
+    """
+
+    def __init__(
+        self, name: str, look: Callable[[], object], over: threading.Event,
+        said: Callable[[Exception], object] = lambda error: None, last: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.look, self.over, self.said, self.last = look, over, said, last
+        self._logged = ""
+        self._thread = threading.Thread(target=self._go, name=name, daemon=True)
+
+    def start(self) -> Steady:
+        self._thread.start()
+        return self
+
+    def join(self, timeout: float) -> bool:
+        """Waits for the end; whether it came."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _go(self) -> None:
+        while not self.over.is_set():
+            try:
+                self.look()
+            except Exception as error:
+                self._tell(error)
+                self.over.wait(PAUSE)
+        self.last()
+
+    def _tell(self, error: Exception) -> None:
+        if (text := repr(error)) != self._logged:
+            self._logged = text
+            _log.error("%s: a look failed, the next one is made all the same", self._thread.name, exc_info=error)
+        try:
+            self.said(error)
+        except Exception:
+            _log.exception("%s: what it said was not taken", self._thread.name)

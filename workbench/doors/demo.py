@@ -1,0 +1,153 @@
+"""The main job without a browser: four ranks on a slow wire, steered live, and what each change did.
+
+Starts real ranks through a Lab, turns knobs as a person would, and reads everything it prints from the record.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from workbench import analysis
+from workbench.doors.report import write_page
+from workbench.experiment import given
+from workbench.experiment.recipes import slow_link
+from workbench.record.run import FINAL, Run, RunError
+
+if TYPE_CHECKING:
+    from workbench.lab import Lab
+
+PATIENCE = 180.0  # seconds until the first step must have been made
+
+
+class Stop(NamedTuple):
+    """One stop of the tour: what is turned there, and its share of the time."""
+
+    title: str
+    path: str
+    value: str
+    share: float
+
+
+class Row(NamedTuple):
+    """What a stretch of steps came to."""
+
+    title: str
+    steps: int
+    rate: float  # steps per second, evaluations left out
+    nbytes: float  # sent per step and rank
+    exposed: float  # seconds per step that ranks stood still for communication
+    before: float  # held-out loss
+    after: float
+
+
+TOUR = (
+    Stop("DDP, dense", "strategy", "DDP", 0.3),
+    Stop("Local SGD, every 8", "strategy", "LocalSGD", 0.25),
+    Stop("back to DDP", "strategy", "DDP", 0.15),
+    Stop("DDP, Top-k 1 %", "compressor", "TopK", 0.3),
+)
+
+
+def tour(out: Path, ranks: int, seconds: float) -> list[Row]:
+    """Runs the tour for about `seconds`, prints its table and writes the page `out`."""
+    experiment = slow_link().turn("ranks", given.ranks(ranks))
+    from workbench.lab import Lab
+
+    link = experiment.fabric.link
+    print(f"{experiment.task} on {ranks} ranks")
+    print(f"{link.bandwidth:g} Mbit/s for each rank, {experiment.pace:g} ms of compute per step")
+    lab = Lab(ranks=ranks, name="demo")
+    try:
+        run = lab.run(experiment)
+        begins = drive(lab, run, seconds)
+        lab.stop()
+        run.wait()
+    finally:
+        lab.close()
+    found = rows(run, begins)
+    print(table(found))
+    print(f"wrote {write_page(run, out)}")
+    return found
+
+
+def drive(lab: Lab, run: Run, seconds: float) -> list[int]:
+    """Goes through the stops while the ranks train; returns the step at which each began."""
+    begins = [0]
+    shape = "{desc} {bar} {n:.0f}/{total_fmt} s{postfix}"
+    pause = 0.2 if sys.stderr.isatty() else 10.0
+    with tqdm(total=round(seconds), bar_format=shape, mininterval=pause) as bar:
+        bar.set_description_str("starting the ranks")
+        follow(run, bar, PATIENCE, until_first=True)
+        for stop in TOUR:
+            if stop is not TOUR[0]:
+                begins.append(turned(lab, stop))
+            bar.set_description_str(f"{stop.title:<20}")
+            follow(run, bar, stop.share * seconds)
+        bar.update(bar.total - bar.n)
+    return begins
+
+
+def turned(lab: Lab, stop: Stop) -> int:
+    """Turns the stop's knob and waits for the step from which it acts."""
+    turn = lab.turn(stop.path, stop.value)
+    turn.wait(60)
+    if turn.refused or turn.applied_at is None:
+        raise RunError(f"{stop.path}={stop.value}: {turn.refused or 'not applied within 60 s'}")
+    return int(turn.applied_at)
+
+
+def follow(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> None:
+    """Moves the bar for `seconds`, or waits until the first step is done; a run that ended early says why."""
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < seconds:
+        step = analysis.last_steps(run.timeline)[1]
+        if until_first and step:
+            return
+        if run.state in FINAL:
+            run.wait()
+            raise RunError(f"the run ended early: {run.state} at step {step}")
+        bar.set_postfix_str(f"step {step}", refresh=False)
+        time.sleep(0.25)
+        if not until_first:
+            bar.update(min(time.monotonic() - began - passed, bar.total - bar.n))
+    if until_first:
+        raise RunError(f"no step was made within {seconds:g} s")
+
+
+def rows(run: Run, begins: list[int]) -> list[Row]:
+    """The table's rows, each over the steps from one stop to the next."""
+    ends = [*begins[1:], analysis.last_steps(run.timeline)[1]]
+    return [row(run, stop.title, *span) for stop, *span in zip(TOUR, begins, ends, strict=True)]
+
+
+def row(run: Run, title: str, first: int, end: int) -> Row:
+    """What steps [first, end) came to, read from the record."""
+    b = analysis.breakdown(run.timeline, first, end)
+    sent = analysis.bytes_per_step(run.timeline, first, end)
+    mean = float(np.mean(b.seconds)) if b.steps else float("nan")
+    loss = [held_out(run, step) for step in (first, end)]
+    return Row(title, end - first, 1 / mean, float(sent.mean()) if sent.size else 0.0, float(np.mean(b.exposed)), *loss)
+
+
+def held_out(run: Run, step: int) -> float:
+    """The newest held-out loss at `step`."""
+    known = run.samples
+    known = known[(known["name"] == "held_out") & (known["step"] <= step)]
+    return float(known["value"].iloc[-1]) if len(known) else float("nan")
+
+
+def table(found: list[Row]) -> str:
+    """The rows as text; speed is against the first row's."""
+    head = f"{'steps':>5} {'steps/s':>8} {'speed':>6} {'MB/step/rank':>13} {'exposed ms':>11} {'held-out loss':>15}"
+    lines = [f"{'':<20} {head}"]
+    for r in found:
+        speed, loss = f"{r.rate / found[0].rate:.1f}x", f"{r.before:.2f} -> {r.after:.2f}"
+        numbers = f"{r.steps:>5} {r.rate:>8.2f} {speed:>6} {r.nbytes / 1e6:>13.3f} {r.exposed * 1e3:>11.0f} {loss:>15}"
+        lines.append(f"{r.title:<20} {numbers}")
+    return "\n".join(lines)

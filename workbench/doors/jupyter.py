@@ -1,0 +1,78 @@
+"""Opening JupyterLab on the first notebook, for people who do not know Jupyter's options. Starts nothing else."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import sys
+import sysconfig
+import webbrowser
+from pathlib import Path
+from typing import NoReturn
+
+from workbench.record.run import RunError
+
+FIRST = "00_first_run.ipynb"
+
+
+def open_lab(port: int, browser: bool) -> NoReturn:
+    """Becomes JupyterLab, so that Ctrl-C and signals reach it and nobody else."""
+    folder = notebooks()
+    free = free_port(port)
+    if free != port:
+        print(f"port {port} is in use: taking {free}", flush=True)
+    token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(24)
+    opens = browser and can_open_browser()
+    address = f"http://localhost:{free}/lab/tree/{folder.name}/{FIRST}?token={token}"
+    print("opening" if opens else "open this address in a browser:", address, flush=True)
+    # The token goes by the environment, where other users of the machine cannot read it.
+    os.execve(sys.executable, command(folder, free, opens), {**os.environ, "JUPYTER_TOKEN": token})  # noqa: S606
+
+
+def command(folder: Path, port: int, opens: bool) -> list[str]:
+    """How JupyterLab is started."""
+    words = [sys.executable, "-m", "jupyterlab", str(folder / FIRST), f"--ServerApp.root_dir={folder.parent}"]
+    words += [f"--port={port}", "--ServerApp.port_retries=50", "--log-level=WARN"]
+    words += [] if opens else ["--no-browser"]
+    return words + (["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else [])
+
+
+def notebooks() -> Path:
+    """The folder with the lessons: beside the source, or here, copied from the installed ones."""
+    beside = Path(__file__).parent.parent / "notebooks"
+    if (beside / FIRST).exists():
+        return beside
+    here = Path.cwd() / "notebooks"
+    if (here / FIRST).exists():
+        return here
+    installed = Path(sysconfig.get_path("data"), "share", "training-workbench", "notebooks")
+    if not (installed / FIRST).exists():
+        raise RunError(f"{FIRST}: not found beside the source, in {here} or in {installed}")
+    print(f"copying the notebooks to {here}", flush=True)
+    return Path(shutil.copytree(installed, here, dirs_exist_ok=True))
+
+
+def free_port(port: int) -> int:
+    """`port` if nobody listens there, else the next one that is free."""
+    for candidate in range(port, min(port + 50, 65536)):
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind(("127.0.0.1", candidate))
+            except OSError:
+                continue
+            return candidate
+    raise RunError(f"port={port}: in use, and so are the 49 after it; give --port")
+
+
+def can_open_browser() -> bool:
+    """Is there a browser that can be opened, and a screen for it?"""
+    if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return False
+    try:
+        webbrowser.get()
+    except webbrowser.Error:
+        return False
+    return True

@@ -1,0 +1,30 @@
+"""What the description of an experiment alone makes of its step: nothing is started and nothing measured."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workbench.experiment import Experiment
+from workbench.fabric import traffic
+from workbench.sim import simulate
+
+
+class Priced(NamedTuple):
+    """What a step is made of by the description alone: milliseconds of compute asked for, and of the wire's time."""
+
+    compute: int
+    wire: int
+    sent: float  # MB that each rank sends
+    messages: int  # one after the other, on all buckets together
+
+
+def priced(experiment: Experiment) -> Priced:
+    """What the simulator makes of a step of `experiment`, which has a pace and a Link, without anything measured."""
+    run = simulate(experiment.turn("steps", 3).turn("eval_every", 0))
+    rows = run.timeline.spans.rows()
+    rows = rows[(rows.rank == 0) & (rows.step == 2)]
+    port, comm = rows[rows.equal("lane", "port")], rows[rows.equal("lane", "comm")]
+    compute = rows[rows.equal("lane", "compute")]
+    messages = sum(traffic(str(name).split(" ", 1)[0], 0, experiment.ranks)[1] for name in comm.name)
+    took = [float((part.t1 - part.t0).sum()) * 1e3 for part in (compute, port)]
+    return Priced(round(took[0]), round(took[1]), round(float(comm.nbytes.sum()) * 1e-6, 1), messages)

@@ -1,0 +1,120 @@
+"""gloo: collectives that the host carries out, and that it waits for in slices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine.device.chip import Chip
+
+LOOPBACK = "127.0.0.1"
+SLICE = timedelta(milliseconds=100)
+
+
+class Gloo:
+    """One process group over gloo. `precise` makes mismatched collectives a clean error, at several times the cost."""
+
+    carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: it says itself what it cannot
+    lent = False  # does somebody else issue on this group, too?
+
+    def __init__(self, store: Any, rank: int, size: int, *, timeout: float, loopback: bool = True,
+                 precise: bool = False, **_: Any) -> None:
+        before = _sockets()
+        self.group = self._made(store, rank, size, loopback, timedelta(seconds=timeout), precise)
+        self._fds = _sockets() - before if size > 1 else set()
+
+    def issued(self, work: Any) -> Any:
+        return work
+
+    def look(self) -> None:
+        """Raises what this group has met with since; a wait over gloo says so itself."""
+
+    def wait(self, work: Any, check: Callable[[], None]) -> None:
+        """Blocks the host until `work` is done; `check` is called in between and raises when this rank must leave."""
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError as error:
+                if "imed out" not in str(error):
+                    raise
+            check()
+
+    finish = wait
+
+    def cut(self) -> None:
+        """Ends everything that is under way here and at the peers, by shutting the group's sockets.
+
+        gloo's own abort frees nobody. Only connected sockets are shut: shutting the listener ends the process.
+        """
+        for fd, inode in self._fds:
+            try:
+                if os.fstat(fd).st_ino != inode:
+                    continue  # closed, and its number is another's by now
+                with socket.socket(fileno=os.dup(fd)) as s:
+                    s.getpeername()
+                    s.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def parted(self) -> bool:
+        """Has a peer closed its end, or ended? gloo then closes the socket here, too."""
+        for fd, inode in self._fds:
+            try:
+                if os.fstat(fd).st_ino != inode:
+                    return True
+            except OSError:
+                return True
+        return False
+
+    def close(self) -> None:
+        self.group = None
+        self._fds = set()
+
+    @staticmethod
+    def _made(store: Any, rank: int, size: int, loopback: bool, limit: timedelta, precise: bool) -> Any:
+        group = dist.ProcessGroup(store, rank, size)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub knows another name
+        options._devices = [_device(loopback)]
+        options._timeout = limit
+        backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        backend._set_sequence_number_for_group()
+        if precise:
+            backend = dist.distributed_c10d._create_process_group_wrapper(
+                wrapped_pg=backend, store_prefix=f"precise{id(group)}" if size == 1 else "precise",
+                store=store, rank=rank, world_size=size, timeout=limit,
+            )
+        name = dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(name)
+        for device_type in Chip.carries_gloo():
+            group._register_backend(torch.device(device_type), name, backend)
+        return group
+
+
+def _device(loopback: bool) -> Any:
+    """Where gloo listens: the loopback, the interface that GLOO_SOCKET_IFNAME names, or that of the host's name."""
+    if loopback:
+        return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """(descriptor, inode) of this process's open sockets, found without /proc. Numbers alone are soon reused."""
+    found = set()
+    for fd in range(3, 1024):
+        try:
+            about = os.fstat(fd)
+            if stat.S_ISSOCK(about.st_mode):
+                found.add((fd, about.st_ino))
+        except OSError:
+            continue
+    return found

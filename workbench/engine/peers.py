@@ -1,0 +1,95 @@
+"""How one rank reaches the others of its run: wires, one time, and files that the ranks of one host share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.engine.clocks import agree_on_time
+from workbench.engine.collectives import Wire, connect_store
+from workbench.engine.shaping import Board
+from workbench.engine.ticket import Bell
+
+if TYPE_CHECKING:
+    from workbench.engine.session import Session
+
+
+class Peers:
+    """The other ranks, as seen from one. All ranks make theirs at once.
+
+    control, data: a wire each for the training thread and for its lane; None where one rank is all there is
+    arrivals:      the wire on which ranks say when they were ready, where they share no file; None as above
+    local, doubt:  are all ranks on one host; the error of this rank's clock, in seconds
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.rank = session, session.rank
+        self.store: Any = None
+        self.control: Wire | None = None
+        self.data: Wire | None = None
+        self.arrivals: Wire | None = None
+        self.local, self.doubt = True, 0.0
+        self._folder = Path()
+        if self.rank.size > 1:
+            self._meet()
+
+    def _meet(self) -> None:
+        session, (host, port) = self.session, self.session.where
+        self.store = connect_store(host, port, session.generation)
+        precise = session.experiment.precise
+        self.control = control = self.open("control", precise=precise)
+        self.local, self.doubt = agree_on_time(control, session.clock)
+        if self.local:
+            self._folder = Path(host).parent if not port else self._made_by_rank_0(control)
+        self.data = self.open("data", precise=precise, kind=session.kind, on=session.device, beside=control.parted)
+        self.arrivals = self.data
+        if session.kind != "gloo" and not self.local:
+            self.arrivals = self.open("arrivals", precise=precise)
+
+    def open(self, tag: str, **how: Any) -> Wire:
+        """One more wire, which the session cuts and closes. All ranks open it at once."""
+        session, rank = self.session, self.rank
+        wire = Wire(self.store, rank.index, rank.size, tag, session.leaving, loopback=session.loopback, **how)
+        session.wires.append(wire)
+        return wire
+
+    def board(self, name: str = "") -> Board | None:
+        """Where the ranks of this host post their arrivals at the collectives of one wire."""
+        path = self._shared(f"{name}.board")
+        return Board(path, self.rank.index, self.rank.size) if path else None
+
+    def bell(self) -> Bell | None:
+        """What rank 0 rings when it has something to say."""
+        path = self._shared(".bell")
+        return Bell(path) if path else None
+
+    def _shared(self, name: str) -> Path | None:
+        """A file of this run that all ranks of this host open and rank 0 removes at the end; None if they have none."""
+        if not self.local or self.rank.size == 1:
+            return None
+        self.session.files.append(self.file(name))
+        return self.session.files[-1]
+
+    def file(self, name: str) -> Path:
+        """Where a file of this run lies that all ranks of one host see."""
+        return self._folder / f"{self.session.generation}{name}"
+
+    def _made_by_rank_0(self, control: Wire) -> Path:
+        """A directory of this user's alone, for ranks that have not met in one."""
+        said = torch.zeros(4096, dtype=torch.uint8)
+        if self.rank.index == 0:
+            made = tempfile.mkdtemp(prefix="workbench-")
+            said[: len(made.encode())] = torch.frombuffer(bytearray(made.encode()), dtype=torch.uint8)
+            self.session.files.append(Path(made))
+        control.wait(control.broadcast(said, 0))
+        return Path(bytes(said.numpy()).rstrip(b"\0").decode())
+
+
+def removed(files: list[Path]) -> None:
+    """Removes files and directories; what is gone already does not matter."""
+    for path in files:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

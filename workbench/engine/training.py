@@ -1,0 +1,172 @@
+"""One rank's life on the wall clock: what workbench/host/life.py asks of the engine between two steps, and in one.
+
+It meets its peers once per step or round to learn of changes (see ticket.py). On which thread it lives, and what
+becomes of the rank afterwards, is its session's business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from workbench.engine.changes import Turnable
+from workbench.engine.collectives import Aborted
+from workbench.engine.evaluate import evaluate
+from workbench.host import changes, residual
+from workbench.rank import Op
+from workbench.settings import Change
+
+if TYPE_CHECKING:
+    from workbench.engine.session import Session
+
+
+class Training(Turnable):
+    """One rank under way. Making it waits for the other ranks, and refuses in words what cannot be trained here."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.host.before_update = self.before_update
+        self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
+        self._cpu = 0.0
+
+    def begin(self) -> None:
+        """The first strategy takes over, as one that is switched to does."""
+        self.set_fabric(None, self.experiment)
+        residual.begin(self)
+        changes.note_idle(self)
+        self.choose_lane()
+        if self.experiment.strategy.opaque:
+            self.enter_opaque()
+        self.enter(None, self.experiment)
+        self.mark_start()
+        self.mark_buckets()
+
+    @property
+    def ended(self) -> bool:
+        return self.session.stopping or self.meeting.over
+
+    @property
+    def met(self) -> bool:
+        return self.host.met
+
+    @property
+    def called_for(self) -> int:
+        return self.meeting.due
+
+    async def live(self) -> None:
+        self._cpu = time.process_time()
+        await super().live()
+
+    async def make(self) -> int:
+        host, strategy = self.host, self.experiment.strategy
+        host.met = strategy.opaque
+        self.lane.step = self.rank.step
+        host.at("step")
+        since, began = self.clock.now(), host.watch.now()
+        made = await Op("drive", self.measuring.step(self)) or 1
+        host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
+        await Op("do", partial(host.close_step, self._not_finite))
+        self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
+        return made
+
+    async def relearn(self) -> None:
+        if (names := self.host.learned_order()) is not None:
+            await Op("do", partial(self.adopt, names))
+        self.before_update()
+
+    def moved(self, made: int) -> None:
+        if self.credit:
+            self.credit = max(0, self.credit - made)
+            self.paused = self.credit == 0
+
+    async def finish(self) -> None:
+        await Op("do", partial(self.host.catch_up, self._not_finite))
+        self.say("stopped" if self.session.stopping else "done")
+
+    def before_update(self) -> None:
+        """Asks for the ticket, where there is to be one, so that it hides behind the update."""
+        if self.host.met and not self.tickets.asked and self.tickets.rung(self.lane.completed):
+            self.tickets.ask()
+
+    # -- between steps --
+
+    async def evaluate(self, together: bool) -> None:
+        await Op("do", partial(evaluate, self, together))
+
+    async def boundary(self) -> None:
+        self.host.at("between two steps")
+        await super().boundary()
+
+    async def called(self) -> bool:
+        return await Op("do", self.meeting.called)
+
+    async def assemble(self) -> None:
+        await Op("do", self.meeting.assemble)
+
+    def go_on(self) -> None:
+        self.meeting.go_on()
+
+    async def obey(self, change: Change) -> None:
+        self.lane.step = self.rank.step
+        await super().obey(change)
+
+    async def listen(self, apart: bool) -> None:
+        if self.pocket is not None:
+            requests, self.pocket = self.pocket, None
+            await self._heed(requests)
+        elif apart or self.tickets.asked or self.rank.step == 0 or self.control is None:
+            await self._heed(await Op("do", self._hear))
+        if self.paused and not self.session.stopping:
+            await Op("do", partial(self.host.catch_up, self._not_finite))
+            self.say("paused")
+            while self.paused and not self.session.stopping:
+                await self._heed(await Op("do", partial(self._hear, 0.5)))
+            self.say("stopping" if self.session.stopping else "running")
+
+    def _hear(self, wait: float = 0.0) -> list[dict[str, Any]]:
+        """The requests of the next ticket, the same on every rank; rank 0 waits so many seconds for one."""
+        if not self.tickets.asked:
+            self.tickets.ask(wait)
+        return self.tickets.take()
+
+    async def _heed(self, requests: list[dict[str, Any]]) -> None:
+        if self.leaving.is_set():  # one rank alone has no wire to hear it on
+            raise Aborted("told to leave")
+        for what in requests:
+            match what["kind"]:
+                case "change":
+                    await self.obey(Change.read(what))
+                case "pause":
+                    self.paused, self.credit = True, 0
+                case "resume":
+                    self.paused, self.credit = False, 0
+                case "step":
+                    self.paused, self.credit = False, int(what.get("n", 1))
+                case "stop":
+                    self.session.stopping = True
+
+    def _not_finite(self, loss: float) -> None:
+        self.mark("nan", {"loss": str(loss), "rank": self.rank.index})
+        if self.rank.index == 0:
+            self.inbox.put({"kind": "pause", "id": "nan"})
+
+    def close(self) -> None:
+        """Gives back all but the wires, which are the session's to close."""
+        self._count_cost()
+        self.leaving.set()  # whatever still waits beside this thread
+        self.meeting.leave()
+        self.host.forget_hooks()
+        self.leave_opaque()
+        self.lane.close()
+        self.tickets.close()
+        self.post.close()
+        self.peers.store = None
+
+    def _count_cost(self) -> None:
+        """What this rank's process and its recorder cost, in CPU seconds, into the record."""
+        now, step = self.clock.now(), self.rank.step
+        self.record.sample(step, "cpu_process", now, time.process_time() - self._cpu)
+        self.record.sample(step, "cpu_recording", now, self.record.cpu_seconds)
+        self.host.watch.salvage(step)

@@ -1,0 +1,103 @@
+"""Experiment: one frozen value that names all that a run depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workbench.compressors import Compressor, Dense, inside
+from workbench.experiment import momentum, rates
+from workbench.fabric import Fabric
+from workbench.optimizers import Optimizer, TaskOwn
+from workbench.settings import KnobError, checked, from_plain, knob, settle, short, to_plain, turn
+from workbench.strategies import DDP, Strategy
+from workbench.tasks import ByteGPT, TaskBase
+
+CLIP = "a longer gradient is scaled down to this norm before an update; a rank's own where ranks update alone; 0 is off"
+MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """All that a run depends on. To change one setting is to make another experiment (`experiment.turn`).
+
+    >>> Experiment().turn("every", 4)
+    Traceback (most recent call last):
+        ...
+    workbench.KnobError: every: no such knob here; ...
+    """
+
+    task: TaskBase = knob(ByteGPT(), live=False, doc="what learns")
+    strategy: Strategy = knob(DDP(), doc="how ranks agree")
+    compressor: Compressor = knob(Dense(), doc="what crosses the wire instead of a bucket")
+    fabric: Fabric = knob(Fabric(), doc="the network and its faults")
+    optimizer: Optimizer = knob(TaskOwn(), doc="how gradients become steps")
+    lr: float = knob(0.0, 0.0, 100.0, log=True, doc="learning rate; 0 takes the task's own")
+    lr_scaled: bool = knob(False, doc="the rate grows with the global batch: lr times all ranks' batches / `lr_base`")
+    lr_base: int = knob(0, 0, 2**20, unit="examples", doc="global batch that lr is meant for; 0: one rank's usual one")
+    lr_warmup: int = knob(0, 0, 10**6, unit="steps", doc="steps in which the rate rises; 0: it is there at once")
+    clip: float = knob(0.0, 0.0, 1e6, log=True, doc=CLIP)
+    batch: int = knob(0, 0, 65536, unit="examples", doc="batch per rank; 0 takes the task's own")
+    bucket_mb: float = knob(1.0, 0.01, 1024.0, unit="MB", log=True, doc="gradients travel in buckets of this size")
+    pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="stretch each rank's compute per step to this; 0 is off")
+    ranks: int = knob(4, 1, 4096, live=False, doc="how many ranks train")
+    steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after so many; 0 runs until stopped")
+    seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of the model and the data")
+    eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
+    measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
+    precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
+
+    def __post_init__(self) -> None:
+        settle(self, "")
+
+    def turn(self, path: str, value: Any) -> Experiment:
+        """This experiment with one knob turned; checked as a whole. Raises KnobError."""
+        return turn(self, path, value).checked()
+
+    def checked(self) -> Experiment:
+        """This experiment if every knob and every combination in it can be. Raises KnobError."""
+        good = checked(self)
+        for compressor in inside(good.compressor):
+            if reason := compressor.refuses():
+                raise KnobError(reason)
+        if reason := good.strategy.refuses(good.compressor):
+            raise KnobError(reason)
+        if reason := good.strategy.refuses_size(good.ranks):
+            raise KnobError(reason)
+        if reason := good.task.refuses(good.batch):
+            raise KnobError(reason)
+        if good.clip and (good.strategy.staged or not good.strategy.clips):
+            raise KnobError(
+                f"clip={good.clip:g}: under {type(good.strategy).__name__} no update has all gradients before it, so "
+                f"their norm cannot be told; use clip=0 with it, or DDP or LocalSGD"
+            )
+        if reason := good.optimizer.refuses():
+            raise KnobError(reason)
+        if reason := momentum.refused(good):
+            raise KnobError(reason)
+        for fault in good.fabric.faults:
+            if getattr(fault, "rank", 0) >= good.ranks:
+                raise KnobError(f"rank={fault.rank}: there are ranks 0 to {good.ranks - 1}")
+        good = good.filled()
+        if reason := rates.refused(good):
+            raise KnobError(reason)
+        return good
+
+    def filled(self) -> Experiment:
+        """This experiment with the task's own learning rate and batch where none was given."""
+        return replace(self, lr=self.lr or self.task.lr, batch=self.batch or self.task.batch)
+
+    def evaluates(self, before: int, step: int) -> bool:
+        """Is the held-out loss due at `step`, to which a step from `before` has led?"""
+        return bool(self.eval_every) and step // self.eval_every > before // self.eval_every
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON; `Experiment.read` reads it back."""
+        return to_plain(self)["Experiment"]
+
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> Experiment:
+        """The experiment that `plain` wrote down. Raises KnobError."""
+        if not isinstance(plain, dict):
+            raise KnobError(f"experiment={short(plain)}: must be a dict of settings, as Experiment().plain() makes")
+        return from_plain({"Experiment": plain}, cls)

@@ -1,0 +1,100 @@
+"""What people hand in at the front doors, looked at before anything starts: one sentence says what would do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.experiment.experiment import Experiment
+from workbench.settings import Change, KnobError, resolve, short, turn
+
+MAX_RANKS = 64
+LONGEST = 10**9  # steps
+LONGEST_PATH, LONGEST_NAME = 1024, 200  # letters
+
+
+def ranks(value: Any) -> int:
+    """A number of ranks that a lab can start."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
+        raise KnobError(f"ranks={short(value)}: must be an integer in [1, {MAX_RANKS}]")
+    return value
+
+
+def text(value: Any, field: str, example: str) -> str:
+    """A name."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > LONGEST_NAME:
+        raise KnobError(f"{field}={short(value)}: must be text, such as {example!r}")
+    return value
+
+
+def device(value: Any) -> str | int:
+    """Where ranks compute; whether so many GPUs are there is known once the engines are."""
+    good = value in ("auto", "cpu", "cuda") if isinstance(value, str) else isinstance(value, int) and value >= 1
+    if not good or isinstance(value, bool):
+        raise KnobError(f"device={short(value)}: must be one of auto, cpu, cuda, or how many GPUs to use")
+    return value
+
+
+def path(value: Any, field: str, example: str) -> Path:
+    """Where something is to be, or is."""
+    good = isinstance(value, str | os.PathLike) and 0 < len(str(value)) <= LONGEST_PATH and "\0" not in str(value)
+    if not good:
+        raise KnobError(f"{field}={short(value)}: must be a path, such as {example!r}")
+    return Path(value)
+
+
+def instance(value: Any, kind: type, field: str, example: str) -> None:
+    """Something of one class, or None. Raises KnobError for anything else."""
+    if value is not None and not isinstance(value, kind):
+        raise KnobError(f"{field}={short(value)}: must be a {kind.__name__}, such as {example}, or None")
+
+
+def experiment(value: Any) -> Experiment:
+    """An experiment; a recipe's name is not one, but what it names is."""
+    if isinstance(value, Experiment):
+        return value
+    hint = f"; recipe({short(value)}) makes one of a recipe's name" if isinstance(value, str) else ""
+    raise KnobError(f"experiment={short(value)}: must be an Experiment, such as Experiment() or recipe('digits'){hint}")
+
+
+def changes(value: Any) -> tuple[Change, ...]:
+    """Changes to come; each may also be a tuple (at_step, path, value)."""
+    wanted = "must be Change(at_step, path, value)"
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise KnobError(f"changes={short(value)}: must be a list, and each in it {wanted[8:]}")
+    out = []
+    for number, change in enumerate(value):
+        if isinstance(change, Sequence) and not isinstance(change, str) and len(change) == 3:
+            change = Change(*change)
+        if not isinstance(change, Change):
+            raise KnobError(f"changes[{number}]={short(change)}: {wanted}")
+        step = change.at_step
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LONGEST:
+            raise KnobError(f"changes[{number}].at_step={short(step)}: must be an integer in [0, {LONGEST}] steps")
+        out.append(change)
+    return tuple(out)
+
+
+def turned(start: Experiment, settings: Iterable[tuple[str, Any]]) -> Experiment:
+    """`start` with several knobs turned at once, whatever the order in which they are given.
+
+    What holds other knobs is turned before them, so `density` may be given before the compressor that has it; the
+    whole is checked at the end. Raises KnobError.
+    """
+    now, left = start, list(settings)
+    while left:
+        found = {number: _depth(now, where) for number, (where, _) in enumerate(left)}
+        known = {number: depth for number, depth in found.items() if depth}
+        number = min(known, key=lambda n: (known[n], n)) if known else 0
+        now = turn(now, *left.pop(number))
+    return now.checked()
+
+
+def _depth(now: Experiment, where: str) -> int:
+    """How deep the knob at `where` lies, from 1; 0 where there is none so far."""
+    try:
+        return resolve(now, where)[0].count(".") + 1
+    except KnobError:
+        return 0

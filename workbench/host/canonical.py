@@ -1,0 +1,85 @@
+"""The canonical state: one value of parameters, buffers and optimizer state, as tensors in an order all ranks share.
+
+Every strategy leaves into it and enters from it, so a live switch needs no knowledge of the pair. Both hosts read
+it here; how ranks come to agree on it is theirs.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.layout import Layout, fingerprint
+
+
+class Disagreement(RuntimeError):
+    """Ranks that should hold the same state do not."""
+
+
+def check_same(numbers: list[int], what: str) -> None:
+    """Raises Disagreement naming the ranks whose number differs from rank 0's; `numbers` is by rank."""
+    odd = [r for r, n in enumerate(numbers) if n != numbers[0]]
+    if odd:
+        raise Disagreement(f"{what} of rank {', '.join(map(str, odd))} differ from rank 0's")
+
+
+def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
+    """The optimizer's floating-point state in an order that is the same on all ranks."""
+    found = []
+    for place in layout.order:
+        slots = optimizer.state.get(place.param, {})
+        found += [slots[k] for k in sorted(slots) if isinstance(slots[k], Tensor) and slots[k].is_floating_point()]
+    return found
+
+
+def prime(layout: Layout, optimizer: Any) -> None:
+    """Gives an optimizer that has never stepped the state that it would have: on a rank that did not train."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for place in layout.order:
+        place.param.grad = torch.zeros_like(place.param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def clipped(layout: Layout, longest: float) -> float:
+    """The norm of all gradients together; where it is above `longest` they are scaled down to it first."""
+    return float(nn.utils.clip_grad_norm_([place.param for place in layout.order], longest))
+
+
+def buffers(model: nn.Module) -> list[Tensor]:
+    """The running statistics and the like that can be averaged."""
+    return [b for b in model.buffers() if b.is_floating_point()]
+
+
+def flattened(tensors: list[Tensor]) -> Tensor:
+    """One vector of them all, fp32 or wider if one is: a hand-over tensor by tensor takes ten times as long."""
+    widest = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    if any(t.is_meta for t in tensors):
+        return torch.empty(sum(t.numel() for t in tensors), dtype=widest, device="meta")
+    return torch.cat([t.detach().reshape(-1).to(widest) for t in tensors]) if tensors else torch.zeros(0)
+
+
+def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Writes what `flattened` made back into the tensors."""
+    if flat.is_meta:
+        return
+    at = 0
+    for t in tensors:
+        t.copy_(flat[at : at + t.numel()].view(t.shape))
+        at += t.numel()
+
+
+def state_hash(layout: Layout) -> int:
+    """A hash of all trainable parameters; 0 where they are sizes only."""
+    if any(w.is_meta for w in layout.weights.values()):
+        return 0
+    return fingerprint(layout.weights.values())

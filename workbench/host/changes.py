@@ -1,0 +1,162 @@
+"""Applying a change between two steps, the same on every rank and every host, and the hand-over between strategies.
+
+A hand-over asks for the same verbs as a step, so it is a coroutine, too, and a host drives it. Leaving brings every
+rank to the canonical state (one value of parameters and optimizer state), entering starts from it; so S strategies
+need 2 S adapters and not S squared. Afterwards a hash of the parameters must agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.compressors import inside
+from workbench.experiment import Experiment
+from workbench.fabric.load import idle
+from workbench.host import residual
+from workbench.host.canonical import buffers, check_same, flattened, optimizer_tensors, prime, scatter_back, state_hash
+from workbench.host.changing import Changing
+from workbench.host.momentum import hand_over
+from workbench.optimizers import carry
+from workbench.rank import Part
+from workbench.settings import Change, KnobError
+from workbench.tasks import at_rate, rate
+
+
+async def obey(run: Changing, change: Change) -> None:
+    """Makes one change, on all ranks between the same two steps, or refuses it in words; the record says which."""
+    try:
+        wanted = run.able(run.experiment.turn(change.path, change.value))
+    except KnobError as reason:
+        if run.rank.index == 0:
+            run.mark("refused", {**change.plain(), "reason": str(reason)})
+        return
+    await apply(run, wanted)
+    if run.rank.index == 0:
+        run.mark("change", {**change.plain(), "text": change.text})
+
+
+async def apply(run: Changing, wanted: Experiment) -> None:
+    """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
+    was = run.experiment
+    if was.strategy.crosses:
+        await was.strategy.settle(run.rank, run.state)
+    run.experiment = wanted
+    run.set_fabric(was, wanted)
+    note_idle(run, was)
+    run.rate.turn(was, wanted, run.rank.step)
+    if wanted.optimizer != was.optimizer:
+        _renew(run, wanted)
+    run.rate.follow(run)
+    if wanted.batch != was.batch:
+        run.restart_data()
+    if wanted.bucket_mb != was.bucket_mb:
+        await run.rebucket(wanted.bucket_mb)
+    if needs_switch(was.strategy, wanted.strategy):
+        await _switch(run, was, wanted)
+    elif wanted.compressor != was.compressor:
+        await residual.change(run, was, wanted)
+    elif wanted.strategy.opaque and (wanted.bucket_mb, wanted.fabric) != (was.bucket_mb, was.fabric):
+        run.leave_opaque()
+        run.enter_opaque()
+    if not run.flushing:
+        await hand_over(run)
+    run.choose_lane()
+
+
+def take_role(run: Changing, strategy: Any) -> None:
+    """Whether this rank trains under `strategy` or only serves; said of all by rank 0 where some serve."""
+    rank = run.rank
+    rank.role = "trainer" if strategy.trains(rank.index, rank.size) else "server"
+    serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.index == 0 else []
+    if serve:
+        text = f"{rank.size - len(serve)} of {rank.size} ranks train; {len(serve)} serve"
+        run.mark("roles", {"serve": serve, "text": text})
+
+
+def note_idle(run: Changing, was: Experiment | None = None) -> None:
+    """A Mark lists the faults that have no effect now, if they are others than before the change."""
+    if run.rank.index:
+        return
+    found, before = _idle(run.experiment), _idle(was) if was else []
+    if found != before:
+        run.mark("no effect", {"texts": found})
+
+
+def _idle(e: Experiment) -> list[str]:
+    return idle(e.fabric, [r for r in range(e.ranks) if not e.strategy.trains(r, e.ranks)], e.ranks)
+
+
+def _renew(run: Changing, wanted: Experiment) -> None:
+    """Another optimizer takes over, at the present rate. A Mark says what it takes over of what the last remembered."""
+    made = run.make_optimizer(wanted)
+    if rate(made) != run.rank.lr:
+        at_rate(made, run.rank.lr)
+    moved = carry(run.optimizer, made)
+    run.use_optimizer(made)
+    if run.rank.index == 0:
+        run.mark("optimizer", moved)
+
+
+def needs_switch(was: Any, wanted: Any) -> bool:
+    """Is `wanted` another way for ranks to agree? A background remembers by its knobs, so a turned one is new."""
+    return type(wanted) is not type(was) or (wanted != was and bool(wanted.has_background))
+
+
+async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
+    """Leave, consolidate, enter, check. Its bytes cross the Link and it is one span of its own."""
+    with run.switching(was, wanted):
+        if wanted.lr_warmup and not in_step(was):
+            await run.rate.agree(run)
+        if was.strategy.opaque:
+            run.leave_opaque()
+        else:
+            await run.leave(was.strategy)
+            if was.strategy.periodic:
+                await _share_optimizer(run, was)
+        await residual.change(run, was, wanted, _foreign(was, wanted))
+        if wanted.strategy.opaque:
+            run.enter_opaque()
+        momentum = was.strategy.hands_on(run.rank, run.state)
+        run.enter(was, wanted)
+        wanted.strategy.takes(run.rank, run.state, momentum)
+        check_same(await run.gather(state_hash(run.layout)), "after the switch the parameters")
+
+
+def _foreign(was: Experiment, wanted: Experiment) -> bool:
+    """Does a residual lose its meaning? One of gradients has none among displacements.
+
+    One of moments means nothing to others than those it was left by, which begin anew with every strategy.
+    """
+    kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
+    return len(kinds) > 1 or "moments" in kinds
+
+
+async def _share_optimizer(run: Changing, was: Experiment) -> None:
+    """The mean of the trainers' optimizer states everywhere: diverged momenta would pull replicas apart again."""
+    size = run.rank.size
+    if size == 1:
+        return
+    trainers = sum(was.strategy.trains(r, size) for r in range(size))
+    numbers = await run.gather(sum(t.numel() for t in optimizer_tensors(run.layout, run.optimizer)))
+    if numbers[run.rank.index] < max(numbers):
+        prime(run.layout, run.optimizer)
+    tensors = optimizer_tensors(run.layout, run.optimizer) + buffers(run.model)
+    check_same(await run.gather(sum(t.numel() for t in tensors)), "sizes of the optimizer state")
+    flat = flattened(tensors).mul_(run.rank.role == "trainer").div_(trainers)
+    if flat.numel():
+        await run.rank.all_reduce(flat, "sum", "optimizer state")
+        with torch.no_grad():
+            scatter_back(flat, tensors)
+
+
+def refuses_model(e: Experiment, parts: list[Part]) -> str | None:
+    """Why a model of these parameters cannot be trained as `e` says, in a sentence that says what would do; or None."""
+    said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
+    return next((reason for reason in said if reason), None)
+
+
+def in_step(e: Experiment) -> bool:
+    """Have all ranks a step in common, whether they meet in it or wait for neighbours or a server only?"""
+    return e.strategy.lockstep or e.strategy.heard(e.ranks) > 0

@@ -1,0 +1,236 @@
+"""Where every parameter and gradient lies: flat vectors, and buckets that are slices of them.
+
+No wire and no clock here. Parameters live as views of one flat vector per dtype, so that averaging, hashing and
+handing over never copy. Gradients are copied once, as they appear, into their bucket's vector; the gradient of a
+parameter that is a bucket of its own already is that vector, and is not copied at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from workbench.rank import Bucket, Part
+
+SMALL = 32_768  # bytes of a gradient that may wait to be copied with others
+ALONE = 0.5  # of a bucket's size: a parameter from there on is a bucket of its own
+
+
+class Place:
+    """One parameter: its name and where it lies."""
+
+    __slots__ = ("bucket", "grad", "name", "numel", "param", "round", "small")
+
+    def __init__(self, name: str, param: nn.Parameter) -> None:
+        self.name, self.param, self.numel = name, param, param.numel()
+        self.bucket = 0
+        self.grad: Tensor | None = None  # where its gradient is copied to; None: nowhere, the bucket takes it as it is
+        self.small = False  # is its gradient copied with the others of its bucket?
+        self.round = 0  # the backward in which its gradient came last
+
+
+class Layout:
+    """The trainable parameters of a model in one order, and the buckets over them.
+
+    The order is the reverse of registration until `reorder` gives the one in which gradients really appear.
+    """
+
+    def __init__(self, model: nn.Module, bucket_mb: float) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("the model has no trainable parameters")
+        self.bucket_mb = bucket_mb
+        self.order = [Place(n, p) for n, p in reversed(named)]
+        self.weights: dict[torch.dtype, Tensor] = {}
+        self._place()
+
+    def reorder(self, names: Iterable[str]) -> None:
+        """Lays everything out anew in this order of parameter names."""
+        by_name = {p.name: p for p in self.order}
+        self.order = [by_name[n] for n in names]
+        self._place()
+
+    def rebucket(self, bucket_mb: float) -> None:
+        """Lays everything out anew in buckets of another size."""
+        self.bucket_mb = bucket_mb
+        self._place()
+
+    def _place(self) -> None:
+        """Moves the parameters into vectors in which every bucket is one slice."""
+        self._slices, self.buckets = [], []
+        for place in self.order:
+            place.grad = None  # the old vectors go before the new ones come
+        self.groups = grouped(self.order, self.bucket_mb * 1e6)
+        total: dict[torch.dtype, int] = {}
+        for group in self.groups:
+            total[_dtype(group)] = total.get(_dtype(group), 0) + _numel(group)
+        weights = {d: torch.empty(n, dtype=d, device=self.order[0].param.device) for d, n in total.items()}
+        at = dict.fromkeys(total, 0)
+        for index, group in enumerate(self.groups):
+            dtype, begin = _dtype(group), at[_dtype(group)]
+            at[dtype] = begin + _numel(group)
+            whole = weights[dtype][begin : at[dtype]]
+            parts = tuple(_parts(group))
+            for place, part in zip(group, parts, strict=True):
+                view = whole[part.start : part.stop].view(place.param.shape)
+                view.copy_(place.param.data)
+                place.param.data = view
+                place.bucket = index
+            self._slices.append(Bucket(index, whole, parts, begin))
+            self.buckets.append(Bucket(index, self._home(group, parts), parts, begin))
+        self.weights = weights
+
+    def lie_in(self, weights: dict[torch.dtype, Tensor]) -> None:
+        """The parameters lie in these vectors from now on, laid out as before, and take the values that are there."""
+        for group, bucket in zip(self.groups, self._slices, strict=True):
+            end = bucket.offset + bucket.data.numel()
+            bucket.data = weights[bucket.data.dtype][bucket.offset : end]
+            for place, part in zip(group, bucket.parts, strict=True):
+                place.param.data = bucket.data[part.start : part.stop].view(place.param.shape)
+        self.weights = dict(weights)
+
+    def _home(self, group: list[Place], parts: tuple[Part, ...]) -> Tensor:
+        """Where the gradients of a group go, and for one that goes nowhere a stand-in of its size without memory."""
+        param = group[0].param
+        if len(group) == 1:
+            group[0].grad, group[0].small = None, False
+            return torch.zeros(1, dtype=param.dtype, device=param.device).expand(param.numel())
+        home = torch.zeros(_numel(group), dtype=param.dtype, device=param.device)
+        for place, part in zip(group, parts, strict=True):
+            place.grad = home[part.start : part.stop].view(place.param.shape)
+            place.small = home.element_size() * place.numel <= SMALL
+        return home
+
+    def keep(self, place: Place, grad: Tensor) -> None:
+        """The gradient of `place` has come: it goes into its bucket, and `param.grad` is what lies there."""
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        home = place.grad
+        if home is not None:
+            home.copy_(grad)
+            place.param.grad = home
+        else:
+            place.param.grad = grad = grad.contiguous()
+            self.buckets[place.bucket].data = grad.view(-1)
+
+    def full(self, index: int) -> Bucket:
+        """Bucket `index`, whose gradients have all come: the small ones are copied now, in one call."""
+        small = [p for p in self.groups[index] if p.small]
+        if small:
+            homes = cast(list[Tensor], [p.grad for p in small])
+            grads = cast(list[Tensor], [p.param.grad for p in small])
+            torch._foreach_copy_(homes, [g.to_dense() if g.is_sparse else g for g in grads])
+            for place in small:
+                place.param.grad = place.grad
+        return self.buckets[index]
+
+    def grads(self) -> list[Bucket]:
+        """All gradients, each in its bucket's vector, zero where none has come; writing into them changes the step."""
+        for place in self.order:
+            if place.param.grad is None:
+                place.param.grad = torch.zeros_like(place.param)
+            if not place.small:
+                self.keep(place, place.param.grad)
+        return [self.full(b.index) for b in self.buckets]
+
+    def let_go(self) -> None:
+        """The gradients are used up: what was not copied is held no longer."""
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            if len(group) == 1 and bucket.data.stride(0):
+                bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
+
+    def params(self) -> list[Bucket]:
+        """The parameters, cut like the gradients; writing into them changes the model."""
+        return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
+
+    @property
+    def parts(self) -> list[Part]:
+        """Every parameter, at its place in its bucket."""
+        return [part for bucket in self.buckets for part in bucket.parts]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.order)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel * p.param.element_size() for p in self.order)
+
+
+def grouped(order: list[Place], limit: float) -> list[list[Place]]:
+    """The buckets of parameters that come in `order`, in the order in which they fill.
+
+    A bucket closes once it holds `limit` bytes (so, as in torch's DDP, it may be fuller) and never mixes dtypes. A
+    parameter of at least half of that is alone, so that its gradient needs no copy.
+    """
+    closed: list[list[Place]] = []
+    open_: dict[torch.dtype, list[Place]] = {}
+    filled: dict[torch.dtype, int] = {}
+    for place in order:
+        dtype, nbytes = place.param.dtype, place.numel * place.param.element_size()
+        if nbytes >= ALONE * limit:
+            closed.append([place])
+            continue
+        open_.setdefault(dtype, []).append(place)
+        filled[dtype] = filled.get(dtype, 0) + nbytes
+        if filled[dtype] >= limit:
+            closed.append(open_.pop(dtype))
+            filled[dtype] = 0
+    return closed + list(open_.values())
+
+
+def _parts(group: list[Place]) -> Iterator[Part]:
+    at = 0
+    for place in group:
+        yield Part(place.name, tuple(place.param.shape), at, at + place.numel)
+        at += place.numel
+
+
+def _numel(group: list[Place]) -> int:
+    return sum(p.numel for p in group)
+
+
+def _dtype(group: list[Place]) -> torch.dtype:
+    return group[0].param.dtype
+
+
+def signature(model: nn.Module) -> int:
+    """A 63-bit hash of the model's parameter names, shapes and dtypes: equal on all ranks or they cannot agree."""
+    text = ";".join(f"{n}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for n, p in model.named_parameters())
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def description(model: nn.Module) -> list[list[Any]]:
+    """[name, shape, dtype, whether it is trained] of every parameter: what `signature` is the hash of."""
+    return [[n, list(p.shape), str(p.dtype)[6:], p.requires_grad] for n, p in model.named_parameters()]
+
+
+def difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
+    """In what the model described by `other`, of `rank`, is first unlike rank 0's, described by `first`."""
+    for one, two in zip(first, other, strict=False):
+        if one != two:
+            what = f"parameter {one[0]!r} is {_in_words(one)} on rank 0, "
+            what += f"{_in_words(two)} on rank {rank}" if one[0] == two[0] else f"where rank {rank} has {two[0]!r}"
+            break
+    else:
+        more, who = (first, 0) if len(first) > len(other) else (other, rank)
+        extra = more[min(len(first), len(other))]
+        what = f"parameter {extra[0]!r}, {_in_words(extra)}, is there on rank {who} only"
+    return f"{what}: task.model() must make the same model on every rank"
+
+
+def _in_words(about: list[Any]) -> str:
+    _, shape, dtype, trained = about
+    return f"{dtype} of shape {tuple(shape)}{'' if trained else ', frozen'}"
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A 63-bit hash of the bits of `tensors`."""
+    digest = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        digest.update(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return int.from_bytes(digest.digest(), "big") >> 1

@@ -1,0 +1,159 @@
+"""A rank's life between steps, the same on both hosts: it takes the changes that are due, steps, evaluates, and ends.
+
+A coroutine, as a strategy's step is, and driven by the same host. What only a clock, a wire or a person can say is
+asked in the methods that are abstract here; each host has them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from workbench.experiment import Experiment
+from workbench.host import changes, residual
+from workbench.host.measuring import Measuring
+from workbench.host.rate import Rate
+from workbench.rank import Op, Rank
+from workbench.settings import Change
+
+
+class Life(ABC):
+    """The part of a Session that goes on from boundary to boundary. See workbench.host.changing for what changes see.
+
+    planned:       changes to come, in the order of their steps
+    pending_pause: seconds that a fault lets this rank stand still before its next step
+    """
+
+    experiment: Experiment
+    rank: Rank
+    state: Any  # what the strategy remembers
+    rate: Rate
+    planned: list[Change]
+    measuring: Measuring
+    flushing = 0
+    pending_pause = 0.0
+
+    @property
+    def apart(self) -> bool:
+        """Do the ranks go on without meeting in every round?"""
+        strategy = self.experiment.strategy
+        return not strategy.lockstep or strategy.heard_in(self.rank.size, self.rank.step) > 0
+
+    @property
+    def due(self) -> int:
+        """How many of the planned changes are due at this rank's step."""
+        return sum(change.at_step <= self.rank.step for change in self.planned)
+
+    async def live(self) -> None:
+        """From the first evaluation to the last step."""
+        await self.evaluate(together=True)
+        self.say("running")
+        self.go_on()
+        while not await self.over():
+            before = self.rank.step
+            if self.rank.role == "trainer":  # a server comes here for changes only
+                await self.step()
+            if self.experiment.evaluates(before, self.rank.step):
+                await self.evaluate(together=self.experiment.strategy.lockstep)
+        await self.rest()
+        strategy = self.experiment.strategy
+        if strategy.lockstep and strategy.can_settle:
+            await strategy.settle(self.rank, self.state)
+        await self.finish()
+
+    async def over(self) -> bool:
+        """Takes what is due at this boundary. Has this rank then made its last step?"""
+        await self.boundary()
+        steps, lockstep = self.experiment.steps, self.experiment.strategy.lockstep
+        return self.ended or (lockstep and 0 < steps <= self.rank.step)
+
+    async def boundary(self) -> None:
+        """Makes the changes that are due before the next step; ranks that go on apart come together for them."""
+        apart = self.apart
+        if apart:
+            if not await self.called():
+                return
+            await self.assemble()
+        due = self.called_for if apart else self.due
+        taken, self.planned = self.planned[:due], self.planned[due:]
+        for change in taken:
+            await self.obey(change)
+        await self.listen(apart)
+        if apart or self.apart:
+            self.go_on()
+
+    async def obey(self, change: Change) -> None:
+        """Makes one change, or refuses it in words."""
+        await changes.obey(self, change)  # type: ignore[arg-type]  # a Session is Changing
+
+    async def step(self) -> None:
+        """One step and what follows from it."""
+        if self.pending_pause:
+            seconds, self.pending_pause = self.pending_pause, 0.0
+            stood = await Op("stand", seconds)
+            self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
+        self.rate.follow(self)
+        made = await self.make()
+        if self.flushing and self.met:
+            await residual.flushed(self)  # type: ignore[arg-type]
+        await self.relearn()
+        self.rank.step += made
+        self.moved(made)
+
+    # -- what only a host can do or say --
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Is the run over, whatever step this rank is in?"""
+
+    @property
+    @abstractmethod
+    def met(self) -> bool:
+        """Did all ranks exchange something in the present step?"""
+
+    @property
+    @abstractmethod
+    def called_for(self) -> int:
+        """When ranks have come together: how many of the planned changes are due on rank 0."""
+
+    @abstractmethod
+    async def make(self) -> int:
+        """The strategy's step; for how many steps it counts."""
+
+    @abstractmethod
+    async def relearn(self) -> None:
+        """After the first exchanged backward: cuts buckets in the order in which gradients came."""
+
+    @abstractmethod
+    async def evaluate(self, together: bool) -> None:
+        """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
+
+    @abstractmethod
+    async def called(self) -> bool:
+        """Is there a meeting now? Waits for one where this rank has nothing else to do."""
+
+    @abstractmethod
+    async def assemble(self) -> None:
+        """Waits for all ranks, and for their backgrounds to end."""
+
+    async def listen(self, apart: bool) -> None:
+        """Takes what people ask meanwhile."""
+
+    async def rest(self) -> None:
+        """Lets what runs beside the steps end."""
+
+    async def finish(self) -> None:
+        """Says how the run ended on this rank."""
+
+    def moved(self, made: int) -> None:
+        """The step has moved on by so many."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """What runs beside the steps begins, or begins again after a meeting."""
+
+    @abstractmethod
+    def mark(self, name: str, detail: dict[str, Any]) -> None: ...
+    @abstractmethod
+    def say(self, phase: str) -> None: ...

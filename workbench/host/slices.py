@@ -1,0 +1,195 @@
+"""Strided runs of a flat tensor's elements, and their arithmetic. No tensor lives here, and nothing is done by element.
+
+A column of a matrix, or one rank's heads of a fused qkv, is thousands of intervals but one Slice; cutting a 4096 x 4096
+matrix into columns takes as many steps as there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Slice(NamedTuple):
+    """Elements start + k * stride + j of a flat tensor, for k < times and j < length, in that order; j runs first.
+
+    stride: at least `length`; 0 where there is one stretch only
+
+    >>> Slice(2, 2, 6, 3).numel  # columns 2 and 3 of a matrix of 3 rows and 6 columns
+    6
+    """
+
+    start: int
+    length: int
+    stride: int = 0
+    times: int = 1
+
+    @property
+    def numel(self) -> int:
+        return self.length * self.times
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + (self.times - 1) * self.stride + self.length
+
+    def normal(self) -> Slice:
+        """The same elements, as one stretch where they are one."""
+        if self.times == 1:
+            return Slice(self.start, self.length)
+        return Slice(self.start, self.numel) if self.length == self.stride else self
+
+    def holds(self, element: int) -> bool:
+        """Is this element of the tensor among them?"""
+        return self.start <= element < self.stop and (
+            self.times == 1 or (element - self.start) % self.stride < self.length
+        )
+
+    def cut(self, n: int) -> tuple[list[Slice], list[Slice]]:
+        """The first n elements and the others, for 0 < n < numel.
+
+        >>> Slice(2, 2, 6, 3).cut(3)
+        ([Slice(start=2, length=2, stride=0, times=1), Slice(start=8, length=1, stride=0, times=1)],
+         [Slice(start=9, length=1, stride=0, times=1), Slice(start=14, length=2, stride=0, times=1)])
+        """
+        rows, rest = divmod(n, self.length)
+        broken = self.start + rows * self.stride  # where the stretch begins in which the cut lies
+        after = rows + (rest > 0)
+        head = [self._replace(times=rows), Slice(broken, rest)]
+        tail = [
+            Slice(broken + rest, self.length - rest if rest else 0),
+            self._replace(start=self.start + after * self.stride, times=self.times - after),
+        ]
+        return [s.normal() for s in head if s.numel], [s.normal() for s in tail if s.numel]
+
+    def inside(self, whole: Slice) -> Slice:
+        """Where these elements lie in the flat tensor of `whole`'s elements: of a part that `refine` made of it.
+
+        >>> Slice(9, 1, 6, 2).inside(Slice(2, 2, 6, 3))  # column 3 of rows 1 and 2
+        Slice(start=3, length=1, stride=2, times=2)
+        """
+        row, at = divmod(self.start - whole.start, whole.stride) if whole.times > 1 else (0, self.start - whole.start)
+        start = row * whole.length + at
+        if self.times == 1 or at + self.stop - self.start <= whole.length:
+            return self._replace(start=start)
+        return Slice(start, self.length, self.stride // whole.stride * whole.length, self.times)
+
+
+class _Block(NamedTuple):
+    """Elements e of one set in [start, stop) with low <= e % period < high: what a Slice is made of."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+    member: int
+
+
+def refine(sets: Sequence[Iterable[Slice]]) -> list[tuple[Slice, int]]:
+    """The parts into which several sets of slices of one tensor cut each other: (part, which of them hold it).
+
+    Bit i of the second number says whether sets[i] holds the part. Parts are disjoint; each lies in one slice of every
+    set that holds it. Sets of one stride, or of none, take as many steps as they have slices; where strides differ
+    all but that of the most stretches are taken stretch by stretch.
+
+    >>> refine([[Slice(0, 12)], [Slice(2, 1, 3, 4)]])  # all of a 4 x 3 matrix, and its last column
+    [(Slice(start=0, length=2, stride=3, times=4), 1), (Slice(start=2, length=1, stride=3, times=4), 3)]
+    """
+    period = _period(s for each in sets for s in each)
+    begin: dict[int, list[_Block]] = defaultdict(list)
+    end: dict[int, list[_Block]] = defaultdict(list)
+    for number, each in enumerate(sets):
+        for block in (b for s in each for b in _blocks(s, period, 1 << number)):
+            begin[block.start].append(block)
+            end[block.stop].append(block)
+    found: list[tuple[Slice, int]] = []
+    present: set[_Block] = set()
+    for low, high in pairwise(sorted(begin.keys() | end.keys())):
+        present.difference_update(end[low])
+        present.update(begin[low])
+        if present:
+            found += _parts(low, high, period, present)
+    return found
+
+
+def _period(slices: Iterable[Slice]) -> int:
+    """The stride of the most stretches; 0 where there is none."""
+    counts: Counter[int] = Counter()
+    for s in slices:
+        if s.times > 1:
+            counts[s.stride] += s.times
+    return max(counts, key=lambda stride: (counts[stride], stride), default=0)
+
+
+def _blocks(s: Slice, period: int, member: int) -> Iterator[_Block]:
+    """One or two blocks that begin and end with a period; or one for each stretch."""
+    if s.times == 1 or s.stride != period:
+        for k in range(s.times):
+            yield _Block(s.start + k * s.stride, s.start + k * s.stride + s.length, 0, period, member)
+        return
+    row, low = divmod(s.start, period)
+    begin, high = row * period, low + s.length
+    yield _Block(begin, begin + s.times * period, low, min(high, period), member)
+    if high > period:
+        yield _Block(begin + period, begin + (s.times + 1) * period, 0, high - period, member)
+
+
+def _parts(low: int, high: int, period: int, present: set[_Block]) -> Iterator[tuple[Slice, int]]:
+    """The parts between two elements where the same blocks are present all along."""
+    if all(b.high - b.low == period for b in present):
+        yield Slice(low, high - low), _members(present)
+        return
+    first, last = -(-low // period) * period, high // period * period  # between them lie whole periods
+    stretches = [(low, first), (first, last), (last, high)] if first <= last else [(low, high)]
+    for begin, end in stretches:
+        rows = (end - begin) // period or 1
+        row = begin // period * period
+        for a, b in pairwise(_borders(begin - row, min(end - row, period), present)):
+            if member := _members(x for x in present if x.low <= a and b <= x.high):
+                yield Slice(row + a, b - a, period, rows).normal(), member
+
+
+def _borders(low: int, high: int, present: set[_Block]) -> list[int]:
+    """Where in a period the present blocks begin and end, from `low` to `high`; nothing if that is nothing."""
+    inner = {x for b in present for x in (b.low, b.high) if low < x < high}
+    return sorted({low, high} | inner) if low < high else []
+
+
+def _members(blocks: Iterable[_Block]) -> int:
+    found = 0
+    for block in blocks:
+        found |= block.member
+    return found
+
+
+def deal(line: Iterable[tuple[Slice, int, T]], ends: Sequence[int]) -> list[list[tuple[Slice, T]]]:
+    """Lays slices end to end and cuts the line in pieces; the last piece takes what is left.
+
+    line: (slice, the length of one of its elements on the line, anything that goes with it)
+    ends: where on the line each piece is to end; a cut is made at the nearest border of two elements
+
+    >>> deal([(Slice(0, 4), 1, "a"), (Slice(0, 8), 1, "b")], [6, 12])
+    [[(Slice(start=0, length=4, stride=0, times=1), 'a'), (Slice(start=0, length=2, stride=0, times=1), 'b')],
+     [(Slice(start=2, length=6, stride=0, times=1), 'b')]]
+    """
+    hands: list[list[tuple[Slice, T]]] = [[] for _ in ends]
+    who = at = 0
+    for whole, width, what in line:
+        left = [whole]
+        while left:
+            one = left.pop()
+            room = (2 * (ends[who] - at) + width) // (2 * width) if who < len(ends) - 1 else one.numel
+            if room >= one.numel:
+                hands[who].append((one, what))
+                at += one.numel * width
+                continue
+            head, tail = one.cut(room) if room > 0 else ([], [one])
+            hands[who] += [(s, what) for s in head]
+            at += max(room, 0) * width
+            left += reversed(tail)
+            who += 1
+    return hands

@@ -1,0 +1,79 @@
+"""What run.json must say for a run to be opened, field by field; it may be hand-made, or made to do harm.
+
+Needs no torch, so it knows the kinds of settings and not their ranges: those are checked where an Experiment is made.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from workbench.settings import short
+
+FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
+COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup")
+
+
+class Rule(NamedTuple):
+    """What a value must be: the test, and the same in words."""
+
+    good: Callable[[Any], bool]
+    words: str
+
+
+def number(value: Any) -> bool:
+    """Whether `value` is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def count(value: Any) -> bool:
+    """Whether `value` is a whole number of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def member(value: Any) -> bool:
+    """Whether `value` is a member of a family as JSON, such as {"TopK": {"density": 0.1}}."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    ((name, knobs),) = value.items()
+    return name_of_class(name) and isinstance(knobs, dict) and all(map(name_of_code, knobs))
+
+
+def name_of_code(name: Any) -> bool:
+    """Whether `name` can be written into a program as a name and do nothing else there."""
+    plain = isinstance(name, str) and name.isascii() and name.isidentifier()
+    return plain and not keyword.iskeyword(name) and not name.startswith("__")
+
+
+def name_of_class(name: Any) -> bool:
+    """Whether `name` can be that of a settings class; those of Python's own classes cannot."""
+    return name_of_code(name) and not hasattr(builtins, name)
+
+
+NUMBER = Rule(number, "a number of seconds")
+TEXT = Rule(lambda v: v is None or isinstance(v, str), "text")
+OBJECT = Rule(lambda v: v is None or isinstance(v, Mapping), "an object")
+SETTINGS = Rule(lambda v: isinstance(v, Mapping) and all(map(name_of_code, v)), "an object of settings by name")
+MEMBER = Rule(member, "one name with its settings, such as {'TopK': {'density': 0.1}}")
+COUNT = Rule(count, "a whole number, 0 or more")
+RANKS = Rule(lambda v: count(v) and v >= 1, "a whole number, 1 or more")
+RULES = {"epoch": NUMBER, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS}
+
+
+def wrong(about: Any) -> str | None:
+    """What is wrong with the content of a run.json, in words that name field and value; or None."""
+    if not isinstance(about, Mapping):
+        return f"it holds {short(about)}, which must be an object"
+    if missing := [k for k in ("experiment", "epoch") if k not in about]:
+        return f"it has no {missing[0]!r}"
+    for field, rule in RULES.items():
+        if not rule.good(about.get(field)):
+            return f"{field} is {short(about.get(field))}, which must be {rule.words}"
+    for field, value in about["experiment"].items():
+        said = RANKS if field == "ranks" else COUNT if field in COUNTS else MEMBER if field in FAMILIES else None
+        if said and not said.good(value):
+            return f"experiment.{field} is {short(value)}, which must be {said.words}"
+    return None

@@ -1,0 +1,285 @@
+"""The run directory: `run.json` and, per rank and kind, an Arrow IPC stream that is only ever appended to.
+
+    run.json            schema, experiment, environment, when it began
+    spans-0.arrow       rank 0's spans; samples-0.arrow, marks-0.arrow beside it
+    spans-0.1.arrow     its next part, begun after writing had failed (a full disk)
+
+A stream needs no footer, so whatever was flushed is readable after SIGKILL; a torn last batch is skipped and
+said so. Nothing here knows torch, threads or what the rows mean. Any Arrow library opens the streams.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import ipc
+
+from workbench.record.about import wrong
+from workbench.record.timeline import KINDS, SCHEMA, Coded, Table, Timeline, Words
+from workbench.settings import short
+
+_PART = re.compile(r"(spans|samples|marks)-(\d+)(?:\.(\d+))?\.arrow")
+_OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
+_READING = ipc.IpcReadOptions(use_threads=False)  # whole files are read side by side instead
+
+
+class RunError(ValueError):
+    """A run directory that cannot be read; says which, and what is wrong with it."""
+
+
+class Part(NamedTuple):
+    """One stream file: part `number` of the rows of `kind` of one rank."""
+
+    kind: str
+    rank: int
+    number: int
+    path: Path
+
+
+class Loaded(NamedTuple):
+    """What a run directory held: its tables, the next row per (kind, rank), and what was wrong, in sentences."""
+
+    timeline: Timeline
+    following: dict[tuple[str, int], int]
+    missing: int
+    warnings: tuple[str, ...]
+
+
+def create(path: Path, about: Mapping[str, Any]) -> None:
+    """Makes the run directory `path` with its run.json; refuses one that already holds a run.
+
+    about: plain values: experiment, environment, started, epoch, name.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (path / "run.json").exists():
+            raise RunError(f"{path}: already holds a run; choose another directory for this one")
+        whole = {"schema": SCHEMA, **about, "run_dir": str(path.resolve())}
+        write_atomically(path / "run.json", json.dumps(whole, indent=1, default=str))
+    except (FileExistsError, NotADirectoryError):
+        raise RunError(f"{path}: is a file; a run needs a directory of its own") from None
+    except OSError as error:
+        raise RunError(f"{path}: no run can be kept there ({error.strerror}); choose another directory") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a whole file or nothing: readers never see half of it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(draft, "w", opener=private) as file:
+        file.write(text)
+    os.replace(draft, path)
+
+
+def private(path: str, flags: int) -> int:
+    """Opens a file that, if it is made here, only this user may read; an `opener` for `open`."""
+    return os.open(path, flags, 0o600)
+
+
+def about(path: Path) -> dict[str, Any]:
+    """The content of run.json. Raises RunError where there is no run that this version can read."""
+    try:
+        there, whole = path.exists(), (path / "run.json").is_file()
+    except OSError as error:
+        raise RunError(f"path={short(str(path))}: cannot be a run directory ({error.strerror})") from None
+    if not there:
+        raise RunError(f"{path}: there is no such run directory")
+    if not whole:
+        raise RunError(f"{path}: is not a run directory (it has no run.json)")
+    try:
+        found = json.loads((path / "run.json").read_text())
+        schema = int(found["schema"])
+    except OSError as error:
+        raise RunError(f"{path}: its run.json cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise RunError(f"{path}: its run.json is truncated or not one that workbench wrote") from None
+    if schema > SCHEMA:
+        raise RunError(
+            f"{path}: was written with schema {schema}; this version reads up to schema {SCHEMA}, "
+            f"so install a newer training-workbench to open it"
+        )
+    if reason := wrong(found):
+        raise RunError(f"{path}: its run.json is not one that workbench wrote: {reason}")
+    return found
+
+
+def parts(path: Path) -> list[Part]:
+    """All stream files of a run directory, in the order in which they were written."""
+    found = [(m, file) for file in path.iterdir() if (m := _PART.fullmatch(file.name))]
+    return sorted(Part(m[1], int(m[2]), int(m[3] or 0), file) for m, file in found)
+
+
+def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
+    """The Arrow schema of a kind; its metadata say which rank, and which row comes first."""
+    table = Table(kind)
+    names = {"i2": pa.int16(), "i4": pa.int32(), "i8": pa.int64(), "f8": pa.float64(), "O": pa.string()}
+    few = pa.dictionary(pa.int32(), pa.string())
+    fields = [(k, few if k in table.words else names[t.str.lstrip("<|")]) for k, t in table.types.items()]
+    about = {"schema": SCHEMA, "kind": kind, "rank": rank, "first": first}
+    return pa.schema(fields, metadata={k: str(v) for k, v in about.items()})
+
+
+class Writer:
+    """Appends batches to a new part: one write per batch, so that a file holds whole batches only."""
+
+    def __init__(self, path: Path, kind: str, rank: int, first: int = 0, number: int | None = None) -> None:
+        if number is None:  # the one after those that are there
+            taken = [p.number for p in parts(path) if (p.kind, p.rank) == (kind, rank)]
+            number = max(taken) + 1 if taken else 0
+        self.path = path / f"{kind}-{rank}{f'.{number}' if number else ''}.arrow"
+        self.nbytes = 0
+        self._schema = schema(kind, rank, first)
+        self._words = {f.name: Words() for f in self._schema if pa.types.is_dictionary(f.type)}
+        self._buffer = io.BytesIO()
+        self._stream = ipc.new_stream(self._buffer, self._schema, options=ipc.IpcWriteOptions(**_OPTIONS))
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def append(self, columns: Mapping[str, Any]) -> None:
+        """Writes one batch. Raises OSError when it could not be written whole; then the file is cut back."""
+        self._stream.write_batch(self._batch(columns))
+        self._flush()
+
+    def close(self) -> None:
+        """Ends the stream and closes the file."""
+        try:
+            self._stream.close()
+            self._flush()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the file as it is; the stream is readable all the same."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _flush(self) -> None:
+        data = memoryview(self._buffer.getvalue())
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._fd, data[done:])
+        except OSError:
+            os.ftruncate(self._fd, self.nbytes)
+            raise
+        self.nbytes += done
+
+    def _batch(self, columns: Mapping[str, Any]) -> pa.RecordBatch:
+        arrays = []
+        for f in self._schema:
+            if (words := self._words.get(f.name)) is not None:
+                codes = _array(words.encode(columns[f.name]), pa.int32())
+                arrays.append(pa.DictionaryArray.from_arrays(codes, _array(words.texts, pa.string())))
+            else:
+                arrays.append(_array(columns[f.name], f.type))
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+
+def write(path: Path, timeline: Timeline) -> None:
+    """Puts a whole record into a run directory that holds no rows yet: a stream per rank and kind, as ranks spool."""
+    for kind in KINDS:
+        table = timeline.table(kind)
+        rows = table.rows()
+        if not len(rows):
+            continue
+        order = np.argsort(rows.rank, kind="stable")
+        ranks, begins = np.unique(rows.rank[order], return_index=True)
+        whole = {k: rows.coded(k) if k in table.words else getattr(rows, k) for k in table.types}
+        for rank, mine in zip(ranks.tolist(), np.split(order, begins[1:]), strict=True):
+            writer = Writer(path, kind, rank, number=0)
+            writer.append({k: v[mine] for k, v in whole.items()})
+            writer.close()
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    """Values without missing ones, from their buffers: `pa.array` would import pandas into every engine."""
+    if kind != pa.string():
+        data = np.ascontiguousarray(values, kind.to_pandas_dtype())
+        return pa.Array.from_buffers(kind, len(data), [None, pa.py_buffer(data)])
+    texts = [str(v).encode() for v in values]
+    ends = np.cumsum([0, *map(len, texts)], dtype=np.int32)
+    return pa.Array.from_buffers(kind, len(texts), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))])
+
+
+def read(path: Path) -> Loaded:
+    """All rows of a run directory, in the order in which they ended."""
+    timeline, warnings, missing = Timeline(), [], 0
+    following: dict[tuple[str, int], int] = {}
+    found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}
+    every = parts(path)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        read_parts = list(pool.map(read_part, [part.path for part in every]))
+    for part, (first, columns, wrong_with_it) in zip(every, read_parts, strict=True):
+        if wrong_with_it:
+            warnings.append(f"{part.path.name}: {wrong_with_it}")
+        if columns is None:
+            continue
+        key = part.kind, part.rank
+        missing += max(first - following.get(key, 0), 0)
+        following[key] = first + len(columns["rank"])
+        found[part.kind].append(columns)
+    for kind, pieces in found.items():
+        _fill(timeline.table(kind), pieces)
+    if missing:
+        warnings.append(f"{missing} rows were lost while the disk was full or could not be written")
+    return Loaded(timeline, following, missing, tuple(warnings))
+
+
+def read_part(path: Path) -> tuple[int, dict[str, Any] | None, str]:
+    """(number of its first row, its columns or None, what is wrong with it in words or "")."""
+    batches, first, torn = [], 0, ""
+    kind = path.name.split("-")[0]
+    try:
+        with pa.memory_map(str(path)) as source, ipc.open_stream(source, options=_READING) as stream:
+            about = {k.decode(): v.decode() for k, v in (stream.schema.metadata or {}).items()}
+            if int(about.get("schema", "0")) > SCHEMA:
+                raise RunError(f"{path}: was written with schema {about['schema']}; this version reads up to {SCHEMA}")
+            if not stream.schema.equals(schema(kind)):
+                return 0, None, f"does not hold {kind} and was skipped"
+            first = int(about.get("first", "0"))
+            for batch in stream:
+                batches.append(batch)
+    except RunError:
+        raise
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
+        said = (str(error).split(".")[0].splitlines() or [type(error).__name__])[0]
+        torn = f"ends in a torn batch, which was skipped ({said[:100]})"
+    if not batches:
+        return first, None, torn
+    table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
+    return first, {name: _column(table[name]) for name in table.column_names}, torn
+
+
+def _column(chunked: pa.ChunkedArray) -> Any:
+    """One column as numpy: text with few distinct values as Coded."""
+    array = chunked.chunk(0)
+    if not pa.types.is_dictionary(array.type):
+        return array.to_numpy(zero_copy_only=False)
+    words = Words()
+    numbers = words.encode(array.dictionary.to_pylist())
+    return Coded(numbers[array.indices.to_numpy()], words)
+
+
+def _fill(table: Table, pieces: list[Mapping[str, Any]]) -> None:
+    """Puts the rows of all ranks into `table`, sorted by when they ended."""
+    if not pieces:
+        return
+    columns: dict[str, Any] = {}
+    for k in table.types:
+        if k in table.words:
+            coded = np.concatenate([table.words[k].encode(p[k]) for p in pieces])
+            columns[k] = Coded(coded, table.words[k])
+        else:
+            columns[k] = np.concatenate([p[k] for p in pieces])
+    order = np.argsort(columns["t1" if "t1" in columns else "t"], kind="stable")
+    table.extend({k: v[order] for k, v in columns.items()})

@@ -1,0 +1,27 @@
+"""What may be set: knobs with their checks, and families of settings found by looking. Knows nothing else of ours."""
+
+from workbench.settings.changes import NEXT as NEXT
+from workbench.settings.changes import Change as Change
+from workbench.settings.changes import fold as fold
+from workbench.settings.family import Family as Family
+from workbench.settings.found import KnobError as KnobError
+from workbench.settings.found import find as find
+from workbench.settings.found import members as members
+from workbench.settings.found import short as short
+from workbench.settings.knobs import Knob as Knob
+from workbench.settings.knobs import checked as checked
+from workbench.settings.knobs import describe as describe
+from workbench.settings.knobs import from_plain as from_plain
+from workbench.settings.knobs import in_words as in_words
+from workbench.settings.knobs import knob as knob
+from workbench.settings.knobs import knobs as knobs
+from workbench.settings.knobs import resolve as resolve
+from workbench.settings.knobs import settle as settle
+from workbench.settings.knobs import to_plain as to_plain
+from workbench.settings.knobs import turn as turn
+from workbench.settings.knobs import walk as walk
+
+__all__ = [
+    "NEXT", "Change", "Family", "Knob", "KnobError", "checked", "describe", "find", "fold", "from_plain", "in_words",
+    "knob", "knobs", "members", "resolve", "settle", "short", "to_plain", "turn", "walk",
+]  # fmt: skip

@@ -1,0 +1,65 @@
+"""Change: one knob set to a value, the same from the slider to the record; and what is in force after several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from workbench.settings.found import KnobError
+from workbench.settings.knobs import in_words, to_plain, turn
+
+T = TypeVar("T")
+NEXT = -1  # the next step that can be
+FIELDS = ("id", "path", "value", "requested_at")  # as JSON: on its way to the ranks and in the record
+
+
+@dataclass(frozen=True)
+class Change:
+    """One knob set to a value by every rank before step `at_step`.
+
+    value: a setting, or the plain JSON of one
+    id, requested_at: for the answer: which change it was, and when somebody asked for it (seconds since 1970)
+
+    >>> Change(8, "strategy.every", 4)
+    Change(at_step=8, path='strategy.every', value=4)
+    """
+
+    at_step: int
+    path: str
+    value: Any
+    id: str = field(default="", compare=False, repr=False)
+    requested_at: float | None = field(default=None, compare=False, repr=False)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON, without the step: that is the record's, or for the ranks to find."""
+        number = self.id or f"planned {self.at_step}"
+        return {"id": number, "path": self.path, "value": to_plain(self.value), "requested_at": self.requested_at}
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any], at_step: int = NEXT) -> Change:
+        """The change that `plain` wrote."""
+        rest = {name: plain[name] for name in FIELDS if plain.get(name) is not None}
+        return cls(at_step, **{"path": "", "value": None} | rest)
+
+    @property
+    def text(self) -> str:
+        """As a person would write it: `compressor = TopK(density=0.01)`."""
+        return f"{self.path} = {in_words(to_plain(self.value))}"
+
+
+def fold(
+    start: T, changes: Iterable[Change], turned: Callable[[T, str, Any], T] = turn, skips: bool = False
+) -> list[tuple[int, T]]:  # fmt: skip
+    """(step, what is in force from it on): `start` from step 0, then one after each change, in their order.
+
+    turned: how one change is made to what is in force; skips: one that cannot be changes nothing, else KnobError
+    """
+    found: list[tuple[int, T]] = [(0, start)]
+    for change in changes:
+        try:
+            found.append((change.at_step, turned(found[-1][1], change.path, change.value)))
+        except KnobError:
+            if not skips:
+                raise
+    return found

@@ -1,0 +1,60 @@
+"""The root of every family: strategies, compressors, optimizers, faults, tasks, and views are families."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+from workbench.settings.knobs import settle
+
+
+class Family(ABC):
+    """The root of every family; `home` is the package whose files hold the members that ship."""
+
+    __family__: ClassVar[bool] = True
+    home: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **rest: object) -> None:
+        super().__init_subclass__(**rest)
+        _check_hooks(cls)
+
+    def __post_init__(self) -> None:
+        """What cannot be is refused where it is written. Raises KnobError."""
+        settle(self)
+
+    @classmethod
+    def usual(cls) -> Self:
+        """The member as its bare name means it: its defaults (a biased compressor adds error feedback)."""
+        return cls()
+
+
+def _check_hooks(cls: type) -> None:
+    """Raises TypeError where a hook of `cls` is not called as its family's: async or not, and with what."""
+    for name, mine in vars(cls).items():
+        theirs = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+        if not (inspect.isfunction(mine) and inspect.isfunction(theirs)):
+            continue
+        is_driven = inspect.iscoroutinefunction(theirs)
+        if inspect.iscoroutinefunction(mine) == is_driven and not inspect.isasyncgenfunction(mine):
+            if name != "__init__" and not _takes(mine, theirs):
+                wanted = ", ".join(inspect.signature(theirs).parameters)
+                raise TypeError(f"{cls.__name__}.{name}: must take ({wanted}), since it is called with these")
+            continue
+        if is_driven:
+            raise TypeError(f"{cls.__name__}.{name}: must be `async def {name}(...)` without `yield`: it is awaited")
+        raise TypeError(
+            f"{cls.__name__}.{name}: must be `def {name}(...)`, not `async def`: what it returns is used at once, and "
+            f"nobody would await it"
+        )
+
+
+def _takes(mine: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
+    """Can `mine` be called with what `theirs` is called with?"""
+    given = inspect.signature(theirs).parameters.values()
+    try:
+        inspect.signature(mine).bind(*[None for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)])
+    except TypeError:
+        return False
+    return True

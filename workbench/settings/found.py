@@ -1,0 +1,66 @@
+"""Finding the members of a family: one exists because its file lies in the family's folder.
+
+There is no registration call; a class written in a notebook cell is found the same way as one that ships.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from functools import cache
+from typing import Any, TypeVar
+
+M = TypeVar("M")
+
+
+def members(base: type[M]) -> dict[str, type[M]]:
+    """The final (concrete) members of a family by name; a class defined again in a cell replaces the old."""
+    if not getattr(base, "__family__", False):
+        return {base.__name__: base}
+    if home := getattr(base, "home", ""):
+        _look(home)
+    found: dict[str, type[M]] = {}
+    todo: list[type[M]] = list(base.__subclasses__())
+    while todo:
+        cls = todo.pop(0)
+        todo += cls.__subclasses__()
+        if not inspect.isabstract(cls) and not cls.__name__.startswith("_"):
+            found[cls.__name__] = cls
+    return dict(sorted(found.items()))
+
+
+@cache
+def _look(home: str) -> None:
+    """Imports every file in a folder, once: what is defined there is then among the subclasses of its family."""
+    package = importlib.import_module(home)
+    for info in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{home}.{info.name}")
+
+
+def find(base: type[M], name: str) -> type[M]:
+    """The member called `name`; an unknown name is answered with the nearest one."""
+    every = members(base)
+    if not isinstance(name, str):
+        raise KnobError(f"{base.__name__.lower()}={short(name)}: must be a name; there are {', '.join(every)}")
+    if name in every:
+        return every[name]
+    near = difflib.get_close_matches(name, every, n=1, cutoff=0.3)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
+    raise KnobError(f"{base.__name__.lower()}={short(name)}: no such {base.__name__.lower()}; {hint}")
+
+
+def short(value: Any, most: int = 100) -> str:
+    """`value` for a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+class KnobError(ValueError):
+    """A setting that cannot be: names the field, the value and what would be allowed."""
+
+    __module__ = "workbench"  # where everybody meets it

@@ -1,0 +1,283 @@
+"""Knobs: every setting a person may turn, its check, and the turning itself.
+
+A knob is declared where the setting lives, in a frozen dataclass, with `knob(...)`. Nothing here knows
+torch, widgets or processes: controls, the command line and the engine all read the same description.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from workbench.settings.found import KnobError, find, members, short
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting: type, range, unit and doc; `live` ones may be turned while training runs."""
+
+    name: str
+    kind: type  # bool, int, float, str, tuple, or the base class of a family (Strategy, Compressor, ...)
+    default: Any
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    doc: str = ""
+    live: bool = True
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+    element: type | None = None  # what a tuple holds
+
+    @property
+    def family(self) -> type | None:
+        """The family whose members this knob takes, or None for a plain setting."""
+        base = self.element or self.kind
+        return base if getattr(base, "__family__", False) else None
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words, for errors and for the controls' hints."""
+        if self.choices:
+            return "one of " + ", ".join(map(str, self.choices))
+        if self.kind in (int, float) and self.low is not None:
+            what = "an integer" if self.kind is int else "a number"
+            return f"{what} in [{self.low:g}, {self.high:g}]{' ' + self.unit if self.unit else ''}"
+        if self.kind is tuple:
+            return f"a list of {self.element.__name__}s" if isinstance(self.element, type) else "a list"
+        plain = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+        if self.kind in plain or not self.family:
+            return plain.get(self.kind, f"a {self.kind.__name__}")
+        word = self.kind.__name__.removesuffix("Base").lower()
+        return f"{'an' if word[0] in 'aeiou' else 'a'} {word}, such as {next(iter(members(self.kind)), word)}()"
+
+    def check(self, value: Any, path: str = "") -> Any:
+        """Returns `value` in this knob's type, or raises KnobError naming field, value and range.
+
+        >>> Knob("every", int, 8, 1, 256, unit="steps").check(0)
+        Traceback (most recent call last):
+            ...
+        workbench.KnobError: every=0: must be an integer in [1, 256] steps
+        """
+        try:
+            good = self._coerce(value)
+        except (TypeError, ValueError, OverflowError):
+            raise self._refuse(value, path) from None
+        if self.choices and good not in self.choices:
+            raise self._refuse(value, path)
+        if self.low is not None and not (self.low <= good <= typing.cast(float, self.high)):
+            raise self._refuse(value, path)
+        return good
+
+    def _coerce(self, value: Any) -> Any:
+        if self.kind is bool:
+            words = {"true": True, "false": False, "1": True, "0": False, "on": True, "off": False}
+            if isinstance(value, bool):
+                return value
+            return words[value.lower()] if isinstance(value, str) and value.lower() in words else _no()
+        if self.kind is int:
+            number = float(value) if not isinstance(value, bool) else _no()
+            return int(number) if number == int(number) else _no()
+        if self.kind is float:
+            return float(value) if not isinstance(value, bool) and float(value) == float(value) else _no()
+        if self.kind is str:
+            return value if isinstance(value, str) else _no()
+        if self.kind is tuple:
+            held = value if isinstance(value, list | tuple) else _no()
+            fits = not isinstance(self.element, type) or all(isinstance(v, self.element) for v in held)
+            return tuple(held) if fits else _no()
+        return value if isinstance(value, self.kind) else _no()
+
+    def _refuse(self, value: Any, path: str) -> KnobError:
+        return KnobError(f"{path or self.name}={short(value)}: must be {self.allowed}")
+
+
+def _no() -> Any:
+    raise ValueError
+
+
+def knob(
+    default: Any,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    doc: str,
+    unit: str = "",
+    live: bool = True,
+    log: bool = False,
+    choices: tuple[Any, ...] = (),
+) -> Any:
+    """Declares a dataclass field that a person may turn; `log` asks for a logarithmic slider."""
+    rest = {"low": low, "high": high, "doc": doc, "unit": unit, "live": live, "log": log, "choices": choices}
+    if callable(default) and not isinstance(default, type):
+        return field(default_factory=default, metadata={"knob": rest})
+    return field(default=default, metadata={"knob": rest})
+
+
+def knobs(thing: Any) -> tuple[Knob, ...]:
+    """The knobs of a dataclass or of an instance of one, in the order they were written.
+
+    Of an instance, `default` is the instance's present value.
+    """
+    owner = thing if isinstance(thing, type) else type(thing)
+    types = _types(owner)
+    out = []
+    for f in fields(owner):
+        if "knob" not in f.metadata:
+            continue
+        if not isinstance(thing, type):
+            default = getattr(thing, f.name)
+        else:
+            # asked so, for in a class that was pickled even dataclasses.MISSING is a copy
+            default = f.default_factory() if callable(f.default_factory) else f.default
+        hint = types[f.name]
+        element = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+        rest = f.metadata["knob"]
+        out.append(Knob(name=f.name, kind=_plain_type(hint), default=default, element=element, **rest))
+    return tuple(out)
+
+
+def _types(owner: type) -> dict[str, Any]:
+    """The types of a class's fields, looked up once per class: that takes longer than all the rest.
+
+    They are kept in the class, so that one from a notebook's cell takes them along to the engines: there the names
+    that its annotations use are unknown, for only what its functions use goes with it.
+    """
+    if "_field_types" not in vars(owner):
+        hints = typing.get_type_hints(owner)
+        owner._field_types = {f.name: hints[f.name] for f in fields(owner)}  # type: ignore[attr-defined]
+    return typing.cast("dict[str, Any]", vars(owner)["_field_types"])
+
+
+def _plain_type(hint: Any) -> type:
+    origin = typing.get_origin(hint)
+    return origin if isinstance(origin, type) else hint
+
+
+def checked(thing: Any, path: str = "") -> Any:
+    """`thing` with every knob checked (and every nested settings object); raises KnobError."""
+    found = {}
+    for k in knobs(thing):
+        where = f"{path}.{k.name}" if path else k.name
+        value = k.check(k.default, where)
+        found[k.name] = checked(value, where) if is_dataclass(value) and not isinstance(value, type) else value
+    return replace(thing, **found) if found else thing
+
+
+def settle(thing: Any, path: str | None = None) -> None:
+    """Checks the knobs of a settings object that is being made, and puts each into its type; raises KnobError."""
+    before = f"{type(thing).__name__}." if path is None else path
+    for k in knobs(thing):
+        object.__setattr__(thing, k.name, k.check(k.default, before + k.name))
+
+
+def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
+    """All knobs of `thing` and of what it holds, as (dotted path, knob)."""
+    for k in knobs(thing):
+        path = prefix + k.name
+        yield path, k
+        if is_dataclass(k.default):
+            yield from walk(k.default, path + ".")
+
+
+def resolve(thing: Any, path: str) -> tuple[str, Knob]:
+    """The one knob that `path` means: as much of the dotted path as makes it unique.
+
+    `density` and `compressor.density` both find `compressor.of.density`. Raises KnobError.
+    """
+    every = dict(walk(thing))
+    if not isinstance(path, str):
+        raise KnobError(f"path={short(path)}: must be a knob's name as text, such as 'lr' or 'strategy.every'")
+    if path in every:
+        return path, every[path]
+    hits = [full for full in every if _subsequence(path.split("."), full.split("."))]
+    if len(hits) == 1:
+        return hits[0], every[hits[0]]
+    if hits:
+        raise KnobError(f"{path}: could mean any of {', '.join(hits)}; say more of it")
+    near = difflib.get_close_matches(path, every, n=3, cutoff=0.4) or list(every)
+    raise KnobError(f"{path[:100]}: no such knob here; did you mean {', '.join(near)}?")
+
+
+def _subsequence(short: list[str], full: list[str]) -> bool:
+    rest = iter(full)
+    return short[-1] == full[-1] and all(part in rest for part in short)
+
+
+def turn(thing: Any, path: str, value: Any) -> Any:
+    """`thing` with the knob at `path` set to `value`: a new value, checked; `thing` stays as it is."""
+    full, k = resolve(thing, path)
+    if k.element or is_dataclass(k.kind):
+        value = from_plain(value, k.element or k.kind, full)
+    value = k.check(value, full)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = checked(value, full)
+    return _put(thing, full.split("."), value)
+
+
+def _put(thing: Any, parts: list[str], value: Any) -> Any:
+    if len(parts) > 1:
+        value = _put(getattr(thing, parts[0]), parts[1:], value)
+    return replace(thing, **{parts[0]: value})
+
+
+# -- values as plain JSON ---------------------------------------------------------------------------------
+
+
+def to_plain(value: Any) -> Any:
+    """A settings value as JSON: `{"LocalSGD": {"every": 8}}` for a dataclass, lists for tuples."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {type(value).__name__: {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.init}}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    if callable(value):
+        return f"<{getattr(value, '__qualname__', value)}>"
+    return json.loads(json.dumps(value))
+
+
+def from_plain(plain: Any, base: type, path: str = "") -> Any:
+    """The value that `to_plain` wrote; a bare name means that member of the family with its defaults."""
+    if isinstance(plain, (list, tuple)):
+        return tuple(from_plain(p, base, path) for p in plain)
+    if isinstance(plain, str) and is_dataclass(base):
+        member: Any = find(base, plain)
+        return member.usual()
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1:
+        raise KnobError(f"{path}={plain!r}: must be one name with its settings, such as {{'TopK': {{...}}}}")
+    ((name, settings),) = plain.items()
+    member = find(base, name)
+    types = _types(member)
+    own = [f.name for f in fields(member) if f.init]
+    if not isinstance(settings, dict):
+        raise KnobError(f"{path or name}={plain!r}: must be one name with its settings, such as {{{name!r}: {{}}}}")
+    if unknown := sorted(map(str, set(settings) - set(own))):
+        near = difflib.get_close_matches(unknown[0], own, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'none'}"
+        raise KnobError(f"{path or name}: {name} has no knob {unknown[0]!r}; {hint}")
+    return member(**{k: _field_from_plain(v, types[k], f"{path}.{k}") for k, v in settings.items()})
+
+
+def _field_from_plain(plain: Any, hint: Any, path: str) -> Any:
+    if typing.get_origin(hint) is tuple:
+        return from_plain(plain, typing.get_args(hint)[0], path)
+    return from_plain(plain, hint, path) if isinstance(hint, type) and is_dataclass(hint) else plain
+
+
+def in_words(plain: Any) -> str:
+    """A plain value as a person would write it: `TopK(density=0.01)`."""
+    if isinstance(plain, dict) and len(plain) == 1:
+        ((name, rest),) = plain.items()
+        inner = ", ".join(f"{k}={in_words(v)}" for k, v in rest.items())
+        return f"{name}({inner})"
+    return f"[{', '.join(map(in_words, plain))}]" if isinstance(plain, list) else str(plain)
+
+
+def describe(member: type) -> dict[str, Any]:
+    """What the controls need of a family member: its name, its first doc line and its knobs."""
+    doc = (member.__doc__ or "").strip().splitlines()
+    return {"name": member.__name__, "doc": doc[0] if doc else "", "knobs": knobs(member)}
