@@ -1,0 +1,71 @@
+"""How `make docs` builds the site: Sphinx over the Markdown of the repository as it lies, so that links work in both.
+
+No page is written here. Why Sphinx: workbench/DESIGN.md, "Pages that GitHub shows". All that it loads is local.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Every page, in the order in which the sidebar names them; the first page is README.md.
+PAGES = {
+    "Begin": ["docs/using", "docs/notebooks", "docs/glossary"],
+    "Reference": [
+        "docs/reference/strategies", "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/tasks",
+        "docs/reference/fabric", "docs/reference/experiment", "docs/reference/verbs", "docs/reference/views",
+    ],
+    "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/gpu"],
+    "How it is built": ["docs/one_step", "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "CHANGELOG"],
+}  # fmt: skip
+
+project = ABOUT["name"]
+version = release = ABOUT["version"]
+extensions = ["myst_parser"]
+root_doc = "README"
+include_patterns = ["README.md", *(f"{page}.md" for pages in PAGES.values() for page in pages)]
+OTHERS = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs", "workbench")]
+exclude_patterns = ["docs/data", *OTHERS]
+myst_heading_anchors = 4
+smartquotes = False  # what is typed stays what is typed
+html_theme = "pydata_sphinx_theme"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_context = {"default_mode": "auto"}
+templates_path = ["_templates"]
+html_sidebars = {"**": ["contents.html"]}
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "navbar_start": ["navbar-logo"], "navbar_center": [], "navbar_end": ["theme-switcher"],
+    "secondary_sidebar_items": ["page-toc"], "show_toc_level": 2, "footer_start": [], "footer_end": [],
+    "article_header_start": [], "article_header_end": [], "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}  # fmt: skip
+
+
+def contents(app: Any, page: str, text: list[str]) -> None:
+    """Gives the first page its table of contents, which Markdown has no word for."""
+    if page == root_doc:
+        for caption, pages in PAGES.items():
+            listed = "\n".join(f"/{name}" for name in pages)
+            text[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
+
+
+def first_page(app: Any, error: Exception | None) -> None:
+    """Web servers and people look for index.html."""
+    if error is None and app.builder.name == "html":
+        shutil.copy(Path(app.outdir) / f"{root_doc}.html", Path(app.outdir) / "index.html")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("source-read", contents)
+    app.connect("build-finished", first_page)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
