@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 import uuid
@@ -15,9 +16,8 @@ from torch import nn
 from workbench.compressors import Compressor
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
-from workbench.family import members
-from workbench.knobs import Change
-from workbench.ops import Bucket, Memory, Op, Part, Rank
+from workbench.rank import Bucket, Memory, Op, Part, Rank
+from workbench.settings import Change, members
 from workbench.tasks import Task
 
 
@@ -25,6 +25,7 @@ class Rows(list):
     """A recorder that keeps what it is given."""
 
     cpu_seconds = 0.0
+    lost = 0
 
     def __init__(self) -> None:
         self.samples: list[tuple] = []
@@ -60,9 +61,12 @@ def shipped(base: type) -> dict[str, type]:
 
 def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) -> list[Session]:
     """Starts a run on threads; the sessions by rank."""
+    importlib.import_module("torch._dynamo")  # which every rank's optimizer would else import at once
     store, host, port = Session.host_store()
-    rest = {"store": (host, port), "generation": uuid.uuid4().hex, "epoch": time.time(), "changes": changes, **more}
-    sessions = [Session(experiment, rank=r, size=experiment.ranks, **rest) for r in range(experiment.ranks)]
+    rest = {"store": (host, port), "generation": uuid.uuid4().hex, "secret": b"ours", "epoch": time.time(),
+            "changes": changes, **more}
+    devices = rest.pop("devices", [rest.pop("device", "cpu")] * experiment.ranks)
+    sessions = [Session(experiment, rank=r, size=experiment.ranks, device=d, **rest) for r, d in enumerate(devices)]
     for s in sessions:
         s.record.close()
         s.record = Rows()
@@ -72,7 +76,7 @@ def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) 
     return sessions
 
 
-def run(experiment: Experiment, *changes: Change, within: float = 30.0) -> list[Session]:
+def run(experiment: Experiment, *changes: Change, within: float = 120.0) -> list[Session]:
     """Runs to the end; fails the test when a rank fails or hangs."""
     sessions = live(experiment, changes)
     for s in sessions:
@@ -202,6 +206,8 @@ def _answers(verb: str, xs: list[Any], args: tuple) -> list[Any]:
             total = xs[0].clone()
             for x in xs[1:]:
                 total = torch.maximum(total, x) if args[1] == "max" else total + x
+            if args[1] == "mean":
+                total /= p
             for x in xs:
                 x.copy_(total)
             return xs

@@ -1,7 +1,7 @@
-"""What pages copy from the code, written by `python -m tests.tables PAGE ...`.
+"""What pages copy from the code, written by `python -m tests.tables PAGE ...` (`make tables`: all of them).
 
-Text between `<!-- strategies -->` and `<!-- end -->` (and likewise for other families) becomes a table; between
-`<!-- code FILE NAME ... -->` and `<!-- end -->` the source of these classes and functions.
+Between `<!-- reference NAME -->` and `<!-- end -->` stands a family (or settings, verbs, views) as `tests/reference.py`
+writes it; between `<!-- code FILE NAME ... -->` and `<!-- end -->` the source of these classes and functions.
 """
 
 from __future__ import annotations
@@ -11,49 +11,15 @@ import re
 import sys
 from pathlib import Path
 
-from workbench.compressors import Compressor
-from workbench.fabric import Fault
-from workbench.family import Family, members
-from workbench.knobs import Knob, describe
-from workbench.optimizers import Optimizer
-from workbench.strategies import Strategy
-from workbench.tasks import TaskBase
+from tests import reference
 
 ROOT = Path(__file__).parent.parent
-FAMILIES: dict[str, tuple[type[Family], tuple[str, ...]]] = {
-    "strategies": (Strategy, ("exact", "lockstep", "periodic")),
-    "compressors": (Compressor, ("linear", "unbiased", "contraction")),
-    "optimizers": (Optimizer, ()),
-    "faults": (Fault, ()),
-    "tasks": (TaskBase, ()),
-}
-
-
-def table(name: str) -> str:
-    """One family as a Markdown table: name, what it is, what it claims, its knobs."""
-    base, claims = FAMILIES[name]
-    rows = ["| name | what it is | " + ("claims | " if claims else "") + "knobs |"]
-    rows.append("|---|---|" + ("---|" if claims else "") + "---|")
-    for member in members(base).values():
-        if not member.__module__.startswith("workbench."):
-            continue
-        about = describe(member)
-        held = ", ".join(c for c in claims if getattr(member, c)) or "none"
-        knobs = "<br>".join(map(word, about["knobs"])) or "none"
-        rows.append(f"| `{about['name']}` | {about['doc']} | " + (f"{held} | " if claims else "") + f"{knobs} |")
-    return "\n".join(rows)
-
-
-def word(k: Knob) -> str:
-    """A knob in a few words."""
-    return f"`{k.name}`: {k.doc}; {k.allowed}"
+PAGES = [ROOT / "docs" / "shapes.md", *sorted((ROOT / "docs" / "reference").glob("*.md"))]
 
 
 def filled(text: str) -> str:
-    """`text` with every table and every piece of code between its markers as the code says now."""
-    for name in FAMILIES:
-        now = f"<!-- {name} -->\n{table(name)}\n<!-- end -->"
-        text = re.sub(f"<!-- {name} -->.*?<!-- end -->", lambda _, now=now: now, text, flags=re.S)
+    """`text` with everything between its markers as the code says now."""
+    text = re.sub("<!-- reference (\\S+) -->.*?<!-- end -->", _told, text, flags=re.S)
     return re.sub("<!-- code (\\S+) (.*?) -->.*?<!-- end -->", _shown, text, flags=re.S)
 
 
@@ -68,13 +34,17 @@ def code(path: str, names: list[str]) -> str:
     return "\n\n\n".join(found[name] for name in names)
 
 
+def _told(match: re.Match[str]) -> str:
+    return f"<!-- reference {match[1]} -->\n{reference.part(match[1])}\n<!-- end -->"
+
+
 def _shown(match: re.Match[str]) -> str:
     path, names = match.groups()
     return f"<!-- code {path} {names} -->\n```python\n{code(path, names.split())}\n```\n<!-- end -->"
 
 
 def main(*pages: Path) -> None:
-    for page in pages:
+    for page in pages or PAGES:
         page.write_text(filled(page.read_text()))
 
 

@@ -21,11 +21,10 @@ import psutil
 from workbench.compressors import Compressor, Dense
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
-from workbench.family import members
-from workbench.knobs import KnobError, knobs
 from workbench.lab import Lab
 from workbench.optimizers import Optimizer
 from workbench.run import Run
+from workbench.settings import KnobError, knobs, members
 from workbench.strategies import Strategy
 from workbench.tasks import Digits
 
@@ -91,6 +90,8 @@ def settings(dice: random.Random, family: list[type]) -> Any:
     if type(usual) is not member or not own:
         return usual
     k = dice.choice(own)
+    if k.choices:
+        return member(**{k.name: dice.choice(k.choices)})
     low, high = k.low or 0, min(k.high if k.high is not None else 16, (k.low or 0) + 16)
     return member(**{k.name: dice.randint(int(low), int(high)) if k.kind is int else dice.uniform(low, high)})
 
@@ -206,8 +207,8 @@ def agree(lab: Lab) -> None:
 
 def parameters() -> int:
     """Runs on an engine, beside its training thread."""
-    from workbench.canonical import state_hash
     from workbench.cluster import worker
+    from workbench.host.canonical import state_hash
 
     return state_hash(worker._bench.session.layout)  # type: ignore[union-attr]
 

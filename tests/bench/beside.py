@@ -10,11 +10,12 @@ import numpy as np
 
 from tests.bench.cells import RANKS, TASK, fabric
 from tests.bench.methods import LINK, Method
+from workbench import simulate
 from workbench.compressors import Compressor, Dense
 from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.run import Run
-from workbench.sim import Costs, simulate
+from workbench.sim import Costs
 from workbench.strategies import DDP, Strategy, TorchDDP
 
 PACE, SETTLE, COUNTED = 120.0, 4, 24  # ms; steps that are not counted, steps that are

@@ -1,8 +1,8 @@
 """A cell: one simulated run, and the few numbers of it that are kept as a small JSON file.
 
 A file is named after what was run and holds a key of all that the numbers depend on: the experiment, what compute
-costs, the strategy's code without its words. Where the key is still the same, a cell is not run again. Knows neither
-the campaign that it is part of nor the page that shows it.
+costs, the strategy's code without its words and imports. Where the key is still the same, a cell is not run again.
+Knows neither the campaign that it is part of nor the page that shows it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 
 from tests.bench.methods import FAST, LINK, SLOW, SLOW_RANK, STUMBLE, method
-from workbench import analysis
+from workbench import analysis, simulate
 from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, Slow, Stumble
-from workbench.knobs import Change, KnobError, from_plain, knobs, to_plain
+from workbench.optimizers import Optimizer
 from workbench.run import Run
-from workbench.sim import Costs, Duration, Wire, simulate
+from workbench.settings import Change, KnobError, from_plain, knobs, to_plain
+from workbench.sim import Costs, Duration, Wire
 from workbench.strategies import DDP
 from workbench.tasks import ByteGPT, TaskBase
 
@@ -39,6 +40,7 @@ MEANING = 1  # raised when what is read off a run changes its meaning
 RANKS, SEEDS = 4, (0, 1, 2)
 TASK = ByteGPT(layers=2, width=64, heads=4, context=32)
 STEPS, EVERY = 300, 20  # steps of a cell; steps between two evaluations
+LABELS = ("kinds", "kind", "starter")  # of a compressor, for whoever lists them
 LITTLE = 0.01  # of the model's bytes: a step that sends less has not synchronised
 
 
@@ -61,6 +63,7 @@ class Cell:
     real:  real tensors, or sizes only
     codec: the compressor as plain data where it is not the method's, such as {"TopK": {"density": 0.01}}
     bucket_mb: the size of a bucket
+    optimizer: as plain data, where it is not the task's own
     """
 
     part: str
@@ -79,6 +82,7 @@ class Cell:
     real: bool = True
     codec: Mapping[str, Any] | str = ""
     bucket_mb: float = 1.0
+    optimizer: Mapping[str, Any] | str = "TaskOwn"
 
     @property
     def path(self) -> Path:
@@ -97,9 +101,11 @@ class Cell:
         strategy = method(self.method).strategy(self.knobs)
         codec = from_plain(self.codec, Compressor, "compressor") if self.codec else method(self.method).codec()
         lr = self.rate * self.task.lr
+        optimizer = from_plain(self.optimizer, Optimizer, "optimizer")
         e = Experiment(
             task=self.task, strategy=strategy, fabric=self.fabric, ranks=self.ranks, steps=self.steps, seed=self.seed,
             eval_every=self.every, lr=lr, compressor=codec, bucket_mb=self.bucket_mb,
+            optimizer=optimizer,
         )  # fmt: skip
         if not self.after:
             return e.checked(), []
@@ -152,13 +158,22 @@ def code(cls: type) -> str:
 
 
 def _without_words(tree: ast.Module) -> str:
-    """The syntax without docstrings and comments."""
+    """The syntax without docstrings and comments, and without what only a list of compressors shows."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            node.body = [one for one in node.body if not _said(one)]
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node
         ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.dump(tree)
+
+
+def _said(node: ast.stmt) -> bool:
+    """A label that nothing is computed from, or an import: it says where a thing lies, not what it does."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in LABELS
 
 
 # -- running and keeping --

@@ -6,21 +6,16 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.bench.cells import FABRICS, RANKS, SEEDS, STEPS, TASK, Cell, Results, fabric, reached
-from tests.bench.methods import SLOW, STUMBLE, method, methods
+from tests.bench.cells import FABRICS, RANKS, SEEDS, STEPS, Cell, Results, fabric, reached
+from tests.bench.methods import LINK, SLOW, STUMBLE, method, methods, tempo
+from tests.bench.outer import method_label, outer_cells, outer_text
 from tests.bench.page import table
+from tests.bench.words import missing
 from workbench.fabric import Fabric, Link
+from workbench.settings import find
+from workbench.strategies import Strategy
 from workbench.tasks import Digits
 
-COMMON, PERIOD, ROUNDS = 200, 25, 16  # steps before, of a round, rounds after
-GRID = (0.5, 1.0, 2.0)  # learning rates, as multiples of the task's
-OUTER: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("SlowMo", {"every": PERIOD}),
-    ("DiLoCo", {"every": PERIOD}),
-    ("StreamingDiLoCo", {"every": PERIOD, "fragments": 4, "bits": 32}),
-    ("StreamingDiLoCo", {"every": PERIOD, "fragments": 4}),
-)
-DRIFTING = (4, 8, 16, 32)
 SELECTIVE: tuple[dict[str, Any], ...] = (
     {"delta": 0.1}, {"delta": 0.3}, {"delta": 1.0},
     {"delta": 0.02, "norm_window": 25}, {"delta": 0.05, "norm_window": 25},
@@ -77,86 +72,18 @@ def times(found: Results, row: str, where: str) -> list[float]:
     return out
 
 
-def missing(*what: str) -> str:
-    return f"Not measured yet: {', '.join(what)}.\n"
+def speed(quick: list[float]) -> str:
+    """Times as fast as DDP to the target, in words: a seed that never got there is slower than all that did."""
+    never = sum(not t for t in quick)
+    if 2 * never >= len(quick):
+        return f"not reached in {STEPS} steps{f' by {never} of {len(quick)} seeds' if never < len(quick) else ''}"
+    low = "never" if never else f"{min(quick):.2f}"
+    return f"{statistics.median(quick):.2f} ({low} to {max(quick):.2f})"
 
 
-# -- from a common state: SlowMo, DiLoCo, Streaming DiLoCo; Local SGD's gap --
-
-
-def _outer() -> list[tuple[str, str, dict[str, Any]]]:
-    local = [("LocalSGD", {"every": every}) for every in DRIFTING]
-    return [("DDP", "DDP", {}), *((method_label(n, k), n, k) for n, k in (*OUTER, *local))]
-
-
-def method_label(name: str, knobs: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{k}={v}' for k, v in knobs.items())})" if knobs else name
-
-
-def outer_cells() -> list[Cell]:
-    """Every row with every learning rate."""
-    return [
-        Cell(part="outer", row=label, where=f"rate {rate:g}", seed=seed, method=name, knobs=knobs, rate=rate,
-             after=COMMON, steps=COMMON + PERIOD * ROUNDS, every=COMMON + PERIOD * ROUNDS)
-        for seed in SEEDS for label, name, knobs in _outer() for rate in GRID
-    ]  # fmt: skip
-
-
-def best(found: Results, row: str) -> tuple[float, list[dict[str, Any]]] | None:
-    """(learning rate, what was found) at the rate of the grid whose last held-out loss is lowest, mean over seeds."""
-    tried = [(rate, list(found.seeds("outer", row, f"rate {rate:g}").values())) for rate in GRID]
-    tried = [(rate, each) for rate, each in tried if each]
-    return min(tried, key=lambda t: statistics.fmean(last(f) for f in t[1])) if tried else None
-
-
-def last(f: dict[str, Any]) -> float:
-    return float(f["curve"][-1][2])
-
-
-def outer_text(found: Results) -> str:
-    if (base := best(found, "DDP")) is None:
-        return missing("DDP from the common state")
-    loss, dense = statistics.fmean(map(last, base[1])), statistics.fmean(f["bytes"] for f in base[1])
-    lines, said, lacking, largest = [], [], [], {}
-    for label, name, knobs in _outer():
-        if (one := best(found, label)) is None:
-            lacking.append(label)
-            continue
-        rate, each = one
-        ends = [last(f) for f in each]
-        gap, share = statistics.fmean(ends) / loss - 1, statistics.fmean(f["bytes"] for f in each) / dense
-        most = largest[label] = max(f["largest"] for f in each)
-        lines.append(
-            [label, f"{rate * TASK.lr:g}", spread(ends), f"{gap:+.1%}", f"{share:.1%}", f"{most / 1e6:.3f} MB"]
-        )
-        if (name, knobs) in OUTER:
-            said.append(
-                f"{label}: {gap:+.1%} {kept(gap <= 0.02, 'at most +2 %')} with {share:.1%} of the bytes "
-                f"{kept(share < 0.05, 'under 5 %')}"
-            )
-    for label in largest:
-        if label.startswith("Streaming") and (whole := largest.get(f"DiLoCo(every={PERIOD})")):
-            part = largest[label] / whole
-            said.append(
-                f"the largest bytes of one rank in one step of {label} are {part:.2f} of DiLoCo's "
-                f"{kept(part < 1 / 3, 'under a third')}"
-            )
-    head = [
-        f"from step {COMMON} on",
-        "learning rate",
-        "held-out loss",
-        "against DDP's",
-        "bytes over DDP's",
-        "most in one step",
-    ]
-    rates = ", ".join(f"{r * TASK.lr:g}" for r in GRID)
-    about = (
-        f"All go on from one state, after {COMMON} steps of DDP, for {PERIOD * ROUNDS} more; each with the best of "
-        f"{rates} as its learning rate."
-    )
-    gaps = missing(*lacking) if lacking else ""
-    found_so = "; ".join(said) + "." if said else ""
-    return f"{about}\n\n{table(head, lines)}\n{found_so}\n{gaps}"
+def comparable(name: str, where: str) -> bool:
+    """Is a strategy on a fabric where DDP is? Memory in common has no port that a slow network could narrow."""
+    return where != LINK or not find(Strategy, name).shared
 
 
 # -- who is slow, and how --
@@ -182,15 +109,15 @@ def slow_text(found: Results) -> str:
         good = (middle > CLEARLY) == beats
         lines.append(
             [
-                label,
+                f"{label}{tempo(name)}",
                 where,
-                f"{middle:.2f} ({low_high(pace)})",
+                speed(pace),
                 f"{'faster' if beats else 'no faster'}{'' if good else ': NOT so'}",
                 why,
             ]
         )
     head = ["strategy", "fabric", "times as fast as DDP to the loss", "asked", "why"]
-    about = f"Median of the seeds (lowest to highest); faster means more than {CLEARLY} times as fast, 0 never.\n\n"
+    about = f"Median of the seeds (lowest to highest); faster means more than {CLEARLY} times as fast.\n\n"
     return about + (table(head, lines) if lines else "") + (f"\n{missing(*lacking)}" if lacking else "")
 
 
@@ -299,19 +226,3 @@ PARTS = (
     Part("SelSync on Digits", selsync_cells, selsync_text),
     Part("Gossip: latency or bandwidth", gossip_cells, gossip_text),
 )
-
-
-# -- words --
-
-
-def spread(values: list[float]) -> str:
-    """Mean and half the distance between the lowest and the highest."""
-    return f"{statistics.fmean(values):.3f} ± {(max(values) - min(values)) / 2:.3f}"
-
-
-def low_high(values: list[float], digits: int = 2) -> str:
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-def kept(good: bool, asked: str) -> str:
-    return f"(asked: {asked}{'' if good else ': NOT kept'})"

@@ -26,8 +26,8 @@ from tests.ranks import placed, together
 from workbench.compressors import Compressor, Dense, PowerSGD
 from workbench.compressors._select import roughly
 from workbench.compressors._stochastic import dithered
-from workbench.family import members
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import members
 
 ELEMENTS, ROUNDS = 8_000_000, 9
 SIDE = 2828  # of the square matrix that stands for a layer: 8 M elements

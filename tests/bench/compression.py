@@ -21,18 +21,18 @@ import numpy as np
 
 from tests.bench import compression_page as page
 from tests.bench import compression_studies as studies
+from tests.bench import compression_tuned as tuned
 from tests.bench.__main__ import ROOT, machine
 from tests.bench.beside import seconds
-from tests.bench.cells import RANKS, SEEDS, Cell, keep, kept, reached
+from tests.bench.cells import RANKS, SEEDS, Cell, Results, keep, kept, reached
 from tests.bench.slow_link import curve
-from tests.bench.strategies import campaign
+from tests.bench.strategies import CORES, campaign, rounds
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.family import members
-from workbench.knobs import KnobError, from_plain, to_plain
 from workbench.lab import Lab
 from workbench.run import Run
+from workbench.settings import KnobError, from_plain, members, to_plain
 from workbench.sim import Costs
 from workbench.tasks import ByteGPT
 
@@ -170,14 +170,17 @@ def possible(cells: list[Cell]) -> list[Cell]:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--minutes", type=float, default=30.0, help="no cell begins later")
-    known = f"{', '.join(LOSSES)}, step, full, studies"
+    ask.add_argument("--workers", type=int, default=CORES, help="simulated cells at a time")
+    known = f"{', '.join(LOSSES)}, tuned, step, full, studies"
     ask.add_argument("--only", nargs="*", default=[], metavar="PART", help=known)
     ask.add_argument("--page-only", action="store_true")
     a = ask.parse_args()
     until, only = time.time() + 60 * a.minutes, set(a.only)
     if not a.page_only:
         cells = [cell for part in LOSSES if not only or part in only for cell in losses(part)]
-        left = campaign(possible(cells), COSTS, until, DATA)
+        left = campaign(possible(cells), COSTS, until, DATA, a.workers)
+        if not only or "tuned" in only:
+            left += rounds(lambda: tuned.cells(Results.of(DATA)), COSTS, until, DATA, a.workers)
         if not only or only & {"step", "full"}:
             real(until, only)
         if (not only or "studies" in only) and time.time() < until:

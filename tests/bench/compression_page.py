@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.bench import studies_page
-from tests.bench.cells import Results, reached
-from tests.bench.claims import spread
+from tests.bench import compression_tuned, studies_page
+from tests.bench.cells import Results, kept, reached
 from tests.bench.page import table
+from tests.bench.words import spread
 
 HEAD = """# Compression, measured
 
@@ -62,6 +63,12 @@ def steps_to(found: Results, label: str) -> list[float]:
     return [reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal) or 0.0 for f in each]
 
 
+def _middle(each: list[float]) -> float:
+    """The median of steps to the loss, where a seed that never got there took longer than all others; 0 if that is one."""
+    middle = statistics.median_high(s or math.inf for s in each) if not all(each) else statistics.median(each)
+    return middle if math.isfinite(middle) else 0.0
+
+
 def ranking(found: Results, link: str) -> list[Row]:
     """All compressors that were measured on a link: the quickest first, those that never got there last."""
     rows = []
@@ -70,8 +77,7 @@ def ranking(found: Results, link: str) -> list[Row]:
             continue
         each, one = steps_to(found, f["row"]), f["found"]
         if each:
-            middle = statistics.median(each) if sum(not s for s in each) <= len(each) / 2 else 0.0
-            rows.append(Row(f["row"], middle, each, one["step_s"], one["bytes"], one["codec_s"]))
+            rows.append(Row(f["row"], _middle(each), each, one["step_s"], one["bytes"], one["codec_s"]))
     return sorted(rows, key=lambda r: (not r.steps, r.time or r.step))
 
 
@@ -79,9 +85,9 @@ def text(data: Path, shared: Path) -> str:
     """The whole page: the campaign's cells in `data`, the other samples in `shared`."""
     found = results(data)
     links = list(dict.fromkeys(f["where"] for f in found.files if f["part"] == "step"))
-    parts = [HEAD, _codecs(shared / "codecs.json"), _how(found), _losses(found)]
-    parts += [_link(found, link) for link in sorted(links, key=_order)]
-    parts += [_full(found), _where(found), studies_page.text(found, data / "studies")]
+    parts = [HEAD, _codecs(shared / "codecs.json"), _how(found), _losses(found, data), compression_tuned.text(found)]
+    parts += [_times(found, data), *(_link(found, link) for link in sorted(links, key=_order))]
+    parts += [_full(found), _where(found), studies_page.text(found, data / "studies", _old(found, data, "levels"))]
     return "\n".join(part for part in parts if part)
 
 
@@ -92,18 +98,44 @@ def _order(link: str) -> float:
 
 
 def _how(found: Results) -> str:
-    from tests.bench.compression import COUNTED, EVERY, PACE, SETTLE, STEPS, TASK
+    from tests.bench.compression import BUCKET, COUNTED, EVERY, PACE, SETTLE, STEPS, TASK
 
     return (
         "## Who wins when\n\n"
-        f"ByteGPT(layers={TASK.layers}, width={TASK.width}, context={TASK.context}) on 4 ranks under DDP, the task's learning rate for all. Loss against step: the "
+        f"ByteGPT(layers={TASK.layers}, width={TASK.width}, context={TASK.context}) on 4 ranks under DDP, buckets of {BUCKET:g} MB (what a density, a norm or a scale is taken of "
+        f"ends with the bucket), the task's optimizer (AdamW) and learning rate, {TASK.lr:g}, for all; tuned rates and other optimizers follow below. Loss against step: the "
         f"simulator with real tensors, {STEPS} steps, evaluated every {EVERY}, three seeds; under a lockstep strategy it does not depend on the link. Time of a step: "
         f"{COUNTED} steps on real ranks after {SETTLE} that do not count, {PACE:g} ms of paced compute in each, so codecs that run beside backward share two cores "
-        f"with four ranks. Time to the loss {target(found):g} (dense's at half of its run): their product.\n"
+        f"with four ranks. Time to the loss {target(found):g} (dense's at half of its run): their product.{compression_tuned.sooner(found, target(found))}\n"
     )
 
 
-def _losses(found: Results) -> str:
+def _times(found: Results, data: Path) -> str:
+    """Whose steps were timed with code that is no longer what there is."""
+    from tests.bench.compression import COSTS, steps
+
+    cells = {(c.row, c.where): c for c in steps()}
+    timed = [f for f in found.files if f["part"] == "step" and (f["row"], f["where"]) in cells]
+    old = {f["row"]: f.get("commit") or "?" for f in timed if kept(cells[f["row"], f["where"]], COSTS, data) is None}
+    head = "### Times\n\nThe tables below multiply steps to the loss by the length of a step. "
+    if not old:
+        return head + "All steps were timed with the code that there is.\n"
+    at = ", ".join(sorted(set(old.values())))
+    return (
+        f"{head}Steps of these were timed before their code, or code they share, changed (commit {at}), and were not timed again: {', '.join(sorted(old))}. "
+        "ALQ's and AMQ's steps after the first do now what they did then, and first steps do not count; in fp32 all others that round to levels do, too.\n"
+    )
+
+
+def _old(found: Results, data: Path, part: str) -> list[str]:
+    """Rows of which some seeds ran with code that is no longer what there is."""
+    from tests.bench.compression import COSTS, losses
+
+    there = {(f["row"], f["seed"]) for f in found.files if f["part"] == part}
+    return sorted({c.row for c in losses(part) if (c.row, c.seed) in there and kept(c, COSTS, data) is None})
+
+
+def _losses(found: Results, data: Path) -> str:
     labels = list(dict.fromkeys(f["row"] for f in found.files if f["part"] == "loss" and "curve" in f["found"]))
     if not labels:
         return "### Loss against step\n\nNot measured yet: `make bench-compression`.\n"
@@ -115,7 +147,8 @@ def _losses(found: Results) -> str:
         each = list(found.seeds("loss", label, "any link").values())
         ends = [f["curve"][-1][2] for f in each]
         to = steps_to(found, label)
-        reach = f"{statistics.median(to):.0f}" if all(to) else f"not by {sum(not s for s in to)} of {len(to)}"
+        never = sum(not s for s in to)
+        reach = f"{_middle(to):.0f}{f', never by {never} of {len(to)}' if never else ''}" if _middle(to) else f"not by {never} of {len(to)}"
         sent = statistics.fmean(f["bytes"] for f in each)
         gap = f"{statistics.fmean(ends) / dense_end - 1:+.1%}" if dense_end else ""
         factor = f"{dense_bytes / sent:.1f}" if sent and dense_bytes else ""
@@ -123,7 +156,9 @@ def _losses(found: Results) -> str:
     lines.sort(key=lambda line: line[0])
     head = ["compressor", "times fewer bytes than dense fp32", "steps to the loss", "held-out loss at the end", "against dense"]
     refused = "".join(f"\n{row}: {why}.\n" for (part, row), why in found.refused.items() if part == "loss")
-    return f"### Loss against step\n\n{table(head, [line for _, line in lines])}{refused}"
+    old = _old(found, data, "loss")
+    since = f"\nSome or all seeds of these ran before their code, or code they share, changed: {', '.join(old)}.\n" if old else ""
+    return f"### Loss against step\n\n{table(head, [line for _, line in lines])}{since}{refused}"
 
 
 def _link(found: Results, link: str) -> str:
@@ -157,26 +192,43 @@ def _full(found: Results) -> str:
         one = f["found"]
         took = f"{one['time_s']:.1f} s" if one["time_s"] else "not reached"
         ratio = f"{one['time_s'] / one['product_s']:.2f}" if one["time_s"] else ""
-        lines.append([f["where"], f["row"], f"{one['product_s']:.1f} s", took, ratio])
+        now = next((r.time for r in ranking(found, f["where"]) if r.label == f["row"]), 0.0)
+        since = f" (now {now:.1f} s: made before the code changed)" if abs(now / one["product_s"] - 1) > 1e-3 else ""
+        lines.append([f["where"], f["row"], f"{one['product_s']:.1f} s{since}", took, ratio])
     head = ["link", "compressor", "the product says", "really made", "ratio"]
-    about = "On each link dense and the quickest, trained on real ranks until the loss; one seed, so the steps to the loss vary, too."
+    about = "On each link dense and what was quickest then, trained on real ranks until the loss; one seed, so the steps to the loss vary, too."
     return f"### The product, checked\n\n{about}\n\n{table(head, lines)}"
 
 
 def _where(found: Results) -> str:
     """In words, link by link: who wins, and how many lose."""
-    said = []
-    for link in sorted({f["where"] for f in found.files if f["part"] == "step"}, key=_order):
-        rows = ranking(found, link)
-        base = next((r for r in rows if r.label == DENSE), None)
-        if base is None or not base.time:
-            continue
-        others = [r for r in rows if r.label != DENSE]
-        wins = [r for r in others if r.time and base.time / r.time > CLEARLY]
-        loses = [r for r in others if not r.time or base.time / r.time < 1 / CLEARLY]
-        first = f"{wins[0].label} is quickest, {base.time / wins[0].time:.2f} times as fast as dense fp32; " if wins else "nothing beats dense fp32 clearly; "
-        said.append(f"- **{link}**: {first}{len(wins)} of {len(others)} win, {len(loses)} lose: {', '.join(r.label for r in loses) or 'none'}.")
+    known = compression_tuned.head_start(found, target(found))
+    links = sorted({f["where"] for f in found.files if f["part"] == "step"}, key=_order)
+    said = [line for link in links if (line := _winners(link, ranking(found, link), known[1] / known[2] if known else 0.0))]
     return "### Where compression loses\n\n" + "\n".join(said) + "\n" if said else ""
+
+
+def _winners(link: str, rows: list[Row], tuned: float) -> str:
+    """One link's line. tuned: Dense's steps at its own best learning rate over those at the task's; 0: not known."""
+    base = next((r for r in rows if r.label == DENSE), None)
+    if base is None or not base.time:
+        return ""
+    times = {r.label: base.time / r.time if r.time else 0.0 for r in rows if r.label != DENSE}
+    wins, loses = _sides(times)
+    best = max(times.values(), default=0.0)
+    over = f" ({best * tuned:.2f} over dense at its own best learning rate)" if tuned else ""
+    first = f"{wins[0]} is quickest, {best:.2f} times as fast as dense fp32{over}" if wins else "nothing beats dense fp32 clearly"
+    line = f"- **{link}**: {first}; {len(wins)} of {len(times)} win, {len(loses)} lose: {', '.join(loses) or 'none'}."
+    if not tuned:
+        return line
+    more, less = _sides({label: times[label] * tuned for label in times})
+    named = f" ({', '.join(more)})" if more else ""
+    return f"{line} Over dense at its own best learning rate {len(more)} of {len(times)} win{named}, {len(less)} lose."
+
+
+def _sides(times: dict[str, float]) -> tuple[list[str], list[str]]:
+    """Who is clearly faster, and who clearly slower (0: never got there), by times as fast."""
+    return [label for label, x in times.items() if x > CLEARLY], [label for label, x in times.items() if x < 1 / CLEARLY]
 
 
 def _codecs(path: Path) -> str:

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from tests.ranks import exchange, placed
+from workbench import simulate
 from workbench.compressors import Compressor, Zen
 from workbench.compressors._schemes import SCHEMES, Load, expected
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.knobs import from_plain
 from workbench.lab import Lab
-from workbench.ops import Memory
-from workbench.sim import Costs, simulate
+from workbench.rank import Memory
+from workbench.settings import from_plain
+from workbench.sim import Costs
 from workbench.tasks import ClickThrough, TaskBase
 
 
@@ -92,6 +93,21 @@ def variances(grads: list[Tensor], last: int = 10) -> dict[str, list[float]]:
         memory, parts = Memory(0), placed((len(grads[0]),))
         lost = [float((exchange(codec, x[None], parts, [memory]) - x).square().sum() / x.square().sum()) for x in grads]
         found[label] = lost[-last:]
+    return found
+
+
+def tails(n: int = 2**17, bits: int = BITS, block: int = 8192) -> dict[str, dict[str, float]]:
+    """||C(x) - x||^2 / ||x||^2 of the fitted ones once they have fitted, on normal numbers and on long-tailed ones."""
+    dice = torch.Generator().manual_seed(0)
+    normal = torch.randn(n, generator=dice)
+    chi = torch.randn(3, n, generator=dice).square().mean(0)
+    found: dict[str, dict[str, float]] = {}
+    for kind, x in (("normal", normal), ("Student's t, 3 degrees of freedom,", normal / chi.sqrt())):
+        for label in ("ALQ", "AMQ"):
+            codec, memory = from_plain({label: {"bits": bits, "block": block}}, Compressor), Memory(0)
+            for _ in range(2):
+                out = exchange(codec, x[None], placed((n,)), [memory])
+            found.setdefault(kind, {})[label] = float((out - x).square().sum() / x.square().sum())
     return found
 
 
@@ -209,6 +225,7 @@ def measure(folder: Path, task: TaskBase, now: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     todo: dict[str, Callable[[], Any]] = {
         "variance.json": lambda: variances(gradients(task)),
+        "tails.json": tails,
         "crossings.json": crossings,
         "schemes.json": lambda: [seen._asdict() for seen in schemes()],
     }

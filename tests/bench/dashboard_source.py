@@ -119,7 +119,7 @@ def live_run(settings: dict[str, Any] | None = None) -> Run:
     source.stdin.flush()
     run = Run(settings or {"ranks": RANKS, "strategy": {"DDP": {}}}, name="bench", epoch=epoch, live=True)
     take = lambda batch: run.append(batch.kind, batch.rank, batch.seq, batch.columns)  # noqa: E731
-    run.relay, run.source = Relay([f"tcp://127.0.0.1:{port}"], keys, take), source  # type: ignore[attr-defined]
+    run.relay, run.source = Relay([f"tcp://127.0.0.1:{port} {keys.public}"], Keys.new(), take), source  # type: ignore[attr-defined]
     return run
 
 

@@ -24,7 +24,6 @@ from torch import nn
 
 from workbench.engine.collectives import Wire, host_store
 from workbench.engine.session import Session
-from workbench.engine.setup import set_up
 from workbench.experiment import Experiment
 from workbench.tasks import ByteGPT, Task
 
@@ -63,15 +62,15 @@ class Ours:
 
     def __init__(self, task: Any, cap: float, rank: int, size: int, where: tuple[str, int], out: Path) -> None:
         e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0)
-        self.session = Session(
-            e, rank=rank, size=size, store=where, generation="ours", epoch=time.time(), run_dir=out
+        session = Session(
+            e, rank=rank, size=size, store=where, generation="ours", secret=b"ours", epoch=time.time(), run_dir=out
         )
-        set_up(self.session)
+        self.training = session.set_up()
 
     def block(self, steps: int) -> None:
         for _ in range(steps):
-            self.session._boundary()
-            self.session._step()
+            self.training.host.drive(self.training.boundary())
+            self.training.host.drive(self.training.step())
 
 
 class Torchs:

@@ -25,10 +25,10 @@ from workbench import simulate
 from workbench.compressors import Dense
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
+from workbench.record.timeline import Rows
 from workbench.run import Run
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import Task
-from workbench.timeline import Rows
 
 FOLDER = Path(__file__).parents[2] / "docs" / "strategies"
 RANKS, LAYERS, SIDE = 4, 4, 250  # four buckets of a quarter of a megabyte

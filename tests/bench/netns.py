@@ -31,7 +31,6 @@ from tests.network import INTERFACE, Network
 from tests.ranks import Rows
 from workbench.engine.collectives import host_store
 from workbench.engine.session import Session
-from workbench.engine.setup import set_up
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.tasks import Task
@@ -85,20 +84,20 @@ def cells(*rates: float, steps: int = 12) -> list[Cell]:
 
 def measure(cell: Cell, rank: int, size: int, store: tuple[str, int], generation: str) -> dict[str, Any]:
     """One rank's step times, the bytes of its record, and what its port sent meanwhile."""
-    session = Session(cell.experiment(size), rank=rank, size=size, store=store, generation=generation,
+    session = Session(cell.experiment(size), rank=rank, size=size, store=store, generation=generation, secret=b"ours",
                       epoch=time.time(), loopback=not cell.real)
     session.record.close()
     session.record = Rows()
-    set_up(session)
+    training = session.set_up()
     for step in range(WARM + cell.steps):
         if step == WARM:
             before, idle, began = counted(), idled(), time.perf_counter()
-        session._boundary()
-        session._step()
+        training.host.drive(training.boundary())
+        training.host.drive(training.step())
     sent, busy = counted() - before, 1 - (idled() - idle) / (time.perf_counter() - began)
     lasted = [r[5] - r[4] for r in session.record if r[1] == "step" and r[0] >= WARM]
     payload = sum(n for step, _, n in session.record.comm() if step >= WARM)
-    session._tear_down()
+    session.tear_down()
     return {"steps": lasted, "payload": payload, "sent": sent, "busy": busy}
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from workbench import analysis
+from workbench import analysis, simulate
 from workbench.compressors import Cast, Dense, ErrorFeedback, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.lab import Lab
 from workbench.run import Run
-from workbench.sim import Costs, simulate
+from workbench.sim import Costs
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import ByteGPT
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from tests.unit import synthetic
 from workbench.engine.recorder import Recorder
+from workbench.record.store import Writer
+from workbench.record.timeline import Rows
 from workbench.run import Run
-from workbench.store import Writer
-from workbench.timeline import Rows
 
 RANKS = 8
 

@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from tests.bench.cells import DATA, RANKS, TASK, Cell, costs_as_plain, costs_fro
 from tests.bench.claims import PARTS, rows, tables
 from tests.bench.methods import found, method
 from workbench.experiment import Experiment
-from workbench.knobs import KnobError
 from workbench.lab import Lab
+from workbench.settings import KnobError
 from workbench.sim import Costs
 
 CALIBRATION = 80  # steps of the run that says what compute costs
 PAGE = ROOT / "docs" / "strategies.md"
+CORES = os.cpu_count() or 1
 
 
 def calibrated(folder: Path = DATA) -> Costs:
@@ -42,7 +43,7 @@ def calibrated(folder: Path = DATA) -> Costs:
     path = folder / "about.json"
     if path.exists():
         return costs_from_plain(json.loads(path.read_text())["costs"])
-    ranks = min(RANKS, os.cpu_count() or 1)
+    ranks = min(RANKS, CORES)
     print(f"measuring what compute costs: {CALIBRATION} steps on {ranks} real ranks", flush=True)
     with Lab(ranks=ranks, name="costs") as lab:
         run = lab.run(Experiment(task=TASK, ranks=ranks, steps=CALIBRATION, eval_every=0))
@@ -85,15 +86,15 @@ def ran(cell: Cell, costs: dict[str, Any]) -> tuple[dict[str, Any], float]:
     return measured(cell, costs_from_plain(costs)), time.perf_counter() - began
 
 
-def campaign(cells: list[Cell], costs: Costs, until: float, folder: Path = DATA) -> int:
-    """Runs what is not kept yet, on all cores, beginning no cell after `until`; how many are left."""
+def campaign(cells: list[Cell], costs: Costs, until: float, folder: Path = DATA, workers: int = CORES) -> int:
+    """Runs what is not kept yet, `workers` at a time, beginning no cell after `until`; how many are left."""
     todo = [cell for cell in cells if kept(cell, costs, folder) is None]
     now = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
     plain, under_way = costs_as_plain(costs), dict[Future[Any], Cell]()
     done, left = 0, len(todo)
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         while (todo and time.time() < until) or under_way:
-            while todo and len(under_way) < (os.cpu_count() or 1) and time.time() < until:
+            while todo and len(under_way) < workers and time.time() < until:
                 cell = todo.pop(0)
                 under_way[pool.submit(ran, cell, plain)] = cell
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
@@ -109,6 +110,16 @@ def campaign(cells: list[Cell], costs: Costs, until: float, folder: Path = DATA)
                 left -= 1
                 print(f"{said}: {seconds:.1f} s{', ' + values['refused'] if 'refused' in values else ''}", flush=True)
     return left
+
+
+def rounds(
+    plan: Callable[[], list[Cell]], costs: Costs, until: float, folder: Path = DATA, workers: int = CORES
+) -> int:
+    """Campaigns until nothing is left: which learning rate a row needs with all seeds follows from the first."""
+    while (todo := [cell for cell in plan() if kept(cell, costs, folder) is None]) and time.time() < until:
+        if left := campaign(todo, costs, until, folder, workers):
+            return left
+    return len(todo)
 
 
 def on_real_ranks(costs: Costs, until: float, folder: Path = DATA) -> None:
@@ -140,7 +151,7 @@ def on_real_ranks(costs: Costs, until: float, folder: Path = DATA) -> None:
 
 def say_plan(cells: list[Cell], lacking: list[str], costs: Costs) -> None:
     """How many cells there are, and about how long they take."""
-    each, cores = rate(costs), os.cpu_count() or 1
+    each = rate(costs)
     print("\n".join(lacking))
     for part in dict.fromkeys(cell.part for cell in cells):
         mine = [cell for cell in cells if cell.part == part]
@@ -149,7 +160,7 @@ def say_plan(cells: list[Cell], lacking: list[str], costs: Costs) -> None:
         print(
             f"{part}: {len(mine)} cells, {len(mine) - len(todo)} kept; the others of about "
             f"{seconds / max(1, len(todo)):.1f} s: "
-            f"{seconds / 60 / cores:.0f} min on {cores} cores",
+            f"{seconds / 60 / CORES:.0f} min on {CORES} cores",
             flush=True,
         )
 
@@ -159,17 +170,17 @@ def main() -> None:
     ask.add_argument("--minutes", type=float, default=42.0, help="no cell begins later")
     ask.add_argument("--only", nargs="*", default=[], metavar="PART", help="table, outer, selsync, gossip, real")
     ask.add_argument("--cells", type=int, default=None, help="at most so many")
+    ask.add_argument("--workers", type=int, default=CORES, help="cells at a time")
     ask.add_argument("--plan", action="store_true", help="say what would be run, and how long it would take")
     ask.add_argument("--page-only", action="store_true")
     a = ask.parse_args()
     until = time.time() + 60 * a.minutes
     if not a.page_only:
         costs = calibrated()
-        cells, lacking = planned(a.only)
-        say_plan(cells, lacking, costs)
+        say_plan(*planned(a.only), costs)
         if a.plan:
             return
-        left = campaign(cells[: a.cells], costs, until)
+        left = rounds(lambda: planned(a.only)[0][: a.cells], costs, until, workers=a.workers)
         if not a.only or "real" in a.only:
             on_real_ranks(costs, until)
         print(f"{left} cells are left: run it again" if left else "all cells are there", flush=True)

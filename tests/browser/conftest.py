@@ -7,12 +7,12 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 FAILED = pytest.StashKey[bool]()
 PLACES = {
     "JUPYTER_CONFIG_DIR": "config",
+    "JUPYTER_RUNTIME_DIR": "runtime",
     "IPYTHONDIR": "ipython",
     "WORKBENCH_RUNTIME_DIR": "labs",
     "XDG_DATA_HOME": "data",
@@ -40,12 +41,6 @@ class Jupyter(NamedTuple):
     data: Path
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def private(tmp: Path) -> dict[str, str]:
     """An environment in which Jupyter, IPython and the workbench keep everything under `tmp`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -55,19 +50,25 @@ def private(tmp: Path) -> dict[str, str]:
 @pytest.fixture
 def jupyter(tmp_path: Path) -> Iterator[Jupyter]:
     """JupyterLab with its token on, in a temporary folder with copies of the notebooks."""
+    with served(tmp_path) as found:
+        yield found
+
+
+@contextmanager
+def served(tmp_path: Path) -> Iterator[Jupyter]:
+    """The same for as long as one likes: several tests may share it."""
     folder = tmp_path / "notebooks"
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    port, token = free_port(), secrets.token_hex(16)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
-    command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--ServerApp.port_retries=0"]
+    token = secrets.token_hex(16)
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0"]
+    command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}"]
     _quiet(tmp_path / "config")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     with (tmp_path / "jupyter.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=private(tmp_path), stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
     try:
-        _answers(f"{url}/api?token={token}", server, tmp_path / "jupyter.log")
+        url = _answers(tmp_path / f"runtime/jpserver-{server.pid}.json", server, tmp_path / "jupyter.log")
         yield Jupyter(url, token, folder, tmp_path / "data")
     finally:
         server.terminate()
@@ -84,16 +85,19 @@ def _quiet(config: Path) -> None:
     (config / "labconfig" / "page_config.json").write_text(json.dumps(off))
 
 
-def _answers(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 60
+def _answers(said: Path, server: subprocess.Popen[bytes], log: Path) -> str:
+    """Waits until the server answers; returns its address, which it says in a file once it has chosen a port."""
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         try:
-            urllib.request.urlopen(url, timeout=2).close()
-            return
-        except OSError:
+            known = json.loads(said.read_text())
+            url = f"http://127.0.0.1:{known['port']}"
+            urllib.request.urlopen(f"{url}/api?token={known['token']}", timeout=5).close()
+            return url
+        except (OSError, ValueError):
             assert server.poll() is None, f"JupyterLab ended: {log.read_text()[-2000:]}"
             time.sleep(0.2)
-    raise AssertionError(f"JupyterLab did not answer in 60 s: {log.read_text()[-2000:]}")
+    raise AssertionError(f"JupyterLab did not answer in 120 s: {log.read_text()[-2000:]}")
 
 
 class Sheet:
@@ -199,6 +203,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 @pytest.fixture
 def sheet(jupyter: Jupyter, request: pytest.FixtureRequest) -> Iterator[Sheet]:
     """A browser page of 1280 x 720 that can open notebooks."""
+    with opened(jupyter, request) as found:
+        yield found
+
+
+@contextmanager
+def opened(jupyter: Jupyter, request: pytest.FixtureRequest) -> Iterator[Sheet]:
+    """The same for as long as one likes."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     api = pytest.importorskip("playwright.sync_api")
@@ -208,9 +219,9 @@ def sheet(jupyter: Jupyter, request: pytest.FixtureRequest) -> Iterator[Sheet]:
         said: list[str] = []
         page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: said.append(f"page error: {error}"))
-        opened = Sheet(page, jupyter)
-        yield opened
+        found = Sheet(page, jupyter)
+        yield found
         if request.node.stash.get(FAILED, False):  # what it looked like is gone a moment later
-            opened.shot(f"failed-{request.node.name}")
+            found.shot(f"failed-{request.node.name}")
             print(*said[-40:], (jupyter.folder.parent / "jupyter.log").read_text()[-3000:], sep="\n")
         browser.close()

@@ -45,3 +45,30 @@ def texts(page: Any, root: str = ".twb") -> list[tuple[str, float, float]]:
 def hard_to_read(page: Any, root: str = ".twb") -> list[tuple[str, float, float]]:
     """The texts under 14 px or with a contrast under 4.5, WCAG's level AA."""
     return [t for t in texts(page, root) if t[1] < 14 or t[2] < 4.5]
+
+CUT = """(root) => [...document.querySelectorAll(`${root}, ${root} *`)].filter((e) => {
+  if (!e.checkVisibility() || !e.clientWidth || e.closest(".twb-sr, svg, select, .wb-table, pre")) return false;
+  return e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== "inline" && !e.matches("input, textarea");
+}).map((e) => `${e.tagName} ${e.className}: ${e.scrollWidth} in ${e.clientWidth}`)"""
+
+TOUCHING = """(selector) => {
+  const all = [...document.querySelectorAll(selector)].filter((e) => e.checkVisibility() && e.textContent.trim());
+  const boxes = all.map((e) => [e, e.getBoundingClientRect()]).filter(([, b]) => b.width && b.height);
+  const found = [];
+  boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
+    const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    if (wide > 1 && high > 3 && !a.contains(b) && !b.contains(a)) found.push(`${a.textContent} / ${b.textContent}`);
+  }));
+  return found;
+}"""
+
+
+def cut_off(page: Any, root: str) -> list[str]:
+    """What is wider than its box under `root`; what may scroll by itself (data tables, code) is exempt."""
+    return list(page.evaluate(CUT, root))
+
+
+def touching(page: Any, selector: str) -> list[str]:
+    """Pairs of texts that lie on each other, among the visible elements that `selector` names."""
+    return list(page.evaluate(TOUCHING, selector))

@@ -27,7 +27,9 @@ const hearers = new Set();
 const model = {{ on: (_, f) => hearers.add(f), off: (_, f) => hearers.delete(f), send: (m) => window.toPython(m) }};
 window.hear = (content, buffers) => hearers.forEach((f) => f(content,
   buffers.map((b) => new DataView(Uint8Array.from(atob(b), (c) => c.charCodeAt(0)).buffer))));
-window.gone = board().render({{ model, el: document.getElementById("board") }});
+const shown = board();
+shown.initialize({{ model }});
+shown.render({{ el: document.getElementById("board") }});
 </script></body></html>"""
 
 

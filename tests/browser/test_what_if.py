@@ -9,8 +9,8 @@ import pytest
 
 from tests.browser.conftest import Sheet
 from tests.browser.legible import hard_to_read
-from workbench.recipes import first_run
-from workbench.sim import simulate
+from workbench import simulate
+from workbench.experiment.recipes import first_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.open('recorded'))"

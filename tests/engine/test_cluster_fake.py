@@ -24,10 +24,11 @@ from workbench.cluster import spool, wire
 from workbench.cluster.gaps import Gaps
 from workbench.cluster.live import Live
 from workbench.cluster.turns import Turns
+from workbench.cluster.watch import Watch
 from workbench.engine.recorder import Recorder
 from workbench.experiment import Experiment
+from workbench.record.timeline import columns_of
 from workbench.run import Run
-from workbench.timeline import columns_of
 
 RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # seeds that mean something
 SESSION = "test_cluster_fake:FakeSession"
@@ -127,7 +128,7 @@ class FakeSession:
         while not self.inbox.empty():
             what = self.inbox.get()
             match what["kind"]:
-                case "turn":
+                case "change":
                     self.turn(what)
                 case "pause" | "resume":
                     self.paused = what["kind"] == "pause"
@@ -221,18 +222,19 @@ def test_a_dead_rank_gets_its_last_words_on_disk(tmp_path: Path) -> None:
 def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follows_it(tmp_path: Path) -> None:
     run = Run(Experiment(ranks=1), path=tmp_path / "run", epoch=1.0)
     path = run.save()
-    told = {"generation": "g", "error": None, "state": "running", "step": 5, "busy": "", "sent": {"marks": 1}}
+    told = {"generation": "g", "error": None, "state": "running", "step": 5, "busy": "", "over": False}
+    told["sent"] = {"marks": 1}
     line = SimpleNamespace(ask_all=lambda what, **rest: {0: told})
     live = Live(run, SimpleNamespace(line=line), Turns(Experiment(ranks=1), []), "g")
-    turn = live.turn("bucket_mb", 2)
+    turn, watch = live.turn("bucket_mb", 2), Watch(live)
     with pytest.raises(TimeoutError, match="the run is starting"):
         turn.wait(0)
     record = Recorder(0, path)  # spools, and pushes to nobody
     record.mark(5, "change", 0.5, json.dumps({"id": turn.id, "path": "bucket_mb", "value": 2}))
     record.close()
-    live._ask()
+    watch.ask()
     assert turn.applied_at is None  # its message may still be on the way
-    live._ask()
+    watch.ask()
     assert turn.wait(0).applied_at == 5
     with pytest.raises(TimeoutError, match="rank 0 at step 5"):
         live.turn("bucket_mb", 4).wait(0)

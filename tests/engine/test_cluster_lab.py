@@ -23,10 +23,10 @@ from workbench.cluster import launch
 from workbench.cluster.place import ClusterError, Place, alive
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError
 from workbench.lab import Lab, RankError
+from workbench.settings import Change, KnobError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 HERE = str(Path(__file__).parent)
 RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # as in test_cluster_fake
 
@@ -217,9 +217,32 @@ def test_an_error_of_one_rank_is_told_from_its_consequences(lab: Lab) -> None:
 
 
 def test_a_loss_that_is_not_a_number_pauses_and_says_where(lab: Lab) -> None:
-    lab.run(Experiment(seed=NAN))
+    lab.run(Experiment(seed=NAN), on_nan="pause")
     assert until(lambda: lab.state == "paused", 5)
     assert any("rank 1's loss was nan at step 5" in note for note in lab.notes)
+
+
+def test_a_loss_that_is_not_a_number_pauses_where_a_dashboard_is_on_show(lab: Lab) -> None:
+    lab.watchers.append(lambda: True)
+    try:
+        lab.run(Experiment(seed=NAN))
+        assert until(lambda: lab.state == "paused", 5)
+    finally:
+        lab.watchers.pop()
+
+
+@pytest.mark.parametrize("on_nan", [None, "stop"])
+def test_a_loss_that_is_not_a_number_with_nobody_watching_ends_the_run_with_a_sentence(lab: Lab, on_nan: Any) -> None:
+    run = lab.run(Experiment(seed=NAN), on_nan=on_nan)
+    with pytest.raises(RankError, match="rank 1, step 5: FloatingPointError: the loss is nan, and the run was ended"):
+        run.wait(20)
+    assert (lab.state, run.state, type(run).open(run.path).state) == ("failed", "failed", "failed")
+
+
+def test_what_a_loss_that_is_not_a_number_may_do_is_said(lab: Lab) -> None:
+    with pytest.raises(KnobError, match="on_nan='explode': must be one of pause, stop, or None"):
+        lab.run(Experiment(), on_nan="explode")
+    assert not lab.live
 
 
 def test_an_experiment_that_cannot_be_sent_says_so(lab: Lab) -> None:
@@ -279,9 +302,7 @@ def test_nobody_else_hears_or_commands_the_engines(lab: Lab) -> None:
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
-        keys = lab.cluster.keys
-        Keys.new()._replace(server=keys.server).unlock(stranger)
-        stranger.connect(lab.cluster.engines[0].line)
+        Keys.new().reach(stranger, lab.cluster.engines[0].line)
         stranger.send_multipart([b'{"number": 1, "what": "status"}', b""])
         assert not stranger.poll(700)
 

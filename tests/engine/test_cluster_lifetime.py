@@ -23,11 +23,11 @@ from workbench.cluster import launch
 from workbench.cluster.place import ClusterError, alive, places
 from workbench.cluster.processes import end
 from workbench.experiment import Experiment
-from workbench.knobs import KnobError
 from workbench.lab import Lab
 from workbench.run import Run
+from workbench.settings import KnobError
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BEGIN = f"""
@@ -93,6 +93,14 @@ until(lambda: lab.state == "running", 90)
 time.sleep(1.5)
 say(processes=lab.cluster.place.read()["processes"], path=str(run.path), guard=lab.cluster._guard.pid,
     guarded=psutil.Process(lab.cluster._guard.pid).create_time())
+"""
+
+AGAIN = """
+until(lambda: not run.live, 60)  # a guest that closes stops the run that it sees
+run = lab.run(Experiment())
+until(lambda: lab.state == "running", 60)
+say(live=run.live)
+time.sleep(100)
 """
 
 
@@ -173,15 +181,21 @@ def test_a_lab_that_was_attached_dies_with_its_new_kernel() -> None:
 
 
 def test_a_guest_sees_a_run_that_another_kernel_owns_and_takes_nothing_with_it() -> None:
-    with Kernel(RUNNING.format(name="hosted") + "time.sleep(100)") as host:
+    with Kernel(RUNNING.format(name="hosted") + AGAIN) as host:
         said = host.hears()
         lab = Lab.attach("hosted")
         assert lab.state == "running" and len(lab.run_now.spans) > 0
         assert lab.turn("bucket_mb", 2.0).wait(5).applied_at > 0
         lab.close()
         assert all(alive(p[:2]) for p in said["processes"])
+        assert host.hears()["live"]
+        again = Lab.attach("hosted")
         host.process.kill()
         gone(said["processes"], 10)
+        with pytest.raises(ClusterError, match="the kernel that owned lab 'hosted' ended, and its ranks with it"):
+            again.run_now.wait(60)
+        assert again.state == "failed" and any(n.endswith("and its ranks with it") for n in again.notes)
+        again.close()
 
 
 def test_a_lab_of_another_size_takes_the_place_of_an_idle_one_even_while_it_starts() -> None:

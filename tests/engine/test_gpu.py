@@ -1,37 +1,115 @@
-"""The engine on a GPU: several ranks on one with gloo, one rank with NCCL, compute timed by events."""
+"""The engine on real GPUs: order, overlap, stop, late ranks and live switches. `make test-gpu` writes what it saw.
+
+Ranks are threads of one process. Several share one GPU over gloo; NCCL takes one GPU per rank, so with one GPU only its
+tests of one rank run.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from tests.ranks import experiment, live, toy
-from workbench.canonical import state_hash
-from workbench.knobs import Change
+from tests.ranks import experiment, live, mse, toy
+from tests.waiting import until
+from workbench.engine.session import Session
+from workbench.host.canonical import state_hash
+from workbench.settings import Change
+from workbench.tasks import Task
 
+GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: no NVIDIA GPU on this machine"),
+    pytest.mark.skipif(not GPUS, reason="gpu: no NVIDIA GPU on this machine"),
 ]
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="gpu: NCCL between ranks wants two GPUs")
 
 
-def on_gpu(ranks: int, kind: str, *changes: Change) -> list:
-    sessions = live(experiment(ranks, 12, task=toy()), changes, device="cuda:0", kind=kind)
+def on_gpu(
+    ranks: int, kind: str, *changes: Change, task: Task | None = None, steps: int = 12, **how: Any
+) -> list[Session]:
+    sessions = started(ranks, kind, *changes, task=task, steps=steps, **how)
     for s in sessions:
-        assert s.join(60) and s.error is None, s.error
+        assert s.join(120) and s.error is None, s.error
     return sessions
+
+
+def started(ranks: int, kind: str, *changes: Change, task: Task | None, steps: int, **how: Any) -> list[Session]:
+    devices = [f"cuda:{r}" if kind == "nccl" else "cuda:0" for r in range(ranks)]
+    return live(experiment(ranks, steps, task=task or toy(), **how), changes, devices=devices, kind=kind)
+
+
+TURNS = (Change(4, "strategy", "LocalSGD"), Change(8, "strategy", "DDP"), Change(9, "compressor", "TopK"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_ranks_share_a_gpu_over_gloo_and_agree(ranks: int) -> None:
-    turns = (Change(4, "strategy", "LocalSGD"), Change(8, "strategy", "DDP"), Change(9, "compressor", "TopK"))
-    sessions = on_gpu(ranks, "gloo", *turns)
+    sessions = on_gpu(ranks, "gloo", *TURNS)
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
 def test_one_rank_runs_over_nccl() -> None:
     (session,) = on_gpu(1, "nccl")
     assert session.phase == "done" and next(session.model.parameters()).is_cuda
+
+
+@two_gpus
+def test_ranks_agree_over_nccl_through_live_switches() -> None:
+    sessions = on_gpu(2, "nccl", *TURNS)
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+def late(seconds: float) -> Any:
+    """The toy's loss, for which rank 1 is late once."""
+    calls = {"n": 0}
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        if threading.current_thread().name == "rank 1 training":
+            calls["n"] += 1
+            if calls["n"] == 4:
+                time.sleep(seconds)
+        return mse(model, pair)
+
+    return loss
+
+
+@two_gpus
+@pytest.mark.parametrize("seconds", [0.15, 2.0])
+def test_a_late_rank_does_not_end_a_run_over_nccl(seconds: float) -> None:
+    sessions = on_gpu(2, "nccl", task=toy(loss=late(seconds)))
+    assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+@two_gpus
+def test_a_stop_frees_a_rank_whose_peer_does_not_come_over_nccl() -> None:
+    go = threading.Event()
+    calls = {"n": 0}
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        calls["n"] += threading.current_thread().name == "rank 1 training"
+        if calls["n"] == 4 and threading.current_thread().name == "rank 1 training":
+            go.wait(60)
+        return mse(model, pair)
+
+    sessions = started(2, "nccl", task=toy(loss=loss), steps=50)
+    assert until(lambda: calls["n"] == 4, 60)
+    time.sleep(0.5)
+    began = time.monotonic()
+    for s in sessions:
+        s.abort(asked=True)
+    assert sessions[0].join(20) and sessions[0].phase == "stopped"
+    took = time.monotonic() - began
+    go.set()
+    assert sessions[1].join(20) and sessions[1].phase == "stopped"
+    note("seconds until a rank was freed from a collective that its peer never entered", took)
 
 
 def test_compute_is_timed_by_events_within_its_step() -> None:
@@ -41,3 +119,51 @@ def test_compute_is_timed_by_events_within_its_step() -> None:
         inside = [r for r in session.record if r[0] == step and r[1] == "compute"]
         assert len(inside) == 3
         assert all(whole[4] - 1e-3 <= r[4] <= r[5] <= whole[5] + 1e-3 for r in inside)
+
+
+def test_a_step_never_synchronises_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    plainly = torch.cuda.synchronize
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: calls.append(a) or plainly(*a))
+    (session,) = on_gpu(1, "nccl")
+    assert session.phase == "done" and not calls
+    assert len(session.record.losses()) == 12
+
+
+class Deep(nn.Module):
+    """Enough matrices that backward outlasts the exchange of one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        middle = [nn.Linear(2048, 2048) for _ in range(16)]
+        self.layers = nn.ModuleList([nn.Linear(8, 2048), *middle, nn.Linear(2048, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x.repeat(64, 1) if x.shape[1] == 8 else x))
+        return self.layers[-1](x).view(64, -1, 4).mean(0)
+
+
+@two_gpus
+def test_collectives_overlap_with_backward_over_nccl() -> None:
+    session = on_gpu(2, "nccl", task=toy(model=Deep), steps=20, bucket_mb=16.0)[0]
+    shares = [share for step in range(5, 20) if (share := overlap(session.record, step)) is not None]
+    note("share of the exchange's time that lies within backward (median of 15 steps)", statistics.median(shares))
+    assert statistics.median(shares) > 0.3
+
+
+def overlap(rows: list[tuple], step: int) -> float | None:
+    """Of the time in which a collective was under way, the share that lies within this step's backward."""
+    backward = next((r for r in rows if r[:3] == (step, "compute", "backward")), None)
+    comm = [r for r in rows if r[0] == step and r[1] == "comm"]
+    if backward is None or not comm:
+        return None
+    whole = sum(r[5] - r[4] for r in comm)
+    return sum(max(0.0, min(r[5], backward[5]) - max(r[4], backward[4])) for r in comm) / whole
+
+
+def note(what: str, value: float) -> None:
+    """One number for docs/gpu.md."""
+    if file := os.environ.get("WORKBENCH_GPU_NOTES"):
+        with Path(file).open("a") as f:
+            f.write(json.dumps({"what": what, "value": value}) + "\n")

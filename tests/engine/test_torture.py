@@ -17,8 +17,8 @@ def test_a_sequence_depends_on_its_seed_alone() -> None:
     assert sum(map(len, sequence(SEED, TURNS, 4))) == TURNS
 
 
-@pytest.mark.engine
-@pytest.mark.timeout(400)
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_hundred_random_changes_neither_hang_nor_mix_nor_leak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

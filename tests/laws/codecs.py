@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.fabric import traffic
-from workbench.ops import Bucket, Part
+from workbench.rank import Bucket, Part
 
 CLAIMS = ("linear", "unbiased", "contraction", "immediate", "varies")
 
@@ -243,6 +243,8 @@ LATER: dict[tuple[str, str], str] = {
 NO_FEEDBACK: dict[str, str] = {
     "DGC": "its velocity is the residual, in units of steps: tests/unit/test_dgc.py",
     "ErrorFeedback": "there is one residual, it is not fed back twice",
+    "ALQ": "its levels fit what was sampled; what they cost for later gradients has no bound",
+    "AMQ": "its levels fit what was sampled; what they cost for later gradients has no bound",
     "TernGrad": "its error is larger than its input, so a residual would grow without bound; it is unbiased instead",
     "Wangni": "its noise is larger than the gradient, and would be fed back and grow",
 }

@@ -12,11 +12,11 @@ from tests.laws.codecs import CLAIMS, DELTA, EXPECTED, LATER, NO_FEEDBACK, NOTED
 from tests.ranks import exchange, experiment, placed, run, shipped, together
 from tests.unbiased import assert_unbiased
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import Codec, Compressor, ErrorFeedback, TopK
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError, knobs
-from workbench.ops import Bucket, Memory, Part, Rank
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Part, Rank
+from workbench.settings import Change, KnobError, knobs
 
 ALL = shipped(Compressor)
 CODECS = {name: cls for name, cls in ALL.items() if issubclass(cls, Codec)}

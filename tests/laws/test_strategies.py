@@ -11,10 +11,10 @@ import torch
 from tests.laws.claims import AT_NEED, CLAIMS, EXPECTED, NOT_ALONE, SENT, SILENT, TURNED, dense
 from tests.laws.codecs import KINDS
 from tests.ranks import batch, experiment, mse, net, run, shipped, weights
-from workbench.canonical import state_hash
 from workbench.compressors import Compressor
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError, knobs
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError, knobs
 from workbench.strategies import Strategy
 
 ALL = shipped(Strategy)

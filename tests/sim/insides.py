@@ -9,8 +9,8 @@ import torch
 
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.knobs import Change
 from workbench.run import Run
+from workbench.settings import Change
 from workbench.sim.session import Session
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from workbench.compressors import Compressor
-from workbench.knobs import knob
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
 from workbench.strategies import Strategy
 
 
@@ -63,7 +63,7 @@ class ShadowSync(Strategy):
     def trains(self, index: int, size: int) -> bool:
         return index >= self.servers
 
-    def init(self, rank: Rank) -> Shadowed:
+    def init(self, rank: Rank, params: list[Bucket]) -> Shadowed:
         state = Shadowed()
         if rank.role == "server":
             state.table = torch.zeros(-(-self.rows // self.servers), self.width)

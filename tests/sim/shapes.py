@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from torch.nn.functional import pad
 
-from workbench.knobs import knob
-from workbench.ops import Bucket, Handle, Rank
+from workbench.rank import Bucket, Handle, Rank
+from workbench.settings import knob
 from workbench.strategies import Strategy
 
 
@@ -30,7 +30,7 @@ class ByteScheduler(Strategy):
     exact: ClassVar[bool] = True
     crosses: ClassVar[bool] = True
 
-    def init(self, rank: Rank) -> dict[int, Handle]:
+    def init(self, rank: Rank, params: list[Bucket]) -> dict[int, Handle]:
         return {}  # bucket -> its exchange, under way across the step's end
 
     async def step(self, rank: Rank, state: dict[int, Handle]) -> None:
@@ -94,7 +94,7 @@ class ZeRO3(Strategy):
     crosses: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def init(self, rank: Rank) -> list[Bucket]:
+    def init(self, rank: Rank, params: list[Bucket]) -> list[Bucket]:
         return []  # the whole buckets, which say what is to be held
 
     async def step(self, rank: Rank, state: list[Bucket]) -> None:

@@ -10,8 +10,8 @@ from tests.laws.claims import SUMS
 from tests.ranks import shipped
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.knobs import Change
 from workbench.run import Run
+from workbench.settings import Change
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import Digits
 

@@ -15,8 +15,8 @@ from tests.ranks import batch, experiment, mse, net, toy
 from tests.sim.more_shapes import DABMD, ShadowSync
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
-from workbench.knobs import Change
-from workbench.ops import Rank
+from workbench.rank import Rank
+from workbench.settings import Change
 from workbench.strategies import Strategy
 
 pytestmark = pytest.mark.ranks

@@ -15,11 +15,11 @@ from tests.ranks import experiment, run, shipped
 from tests.sim.virtual import samples
 from workbench import simulate
 from workbench.fabric import Slow
-from workbench.knobs import KnobError
-from workbench.ops import Op, Rank
+from workbench.rank import Op, Rank
+from workbench.record.timeline import Timeline
 from workbench.run import Run
+from workbench.settings import KnobError
 from workbench.strategies import AsyncServer, Strategy
-from workbench.timeline import Timeline
 
 pytestmark = pytest.mark.ranks
 

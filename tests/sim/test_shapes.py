@@ -13,7 +13,7 @@ from tests.ranks import experiment, toy
 from tests.sim.shapes import ByteScheduler, OneFOneB, Wavelet, ZeRO3
 from workbench import simulate
 from workbench.fabric import Fabric, Link
-from workbench.knobs import Change, KnobError
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP
 
 pytestmark = pytest.mark.ranks

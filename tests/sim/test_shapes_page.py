@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim import more_shapes, shapes
-from workbench.family import Family
+from workbench.settings import Family
 from workbench.strategies import Hogwild
 
 pytestmark = pytest.mark.ranks

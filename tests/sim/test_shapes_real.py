@@ -12,8 +12,8 @@ from tests.sim.shapes import ByteScheduler, Wavelet
 from tests.sim.test_shapes import LAYER, LAYERS, data, deep, exchange
 from workbench import simulate
 from workbench.fabric import Fabric, Link
-from workbench.knobs import Change
-from workbench.ops import Rank
+from workbench.rank import Bucket, Rank
+from workbench.settings import Change
 from workbench.strategies import DDP
 
 pytestmark = pytest.mark.ranks
@@ -62,7 +62,7 @@ class LateByOne(DDP):
     crosses: ClassVar[bool] = True
     left: ClassVar[list[int]] = []
 
-    def init(self, rank: Rank) -> list[Any]:
+    def init(self, rank: Rank, params: list[Bucket]) -> list[Any]:
         return []
 
     async def step(self, rank: Rank, state: Any) -> None:

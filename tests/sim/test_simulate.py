@@ -16,7 +16,7 @@ from workbench.analysis import before_after, breakdown, straggler
 from workbench.compressors import TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
-from workbench.knobs import Change, KnobError
+from workbench.settings import Change, KnobError
 from workbench.sim import Duration, Wire
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 from workbench.tasks import ByteGPT

@@ -10,9 +10,9 @@ from tests.laws.claims import ADOPTS, ROUNDS
 from tests.ranks import shipped
 from tests.sim.virtual import paced, rows, same, samples
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.fabric import Noisy
-from workbench.knobs import Change
+from workbench.host.canonical import state_hash
+from workbench.settings import Change
 from workbench.sim.session import Session
 from workbench.strategies import Strategy
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import experiment, run, weights
 from tests.sim.more_shapes import TwoHop, coded
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
 
 pytestmark = pytest.mark.ranks
 

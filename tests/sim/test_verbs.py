@@ -13,8 +13,8 @@ from tests.ranks import experiment
 from tests.sim.virtual import paced, rows, samples, seconds, stack
 from workbench import Deadlock, simulate
 from workbench.fabric import Slow
-from workbench.knobs import Change
-from workbench.ops import Rank, StrategyError
+from workbench.rank import Rank, StrategyError
+from workbench.settings import Change
 from workbench.sim import Mismatch, fiber, world
 from workbench.strategies import Strategy
 

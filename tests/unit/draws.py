@@ -6,7 +6,7 @@ import torch
 
 from tests.ranks import exchange, placed
 from workbench.compressors import Compressor
-from workbench.ops import Memory
+from workbench.rank import Memory
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from workbench.record.timeline import Mark, Sample, Span
 from workbench.run import Run
-from workbench.timeline import Mark, Sample, Span
 
 MS = 1e-3
 RANKS = 2

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from workbench.record.timeline import Mark, Sample, Span, Timeline
 from workbench.run import Run
-from workbench.timeline import Mark, Sample, Span, Timeline
 
 SHARE = {"forward": 0.3, "backward": 0.6, "update": 0.1}  # of a step's compute
 WIRE = 0.8  # seconds on the wire per second of compute, on a link

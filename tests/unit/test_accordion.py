@@ -10,11 +10,11 @@ import torch
 from tests.laws.codecs import factors
 from tests.ranks import exchange, experiment, placed, run, together, weights
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import Accordion, Cast, Dense, ErrorFeedback, Layers, PowerSGD, TopK
 from workbench.compressors._split import gathered_parts
-from workbench.knobs import Change, KnobError
-from workbench.ops import Bucket, Memory, Op, Part, Rank
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Op, Part, Rank
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

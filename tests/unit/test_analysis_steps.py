@@ -10,7 +10,7 @@ import pytest
 from tests.unit import synthetic
 from workbench import analysis
 from workbench.analysis.window import Cover
-from workbench.timeline import Span, Timeline
+from workbench.record.timeline import Span, Timeline
 
 
 def by_hand() -> Timeline:

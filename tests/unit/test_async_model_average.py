@@ -17,9 +17,9 @@ from tests.sim.virtual import comm, paced, rows, seconds, stack
 from tests.unit.test_engine_apart import Heap, over, until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.fabric import Freeze, Noisy, Slow
-from workbench.knobs import Change, KnobError
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncModelAverage, LocalSGD
 
 pytestmark = pytest.mark.ranks
@@ -231,11 +231,11 @@ def test_asked_for_at_any_moment_of_the_warm_up_a_change_does_not_hang(warmup: i
     sessions = live(experiment(3, 0, strategy=AsyncModelAverage(every_ms=5.0, warmup=warmup), pace=2.0))
     try:
         for k in range(8):
-            sessions[0].request({"kind": "turn", "id": str(k), "path": "lr", "value": 0.01 + 0.001 * k})
+            sessions[0].request({"kind": "change", "id": str(k), "path": "lr", "value": 0.01 + 0.001 * k})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
         sessions[0].request({"kind": "pause"})
         until(lambda: all(s.phase == "paused" for s in sessions), sessions)
-        sessions[0].request({"kind": "turn", "id": "out", "path": "strategy", "value": "DDP"})
+        sessions[0].request({"kind": "change", "id": "out", "path": "strategy", "value": "DDP"})
         sessions[0].request({"kind": "resume"})
         until(lambda: all(s.experiment.strategy == DDP() for s in sessions), sessions)
         sessions[0].request({"kind": "stop"})

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, live, run, toy, weights
+from tests.ranks import batch, experiment, live, placed, run, together, toy, weights
+from tests.sim.insides import simulated
 from tests.unit.test_engine_apart import SLOW, over, until
-from workbench.canonical import state_hash
 from workbench.compressors import TopK
 from workbench.engine.session import Session
-from workbench.knobs import Change, KnobError
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Rank
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD
 
 pytestmark = pytest.mark.ranks
@@ -48,6 +50,40 @@ def test_sums_are_data_parallelism_at_p_times_the_rate() -> None:
     chosen = experiment(3, 12, task=toy(sgd), strategy=AsyncServer(synchronous=True, weight="sum"))
     want = run(experiment(3, 12, task=toy(partial(torch.optim.SGD, lr=0.15)), strategy=DDP()))
     torch.testing.assert_close(weights(run(chosen)[1]), weights(want[1]), rtol=1e-5, atol=1e-6)
+
+
+def alone(push: int, fetch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One trainer and its server after 12 steps, and the trainer without one."""
+    chosen = AsyncServer(servers=1, push=push, fetch=fetch)
+    e = experiment(2, 12, task=toy(sgd, data=two), strategy=chosen, pace=5.0)
+    _, sessions = simulated(e)
+    return weights(sessions[0]), weights(run(experiment(1, 12, task=toy(sgd, data=two), strategy=DDP()))[0])
+
+
+@pytest.mark.parametrize(("push", "fetch"), [(1, 1), (2, 3), (3, 2), (5, 1)])
+def test_a_fetch_keeps_what_was_not_pushed_yet(push: int, fetch: int) -> None:
+    """With one trainer the server knows nothing that the trainer did not push, so every fetch changes nothing."""
+    got, want = alone(push, fetch)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_left_between_two_pushes_the_trainers_share_their_moves_and_the_server_has_none() -> None:
+    """Moves that nobody has pushed count as a push would: a half of each of two trainers', not a third."""
+    chosen, moves = AsyncServer(servers=1, push=4, fetch=4), torch.tensor([[4.0, 0.0], [2.0, -6.0], [0.0, 0.0]])
+    start = torch.tensor([1.0, 10.0])
+    ranks = [Rank(index, 3) for index in range(3)]
+    buckets = [Bucket(0, start.clone(), tuple(placed((2,))), 0) for _ in ranks]
+    states = [chosen.init(rank, [bucket]) for rank, bucket in zip(ranks, buckets, strict=True)]
+    for rank, bucket, move in zip(ranks, buckets, moves, strict=True):
+        bucket.data += move
+
+        async def params(bucket: Bucket = bucket) -> list[Bucket]:
+            return [bucket]
+
+        rank.params = params  # type: ignore[method-assign]
+    together([chosen.leave(rank, state) for rank, state in zip(ranks, states, strict=True)])
+    for bucket in buckets:
+        assert bucket.data.tolist() == (start + torch.tensor([3.0, -3.0])).tolist()
 
 
 def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> None:
@@ -110,7 +146,8 @@ def test_dedicated_servers_only_serve_and_share_the_buckets() -> None:
         assert buckets == {str(b.index) for b in s.layout.buckets[s.rank.index - 3 :: 2]}
     held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
     assert held_out[-1] < held_out[0]
-    assert all(s.host.post.partners <= {0, 3, 4} for s in sessions[1:3]), "trainers talk to servers and rank 0's engine"
+    partners = [s.training.post.partners for s in sessions[1:3]]
+    assert all(found <= {0, 3, 4} for found in partners), "trainers talk to servers and rank 0's engine"
 
 
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.SGD, lr=0.02)])
@@ -127,12 +164,12 @@ def test_more_servers_turned_live_take_over_the_centre() -> None:
     sessions = live(experiment(4, 0, strategy=AsyncServer(), pace=4.0))
     try:
         for k, (path, value) in enumerate([("servers", 2), ("push", 3), ("synchronous", True), ("servers", 0)]):
-            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            sessions[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
             trainers = 4 - sessions[0].experiment.strategy.servers
             begun = [s.rank.step for s in sessions]
             until(lambda b=begun, n=trainers: all(s.rank.step > b[s.rank.index] + 6 for s in sessions[:n]), sessions)
-        sessions[0].request({"kind": "turn", "id": "x", "path": "servers", "value": 4})
+        sessions[0].request({"kind": "change", "id": "x", "path": "servers", "value": 4})
         until(lambda: sessions[0].record.noted("refused"), sessions)
         assert "leaves none of 4 ranks to train" in sessions[0].record.noted("refused")[0][3]
     finally:

@@ -15,8 +15,8 @@ from tests.sim.virtual import paced, rows, samples, seconds
 from tests.unit.test_backup_workers import sessions as sessions
 from workbench import simulate
 from workbench.fabric import Noisy, Slow
-from workbench.knobs import Change
 from workbench.run import Run
+from workbench.settings import Change
 from workbench.sim.session import Session
 from workbench.strategies import DDP, AsyncServer
 

@@ -18,13 +18,13 @@ from tests.ranks import batch, experiment, live, mse, net, run, shipped, toy, we
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
-from workbench.canonical import optimizer_tensors, state_hash
 from workbench.compressors import TopK
 from workbench.fabric import Fault, Noisy, Slow
-from workbench.knobs import Change, KnobError, to_plain
-from workbench.layout import fingerprint
+from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.layout import fingerprint
 from workbench.run import Run
-from workbench.sim.costs import Costs, Duration
+from workbench.settings import Change, KnobError, to_plain
+from workbench.sim import Costs, Duration
 from workbench.sim.session import Session
 from workbench.strategies import DDP, BackupWorkers, Strategy
 
@@ -290,7 +290,7 @@ def test_a_change_acts_on_all_before_the_same_step_and_late_ranks_do_not_jump_ov
         turns = [("bucket_mb", 0.02), ("strategy.backup", 1), ("lr", 0.01), ("strategy.backup", 2), ("strategy", "DDP"),
                  ("strategy", to_plain(BackupWorkers(backup=2))), ("lr", 0.02)]  # fmt: skip
         for k, (path, value) in enumerate(turns):
-            ranks[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            ranks[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(ranks[0].record.noted("change")) > k, ranks)
             step = ranks[0].record.noted("change")[k][0]
             until(lambda step=step: all(s.rank.step > step + 3 for s in ranks), ranks)

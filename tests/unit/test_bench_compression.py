@@ -13,7 +13,7 @@ from tests.bench import codecs, compression, compression_page, compression_studi
 from tests.bench.cells import Results
 from workbench.compressors import Compressor
 from workbench.fabric import Link
-from workbench.knobs import from_plain
+from workbench.settings import from_plain
 
 LINK = "1 Gbit/s"
 
@@ -84,6 +84,15 @@ def test_what_a_rounding_loses_is_told_by_size_of_block(tmp_path: Path) -> None:
     assert f" {sum(found['ALQ, blocks of 64']) / 2:.3g} " in row
 
 
+def test_losses_of_levels_that_were_fitted_wrongly_are_left_out_and_named(tmp_path: Path) -> None:
+    for row in ("ALQ, blocks of 64", "ALQ, blocks of 1024", "QSGD, blocks of 64"):
+        ending(tmp_path, "levels", row, 2.0)
+    page = studies_page.text(Results.of(tmp_path), tmp_path, ["ALQ, blocks of 64", "QSGD, blocks of 64"])
+    assert "| ALQ |  |  |  | before the fix | 2.000 ± 0.001 |  |" in page
+    assert "| QSGD |  |  |  | 2.000 ± 0.001 |" in page, "which fits nothing"
+    assert "Of ALQ, blocks of 64 some seeds are from before" in page
+
+
 def test_every_setting_of_the_closer_looks_can_be_made() -> None:
     for part in ("accordion", "levels"):
         cells = compression.losses(part)
@@ -105,3 +114,41 @@ def test_codecs_that_were_timed_are_not_timed_again() -> None:
     there = set(compression.rows()) - {"TopK", "SignSGD"} | {"DGC", "ErrorFeedback", "Layers", "WarmUp", "Cast"}
     rows = list(codecs.every(10_000, 1, there))
     assert [r["name"] for r in rows] == ["SignSGD", "TopK"] and all(len(r["codec"]) == 1 for r in rows)
+
+
+def test_a_seed_that_never_got_there_is_slower_than_all_that_did(folder: Path) -> None:
+    late = [[0, 0.0, 5.0], [200, 1.0, 3.2], [250, 1.3, 3.0], [300, 1.5, 2.8]]
+    write(folder, "loss", "QSGD", "any link", 1, curve=[[0, 0.0, 5.0], [300, 1.5, 3.5]], bytes=1e5)
+    write(folder, "loss", "QSGD", "any link", 2, curve=late, bytes=1e5)
+    page = compression_page.text(folder, folder)
+    assert "| QSGD | 10.0 | 250, never by 1 of 3 |" in page, "210, 250 and never"
+    row = next(r for r in compression_page.ranking(Results.of(folder), LINK) if r.label == "QSGD")
+    assert row.steps == 250 and row.time == pytest.approx(250 * 0.05)
+
+
+def test_the_page_names_the_bucket_and_what_ran_before_its_code_changed(folder: Path) -> None:
+    page = compression_page.text(folder, folder)
+    assert f"buckets of {compression.BUCKET:g} MB" in page and compression.losses()[0].bucket_mb == compression.BUCKET
+    assert "Some or all seeds of these ran before their code, or code they share, changed: Dense, QSGD, SIDCo." in page
+    assert "were not timed again: Dense, QSGD, SIDCo." in page, "none of the made-up cells has a key"
+    for cell in compression.losses():
+        if cell.row == "QSGD":
+            compression.keep(cell, compression.COSTS, {"curve": [[0, 0, 5.0], [300, 1, 2.0]], "bytes": 1.0}, folder)
+            (folder / f"loss-QSGD-{cell.seed}.json").unlink()
+    assert "changed: Dense, SIDCo." in compression_page.text(folder, folder)
+
+
+def test_a_product_that_was_checked_with_other_code_says_what_it_would_be_now(folder: Path) -> None:
+    for label, product in (("Dense", 200 * 0.1), ("QSGD", 99.0)):
+        write(folder, "full", label, LINK, 0, target=3.0, product_s=product, time_s=21.0)
+    page = compression_page.text(folder, folder)
+    assert "| QSGD | 99.0 s (now 10.5 s: made before the code changed) | 21.0 s |" in page
+    assert "| Dense | 20.0 s | 21.0 s | 1.05 |" in page
+
+
+def test_why_fitted_levels_lose_on_long_tails_is_measured() -> None:
+    found = compression_studies.tails(n=2**14, block=1024)
+    assert set(found) == {"normal", "Student's t, 3 degrees of freedom,"}
+    assert found["normal"]["ALQ"] < found["normal"]["AMQ"]
+    tailed = found["Student's t, 3 degrees of freedom,"]
+    assert tailed["ALQ"] / tailed["AMQ"] > 1.5 * found["normal"]["ALQ"] / found["normal"]["AMQ"]

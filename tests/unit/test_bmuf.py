@@ -11,7 +11,7 @@ from tests.sim.virtual import samples
 from tests.unit.plain_outer import MOMENTUM, Plain
 from workbench import simulate
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError
+from workbench.settings import Change, KnobError
 from workbench.strategies import BMUF, LocalSGD, SlowMo
 
 pytestmark = pytest.mark.ranks

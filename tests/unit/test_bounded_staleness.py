@@ -15,12 +15,12 @@ from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_backup_workers import sessions as sessions
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
-from workbench.canonical import optimizer_tensors, state_hash
 from workbench.compressors import TopK
 from workbench.fabric import Noisy, Slow
-from workbench.knobs import Change, KnobError, to_plain
-from workbench.layout import fingerprint
+from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.layout import fingerprint
 from workbench.run import Run
+from workbench.settings import Change, KnobError, to_plain
 from workbench.sim.session import Session
 from workbench.strategies import DDP, AsyncServer, BoundedStaleness, Strategy
 
@@ -214,7 +214,7 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all_while_some_wait(bound:
         turns = [("lr", 0.01), ("bucket_mb", 0.02), ("bound", 1), ("strategy", "DDP"), ("strategy", again),
                  ("bound", 64), ("bound", bound)]  # fmt: skip
         for k, (path, value) in enumerate(turns):
-            ranks[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            ranks[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(ranks[0].record.noted("change")) > k, ranks)
         begun = ranks[slow].rank.step
         until(lambda: ranks[slow].rank.step > begun + 3, ranks)
@@ -224,7 +224,7 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all_while_some_wait(bound:
         assert len(set(steps)) == 1 or bound == 64
         ranks[0].request({"kind": "step", "n": 2})
         until(lambda: [s.rank.step for s in ranks] == [n + 2 for n in steps], ranks)
-        ranks[0].request({"kind": "turn", "id": "out", "path": "strategy", "value": "DDP"})
+        ranks[0].request({"kind": "change", "id": "out", "path": "strategy", "value": "DDP"})
         until(lambda: len(ranks[0].record.noted("change")) > len(turns), ranks)
         assert len({state_hash(s.layout) for s in ranks}) == 1
         assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1

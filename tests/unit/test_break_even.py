@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.encoded import DENSE, HIDDEN, NBYTES, QUICK, SLOW, TOPK, WHOLE, Author, compressed
 from widgets.progress import Progress
+from widgets.views.ranks import PARTS, Ranks
 from workbench import analysis
 from workbench.analysis import BreakEven, break_even, compression
 from workbench.analysis.settings import turned
@@ -136,12 +137,12 @@ def test_measured_steps_are_left_out_of_every_comparison() -> None:
 
 def test_measured_steps_are_left_out_of_the_card_of_a_change() -> None:
     author = Author(TOPK)
-    author.steps(30, SLOW, 3)
+    author.steps(36, SLOW, 3)
     author.turn("lr", 0.1)
     author.steps(31, SLOW)
-    card = analysis.before_after(author.run.timeline, 30)
+    card = analysis.before_after(author.run.timeline, 36)
     step = card.rows[0]
-    assert step.before.n == 20 and step.before.value == pytest.approx(step.after.value) == pytest.approx(67.0)
+    assert step.before.n == 24 - 2 and step.before.value == pytest.approx(step.after.value) == pytest.approx(67.0)
 
 
 def test_where_ranks_meet_now_and_then_a_measured_meeting_counts_without_the_measuring() -> None:
@@ -194,3 +195,41 @@ def test_the_steps_between_two_changes_know_their_compressor() -> None:
     author.turn("compressor", {"PowerSGD": {"rank": 4}})
     found = [(s.first, s.compressor) for s in analysis.stretches(author.run)]
     assert found == [(0, ""), (3, "TopK(density=0.1)"), (6, "PowerSGD(rank=4)")]
+
+
+@pytest.mark.parametrize("times", [0.5, 0.9, 0.97, 1.0, 1.03, 1.1, 2.0])
+def test_the_card_of_a_change_and_the_panel_say_the_same_of_the_same_steps(times: float) -> None:
+    """Dense, then TopK whose steps last `times` as long, both with noise that is alike from step to step."""
+    opposite = {"more": "costs", "less": "pays", "same": "even", "": "unknown"}
+    for seed in range(3):
+        rng, noise = np.random.default_rng(seed), 0.0
+        author = Author(DENSE)
+        for k in range(80):
+            if k == 40:
+                author.turn("compressor", TOPK)
+            noise = 0.5 * noise + rng.normal(0, 1.5)
+            wire = max(20.0 * (times if k >= 40 else 1.0) + noise, 1.0)
+            author.steps(1, WHOLE._replace(wire=wire, codec=(0.1, 0.1) if k >= 40 else (0.0, 0.0)))
+        card = analysis.before_after(author.run.timeline, 40)
+        assert told(author.run).verdict == opposite[card.rows[0].verdict], (seed, card.rows[0])
+
+
+def test_of_a_few_steps_the_panel_gives_numbers_and_no_verdict() -> None:
+    author = Author(DENSE)
+    author.steps(40, WHOLE)
+    author.turn("compressor", TOPK)
+    author.steps(4, SLOW)
+    found = told(author.run)
+    assert found.verdict == "short" and found.codec == pytest.approx(0.040)
+    assert found.text.endswith("Whether it pays is not said yet: too short: 4 steps, 2 of them undisturbed; needs 20.")
+    assert analysis.before_after(author.run.timeline, 40).rows[0].verdict == ""
+
+
+def test_standing_still_for_compressing_is_not_called_transfer() -> None:
+    """Of the 32 ms for which a step of SLOW stands still its rank encodes for 30 ms, and 2 ms are the wire's."""
+    found = analysis.breakdown(compressed(SLOW, measure=0).timeline, 0, 40)
+    assert found.packing == pytest.approx(0.030) and found.exposed - found.packing == pytest.approx(0.002)
+    patch = Ranks().update(compressed(SLOW, measure=0))
+    told = {name: float(patch.replace[i]["x"][0]) for i, (_, name, *_) in enumerate(PARTS)}
+    assert told == pytest.approx({"compute": 35, "exposed transfer": 2, "exposed waiting": 0,
+                                  "exposed packing": 30, "other": 0}, abs=1e-6)  # fmt: skip

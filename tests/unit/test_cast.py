@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tests.ranks import exchange, experiment, placed, run
 from workbench.compressors import Cast
 from workbench.engine.collectives import Leaving, Wire, connect_store, host_store
-from workbench.knobs import Change
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
 

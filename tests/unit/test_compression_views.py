@@ -46,6 +46,8 @@ def test_where_measuring_is_off_the_panel_says_how_to_turn_it_on_and_the_rest_is
 
 def test_one_rank_and_first_steps_are_told_in_words() -> None:
     fresh = Author(TOPK)
+    assert "The run has too few steps with TopK(density=0.01) to say what it saves and costs" in said(fresh.run)
+    fresh.run.live = True
     assert "What TopK(density=0.01) saves and costs is said here after a few steps" in said(fresh.run)
     fresh.run.settings["ranks"] = 1
     assert "One rank has nobody to send to" in said(fresh.run)
@@ -132,7 +134,7 @@ def test_measuring_is_drawn_in_the_timeline_under_its_own_name() -> None:
 
 def test_the_page_is_told_which_panel_is_quiet() -> None:
     content: dict[str, Any] = Feed(compressed(SLOW)).everything()[0]
-    assert {spec["name"] for spec in content["specs"] if spec["quiet"]} == {"compression"}
+    assert {spec["name"] for spec in content["specs"] if spec["quiet"]} == {"asked", "compression"}
     assert json.loads(json.dumps(content))["views"]["pays"]["html"]
 
 

@@ -18,7 +18,7 @@ from workbench.cluster.turns import Turn
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
-from workbench.knobs import knob, members, walk
+from workbench.settings import NEXT, Change, knob, members, walk
 from workbench.strategies import Strategy
 from workbench.tasks import Task
 
@@ -28,14 +28,14 @@ class StillLab:
 
     def __init__(self, live: bool = False) -> None:
         self.experiment = Experiment().checked()
-        self.live, self.ranks, self.turns = live, 4, []
+        self.live, self.ranks, self.turns, self.run_now = live, 4, [], None
 
     def turn(self, path: str, value: Any) -> Turn:
         wanted = self.experiment
         for t in self.turns:
             wanted = wanted.turn(t.path, t.value) if t.applied_at is None else wanted
         wanted.turn(path, value)
-        turn = Turn(f"turn {len(self.turns)}", path, value)
+        turn = Turn(Change(NEXT, path, value, f"turn {len(self.turns)}"))
         self.turns.append(turn)
         if not self.live:
             self.apply(0)
@@ -92,7 +92,7 @@ def test_a_strategy_from_a_cell_gets_its_controls_without_a_line_of_them() -> No
 
     lab = StillLab()
     controls = Controls(lab)
-    controls.asked({"turn": "strategy", "value": {"Whimsical": {}}})
+    controls.asked({"change": "strategy", "value": {"Whimsical": {}}})
     found = row(controls, "strategy.mood")
     assert (found["kind"], found["value"], found["unit"], found["allowed"]) == (
         "number",
@@ -119,23 +119,23 @@ def test_sliders_stop_at_allowed_values_from_end_to_end(k: Any) -> None:
 def test_a_wrong_entry_says_why_beside_its_control_and_changes_nothing() -> None:
     lab = StillLab()
     controls = Controls(lab)
-    controls.asked({"turn": "strategy", "value": {"LocalSGD": {}}})
+    controls.asked({"change": "strategy", "value": {"LocalSGD": {}}})
     before = lab.experiment
     for typed in ("0", "1.5", "many"):
-        controls.asked({"turn": "strategy.every", "value": typed, "number": True})
+        controls.asked({"change": "strategy.every", "value": typed, "number": True})
         error = row(controls, "strategy.every")["error"]
         assert "strategy.every=" in error and "an integer in [1, 256] steps" in error and typed in error
     assert lab.experiment == before and row(controls, "strategy.every")["value"] == "8"
-    controls.asked({"turn": "strategy.every", "value": "16", "number": True})
+    controls.asked({"change": "strategy.every", "value": "16", "number": True})
     assert row(controls, "strategy.every")["error"] == "" and lab.experiment.strategy.every == 16
 
 
 def test_a_pair_that_cannot_be_is_refused_with_the_sentence_that_says_what_would() -> None:
     controls = Controls(StillLab())
-    controls.asked({"turn": "compressor", "value": "TopK"})
+    controls.asked({"change": "compressor", "value": "TopK"})
     offered = {o["text"]: o for o in row(controls, "strategy")["options"]}
     assert offered["TorchDDP"]["refused"] and not offered["LocalSGD"]["refused"]
-    controls.asked({"turn": "strategy", "value": {"TorchDDP": {}}})
+    controls.asked({"change": "strategy", "value": {"TorchDDP": {}}})
     assert "use Dense with it" in row(controls, "strategy")["error"]
     assert row(controls, "strategy")["value"] == "DDP"
 
@@ -143,8 +143,8 @@ def test_a_pair_that_cannot_be_is_refused_with_the_sentence_that_says_what_would
 def test_a_change_shows_as_requested_until_it_is_applied() -> None:
     lab = StillLab(live=True)
     controls = Controls(lab)
-    controls.asked({"turn": "strategy", "value": {"LocalSGD": {}}})
-    controls.asked({"turn": "strategy.every", "value": 4})
+    controls.asked({"change": "strategy", "value": {"LocalSGD": {}}})
+    controls.asked({"change": "strategy.every", "value": 4})
     found = row(controls, "strategy.every")
     assert found["waiting"] and found["value"] == "4"
     assert [i["state"] for i in items(lab.turns)] == ["waiting", "waiting"]
@@ -188,9 +188,9 @@ def test_a_task_of_your_own_is_listed_while_it_is_there() -> None:
 def test_a_fault_is_filled_in_then_injected_then_cleared() -> None:
     lab = StillLab()
     controls = Controls(lab)
-    controls.asked({"turn": "fabric.faults.new", "value": {"Slow": {}}})
-    controls.asked({"turn": "fabric.faults.new.rank", "value": "3", "number": True})
-    controls.asked({"turn": "fabric.faults.new.phase", "value": "backward"})
+    controls.asked({"change": "fabric.faults.new", "value": {"Slow": {}}})
+    controls.asked({"change": "fabric.faults.new.rank", "value": "3", "number": True})
+    controls.asked({"change": "fabric.faults.new.phase", "value": "backward"})
     assert row(controls, "fabric.faults.new.rank")["stops"] == ["0", "1", "2", "3"]
     assert lab.experiment.fabric.faults == ()
     controls.asked({"press": "fabric.faults.inject"})

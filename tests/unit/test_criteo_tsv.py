@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from workbench.experiment import Experiment
-from workbench.knobs import KnobError
+from workbench.settings import KnobError
 from workbench.tasks import CriteoTSV, TaskError
 from workbench.tasks.criteo_tsv import COLUMNS, read
 

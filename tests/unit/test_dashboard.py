@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from widgets import Dashboard, display
 from widgets.progress import Progress, line, trouble
 from widgets.transport import Transport
 from workbench.experiment import Experiment
+from workbench.record.timeline import Mark
 from workbench.run import Run
-from workbench.timeline import Mark
 
 
 class StillLab:
@@ -24,6 +25,7 @@ class StillLab:
         self.experiment = Experiment().checked()
         self.run_now, self.state, self.ranks, self.turns = run, state, 4, []
         self.progress, self.notes, self.status, self.asked = "2 of 4 engines up", [], [], []
+        self.watchers: list[Any] = []
 
     @property
     def live(self) -> bool:
@@ -119,10 +121,11 @@ def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypa
     transport = Transport(lab)
     assert transport.line == "starting 4 ranks · 2 of 4 engines up"
     lab.run()
-    lab.status = [{"rank": 2, "busy": "all_reduce bucket 3 since 4.0 s"}]
+    held = "rank 2 has been in forward of step 30 for 4 s; 0, 1, 3 wait in all_reduce bucket 3"
+    lab.run_now._control = SimpleNamespace(holdup=held)
     monkeypatch.setattr("widgets.progress.PATIENCE", -1.0)
     transport.refresh()
-    assert transport.line.endswith("rank 2: all_reduce bucket 3 since 4.0 s")
+    assert transport.line.endswith(f" · {held}") and repr(lab.run_now).endswith(f"; {held}")
 
 
 def test_progress_follows_a_run_and_begins_anew_with_the_next() -> None:
@@ -166,3 +169,18 @@ def test_the_timer_runs_beside_and_ends_with_the_dashboard() -> None:
     dashboard.close()
     assert dashboard.timer.errors == []
     assert dashboard.timer._thread is None or not dashboard.timer._thread.is_alive()
+
+
+def test_a_lab_is_watched_while_a_page_shows_its_dashboard_and_for_some_minutes_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = StillLab()
+    board = Dashboard(lab).board
+    (watches,) = lab.watchers
+    assert not watches(), "a dashboard that was made and never shown is nobody's"
+    board._hear(None, {"kind": "here", "page": "p"}, [])
+    assert watches()
+    board._hear(None, {"kind": "away", "page": "p"}, [])
+    assert watches() and not board.shown
+    monkeypatch.setattr("widgets.board._ELSEWHERE", -1.0)
+    assert not watches()

@@ -12,10 +12,10 @@ from tests.ranks import experiment, run, toy, weights
 from tests.sim.virtual import samples
 from tests.unit.plain_outer import MOMENTUM, SGD, Plain, outer_sgd
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import Cast, ErrorFeedback, TopK
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, DiLoCo, LocalSGD, SlowMo
 from workbench.strategies._outer import Outer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.ops import Op, Rank
+from workbench.rank import Op, Rank
 from workbench.strategies._e3m0 import BLOCK, decode, encode, mean, nbytes
 
 

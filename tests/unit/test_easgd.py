@@ -13,10 +13,10 @@ import torch
 from tests.ranks import batch, experiment, mse, net, run, toy, weights
 from tests.sim.virtual import begun, comm, paced, samples, seconds
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import TopK
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, EASGD, LocalSGD
 
 pytestmark = pytest.mark.ranks

@@ -12,12 +12,12 @@ import torch
 
 from tests.ranks import batch as examples
 from tests.ranks import experiment, live, mse, run, toy
-from workbench.canonical import optimizer_tensors
 from workbench.compressors import TopK
 from workbench.engine.session import Session
 from workbench.fabric import Freeze, Slow
-from workbench.knobs import Change
-from workbench.layout import fingerprint
+from workbench.host.canonical import optimizer_tensors
+from workbench.host.layout import fingerprint
+from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy, StreamingDiLoCo
 
 pytestmark = pytest.mark.ranks
@@ -41,7 +41,7 @@ def three() -> list[Session]:
 
 
 def test_a_change_acts_on_all_ranks_before_the_same_step(three: list[Session]) -> None:
-    three[0].request({"kind": "turn", "id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 3}}})
+    three[0].request({"kind": "change", "id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 3}}})
     until(lambda: three[0].record.noted("change"))
     step = three[0].record.noted("change")[0][0]
     until(lambda: three[0].rank.step > step + 4)
@@ -57,15 +57,15 @@ def test_ranks_of_one_host_meet_for_a_ticket_only_when_there_is_one(strategy: St
         until(lambda: all(s.rank.step > 2 for s in sessions))
         asked = [0] * 3
         for k, s in enumerate(sessions):
-            def counted(wait: float = 0.0, k: int = k, ask: Any = s.tickets.ask) -> None:
+            def counted(wait: float = 0.0, k: int = k, ask: Any = s.training.tickets.ask) -> None:
                 asked[k] += 1
                 ask(wait)
 
-            s.tickets.ask = counted
+            s.training.tickets.ask = counted
         step = sessions[0].rank.step
         until(lambda: all(s.rank.step > step + 20 for s in sessions))
         assert asked == [0, 0, 0]
-        sessions[0].request({"kind": "turn", "id": "a", "path": "bucket_mb", "value": 0.05})
+        sessions[0].request({"kind": "change", "id": "a", "path": "bucket_mb", "value": 0.05})
         until(lambda: all(s.experiment.bucket_mb == 0.05 for s in sessions))
         assert asked == [1, 1, 1]
         sessions[0].request({"kind": "stop"})
@@ -79,7 +79,7 @@ def test_a_change_acts_within_a_step_and_200_ms(three: list[Session]) -> None:
     late = []
     for k in range(12):
         asked = three[0].clock.now()
-        three[0].request({"kind": "turn", "id": str(k), "path": "bucket_mb", "value": 0.01 + 0.01 * k})
+        three[0].request({"kind": "change", "id": str(k), "path": "bucket_mb", "value": 0.01 + 0.01 * k})
         until(lambda k=k: len(three[0].record.noted("change")) > k)
         late.append(three[0].record.noted("change")[k][2] - asked)
     steps = [r[5] - r[4] for r in three[0].record if r[1] == "step"]
@@ -87,7 +87,7 @@ def test_a_change_acts_within_a_step_and_200_ms(three: list[Session]) -> None:
 
 
 def test_a_refused_change_says_why_and_training_goes_on(three: list[Session]) -> None:
-    three[0].request({"kind": "turn", "id": "x", "path": "strategy.every", "value": 4})
+    three[0].request({"kind": "change", "id": "x", "path": "strategy.every", "value": 4})
     until(lambda: three[0].record.noted("refused"))
     assert "no such knob" in json.loads(three[0].record.noted("refused")[0][3])["reason"]
     step = three[0].rank.step
@@ -121,7 +121,7 @@ def test_an_abort_that_was_asked_is_no_failure_even_while_paused(three: list[Ses
     assert {s.phase for s in three} == {"stopped"} and not any(s.error for s in three)
 
 
-def test_stop_reaches_a_rank_blocked_in_a_collective_within_a_second() -> None:
+def test_an_abort_that_was_asked_frees_a_rank_blocked_in_a_collective_and_fails_nobody() -> None:
     hang = threading.Event()
 
     def loss(model: torch.nn.Module, pair: tuple) -> torch.Tensor:
@@ -132,12 +132,14 @@ def test_stop_reaches_a_rank_blocked_in_a_collective_within_a_second() -> None:
     sessions = live(experiment(2, 0, task=toy(loss=loss), pace=5.0))
     until(lambda: all(s.rank.step > 2 for s in sessions))
     hang.set()
-    until(lambda: "wait" in sessions[0].host.op)
+    until(lambda: "wait" in sessions[0].training.host.op)
     time.sleep(0.2)
     asked = time.monotonic()
     sessions[0].request({"kind": "stop"})
     for s in sessions:
         s.hurry()
+    for s in sessions:
+        s.abort(asked=True)
     assert sessions[0].join(2)
     assert time.monotonic() - asked < 1.0
     assert sessions[1].join(3)
@@ -213,3 +215,12 @@ def test_the_residual_of_gradients_is_dropped_in_words_when_displacements_are_ex
 def test_optimizer_state_is_one_value_after_local_sgd_is_left() -> None:
     sessions = run(experiment(3, 10, strategy=LocalSGD(every=4)), Change(6, "strategy", "DDP"), Change(6, "lr", 1e-9))
     assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in sessions}) == 1
+
+
+def test_a_rank_tells_how_long_its_evaluations_take_so_that_a_stop_waits_for_them() -> None:
+    def slow(model: Any) -> float:
+        time.sleep(0.4)
+        return 1.0
+
+    sessions = run(experiment(2, 4, eval_every=2, task=toy(evaluate=slow)))
+    assert all(0.4 <= s.status()["step_s"] < 30 for s in sessions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.ranks import Net, batch, experiment, live, mse, net, run, toy, weights
-from workbench.canonical import state_hash
-from workbench.knobs import Change
+from workbench.host.canonical import state_hash
+from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 
 pytestmark = pytest.mark.ranks
@@ -148,7 +149,38 @@ def test_one_rank_with_another_model_is_named_before_training() -> None:
         return Net() if next(made) % 2 == 0 else Norm()
 
     sessions = _fail(experiment(2, 4, task=toy(model=model)))
-    assert any("differ from rank 0's" in s.error["text"] for s in sessions if s.error)
+    (text,) = {s.error["text"] for s in sessions if not s.error["consequence"]}
+    assert "task.model() must make the same model on every rank" in text
+    assert "is there on rank" in text or "where rank 1 has" in text
+
+
+def test_a_parameter_of_another_shape_is_named_with_both_shapes_and_both_ranks() -> None:
+    def model() -> nn.Module:
+        mine = threading.current_thread().name.startswith("rank 2")
+        return nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 5 if mine else 4))
+
+    sessions = _fail(experiment(3, 4, task=toy(model=model)))
+    assert {s.error["text"] for s in sessions if not s.error["consequence"]} == {
+        "parameter '1.weight' is float32 of shape (4, 64) on rank 0, float32 of shape (5, 64) on rank 2: "
+        "task.model() must make the same model on every rank"
+    }
+
+
+def test_a_cause_that_cannot_be_put_into_words_is_still_the_cause() -> None:
+    class Unspeakable(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
+        if threading.current_thread().name.startswith("rank 1"):
+            raise Unspeakable
+        return mse(model, pair)
+
+    sessions = _fail(experiment(2, 4, task=toy(loss=loss)))
+    (cause,) = [s.error for s in sessions if s.error and not s.error["consequence"]]
+    assert (cause["rank"], cause["type"], cause["op"]) == (1, "Unspeakable", "forward")
+    assert cause["text"] == "it cannot be put into words: its __str__ raised ValueError"
+    assert "raise Unspeakable" in cause["traceback"]
 
 
 def _fail(chosen: object) -> list:

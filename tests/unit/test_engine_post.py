@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -15,11 +16,12 @@ from workbench.engine.lane import StrategyError
 from workbench.engine.post import BACKGROUND, Post
 from workbench.engine.shaping import Clock, Naps, Port
 from workbench.fabric import Fabric, Link, Slow
-from workbench.ops import Rank
+from workbench.rank import Rank
 
 pytestmark = pytest.mark.ranks
 
 Spans = list[tuple]
+SECRET = os.urandom(32)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def posts(where: tuple[str, int]) -> Iterator[list[Post]]:
     for r in range(3):
         spans: Spans = []
         link = Port(r, 3, Naps(clock), 0)
-        post = Post(Rank(r, 3), connect_store(host, port, token), (host, port), token, link, Leaving(),
+        post = Post(Rank(r, 3), connect_store(host, port, token), (host, port), SECRET, link, Leaving(),
                     lambda *row, into=spans: into.append(row), local=True)  # fmt: skip
         post.spans = spans  # type: ignore[attr-defined]
         made.append(post)

@@ -8,7 +8,7 @@ import torch
 from tests.ranks import exchange, placed, together
 from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, OneBit, PowerSGD, TopK
 from workbench.compressors.error_feedback import wide
-from workbench.ops import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank
 
 NARROW = [torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
@@ -136,3 +136,14 @@ def test_what_is_kept_takes_the_place_without_a_copy_and_is_cut_anew_with_the_bu
     alone = Bucket(0, torch.zeros(6), (parts[1]._replace(start=0, stop=6),), 4)
     assert torch.equal(memory.flat("residual", alone), values[4:])
     assert torch.equal(memory.flat("residual", bucket), values), "and joined again"
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_what_narrow_gradients_round_off_waits_in_the_residual(dtype: torch.dtype) -> None:
+    """Dense sends all it is given, and it is given x rounded: only error feedback knows what was rounded off."""
+    parts, memory, n, of = placed((64,)), Memory(), 64, ErrorFeedback(of=Dense())
+    memory.flat("residual", Bucket(0, torch.zeros(n, dtype=dtype), tuple(parts), 0), torch.float32).fill_(2.0**-12)
+    g = torch.ones(1, n).to(dtype)
+    out = exchange(of, g, parts, [memory])
+    assert torch.equal(out, torch.ones(n).double()), "2^-12 is too little for 1 in either type"
+    assert torch.equal(memory.slots["residual"]["p0"], torch.full((n,), 2.0**-12))

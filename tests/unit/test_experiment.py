@@ -10,10 +10,9 @@ import pytest
 
 from workbench.compressors import Compressor, Dense, ErrorFeedback, TopK
 from workbench.experiment import Experiment
+from workbench.experiment.recipes import recipe, recipes
 from workbench.fabric import Fabric, Link, Slow
-from workbench.family import members
-from workbench.knobs import KnobError, walk
-from workbench.recipes import recipe, recipes
+from workbench.settings import KnobError, members, walk
 from workbench.strategies import LocalSGD, Strategy, TorchDDP
 from workbench.tasks import ByteGPT, Digits
 

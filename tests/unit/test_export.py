@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+import workbench
 from tests.unit import synthetic
-from workbench.export import as_python, to_perfetto
-from workbench.run import Run
-from workbench.timeline import Mark, Sample, Span
+from workbench.analysis.export import as_python, to_perfetto
+from workbench.record.timeline import Mark, Sample, Span
+from workbench.run import Run, RunError
 
 
 def trace(run: Run, path: Path) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def test_the_code_of_a_run_rebuilds_its_experiment_and_changes(monkeypatch: pyte
     code = as_python(run)
     assert code.endswith(before)
     space: dict[str, Any] = {}
-    exec(code[: code.index("lab = Lab(")].replace("from workbench.lab import Lab\n", ""), space)
+    exec(code[: code.index("lab = Lab(")].replace(", Lab\n", "\n"), space)
     assert space["experiment"] == experiment and tuple(space["changes"]) == run.changes
 
 
@@ -88,3 +89,55 @@ def test_functions_of_your_own_are_left_for_you_to_fill_in() -> None:
     code = as_python(run)
     assert "task=...,  # your own Task(...)" in code and "import Task" not in code
     compile(code, "run", "exec")
+
+
+EVIL = "__import__('os').system('touch evil')"
+HOSTILE: dict[str, dict[str, Any]] = {
+    "ranks": {"ranks": f"4)\n{EVIL}\n("},
+    "a field": {f"steps={EVIL}, lr": 1},
+    "a keyword": {"lambda": 1},
+    "a family's name": {"strategy": {f"DDP({EVIL}) or DDP": {}}},
+    "a builtin": {"strategy": {"SystemExit": {}}},
+    "a knob": {"compressor": {"TopK": {f"density={EVIL}, d": 0.1}}},
+    "letters that look alike": {"strategy": {"DDP": {"\uff45very": 1}}},
+}
+
+
+@pytest.mark.parametrize("settings", HOSTILE.values(), ids=HOSTILE)
+def test_no_name_of_a_hostile_record_becomes_code(settings: dict[str, Any]) -> None:
+    with pytest.raises(RunError, match=r"run .run. cannot be written as Python: .* must be"):
+        as_python(Run(settings))
+
+
+def test_what_a_hostile_record_holds_as_values_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    deep = {"DDP": {"every": {f"X({EVIL})": {"k": EVIL}}, "b": [EVIL, {"Y": {f"k={EVIL}": 1}}], "c": float("inf")}}
+    run = Run({"strategy": deep, "lr": EVIL, "seed": 5, "steps": 3, "bucket_mb": {EVIL: [EVIL, float("nan")]}})
+    detail = {"path": f"lr', {EVIL}, '", "value": {EVIL: EVIL}}
+    run.timeline.marks.add([Mark(0, 2, "change", 2.0, json.dumps(detail))])
+    code = as_python(run)
+    taken: dict[str, Any] = {}
+    names = {"Experiment": lambda **k: taken.update(k), "DDP": lambda **k: ("DDP", k), "Change": lambda *a: a}
+    body = "\n".join(line for line in code.splitlines() if not line.startswith(("from", "lab", "run")))
+    exec(body, {**names, "__builtins__": {"float": float}}, space := {})
+    assert taken["lr"] == EVIL and taken["strategy"][1]["every"] == {f"X({EVIL})": {"k": EVIL}}
+    assert space["changes"] == [(2, detail["path"], detail["value"])]
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_class_of_your_own_is_named_and_not_imported_from_where_it_is_not() -> None:
+    code = as_python(Run({"compressor": {"ErrorFeedback": {"of": {"Mine": {"share": 0.5}}}}, "steps": 5}))
+    assert "compressor=ErrorFeedback(of=Mine(share=0.5)),  # Mine: your own, to be defined before" in code
+    assert "from workbench.compressors import ErrorFeedback\n" in code
+
+
+def test_every_member_that_ships_can_be_imported_as_the_code_says() -> None:
+    from tests.ranks import shipped
+    from workbench.compressors import Compressor
+    from workbench.fabric import Fault
+    from workbench.optimizers import Optimizer
+    from workbench.strategies import Strategy
+
+    homes = {"compressors": Compressor, "fabric": Fault, "optimizers": Optimizer, "strategies": Strategy}
+    for home, base in homes.items():
+        assert set(shipped(base)) <= set(workbench._HOMES[home])

@@ -9,8 +9,8 @@ import torch
 
 from tests.ranks import batch, experiment, live, mse, run, toy, weights
 from tests.unit.test_engine_control import until
-from workbench.canonical import state_hash
-from workbench.knobs import Change, KnobError
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Gossip
 from workbench.strategies._graph import GRAPHS, bits, hops, mixing_round, neighbours, refused
 
@@ -50,6 +50,14 @@ def test_rows_and_columns_add_up_and_every_message_is_expected(graph: str, size:
         expects = {(s, i) for i in range(size) for s in mixing_round(graph, 1.0, size, i, number).shares if s != i}
         assert sends == expects
     assert disagreement(product) < 1 - 1e-9, "connected"
+
+
+def test_on_a_chain_the_larger_degree_of_the_two_counts() -> None:
+    """Ends have one neighbour and all others two, so with the smaller degree an end would take a half."""
+    want = [[2, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 2]]
+    torch.testing.assert_close(matrix("chain", 4), torch.tensor(want).double() / 3, rtol=0, atol=1e-15)
+    two = torch.tensor([[2, 1, 0], [1, 1, 1], [0, 1, 2]]).double() / 3
+    torch.testing.assert_close(matrix("chain", 3, mix=0.5), (torch.eye(3).double() + two) / 2, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(("graph", "size", "rounds", "left"), [
@@ -118,9 +126,9 @@ def test_ranks_connect_to_their_neighbours_only(graph: str, ranks: int) -> None:
     sessions = run(experiment(ranks, steps, strategy=Gossip(graph=graph)))
     for r, s in enumerate(sessions):
         rounds = [set(mixing_round(graph, 1.0, ranks, r, k).to) for k in range(steps)]
-        assert s.host.post.partners == set().union(*rounds)
+        assert s.training.post.partners == set().union(*rounds)
         if graph != "exponential":
-            assert s.host.post.partners == neighbours(graph, ranks, r)
+            assert s.training.post.partners == neighbours(graph, ranks, r)
         assert not [name for _, name, _ in s.record.comm() if "send" not in name], "no collective"
 
 
@@ -130,9 +138,9 @@ def test_a_change_acts_on_all_before_the_same_step_though_they_meet_only_neighbo
     try:
         for k, value in enumerate([0.01, 0.02, 0.03]):
             until(lambda k=k: all(s.rank.step > 5 * k + 2 for s in sessions))
-            sessions[0].request({"kind": "turn", "id": str(k), "path": "bucket_mb", "value": 0.01 + value})
+            sessions[0].request({"kind": "change", "id": str(k), "path": "bucket_mb", "value": 0.01 + value})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k)
-        sessions[0].request({"kind": "turn", "id": "out", "path": "strategy", "value": "DDP"})
+        sessions[0].request({"kind": "change", "id": "out", "path": "strategy", "value": "DDP"})
         until(lambda: len(sessions[0].record.noted("change")) > 3)
         step = sessions[0].record.noted("change")[3][0]
         until(lambda: all(s.rank.step > step + 2 for s in sessions))
@@ -142,9 +150,9 @@ def test_a_change_acts_on_all_before_the_same_step_though_they_meet_only_neighbo
         sessions[0].request({"kind": "pause"})
         until(lambda: all(s.phase == "paused" for s in sessions))
         assert len({state_hash(s.layout) for s in sessions}) == 1
-        sessions[0].request({"kind": "turn", "id": "in", "path": "strategy", "value": "Gossip"})
+        sessions[0].request({"kind": "change", "id": "in", "path": "strategy", "value": "Gossip"})
         sessions[0].request({"kind": "step", "n": 3})
-        until(lambda: all(s.phase == "paused" and s.credit == 0 and s.rank.step > step + 4 for s in sessions))
+        until(lambda: all(s.phase == "paused" and not s.training.credit and s.rank.step > step + 4 for s in sessions))
         assert len({s.rank.step for s in sessions}) == 1
         sessions[0].request({"kind": "stop"})
         assert all(s.join(20) for s in sessions)

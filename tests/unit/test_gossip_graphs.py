@@ -16,9 +16,9 @@ from tests.sim.virtual import comm, paced, rows, samples, seconds, stack
 from tests.unit.test_engine_control import until
 from tests.unit.test_gossip import disagreement, matrix
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.fabric import Freeze
-from workbench.knobs import Change, KnobError
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Gossip, LowPrecisionDecentralized, StochasticGradientPush
 from workbench.strategies._graph import PAIRINGS, hops, mixing_round, partner, refused
 
@@ -260,7 +260,7 @@ def test_with_rare_rounds_a_change_still_acts_on_all_before_the_same_step() -> N
         for k, (path, value) in enumerate([("every", 2), ("order", "adapt-then-combine"), ("graph", "complete"),
                                            ("edges", ""), ("strategy", "DDP")]):  # fmt: skip
             until(lambda: all(s.rank.step > 3 for s in sessions))
-            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            sessions[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k)
         step = sessions[0].record.noted("change")[4][0]
         until(lambda: all(s.rank.step > step + 2 for s in sessions))

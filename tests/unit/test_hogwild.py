@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -24,13 +25,13 @@ from tests.ranks import experiment, live, mse, run, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
-from workbench.canonical import optimizer_tensors, state_hash
 from workbench.compressors import TopK
 from workbench.engine import clocks
 from workbench.engine.session import Session
 from workbench.fabric import Freeze, Slow
-from workbench.knobs import Change, KnobError
-from workbench.layout import Layout, fingerprint
+from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.layout import Layout, fingerprint
+from workbench.settings import Change, KnobError
 from workbench.sim.session import Session as Simulated
 from workbench.strategies import DDP, Hogwild
 
@@ -47,7 +48,13 @@ def blocks() -> list[str]:
 
 
 def files() -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob(f"workbench-{os.getuid()}-*.shared"))
+    """Blocks that still have a name; the folders of other tests come and go meanwhile."""
+    found: list[Path] = []
+    for folder in os.listdir(tempfile.gettempdir()):
+        if folder.startswith("workbench-"):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found += [p for p in Path(tempfile.gettempdir(), folder).iterdir() if p.suffix == ".shared"]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +278,7 @@ def test_a_rank_that_stands_still_for_3_seconds_holds_up_none() -> None:
     try:
         until(lambda: all(s.rank.step > 3 for s in sessions), sessions)
         asked = {"path": "faults", "value": [{"Freeze": {"rank": 1, "seconds": 3.0}}]}
-        sessions[0].request({"kind": "turn", "id": "f", **asked})
+        sessions[0].request({"kind": "change", "id": "f", **asked})
         until(lambda: sessions[0].record.noted("change"), sessions)
         began, at = time.monotonic(), [s.rank.step for s in sessions]
         until(lambda: all(sessions[r].rank.step > at[r] + 40 for r in (0, 2)), sessions)
@@ -330,7 +337,7 @@ def test_buckets_rate_and_batch_turned_while_it_lasts_keep_the_one_vector() -> N
     try:
         turns = [("bucket_mb", 0.02), ("lr", 0.005), ("bucket_mb", 1.0), ("batch", 2), ("bucket_mb", 0.01)]
         for k, (path, value) in enumerate(turns):
-            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            sessions[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
             begun = [s.rank.step for s in sessions]
             until(lambda b=begun: all(s.rank.step > n + 2 for s, n in zip(sessions, b, strict=True)), sessions)
@@ -419,7 +426,7 @@ def test_on_a_gpu_it_is_refused_when_it_is_asked_for() -> None:
         until(lambda: all(s.rank.step > 2 for s in sessions), sessions)
         for s in sessions:
             s.device = f"cuda:{s.rank.index}"
-        sessions[0].request({"kind": "turn", "id": "x", "path": "strategy", "value": "Hogwild"})
+        sessions[0].request({"kind": "change", "id": "x", "path": "strategy", "value": "Hogwild"})
         until(lambda: refusals(sessions), sessions)
         assert "the parameters are on cuda:0; take a lab with device='cpu'" in refusals(sessions)[0]
     finally:

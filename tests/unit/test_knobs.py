@@ -10,9 +10,23 @@ from typing import Any
 import pytest
 
 from workbench.compressors import Cast, Compressor, ErrorFeedback, TopK
+from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Fault, Freeze, Link, Noisy, Slow
-from workbench.family import find, members
-from workbench.knobs import Knob, KnobError, checked, describe, from_plain, knob, knobs, resolve, to_plain, turn, walk
+from workbench.settings import (
+    Knob,
+    KnobError,
+    checked,
+    describe,
+    find,
+    from_plain,
+    knob,
+    knobs,
+    members,
+    resolve,
+    to_plain,
+    turn,
+    walk,
+)
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import Task, TaskBase
 
@@ -108,7 +122,7 @@ def test_a_bare_name_means_the_member_as_it_is_usual() -> None:
     ("plain", "words"),
     [
         ("LocalSDG", "did you mean LocalSGD"),
-        ({"LocalSGD": {"evry": 3}}, "LocalSGD has no knob evry"),
+        ({"LocalSGD": {"evry": 3}}, "LocalSGD has no knob 'evry'; did you mean every?"),
         ({"LocalSGD": {}, "DDP": {}}, "must be one name with its settings"),
     ],
 )
@@ -118,8 +132,38 @@ def test_settings_that_cannot_be_read_say_why(plain: Any, words: str) -> None:
 
 
 def test_checking_goes_down_into_nested_settings_and_names_the_whole_path() -> None:
-    with pytest.raises(KnobError, match=r"link.jitter=7: must be a number in \[0, 1\]"):
-        checked(Fabric(link=Link(jitter=7)))
+    @dataclass(frozen=True)
+    class Inner:
+        share: float = knob(0.0, 0.0, 1.0, doc="a share")
+
+    body = {"inner": knob(Inner(7), doc="x"), "__annotations__": {"inner": Inner}}
+    outer = dataclass(frozen=True)(type("Outer", (), body))
+    with pytest.raises(KnobError, match=r"^inner.share=7: must be a number in \[0, 1\]"):
+        checked(outer())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TopK(density=float("nan")), r"TopK.density=nan: must be a number in \["),
+        (lambda: LocalSGD(every=[8]), r"LocalSGD.every=\[8\]: must be an integer in \["),
+        (lambda: LocalSGD(every=8.5), r"LocalSGD.every=8.5: must be an integer"),
+        (lambda: Slow(rank=1, factor="x"), r"Slow.factor='x': must be a number in"),
+        (lambda: Link(latency=-1), r"Link.latency=-1: must be a number in"),
+        (lambda: Fabric(faults="abc"), r"Fabric.faults='abc': must be"),
+        (lambda: Fabric(faults=(DDP(),)), r"Fabric.faults=\(DDP.*: must be"),
+        (lambda: Experiment(strategy="DDP"), r"^strategy='DDP': must be"),
+        (lambda: Experiment(lr=10**400), r"^lr=10+…: must be a number in"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_where_it_is_written(make: Any, words: str) -> None:
+    with pytest.raises(KnobError, match=words):
+        make()
+
+
+def test_values_are_of_their_knobs_type_once_made() -> None:
+    made = LocalSGD(every="8")  # type: ignore[arg-type]
+    assert made == LocalSGD(every=8) and type(made.every) is int
 
 
 def test_a_member_defined_in_a_cell_is_found_and_replaces_its_older_self() -> None:

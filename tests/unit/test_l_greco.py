@@ -11,7 +11,6 @@ import torch
 from tests.laws.codecs import pairs, reduced
 from tests.ranks import exchange, experiment, placed, run, shipped
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import (
     ByteGrad,
     Cast,
@@ -28,8 +27,9 @@ from workbench.compressors._ratio import ratio, ways
 from workbench.compressors._trial import tried
 from workbench.compressors.l_greco import BINS, cheapest, chosen
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError, knobs
-from workbench.ops import Bucket, Memory
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory
+from workbench.settings import Change, KnobError, knobs
 
 pytestmark = pytest.mark.ranks
 

@@ -18,7 +18,8 @@ from workbench.cluster.engines import Engine, check_versions, devices, here
 from workbench.cluster.launch import find, fitted, open_run
 from workbench.cluster.place import ClusterError, Place, alive, host, over, places, root, runs_dir, this_process
 from workbench.experiment import Experiment
-from workbench.knobs import KnobError
+from workbench.run import Run
+from workbench.settings import KnobError
 
 
 @pytest.fixture(autouse=True)
@@ -111,15 +112,15 @@ def test_an_experiment_takes_the_ranks_of_its_lab_unless_it_says() -> None:
 
 def test_a_run_gets_a_directory_of_its_own_and_never_the_working_directory(tmp_path: Path) -> None:
     before = set(Path.cwd().iterdir())
-    one, two = open_run(Experiment(), None), open_run(Experiment(), None)
+    one, two = open_run(Experiment(), None, Run), open_run(Experiment(), None, Run)
     assert one.path != two.path and one.path.parent == two.path.parent == runs_dir()
-    assert (one.path / "run.json").exists() and open_run(Experiment(), tmp_path / "x").path == tmp_path / "x"
+    assert (one.path / "run.json").exists() and open_run(Experiment(), tmp_path / "x", Run).path == tmp_path / "x"
     assert set(Path.cwd().iterdir()) == before
 
 
 def test_kernels_that_start_in_the_same_second_get_directories_of_their_own() -> None:
     with ThreadPoolExecutor(16) as kernels:
-        opened = list(kernels.map(lambda _: open_run(Experiment(), None), range(16)))
+        opened = list(kernels.map(lambda _: open_run(Experiment(), None, Run), range(16)))
     assert len({run.path for run in opened}) == 16
 
 

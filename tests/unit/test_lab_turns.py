@@ -9,7 +9,7 @@ import pytest
 
 from workbench.cluster.turns import Turn, Turns, classes, planned
 from workbench.experiment import Experiment
-from workbench.knobs import Change, KnobError, to_plain
+from workbench.settings import NEXT, Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD
 
 
@@ -62,7 +62,7 @@ def test_what_was_not_applied_is_refused_at_the_end(turns: Turns) -> None:
     turns.end("the run ended")
     assert turn.refused == "batch=4: the run ended"
     with pytest.raises(TimeoutError):
-        Turn("1", "batch", 4).wait(0)
+        Turn(Change(NEXT, "batch", 4, "1")).wait(0)
 
 
 def test_a_turn_that_cannot_be_is_not_sent(turns: Turns) -> None:
@@ -81,7 +81,7 @@ def test_classes_of_the_notebook_are_sent_along(turns: Turns) -> None:
 
 def test_planned_changes_see_each_other() -> None:
     found = planned(Experiment(), [Change(9, "every", 2), Change(3, "strategy", "LocalSGD")])
-    assert [tuple(c) for c in found] == [(3, "strategy", to_plain(LocalSGD())), (9, "strategy.every", 2)]
+    assert found == (Change(3, "strategy", to_plain(LocalSGD())), Change(9, "strategy.every", 2))
     for bad in (Change(-1, "lr", 1), Change(3, "every", 2), Change(3, "seed", 2)):
         with pytest.raises(KnobError):
             planned(Experiment(), [bad])

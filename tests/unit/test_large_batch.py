@@ -12,11 +12,11 @@ import torch
 from tests.ranks import batch, experiment, mse, net, run, shipped, toy, weights
 from tests.sim.virtual import paced, samples
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.experiment import Experiment
+from workbench.experiment.rates import factor
 from workbench.fabric import Slow
-from workbench.knobs import Change, KnobError
-from workbench.rates import factor
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, AsyncServer, LocalSGD, ShadowMA, Strategy
 from workbench.tasks import Digits
 

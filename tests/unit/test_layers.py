@@ -10,13 +10,13 @@ import torch
 from tests.laws.codecs import by_layers, reduced
 from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import Cast, Compressor, Dense, ErrorFeedback, Layers, OneBit, PowerSGD, TopK
 from workbench.compressors._low_rank import RIGHT
 from workbench.compressors._split import gathered_parts
 from workbench.compressors.error_feedback import bare
-from workbench.knobs import Change, KnobError
-from workbench.ops import Bucket, Memory, Part
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Part
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

@@ -15,12 +15,12 @@ from tests.ranks import experiment, run, shipped
 from tests.sim.insides import simulated
 from tests.sim.virtual import begun, comm
 from widgets.views.log import _said
-from workbench import changes
 from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.compressors._leaving import _Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
-from workbench.knobs import Change, KnobError, to_plain
-from workbench.ops import Bucket, Rank
+from workbench.host import residual
+from workbench.rank import Bucket, Rank
+from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP
 
 pytestmark = pytest.mark.ranks
@@ -52,7 +52,7 @@ BOOKS = Books()
 @pytest.fixture(autouse=True)
 def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
     BOOKS.__init__()  # type: ignore[misc]
-    plain = changes._dropped
+    plain = residual._dropped
 
     def noting(run: Any, was: Any, slot: str, owed: Any) -> None:
         for name, piece in run.rank.memory.slots.get(slot, {}).items():
@@ -60,7 +60,7 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
                 BOOKS.add(BOOKS.dropped, name, piece)
         plain(run, was, slot, owed)
 
-    monkeypatch.setattr(changes, "_dropped", noting)
+    monkeypatch.setattr(residual, "_dropped", noting)
     yield BOOKS
 
 

@@ -17,10 +17,10 @@ from tests.ranks import batch, experiment, live, mse, net, run, toy, weights
 from tests.sim.virtual import begun, comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
 from workbench import simulate
-from workbench.canonical import optimizer_tensors, state_hash
 from workbench.compressors import TopK
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError, to_plain
+from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD
 from workbench.strategies._groups import members
 from workbench.tasks import Task
@@ -363,7 +363,7 @@ def test_groups_live_a_turn_a_pause_and_a_stop_reach_all_before_the_same_step() 
     sessions = live(experiment(4, 0, pace=5.0, strategy=LocalSGD(every=4, group=2)))
     try:
         until(lambda: all(s.rank.step > 6 for s in sessions))
-        sessions[0].request({"kind": "turn", "id": "a", "path": "strategy.group_every", "value": 2})
+        sessions[0].request({"kind": "change", "id": "a", "path": "strategy.group_every", "value": 2})
         until(lambda: sessions[0].record.noted("change"))
         step = sessions[0].record.noted("change")[0][0]
         until(lambda: all(s.rank.step > step + 8 for s in sessions))

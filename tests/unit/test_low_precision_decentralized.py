@@ -17,7 +17,7 @@ from tests.unit.test_gossip import matrix
 from tests.unit.test_gossip_graphs import Plain, exact_task
 from workbench import simulate
 from workbench.compressors import TopK
-from workbench.knobs import Change, KnobError
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Gossip, LowPrecisionDecentralized
 
 pytestmark = pytest.mark.ranks
@@ -129,7 +129,7 @@ def test_a_change_reaches_all_round_the_ring_before_the_same_step() -> None:
     try:
         for k, (path, value) in enumerate([("bucket_mb", 0.03), ("every", 1), ("strategy", "DDP")]):
             until(lambda k=k: all(s.rank.step > 5 * k + 2 for s in sessions))
-            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            sessions[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k)
         step = sessions[0].record.noted("change")[2][0]
         until(lambda: all(s.rank.step > step + 2 for s in sessions))

@@ -15,9 +15,9 @@ from workbench.compressors import ByteGrad, Cast, Compressor, Dense, ErrorFeedba
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError, to_plain
-from workbench.measuring import measurable
-from workbench.ops import Bucket, Memory, Rank
+from workbench.host.measuring import measurable
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD, Strategy
 
 pytestmark = pytest.mark.ranks
@@ -202,15 +202,15 @@ def test_a_number_of_steps_that_cannot_be_is_refused(wrong: object) -> None:
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=str)
 def test_what_is_predicted_for_dense_is_what_dense_then_takes(strategy: Strategy) -> None:
-    e = experiment(3, 40, strategy=strategy, compressor=SPARSE, pace=20.0, measure_every=4)
+    e = experiment(3, 90, strategy=strategy, compressor=SPARSE, pace=20.0, measure_every=4)
     e = e.turn("fabric.link.bandwidth", 5.0)
     found = break_even(simulate(e, real=True))
     alone = simulate(e.turn("compressor", "Dense"), real=True)
     every = e.strategy.every if isinstance(e.strategy, LocalSGD) else 1
-    exposed = breakdown(alone.timeline, 4 - 4 % every, 40 - 40 % every).exposed.mean()
+    exposed = breakdown(alone.timeline, 4 - 4 % every, 90 - 90 % every).exposed.mean()
     assert found is not None and (found.known, found.verdict) == ("predicted", "pays")
     assert found.dense == pytest.approx(float(exposed), rel=0.02) and exposed > 1e-3
-    both = simulate(e.turn("compressor", "Dense"), changes=[Change(18, "compressor", to_plain(SPARSE))], real=True)
+    both = simulate(e.turn("compressor", "Dense"), changes=[Change(42, "compressor", to_plain(SPARSE))], real=True)
     measured = break_even(both)
     assert measured is not None and measured.known == "measured"
     assert measured.dense == pytest.approx(found.dense, rel=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,45 @@ def test_the_code_of_a_lesson_is_short_and_parses(name: str) -> None:
     for source in code(name):
         ast.parse(source)
         assert len(source.splitlines()) <= 12, source
+
+
+UNITS = r"\d[\d.,]*\s*(?:ms|s|MB|kB|Mbit/s|%|times|steps|ranks|messages)(?!\w)"
+SETS = r"[Ss]et (?:\*\*\w+\*\*|it)(?: back)? to \d+"  # what a person is asked to set: shown in tests/browser
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_number_with_a_unit_is_typed_into_a_lesson(name: str) -> None:
+    """They come from the recipe or from the run: in an f-string, or as what a cell shows."""
+    prose = [cell.source for cell in book(name).cells if cell.cell_type == "markdown"]
+    said = [token for source in code(name) for token in re.findall(r"#[^\n]*|[\"'][^\"'\n]*[\"']", source)]
+    for text in (*prose, *said):
+        assert not re.findall(UNITS, re.sub(SETS, "", text)), text
+
+
+@pytest.mark.parametrize("name", ["01_reading_a_timeline.ipynb", "02_one_strategy_two_clocks.ipynb"])
+def test_what_answers_a_question_is_shown_only_after_a_guess(name: str) -> None:
+    sources = code(name)
+    asked = next(i for i, s in enumerate(sources) if "guess = Prediction(" in s)
+    answered = next(i for i, s in enumerate(sources) if "guess.against(" in s)
+    for source in sources[asked + 1 : answered]:
+        last = source.splitlines()[-1]
+        assert last == "lab" or last.startswith("guess.after("), last
+    assert "priced(" in sources[asked] and "lab)" in sources[asked]
+
+
+@pytest.mark.parametrize(
+    ("name", "guess", "answer"),
+    [
+        ("01_reading_a_timeline.ipynb", "faster", "where_time_goes(run, last=8)"),
+        ("02_one_strategy_two_clocks.ipynb", "best", '"bucket_mb": size'),
+    ],
+)
+def test_the_question_of_a_knob_is_asked_before_it_is_turned(name: str, guess: str, answer: str) -> None:
+    sources = code(name)
+    at = next(i for i, s in enumerate(sources) if answer in s)
+    assert sources[at].splitlines()[-1].startswith(f"{guess}.after(")
+    assert f"{guess} = Prediction(" in sources[at - 1] and "during=True" in sources[at - 1]
+    assert f"{guess}.against(" in sources[at + 1]
 
 
 def test_three_lines_lead_from_nothing_to_the_dashboard() -> None:

@@ -8,11 +8,11 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run
 from tests.unit.draws import drawn, heavy, noise
-from workbench.canonical import state_hash
 from workbench.compressors import NUQSGD, QSGD
 from workbench.compressors._levels import Levels, between
-from workbench.knobs import Change
-from workbench.ops import Memory
+from workbench.host.canonical import state_hash
+from workbench.rank import Memory
+from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
 

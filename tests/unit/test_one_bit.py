@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.ranks import exchange, experiment, placed, run, weights
-from workbench.canonical import state_hash
 from workbench.compressors import Dense, ErrorFeedback, OneBit
-from workbench.knobs import Change
-from workbench.ops import Memory
+from workbench.host.canonical import state_hash
+from workbench.rank import Memory
+from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
 

@@ -15,12 +15,12 @@ from tests.ranks import batch, exchange, experiment, mse, net, run, toy, weights
 from tests.sim.virtual import begun, comm
 from tests.unit.test_q_adam import joined
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import ByteGrad, Cast, Compressor, ErrorFeedback, OneBit, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError, knobs
-from workbench.ops import Bucket, Memory, Rank
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import Change, KnobError, knobs
 from workbench.strategies import DDP, LocalSGD, OneBitAdam, QAdam
 from workbench.tasks import Digits
 

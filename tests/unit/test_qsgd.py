@@ -13,12 +13,12 @@ from tests.ranks import exchange, experiment, placed, run, weights
 from tests.unbiased import assert_unbiased
 from tests.unit.draws import drawn, heavy, noise, reduced
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import NUQSGD, QSGD, ErrorFeedback
 from workbench.compressors._levels import between, norms
 from workbench.compressors._stochastic import dithered
-from workbench.knobs import Change, KnobError
-from workbench.ops import Bucket, Memory, Rank
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

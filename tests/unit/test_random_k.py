@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.ranks import exchange, experiment, placed, run
-from workbench.canonical import state_hash
 from workbench.compressors import Dense, ErrorFeedback, RandomK
 from workbench.compressors.random_k import seeded, subset
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError
-from workbench.ops import Bucket, Memory, Op, Rank
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Op, Rank
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from workbench import store
 from workbench.engine import recorder as module
 from workbench.engine.recorder import Recorder
-from workbench.store import Writer
+from workbench.record import store
+from workbench.record.store import Writer
 
 
 class Page:

@@ -21,7 +21,7 @@ from workbench.compressors import (
     TopK,
     WarmUp,
 )
-from workbench.knobs import KnobError
+from workbench.settings import KnobError
 
 
 @pytest.mark.parametrize(("compressor", "why", "instead"), [

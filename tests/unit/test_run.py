@@ -13,10 +13,10 @@ import pytest
 import workbench
 from tests.unit import synthetic
 from workbench.engine.recorder import Recorder
-from workbench.knobs import Change
+from workbench.record.store import RunError
+from workbench.record.timeline import KINDS
 from workbench.run import Run
-from workbench.store import RunError
-from workbench.timeline import KINDS
+from workbench.settings import Change
 
 ROOT = Path(workbench.__file__).parent.parent
 SETTINGS: dict[str, Any] = {"strategy": {"DDP": {}}, "ranks": 2}
@@ -131,7 +131,7 @@ class Entry:
 def test_a_cell_shows_what_the_display_offers_or_plain_text(
     monkeypatch: pytest.MonkeyPatch, entries: list[Entry], bundle: set[str]
 ) -> None:
-    monkeypatch.setattr("workbench.display.entry_points", lambda group, name: entries)
+    monkeypatch.setattr("workbench.record.display.entry_points", lambda group, name: entries)
     assert set(synthetic.run(steps=5, changes=())._repr_mimebundle_()) == bundle
 
 
@@ -140,7 +140,7 @@ def test_a_widget_is_shown_as_it_shows_itself(monkeypatch: pytest.MonkeyPatch) -
         def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
             return {"application/widget": "view"}
 
-    monkeypatch.setattr("workbench.display.entry_points", lambda group, name: [Entry(lambda run: Widget())])
+    monkeypatch.setattr("workbench.record.display.entry_points", lambda group, name: [Entry(lambda run: Widget())])
     assert synthetic.run(steps=5, changes=())._repr_mimebundle_() == {"application/widget": "view"}
 
 
@@ -197,7 +197,7 @@ def imports_at_the_top(name: str) -> set[str]:
 
 
 def test_opening_a_run_imports_no_torch() -> None:
-    todo, seen = ["workbench.run", "workbench.analysis", "workbench.export"], set()
+    todo, seen = ["workbench.run", "workbench.analysis", "workbench.analysis.export"], set()
     while todo:
         name = todo.pop()
         if name in seen:

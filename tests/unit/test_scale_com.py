@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.ranks import exchange, experiment, placed, run, toy, weights
-from workbench.canonical import state_hash
 from workbench.compressors import Compressor, ErrorFeedback, ScaleCom, TopK
 from workbench.fabric import traffic
-from workbench.knobs import Change
-from workbench.ops import Memory
+from workbench.host.canonical import state_hash
+from workbench.rank import Memory
+from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
 
@@ -119,7 +119,7 @@ def test_the_residual_passes_between_it_and_error_feedback(other: Compressor) ->
     there = run(experiment(2, 10, compressor=ScaleCom()), Change(5, "compressor", {"ErrorFeedback": {"of": "TopK"}}))
     back = run(experiment(2, 10, compressor=other), Change(5, "compressor", "ScaleCom"))
     for s in (*there, *back):
-        assert "residual" in s.rank.memory.slots and not s.flushing
+        assert "residual" in s.rank.memory.slots and not s.training.flushing
         dense = sum(n for step, _, n in s.record.comm() if step == 5)
         assert dense < sum(b.nbytes for b in s.layout.buckets), "nothing was flushed"
 
@@ -135,7 +135,7 @@ def test_it_trains_as_far_as_plain_averaging() -> None:
     rest = {"task": toy(partial(torch.optim.SGD, lr=0.05)), "eval_every": 150}
     ends = {}
     for c in ({}, {"compressor": ScaleCom(density=0.1)}, {"compressor": ScaleCom(density=0.1, beta=0.5)}):
-        session = run(experiment(2, 151, **c, **rest), within=50)[0]
+        session = run(experiment(2, 151, **c, **rest))[0]
         held = [v for _, name, _, v in session.record.samples if name == "held_out"]
         ends[str(c)] = held[-1]
         assert held[-1] < 0.7 * held[0]

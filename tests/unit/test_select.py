@@ -10,7 +10,7 @@ import torch
 from tests.ranks import exchange, placed
 from workbench.compressors import SampledTopK, TopK
 from workbench.compressors._select import BLOCK, above, largest, roughly, threshold_of, unset
-from workbench.ops import Bucket, Memory
+from workbench.rank import Bucket, Memory
 
 pytestmark = pytest.mark.ranks
 
@@ -156,3 +156,13 @@ def test_sampled_top_k_sends_no_zeros() -> None:
     x[[3, 5000, 65_535]] = torch.tensor([1.0, -2.0, 1e-30])
     index, values = SampledTopK().choose(x, Memory(), Bucket(0, x, tuple(placed((2**16,))), 0))
     assert sorted(index.tolist()) == [3, 5000, 65_535] and torch.equal(values, x[index])
+
+
+def test_where_the_sampled_threshold_lets_too_few_pass_sorting_finds_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens once in ten thousand samples, so the threshold is put too high by hand."""
+    x, k = noise(4, 100_000), 1000
+    highest = float(x.abs().topk(k // 2).values[-1])
+    monkeypatch.setattr("workbench.compressors._select.threshold_of", lambda *_, **__: highest)
+    found = largest(x, k)
+    assert found.unique().shape == (k,)
+    assert float(x[found].abs().min()) == float(x.abs().topk(k).values[-1])

@@ -14,10 +14,10 @@ from torch import nn
 from tests.ranks import Net, batch, experiment, live, mse, net, run, toy, weights
 from tests.sim.virtual import begun, comm, paced, rows, samples
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.fabric import traffic
-from workbench.knobs import Change
-from workbench.ops import StrategyError
+from workbench.host.canonical import state_hash
+from workbench.rank import StrategyError
+from workbench.settings import Change
 from workbench.strategies import LocalSGD, SelSync
 from workbench.tasks import Task
 

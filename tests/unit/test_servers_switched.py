@@ -16,11 +16,11 @@ from tests.sim.test_replay import Asked, engines
 from tests.sim.virtual import samples
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
-from workbench.canonical import optimizer_tensors, state_hash
 from workbench.engine.session import Session
 from workbench.fabric import Fabric, Noisy, Slow
-from workbench.knobs import to_plain
-from workbench.layout import fingerprint
+from workbench.host.canonical import optimizer_tensors, state_hash
+from workbench.host.layout import fingerprint
+from workbench.settings import to_plain
 from workbench.strategies import DDP, AsyncServer, BackupWorkers, BoundedStaleness, Gossip, LocalSGD, Strategy
 
 pytestmark = pytest.mark.ranks
@@ -48,12 +48,12 @@ def play(seed: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> list[Session
                     pause(ranks, what, value)
                     continue
                 plain = to_plain(value) if not isinstance(value, tuple) else [to_plain(v) for v in value]
-                ranks[0].request({"kind": "turn", "id": str(asked), "path": what, "value": plain})
+                ranks[0].request({"kind": "change", "id": str(asked), "path": what, "value": plain})
                 asked += 1
             until(lambda asked=asked: answered(ranks) >= asked, ranks)
             time.sleep(dice.uniform(0, 0.05))
         for path, value in (("compressor", "Dense"), ("faults", []), ("strategy", "DDP")):
-            ranks[0].request({"kind": "turn", "id": path, "path": path, "value": value})
+            ranks[0].request({"kind": "change", "id": path, "path": path, "value": value})
             asked += 1
         until(lambda: answered(ranks) >= asked, ranks)
         ranks[0].request({"kind": "pause"})

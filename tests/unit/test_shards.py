@@ -13,7 +13,7 @@ from tests.ranks import run
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.knobs import Change, KnobError
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import ByteGPT, Digits, TaskError
 from workbench.tasks._base import shuffled
@@ -133,7 +133,7 @@ def test_shards_stay_when_the_batch_is_turned() -> None:
     sessions = run(e, Change(4, "batch", 48))
     for s in sessions:
         for _ in range(30):
-            seen[s.rank.index] |= set(s.batches.next()[1].tolist())
+            seen[s.rank.index] |= set(s.training.batches.next()[1].tolist())
     shown = _images(held_out=False)[1]
     for rank, shard in enumerate(_skewed(3, 0.05, 0)):
         assert seen[rank] <= set(shown[shard].tolist())

@@ -10,11 +10,11 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import SIDCo
 from workbench.compressors.sidco import _FITS, _exponential, _gamma, _gamma_quantile, _judged, _pareto
-from workbench.knobs import Change, KnobError
-from workbench.ops import Bucket, Memory
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ from tests.unit.plain_outer import MOMENTUM, SGD, Plain
 from workbench import simulate
 from workbench.engine.session import Session
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, LocalSGD, SlowMo
 from workbench.strategies._outer import Outer
 

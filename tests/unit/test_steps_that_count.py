@@ -12,8 +12,8 @@ from tests.ranks import experiment, live, run
 from tests.sim.virtual import rows
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
-from workbench.knobs import Change
-from workbench.ops import Rank
+from workbench.rank import Rank
+from workbench.settings import Change
 from workbench.strategies import AsyncServer, Strategy
 
 pytestmark = pytest.mark.ranks

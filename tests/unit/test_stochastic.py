@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from workbench.compressors._stochastic import BLOCK, dice_for, dithered, plain
-from workbench.ops import Memory
+from workbench.rank import Memory
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
 from tests.unit.test_gossip_graphs import double, exact_task
 from workbench import simulate
-from workbench.canonical import state_hash
-from workbench.knobs import Change, KnobError
+from workbench.host.canonical import state_hash
+from workbench.settings import Change, KnobError
 from workbench.strategies import StochasticGradientPush
 from workbench.strategies._graph import PUSHES, push_hops, push_round
 
@@ -121,7 +121,7 @@ RULES = [(StochasticGradientPush(), 4), (StochasticGradientPush(graph="exponenti
          (StochasticGradientPush(graph="chain"), 4), (StochasticGradientPush(edges=UNEVEN, every=2), 4),
          (StochasticGradientPush(edges=SHARES, overlap=1), 3), (StochasticGradientPush(edges=UNEVEN, overlap=3), 4),
          (StochasticGradientPush(graph="chain", overlap=3, every=2), 3),
-         (StochasticGradientPush(overlap=2), 8)]  # fmt: skip
+         (StochasticGradientPush(overlap=2), 8), (StochasticGradientPush(every=2), 4)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("chosen", "size"), RULES, ids=str)
@@ -205,7 +205,7 @@ def test_a_change_acts_on_all_before_the_same_step_though_letters_are_late() -> 
         for k, (path, value) in enumerate([("bucket_mb", 0.03), ("overlap", 0), ("every", 1), ("graph", "chain"),
                                            ("strategy", "LocalSGD")]):  # fmt: skip
             until(lambda k=k: all(s.rank.step > 5 * k + 2 for s in sessions))
-            sessions[0].request({"kind": "turn", "id": str(k), "path": path, "value": value})
+            sessions[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k)
         step = sessions[0].record.noted("change")[4][0]
         until(lambda: all(s.rank.step > step + 2 for s in sessions))

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 
 from tests.unit import synthetic
-from workbench import store
+from workbench.record import store
+from workbench.record.store import RunError, Writer
+from workbench.record.timeline import Rows
 from workbench.run import Run
-from workbench.store import RunError, Writer
-from workbench.timeline import Rows
 
 ABOUT: dict[str, Any] = {
     "experiment": {"strategy": {"DDP": {}}, "ranks": 2},
@@ -185,3 +185,70 @@ def test_a_realistic_record_is_small_and_loads_quickly(tmp_path: Path) -> None:
     seconds = time.perf_counter() - began
     assert len(read) == len(written) and size / len(written) < 40
     assert seconds < 2.0 * max(len(written) / 1e6, 0.25)
+
+
+def test_a_run_directory_and_all_in_it_are_this_users_alone(tmp_path: Path) -> None:
+    run = synthetic.run(steps=5, changes=())
+    run.save(tmp_path / "new" / "run")
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o755)
+    run.save(mine)
+    for path in (tmp_path / "new" / "run", *(tmp_path / "new" / "run").iterdir(), *mine.iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert mine.stat().st_mode & 0o777 == 0o755, "a directory that was there stays as its owner made it"
+
+
+def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="file: is a file; a run needs"):
+        store.create(tmp_path / "file", ABOUT)
+    with pytest.raises(RunError, match="is a file; a run needs"):
+        store.create(tmp_path / "file" / "run", ABOUT)
+    with pytest.raises(RunError, match=r"/proc/run: no run can be kept there \(No such file or directory\)"):
+        store.create(Path("/proc/run"), ABOUT)
+
+
+HAND_MADE = {
+    "epoch is 'x', which must be a number of seconds": {"epoch": "x"},
+    "epoch is nan": {"epoch": float("nan")},
+    r"experiment is \[\], which must be an object of settings": {"experiment": []},
+    "experiment is None": {"experiment": None},
+    "experiment.ranks is 'four', which must be a whole number, 1 or more": {"experiment": {"ranks": "four"}},
+    "experiment.ranks is 0": {"experiment": {"ranks": 0}},
+    "experiment.steps is True": {"experiment": {"steps": True}},
+    r"experiment.strategy is 'DDP', which must be one name with its settings": {"experiment": {"strategy": "DDP"}},
+    "experiment.compressor": {"experiment": {"compressor": {"TopK": {"density=exit()": 1}}}},
+    "environment is 5, which must be an object": {"environment": 5},
+    "name is 5, which must be text": {"name": 5},
+}
+
+
+@pytest.mark.parametrize(("said", "about"), HAND_MADE.items(), ids=HAND_MADE)
+def test_a_hand_made_run_json_is_refused_field_by_field(tmp_path: Path, said: str, about: dict[str, Any]) -> None:
+    path = directory(tmp_path, **about)
+    with pytest.raises(RunError, match=f"run: its run.json is not one that workbench wrote: {said}"):
+        Run.open(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '"x"', "null", '{"schema": 1}', '{"schema": "x"}', "[" * 100_000])
+def test_a_run_json_that_is_something_else_is_refused(tmp_path: Path, text: str) -> None:
+    path = directory(tmp_path)
+    (path / "run.json").write_text(text)
+    with pytest.raises(RunError, match=r"run: its run.json is "):
+        Run.open(path)
+
+
+def test_a_stream_that_holds_something_else_is_skipped_by_name(tmp_path: Path) -> None:
+    path = synthetic.run(steps=5, changes=()).save(tmp_path / "run")
+    (path / "samples-0.arrow").replace(path / "spans-0.arrow")
+    (path / "marks-1.arrow").write_bytes(b"")
+    run = Run.open(path)
+    assert "spans-0.arrow: does not hold spans and was skipped" in run.warnings
+    assert any(w.startswith("marks-1.arrow: ends in a torn batch") for w in run.warnings)
+    assert len(run.spans) and repr(run), "the other ranks' rows are there"
+
+
+def test_marks_that_hold_something_else_keep_no_run_closed() -> None:
+    run = Run({"ranks": 1})
+    run.timeline.marks.add([(0, 1, "change", 1.0, "not json"), (0, 2, "change", 2.0, "[]"), (0, 3, "state", 3.0, "5")])
+    assert run.changes == () and run.state == "cut off" and repr(run)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.unit import synthetic
-from workbench.analysis import straggler
-from workbench.timeline import Mark, Timeline
+from workbench.analysis import straggler, why_silent
+from workbench.record.timeline import Mark, Timeline
 
 FROM = 40  # the step at which a rank becomes slow
 
@@ -56,7 +56,7 @@ def test_before_the_ranks_meet_the_others_will_wait() -> None:
     slow = (2, "forward", synthetic.factor("forward"))
     verdict = straggler(synthetic.timeline("LocalSGD", steps=30, every=100, slow=slow))
     assert verdict is not None and verdict.rank == 2 and verdict.victims == ()
-    assert verdict.text.endswith("The others will wait for it when they next meet.")
+    assert verdict.text.endswith("No rank has waited for it so far; the others will if they meet.")
 
 
 @pytest.mark.parametrize("strategy", ["DDP", "LocalSGD"])
@@ -78,9 +78,10 @@ def test_cause_and_victims_read_well() -> None:
     verdict = straggler(slowed(2, "backward", share=0.4, link=False, noise=0.0, hiccups=0.0))
     assert verdict is not None
     assert verdict.text == (
-        "Rank 2 is the cause: its backward takes 40 ms longer than the others' (+40% of a step). "
+        "Rank 2 is the cause: its backward takes 40 ms longer than the others', 28 % of its step's time. "
         "Ranks 0, 1, 3 are victims: each waits 40 ms per step for it."
     )
+    assert verdict.share == pytest.approx(40 / 142, rel=0.02), "a step takes 100 ms, 40 more and 2 on the wire"
     assert verdict.relative == pytest.approx(1 / 1.4, rel=0.02)
     assert verdict.individual == pytest.approx(1 / 1.4, rel=0.02)
 
@@ -133,3 +134,52 @@ def test_it_is_quick_enough_to_ask_five_times_a_second() -> None:
     began = time.perf_counter()
     straggler(tl)
     assert time.perf_counter() - began < 0.1
+
+
+def all_slow(factors: dict[str, float], rank: int = 1, noise: float = 0.05, seed: int = 0) -> Timeline:
+    """30 steps in which `rank` takes so many times longer in each phase."""
+    host = synthetic.Host(4, 0.1, link=False, seed=seed, noise=noise, hiccups=0.01)
+    seconds = host.seconds
+    host.seconds = lambda r, phase: seconds(r, phase) * (factors.get(phase, 1.0) if r == rank else 1.0)  # type: ignore[method-assign]
+    for step in range(30):
+        host.step(step)
+    return host.timeline()
+
+
+@pytest.mark.parametrize("factor", [1.2, 1.5, 4.0])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.08])
+def test_where_all_compute_is_slow_compute_as_a_whole_is_named(factor: float, noise: float) -> None:
+    for seed in range(4):
+        verdict = straggler(all_slow(dict.fromkeys(synthetic.SHARE, factor), noise=noise, seed=seed))
+        assert verdict is not None and (verdict.rank, verdict.side, verdict.phase) == (1, "compute", "compute")
+        assert verdict.seconds == pytest.approx(0.1 * (factor - 1), rel=0.25)
+        assert "its compute as a whole (forward, backward and update) takes " in verdict.text
+
+
+@pytest.mark.parametrize(("slow", "phases"), [
+    ({"forward": 1.8, "backward": 1.4}, ("forward", "backward")),
+    ({"backward": 1.4}, ("backward",)),
+    ({"forward": 2.0}, ("forward",)),
+    ({"update": 4.0}, ("update",)),
+])  # fmt: skip
+def test_where_some_phases_are_slow_those_are_named(slow: dict[str, float], phases: tuple[str, ...]) -> None:
+    for seed in range(4):
+        verdict = straggler(all_slow(slow, seed=seed))
+        assert verdict is not None and verdict.phases == phases and verdict.phase in phases
+        assert " and ".join(phases) in verdict.text and "as a whole" not in verdict.text
+
+
+def test_the_share_is_of_the_slow_ranks_own_step() -> None:
+    """Of ranks that meet every 100 steps, the slow one's step lasts 160 ms: 60 of these are too many."""
+    slow = (2, "backward", 2.0)
+    verdict = straggler(synthetic.timeline("LocalSGD", steps=30, every=100, slow=slow, noise=0.0, hiccups=0.0))
+    assert verdict is not None and verdict.share == pytest.approx(60 / 160, rel=0.02)
+    assert "60 ms longer than the others', 38 % of its step's time." in verdict.text
+
+
+def test_why_nothing_is_said() -> None:
+    assert why_silent(Timeline()) == "early" == why_silent(synthetic.timeline(steps=4))
+    assert why_silent(synthetic.timeline(ranks=1, steps=40)) == "alone"
+    assert why_silent(synthetic.timeline(steps=40)) == "nobody"
+    assert why_silent(synthetic.timeline(steps=60, changes=((57, "lr", 1.0),))) == "early"
+    assert why_silent(synthetic.timeline(steps=60, changes=((50, "lr", 1.0),))) == "nobody"

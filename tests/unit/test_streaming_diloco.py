@@ -16,13 +16,13 @@ from tests.ranks import Net, experiment, live, net, placed, run, toy, weights
 from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.plain_outer import MOMENTUM, SGD, Plain, outer_sgd
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import TopK
 from workbench.engine.session import Session
 from workbench.fabric import traffic
-from workbench.knobs import Change, KnobError
-from workbench.layout import Layout
-from workbench.ops import Part, Rank
+from workbench.host.canonical import state_hash
+from workbench.host.layout import Layout
+from workbench.rank import Part, Rank
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, DiLoCo, LocalSGD, StreamingDiLoCo
 from workbench.strategies._fragments import fragments, layers
 from workbench.tasks import ByteGPT

@@ -8,7 +8,7 @@ from tests.sim.virtual import paced, rows
 from workbench import simulate
 from workbench.engine.shaping import Pace
 from workbench.fabric import Stumble
-from workbench.knobs import KnobError
+from workbench.settings import KnobError
 from workbench.strategies import LocalSGD
 
 STEPS = 2000

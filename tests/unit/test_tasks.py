@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from workbench.family import KnobError, members
+from workbench.settings import KnobError, members
 from workbench.tasks import ByteGPT, Digits, Learner, Task, TaskBase, TaskError, at_rate
 from workbench.tasks._base import shuffled
 from workbench.tasks.byte_gpt import GPT

@@ -11,12 +11,12 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, together, toy
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import TernGrad
 from workbench.compressors.tern_grad import field
 from workbench.fabric import traffic
-from workbench.knobs import Change
-from workbench.ops import Bucket, Memory, Op, Part, Rank
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Op, Part, Rank
+from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
 
@@ -197,7 +197,7 @@ def test_sixteen_bit_buckets_keep_their_dtype(shared: bool, dtype: torch.dtype) 
 @both
 def test_it_trains(shared: bool) -> None:
     rest = {"task": toy(partial(torch.optim.SGD, lr=0.02)), "eval_every": 100}
-    session = run(experiment(2, 101, compressor=TernGrad(one_scale=shared, clip_rms=2.5), **rest), within=50)[0]
+    session = run(experiment(2, 101, compressor=TernGrad(one_scale=shared, clip_rms=2.5), **rest))[0]
     held = [v for _, name, _, v in session.record.samples if name == "held_out"]
     assert held[-1] < 0.8 * held[0], held
 
@@ -210,3 +210,20 @@ def test_the_same_seed_draws_the_same_on_engine_and_simulator(shared: bool) -> N
     samples = simulate(e.turn("pace", 10), real=True).samples
     losses = samples[(samples["rank"] == 0) & (samples.name == "loss")].value.tolist()
     assert first.record.losses() == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_nan_is_seen_though_the_collective_that_takes_the_maximum_loses_it() -> None:
+    """A maximum may be taken by comparisons, and a NaN is not larger than anything; infinity is."""
+    x = noise(1, 2, 64)
+    x[0, 3] = math.nan
+    buckets = [Bucket(0, row.clone(), tuple(placed((64,))), 0) for row in x]
+    made = [TernGrad().reduce(Rank(r, 2), b, Memory(r)) for r, b in enumerate(buckets)]
+    ops = [one.send(None) for one in made]
+    assert [op.args[1] for op in ops] == ["max", "max"]
+    scales = torch.fmax(ops[0].args[0], ops[1].args[0])
+    summed = [one.send(scales.clone()) for one in made]
+    total = summed[0].args[0] + summed[1].args[0]
+    for one in made:
+        with pytest.raises(StopIteration):
+            one.send(total.clone())
+    assert all(bool(b.data.isnan().all()) for b in buckets)

@@ -7,10 +7,10 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, weights
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import Dense, ErrorFeedback, Threshold
-from workbench.knobs import Change, KnobError
-from workbench.ops import Bucket, Memory
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from workbench.timeline import Coded, Mark, Sample, Span, Table, Timeline, Words
+from workbench.record.timeline import Coded, Mark, Sample, Span, Table, Timeline, Words
 
 
 def span(i: int, lane: str = "comm") -> Span:

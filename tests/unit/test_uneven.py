@@ -10,10 +10,10 @@ import torch
 
 from tests.ranks import experiment, run, weights
 from workbench import Costs, simulate
-from workbench.canonical import state_hash
 from workbench.compressors._sparse import Sparse
 from workbench.fabric import Fabric, Link, Load, uneven
-from workbench.ops import Bucket, Memory, Rank, StrategyError
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Rank, StrategyError
 from workbench.strategies import DDP
 
 pytestmark = pytest.mark.ranks

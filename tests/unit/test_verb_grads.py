@@ -12,7 +12,7 @@ from torch import nn
 from tests.ranks import experiment, net, run, toy, weights
 from tests.sim.virtual import samples
 from workbench import simulate
-from workbench.ops import Rank
+from workbench.rank import Rank
 from workbench.strategies import DDP, Strategy
 
 pytestmark = pytest.mark.ranks

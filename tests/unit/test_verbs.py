@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import batch, experiment, live, mse, net
-from workbench.knobs import Change
-from workbench.ops import Bucket, Op, Part, Rank
+from workbench.rank import Bucket, Op, Part, Rank
+from workbench.settings import Change
 from workbench.strategies import DDP, Strategy
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sim.virtual import paced, stack
+from tests.unit import synthetic
+from tests.unit.encoded import DENSE, SLOW, TOPK, Author
 from tests.unit.synthetic import run as recorded
 from widgets import theme
 from widgets.boxes import KINDS
@@ -17,9 +20,11 @@ from widgets.marks import change_marks
 from widgets.views import all_views
 from widgets.views._base import Patch, View, drawn, thin
 from widgets.wire import Packing
-from workbench.analysis import arrivals, bytes_per_step
+from workbench import simulate
+from workbench.analysis import arrivals, bytes_per_step, since_met
+from workbench.fabric import Slow
+from workbench.record.timeline import Mark
 from workbench.run import Run
-from workbench.timeline import Mark
 
 VIEWS = all_views()
 TYPES = {"u1": "<u1", "u2": "<u2", "u4": "<u4", "f4": "<f4", "f8": "<f8"}
@@ -88,6 +93,32 @@ def test_waiting_ends_where_transferring_begins_at_the_last_arrival() -> None:
     assert 1 not in waits["rank"][waits["x1"] - waits["x0"] > 0.01]
 
 
+def test_rates_leave_waiting_out_and_are_the_same_in_the_table_and_under_the_pointer() -> None:
+    """On a Link of 100 Mbit/s, however long the others wait for a late rank."""
+    late = (Slow(rank=1, factor=3.0, phase="forward"),)
+    run, shown = simulate(paced(3, 8, 60.0, 100.0, task=stack(4, 300), faults=late, eval_every=4)), view("timeline")
+    shown.turn({"at": 5, "steps": 1})
+    patch = shown.update(run)
+    number = {kind.key: i for i, kind in enumerate(KINDS)}
+    hover = np.concatenate([patch.replace[number[k]]["mbit"] for k in ("transfer", "odd")])
+    head, rows = shown.table(run).head, shown.table(run).rows  # type: ignore[union-attr]
+    table = [float(r[head.index("Mbit/s")]) for r in rows if r[2] == "comm"]
+    assert len(table) == len(hover) == 3 * 4 and hover == pytest.approx(100, rel=0.01)
+    assert sorted(table) == pytest.approx(sorted(hover.tolist()), rel=0.005)
+    spans = run.timeline.spans.rows()
+    spans = spans[spans.equal("lane", "comm") & (spans.step == 5)]
+    assert (spans.nbytes * 8e-6 / (spans.t1 - spans.t0)).min() < 60, "waiting and all"
+
+
+def test_what_sends_nothing_has_no_rate() -> None:
+    run, shown = recorded(steps=20), view("timeline")
+    patch = shown.update(run)
+    number = {kind.key: i for i, kind in enumerate(KINDS)}
+    for key in ("forward", "waiting", "exposed", "codec"):
+        assert not {"nbytes", "mbit"} & set(patch.replace[number[key]])
+    assert {r[-1] for r in shown.table(run).rows if r[2] == "compute"} == {""}  # type: ignore[union-attr]
+
+
 def test_the_timeline_held_still_shows_the_step_asked_for() -> None:
     run, shown = recorded(steps=50), view("timeline")
     shown.update(run)
@@ -137,6 +168,36 @@ def test_bytes_are_what_the_analysis_says_step_by_step() -> None:
     patch = view("bytes").update(run)
     for rank in (0, 1):
         assert patch.append[rank]["y"].tolist() == bytes_per_step(run.timeline, 0, 30)[:, rank].tolist()
+
+
+def test_where_ranks_meet_now_and_then_bytes_are_no_solid_block() -> None:
+    run = recorded("LocalSGD", steps=44, ranks=2, every=8, changes=((36, "strategy", "DDP"),))
+    points = view("bytes").update(run).append[0]
+    whole = synthetic.BUCKETS * synthetic.NBYTES
+    assert points["x"].tolist() == [7, 15, 23, 31, *range(36, 44)]
+    assert points["y"].tolist() == [whole / 8] * 4 + [whole / 5] + [whole] * 7
+
+
+def test_bytes_told_in_pieces_are_those_told_at_once() -> None:
+    whole, live = recorded("LocalSGD", steps=44, every=8, changes=()), Run({"ranks": 4}, live=False)
+    shown = view("bytes")
+    rows, x, y = whole.timeline.spans.rows(), [], []
+    for stop in (3, 10, 11, 30, 44):
+        live.timeline.spans.extend(rows[(rows.step < stop) & (rows.step >= shown.cursor)].columns)
+        points = shown.update(live).append.get(2, {"x": np.empty(0), "y": np.empty(0)})
+        x, y = [*x, *points["x"]], [*y, *points["y"]]
+    once = view("bytes").update(whole).append[2]
+    assert (x, y) == (once["x"].tolist(), once["y"].tolist()) and len(x) == 5
+
+
+def test_what_the_lane_does_without_a_compressor_is_not_called_compressing() -> None:
+    number = {kind.key: i for i, kind in enumerate(KINDS)}
+    for settings, key in ((DENSE, "preparing"), (TOPK, "codec")):
+        author = Author(settings)
+        author.steps(6, SLOW)
+        patch = view("timeline").update(author.run)
+        other = {"preparing": "codec", "codec": "preparing"}[key]
+        assert len(patch.replace[number[key]]["x0"]) and not len(patch.replace[number[other]]["x0"])
 
 
 def test_a_rank_bar_is_as_long_as_its_step() -> None:
@@ -265,3 +326,33 @@ def test_kinds_of_boxes_differ_by_more_than_colour() -> None:
         (kind.top, kind.bottom, kind.pattern, bool(kind.text)) for kind in KINDS if kind.key not in ("odd", "backward")
     ]
     assert len(set(looks)) == len(looks)
+
+
+@pytest.mark.parametrize(("every", "said"), [
+    (8, "step; points: 0 or 4 of 8 steps after a meeting"),
+    (5, "step; points: only just after a meeting"),
+    (7, "step; points: 0 to 6 of 7 steps after a meeting"),
+])  # fmt: skip
+def test_drift_within_rounds_is_not_joined_and_where_in_them_it_was_taken_is_said(every: int, said: str) -> None:
+    run = recorded("LocalSGD", steps=200, ranks=2, every=every, changes=())
+    patch = view("drift").update(run)
+    assert set(patch.append) == {2, 3}, "markers alone: a line would go up and down with the place in the round"
+    assert patch.layout["xaxis.title.text"] == said
+    figure = drawn(view("drift"), run)
+    assert figure is not None and figure.data[2].mode == "markers" and len(figure.data[2].x) == 10
+    grid = view("drift").table(run)
+    drift = run.timeline.samples.rows()
+    drift = drift[drift.equal("name", "drift") & (drift.rank == 0)]
+    told = [int(row[-1]) for row in grid.rows if row[1] == 0]  # type: ignore[union-attr]
+    assert told == [round(v / 0.01) for v in drift.value[-10:]], "the record made up says 0.01 per step since they met"
+
+
+def test_drift_of_ranks_that_meet_in_every_step_is_a_line() -> None:
+    patch = view("drift").update(recorded(steps=100, ranks=2, changes=()))
+    assert set(patch.append) == {0, 1} and "xaxis.title.text" not in patch.layout
+
+
+def test_after_a_hand_over_ranks_have_only_just_met() -> None:
+    run = recorded(steps=60, ranks=2, changes=((38, "strategy", "LocalSGD"),), every=30)
+    since, _ = since_met(run.timeline, np.array([38, 40, 45]))
+    assert since.tolist() == [0, 2, 7]

@@ -8,10 +8,10 @@ import torch
 
 from tests.ranks import exchange, experiment, placed, run, together
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import ErrorFeedback, Wangni
-from workbench.knobs import Change, KnobError
-from workbench.ops import Bucket, Memory, Op, Rank
+from workbench.host.canonical import state_hash
+from workbench.rank import Bucket, Memory, Op, Rank
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

@@ -10,10 +10,10 @@ import torch
 from tests.laws.codecs import pairs, reduced
 from tests.ranks import exchange, experiment, placed, run
 from workbench import simulate
-from workbench.canonical import state_hash
 from workbench.compressors import Compressor, Dense, ErrorFeedback, Layers, OneBit, PowerSGD, TopK, WarmUp
-from workbench.knobs import Change, KnobError
-from workbench.ops import Memory
+from workbench.host.canonical import state_hash
+from workbench.rank import Memory
+from workbench.settings import Change, KnobError
 
 pytestmark = pytest.mark.ranks
 

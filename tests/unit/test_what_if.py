@@ -7,11 +7,11 @@ import re
 import pytest
 
 from widgets.what_if import WhatIf, mbits, slide
+from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
-from workbench.knobs import Change, KnobError
 from workbench.run import Run
-from workbench.sim import simulate
+from workbench.settings import Change, KnobError
 from workbench.strategies import LocalSGD
 
 

@@ -18,8 +18,8 @@ from workbench.compressors._schemes import SCHEMES, Load, pool
 from workbench.compressors._units import Owned, Units, bitmap, flags, message, opened
 from workbench.fabric import Fabric, Link, even, uneven
 from workbench.fabric import Load as Carried
-from workbench.knobs import Change
-from workbench.ops import Bucket, Memory, Op, Part, Rank
+from workbench.rank import Bucket, Memory, Op, Part, Rank
+from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
 

@@ -1,0 +1,149 @@
+# ruff: noqa: E501
+"""Compressors under three optimizers, each with a learning rate of its own: a part of docs/compression.md.
+
+What a compressor costs in loss depends on who takes the sum: Adam's first moment, none, or SGD's momentum. All are
+tuned by the rule of `tuning`, Dense like the others. Losses only; no time is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any, NamedTuple
+
+from tests.bench import tuning
+from tests.bench.cells import SEEDS, Cell, Results, reached
+from tests.bench.page import table
+from tests.bench.tuning import Choice
+from tests.bench.words import spread
+from workbench.compressors import Compressor
+from workbench.settings import find, to_plain
+
+PART = "tuned"
+
+
+class Setting(NamedTuple):
+    """An optimizer as plain data, what it is called, the rates that are tried first, and the compressors."""
+
+    name: str
+    optimizer: Any
+    rates: tuple[float, ...]  # learning rates
+    rows: tuple[str, ...]
+
+
+SETTINGS = (
+    Setting("AdamW, the task's own", "TaskOwn", (0.003, 0.006, 0.012), ("Dense", "ALQ", "AMQ", "TopK", "PowerSGD")),
+    Setting("AdamW(beta1=0)", {"AdamW": {"beta1": 0.0, "beta2": 0.95}}, (0.003, 0.006, 0.012), ("Dense", "TopK", "PowerSGD", "SIDCo", "GTopK")),
+    Setting(
+        "SGD(momentum=0.9)", {"SGD": {"momentum": 0.9}}, (0.05, 0.1, 0.2),
+        ("Dense", "DGC(density=0.01)", "TopK", "PowerSGD", "ALQ", "EFSignSGD", "OneBit"),
+    ),
+)  # fmt: skip
+CODECS: dict[str, Any] = {"DGC(density=0.01)": {"DGC": {"density": 0.01}}}  # where it is not what a bare name means
+
+
+def codec(row: str) -> Any:
+    """A row's compressor as plain data."""
+    return CODECS.get(row) or to_plain(find(Compressor, row).usual())
+
+
+def label(setting: Setting, row: str) -> str:
+    return f"{row}, {setting.name}"
+
+
+def grid(setting: Setting) -> tuple[float, ...]:
+    """The rates as multiples of the task's."""
+    from tests.bench.compression import TASK
+
+    return tuple(rate / TASK.lr for rate in setting.rates)
+
+
+def cells(found: Results) -> list[Cell]:
+    """Every row, as far as its learning rate is known from what was found."""
+    out = []
+    for setting in SETTINGS:
+        for row in setting.rows:
+            out += tuning.cells(found, PART, label(setting, row), grid(setting), _maker(setting, row))
+    return sorted(out, key=lambda cell: cell.seed)
+
+
+def _maker(setting: Setting, row: str) -> Any:
+    from tests.bench.compression import BUCKET, EVERY, STEPS, TASK
+
+    def make(rate: float, seed: int) -> Cell:
+        return Cell(part=PART, row=label(setting, row), where=tuning.where(rate), seed=seed, method="DDP", codec=codec(row),
+                    task=TASK, steps=STEPS, every=EVERY, bucket_mb=BUCKET, rate=rate, optimizer=setting.optimizer)  # fmt: skip
+
+    return make
+
+
+# -- the page --
+
+
+def ends(found: Results, setting: Setting, row: str) -> tuple[Choice, list[float]] | None:
+    """The chosen rate of a row and its losses at the end with it, by seed; None until all of the grid was tried."""
+    name = label(setting, row)
+    chosen = tuning.choice(found, PART, name, grid(setting))
+    if chosen is None or not set(grid(setting)) <= set(chosen.tried):
+        return None
+    return (chosen, [tuning.last(f) for f in found.seeds(PART, name, tuning.where(chosen.rate)).values()])
+
+
+def sooner(found: Results, goal: float) -> str:
+    """In words: times over Dense in the tables are over an untuned one."""
+    from tests.bench.compression import TASK
+
+    if not (known := head_start(found, goal)):
+        return ""
+    rate, steps, base, seeds = known
+    return (
+        f" Dense is at the task's rate there, as all are; at its own best, {rate * TASK.lr:g}, it gets to that loss in {steps:.0f} steps "
+        f"instead of {base:.0f} ({seeds} of {len(SEEDS)} seeds), so a factor below {base / steps:.2f} over dense fp32 is none over a tuned one."
+    )
+
+
+def head_start(found: Results, goal: float) -> tuple[float, float, float, int] | None:
+    """(Dense's best rate, its steps to `goal` there, those at the task's rate, seeds); None where that is not known."""
+    if not (one := ends(found, SETTINGS[0], "Dense")):
+        return None
+    seeds = found.seeds(PART, label(SETTINGS[0], "Dense"), tuning.where(one[0].rate)).values()
+    at = [reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal) for f in seeds]
+    plain = [reached([(s, float(s), loss) for s, _, loss in f["curve"]], goal) for f in found.seeds("loss", "Dense", "any link").values()]
+    if not all(at) or not all(plain) or one[0].rate == 1.0:
+        return None
+    steps, base = (statistics.median(x or 0.0 for x in each) for each in (at, plain))
+    return one[0].rate, steps, base, len(at)
+
+
+def text(found: Results) -> str:
+    """A table for each optimizer; one line where there is none."""
+    from tests.bench.compression import STEPS
+
+    about = (
+        f"The same training, {STEPS} steps, each row with a learning rate of its own, Dense like the others: the rates named at each table on the first seed, one more "
+        f"beyond where the best is the smallest or the largest (where that is still to come, the row says so), then the best with {len(SEEDS)} seeds. Adam divides by the size of what usually comes, so a large "
+        "entry that comes alone moves its weight no further than a small one would: what error feedback sends late does not count in full through Adam's first moment. "
+        "EFSignSGD, OneBit and DGC are meant for SGD."
+    )
+    if not any(ends(found, setting, row) for setting in SETTINGS for row in setting.rows):
+        return "Each compressor at its own best learning rate, under three optimizers: not measured yet.\n"
+    return f"### Each at its best learning rate, under three optimizers\n\n{about}\n" + "".join(_table(found, s) for s in SETTINGS)
+
+
+def _table(found: Results, setting: Setting) -> str:
+    from tests.bench.compression import TASK
+
+    base, lines, lacking = ends(found, setting, "Dense"), [], []
+    for row in setting.rows:
+        if (one := ends(found, setting, row)) is None:
+            lacking.append(row)
+            continue
+        chosen, each = one
+        rate = f"{chosen.rate * TASK.lr:g}{tuning.at_edge(chosen, grid(setting))}"
+        pairs = list(zip(each, base[1], strict=False)) if base else []
+        gap = f"{sum(a for a, _ in pairs) / sum(b for _, b in pairs) - 1:+.1%}" if pairs and math.isfinite(sum(each)) else ""
+        lines.append([row, rate, spread(each) if math.isfinite(sum(each)) else "not a number", gap])
+    head = [f"under {setting.name}", "learning rate", "held-out loss at the end", "against dense"]
+    rates = f"\nTried first: {', '.join(f'{r:g}' for r in setting.rates)}.\n"
+    gaps = f"\nNot measured yet: {', '.join(lacking)}.\n" if lacking else ""
+    return f"\n{table(head, lines)}{rates}{gaps}" if lines else f"\nUnder {setting.name}: not measured yet.\n"

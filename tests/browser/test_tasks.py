@@ -1,0 +1,258 @@
+"""Every task of the first notebook has the effect that its text claims, on a machine that others keep busy.
+
+A person's hands do it on the page; what it did is read off the page and off the record that the ranks write. After
+that the same lab and the same dashboard go on with a prediction and a riddle, which the dashboard must not give away.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import nbformat
+import numpy as np
+import pytest
+
+from tests.browser.conftest import Sheet
+from tests.browser.test_first_run import applied, recorded, typed
+from workbench.analysis import breakdown, last_steps, unheeded
+from workbench.fabric import Slow
+from workbench.run import Run
+from workbench.strategies import LocalSGD
+
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
+BOOK = "00_first_run.ipynb"
+STEPS = 6  # that a task's effect is read off
+MORE = {  # cells behind the notebook's own: what the lessons after it add, beside its dashboard
+    "ask": "from widgets.lesson import Prediction, Riddle\nfrom workbench import recipe\n"
+           "guess = Prediction('Who is slow?', ['the first', 'the last'], lab)\nguess",
+    "riddle": "riddle = Riddle(lab, recipe('one_slow_rank').turn('pace', 150), seed=1)",
+    "answer": "guess.against('the last')",
+    "over": "riddle.give_up()",
+}  # fmt: skip
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Two processes of low priority that never rest."""
+    spinning = [subprocess.Popen(["nice", "-n", "15", sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    yield
+    for one in spinning:
+        one.kill()
+        one.wait(10)
+
+
+class Watched:
+    """The run's record as it grows, beside the page that shows it."""
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet = sheet
+
+    @property
+    def run(self) -> Run:
+        return recorded(self.sheet)
+
+    def after(self, text: str, steps: int = STEPS) -> Run:
+        """The record `steps` steps after the change called `text`, of which nothing but that is looked at."""
+        self.since = applied(self.sheet, text)
+        return self.more(steps)
+
+    def more(self, steps: int = STEPS) -> Run:
+        end = time.monotonic() + 120
+        while last_steps((run := self.run).timeline)[1] < self.since + steps + 1:
+            assert time.monotonic() < end, f"{run!r} makes no steps"
+            self.sheet.page.wait_for_timeout(300)
+        self.window = (last_steps(run.timeline)[1] - steps, last_steps(run.timeline)[1])
+        self.since = self.window[1]
+        return run
+
+    def exposed(self, run: Run) -> float:
+        """Milliseconds of a step in which a rank stands still for others or for the wire."""
+        return float(breakdown(run.timeline, *self.window).exposed.mean()) * 1e3
+
+    def sent(self, run: Run) -> float:
+        """Bytes that rank 0 sends per step."""
+        rows = run.timeline.spans.rows()
+        rows = rows[rows.equal("lane", "comm") & (rows.rank == 0)]
+        return float(rows.nbytes[(rows.step >= self.window[0]) & (rows.step < self.window[1])].sum()) / STEPS
+
+    def compute(self, run: Run, rank: int) -> float:
+        """Milliseconds that a rank's compute takes: the middle of the steps looked at."""
+        rows = run.timeline.spans.rows()
+        rows = rows[rows.equal("lane", "compute") & (rows.rank == rank)]
+        first, last = self.window
+        return 1e3 * float(np.median([(rows.t1 - rows.t0)[rows.step == s].sum() for s in range(first, last)]))
+
+    def says(self, view: str, text: str, seconds: float = 60) -> str:
+        """Waits until a text on the page says so; returns all of it."""
+        place = self.sheet.page.locator(f"[data-view={view}]", has_text=re.compile(text)).first
+        place.wait_for(timeout=seconds * 1e3)
+        return str(place.inner_text())
+
+
+def unfold(sheet: Sheet, path: str) -> None:
+    """Opens the group of controls in which a control is, where it is folded."""
+    if not sheet.control(path).is_visible():
+        folded = sheet.page.locator("details:not([open])", has=sheet.page.locator(f".twb-row[data-path='{path}']"))
+        folded.first.locator("summary").first.click()
+
+
+def choose(sheet: Sheet, path: str, label: str) -> None:
+    unfold(sheet, path)
+    sheet.control(path).locator("select").select_option(label=label)
+
+
+def task_1_pace(sheet: Sheet, w: Watched) -> None:
+    """A rank computes for as long as the pace says; where the machine cannot, a line says what it takes instead."""
+    typed(sheet, "pace", "1")
+    w.after("pace = 1")
+    assert "the pace asks for 1 ms" in w.says("asked", "Pace not met")
+    sheet.shot("task-1-pace-not-met")
+    typed(sheet, "pace", "300")
+    run = w.after("pace = 300", 12)
+    takes = [w.compute(run, rank) for rank in range(4)]
+    assert min(takes) >= 299
+    for line in [text for text in unheeded(run.timeline) if "Pace not met" in text]:
+        assert "the pace asks for 300 ms" in line and max(takes) > 300
+    if max(takes) > 1.3 * 300:
+        w.says("asked", "Pace not met")
+
+
+def task_2_bandwidth(sheet: Sheet, w: Watched) -> None:
+    """Exposed communication grows."""
+    before = w.exposed(w.more())
+    typed(sheet, "fabric.link.bandwidth", "100")
+    run = w.after("bandwidth = 100")
+    assert w.exposed(run) > before + 50
+    assert sheet.page.locator("[data-view=timeline]").first.is_visible()
+
+
+def task_3_local_sgd(sheet: Sheet, w: Watched) -> None:
+    """Bytes per step fall by `every`."""
+    before = w.sent(w.more())
+    choose(sheet, "strategy", "LocalSGD")
+    every = int(sheet.control("strategy.every").locator(".twb-entry").input_value())
+    assert every == LocalSGD().every
+    since = applied(sheet, "LocalSGD")
+    w.since = since
+    run = w.more(2 * every)
+    spans = run.timeline.spans.rows()
+    spans = spans[spans.equal("lane", "comm") & (spans.rank == 0)]
+    inside = (spans.step >= w.window[0]) & (spans.step < w.window[1])
+    assert spans.nbytes[inside].sum() / (2 * every) == pytest.approx(before / every, rel=0.01)
+
+
+def task_4_compress(sheet: Sheet, w: Watched) -> None:
+    """Bytes per step fall far below the dense ones; a density ten times as large sends about ten times as much."""
+    choose(sheet, "strategy", "DDP")
+    dense = w.sent(w.after("DDP"))
+    choose(sheet, "compressor", "TopK + ErrorFeedback")
+    sparse = w.sent(w.after("TopK"))
+    assert sparse < dense / 5
+    typed(sheet, "compressor.of.density", "0.1")
+    assert w.sent(w.after("density = 0.1")) == pytest.approx(10 * sparse, rel=0.05)
+
+
+def task_5_buckets(sheet: Sheet, w: Watched) -> None:
+    """With large portions and with tiny ones the ranks stand still longer than with those in between."""
+    choose(sheet, "compressor", "Dense")
+    applied(sheet, "Dense")
+    typed(sheet, "fabric.link.latency", "5")
+    between = w.exposed(w.after("latency = 5"))
+    typed(sheet, "bucket_mb", "0.05")
+    tiny = w.exposed(w.after("bucket_mb = 0.05"))
+    typed(sheet, "bucket_mb", "100")
+    large = w.exposed(w.after("bucket_mb = 100"))
+    assert min(tiny, large) > between + 30
+    typed(sheet, "bucket_mb", "1")
+    w.after("bucket_mb = 1")
+
+
+def task_6_slow_rank(sheet: Sheet, w: Watched) -> None:
+    """The rank's compute takes `factor` times as long, and the line above the charts names it."""
+    choose(sheet, "fabric.faults.new", "Slow")
+    typed(sheet, "fabric.faults.new.rank", "2")
+    sheet.page.get_by_role("button", name="Inject").click()
+    run = w.after("Slow", 10)
+    healthy = np.mean([w.compute(run, rank) for rank in (0, 1, 3)])
+    assert w.compute(run, 2) / healthy == pytest.approx(Slow().factor, rel=0.35)
+    assert w.compute(run, 2) >= 300 * Slow().factor - 1
+    w.says("straggler", "Rank 2 is the cause")
+
+
+def scrolled(sheet: Sheet, end: str) -> None:
+    """Scrolls the notebook to its "top" or its "bottom": cells that are far away are not on the page."""
+    sheet.page.locator(".jp-WindowedPanel-outer").first.evaluate(
+        "(e, end) => { e.scrollTop = end === 'top' ? 0 : e.scrollHeight; }", end
+    )
+    sheet.page.wait_for_timeout(500)
+
+
+def guess_stands(sheet: Sheet) -> None:
+    """A prediction is made by keys; when the run has begun it cannot be changed, and it is shown beside the answer."""
+    sheet.run("guess = Prediction(")
+    radios = sheet.page.locator(".twb-lesson input[type=radio]")
+    radios.first.focus()
+    sheet.page.keyboard.press("Space")
+    told = sheet.page.locator(".twb-told")
+    told.get_by_text("Your prediction: the first.").wait_for(timeout=30_000)
+    sheet.shot("lesson-prediction")
+
+
+def riddle_is_kept(sheet: Sheet, w: Watched) -> None:
+    """The dashboard further up follows the riddle's run and says neither who is slow nor what was injected."""
+    sheet.run("riddle = Riddle(")
+    scrolled(sheet, "top")
+    sheet.page.locator("[data-view=straggler]", has_text="A riddle is on").first.wait_for(timeout=120_000)
+    sheet.state("running", 120)
+    sheet.past(25, 180)
+    charts = sheet.page.locator(".twb-dashboard .wb-board").first.inner_text()  # the list of changes is the lab's, too
+    assert "A riddle is on" in charts and "is the cause" not in charts and "Slow" not in charts
+    assert sheet.page.locator(".twb-row[data-path='fabric.faults.0']").count() == 0
+    sheet.shot("lesson-riddle")
+    scrolled(sheet, "bottom")
+    radios = sheet.page.locator(".twb-lesson input[type=radio]")
+    radios.nth(1).click()
+    sheet.page.locator(".twb-told", has_text="the run has begun").first.wait_for(timeout=30_000)
+    assert radios.first.is_checked()
+    sheet.run("guess.against(")
+    sheet.page.get_by_text("You predicted: the first. The record says: the last.").first.wait_for(timeout=30_000)
+    sheet.shot("lesson-answer")
+    sheet.run("riddle.give_up()")
+    scrolled(sheet, "top")
+    slow = sheet.page.locator("[data-view=straggler]", has_text=re.compile(r"Rank \d is the cause"))
+    slow.first.wait_for(timeout=60_000)
+    assert sheet.page.locator(".twb-row[data-path='fabric.faults.0']").count() > 0
+
+
+def test_each_task_of_the_first_notebook_does_what_its_text_says(sheet: Sheet, busy: None) -> None:
+    file = sheet.jupyter.folder / BOOK
+    book = nbformat.read(file, as_version=4)
+    book.cells = book.cells[:3] + [nbformat.v4.new_code_cell(source) for source in MORE.values()]
+    nbformat.write(book, file)
+    sheet.page.set_viewport_size({"width": 1440, "height": 900})
+    sheet.open(BOOK)
+    sheet.run("lab = Lab(ranks=4)")
+    sheet.control("strategy").wait_for(timeout=90_000)
+    sheet.button("Start").click()
+    sheet.state("running", 120)
+    sheet.past(3, 120)
+    w = Watched(sheet)
+    task_1_pace(sheet, w)
+    sheet.shot("task-1-pace")
+    task_2_bandwidth(sheet, w)
+    task_3_local_sgd(sheet, w)
+    task_4_compress(sheet, w)
+    task_5_buckets(sheet, w)
+    task_6_slow_rank(sheet, w)
+    sheet.shot("task-6-slow-rank")
+    sheet.page.set_viewport_size({"width": 1024, "height": 768})
+    sheet.shot("task-6-narrow")
+    scrolled(sheet, "top")
+    sheet.button("Stop").click()
+    sheet.state("stopped", 60)
+    guess_stands(sheet)
+    riddle_is_kept(sheet, w)

@@ -1,0 +1,240 @@
+"""Ranks that stand still on real engines: who it is gets named, and what it was in, and what became of it.
+
+One lab serves all tests of this file, for each start costs seconds. The kills come last: they cost engines.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from tests.waiting import until
+from workbench.cluster import launch, silence
+from workbench.cluster.place import ClusterError
+from workbench.experiment import Experiment
+from workbench.lab import Lab, RankError
+from workbench.record import store
+from workbench.run import Run
+from workbench.strategies import AsyncServer
+from workbench.tasks import Task
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+LEAST = 5.0  # seconds of silence here, half of what a person waits: so these tests take half as long
+BOUND = 60.0  # seconds within which one must have been named, on a machine that is busy with other things
+
+
+def model() -> nn.Module:
+    return nn.Linear(8, 2)
+
+
+def rank_here() -> int:
+    return int(os.environ["SILENCE_RANK"])
+
+
+class Source:
+    """Batches without end; on rank 1 the iterator hangs while the file `stuck` is there."""
+
+    def __init__(self, rank: int, stuck: str) -> None:
+        self.rank, self.stuck = rank, stuck
+
+    def __iter__(self) -> Iterator[Any]:
+        os.environ["SILENCE_RANK"] = str(self.rank)
+        while True:
+            while self.rank == 1 and os.path.exists(self.stuck):
+                time.sleep(0.05)
+            time.sleep(0.02)
+            yield torch.randn(4, 8), torch.randint(0, 2, (4,))
+
+
+def fill(disk: Path) -> None:
+    """From now on this process finds the disk full while the file `disk` is there."""
+    write = store.Writer.append
+
+    def append(self: store.Writer, columns: Any) -> None:
+        if os.path.exists(disk):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, columns)
+
+    store.Writer.append = append  # type: ignore[method-assign]
+
+
+def task(stuck: Path, dreams: Path, dies: int = -1) -> Task:
+    """Rank 1's iterator hangs while `stuck` is there, rank 2's loss sleeps while `dreams` is; rank 3 dies in a step."""
+    steps = iter(range(10**9))
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        if rank_here() == 3 and next(steps) == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while rank_here() == 2 and os.path.exists(dreams):
+            time.sleep(0.05)
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    return Task(model=model, data=lambda rank, ranks, seed: Source(rank, str(stuck)), loss=loss,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.01))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    here = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setattr(silence, "LEAST", LEAST)
+        with Lab(ranks=4, name="silence") as made:
+            yield made.wait(120)
+    cloudpickle.unregister_pickle_by_value(here)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "stuck", tmp_path / "dreams"
+
+
+@pytest.fixture(autouse=True)
+def _idle(lab: Lab, files: tuple[Path, Path]) -> Iterator[None]:
+    yield
+    for file in files:
+        file.unlink(missing_ok=True)
+    if lab.live:
+        lab.abort()
+        assert until(lambda: not lab.live, 30)
+
+
+def running(lab: Lab, experiment: Experiment, out: Path | None = None) -> Run:
+    run = lab.run(experiment, out=out)
+    assert until(lambda: (lab.state == "running" and (lab.status[0]["step"] or 0) > 2) or not lab.live, 60), lab.notes
+    return run
+
+
+def named(lab: Lab, rank: int) -> str:
+    """The note that names `rank`, once there is one."""
+
+    def found() -> list[str]:
+        return [n for n in lab.notes if n.startswith(f"rank {rank} has ")]
+
+    assert until(found, BOUND), (lab.notes, lab.status)
+    return found()[0]
+
+
+def test_a_frozen_rank_is_named_and_its_freeze_is_on_the_record(lab: Lab, files: tuple[Path, Path]) -> None:
+    run = running(lab, Experiment(task=task(*files)))
+    pid = lab.status[2]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        note = named(lab, 2)
+        assert note.startswith("rank 2 has said nothing for ") and "0, 1, 3 wait in " in note
+        assert "rank 2 has said nothing" in repr(run) and "rank 2 has said nothing" in repr(lab) and lab.run_now.holdup
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert until(lambda: run.details("stood still", 2), 20)
+    detail = run.details("stood still", 2)[0][2]
+    assert detail["seconds"] > 0.8 * LEAST and not detail["machine"]
+    step = lab.status[0]["step"]
+    assert until(lambda: lab.status[0]["step"] > step + 3, 30)
+    assert until(lambda: any(n.startswith("rank 2 stood still for ") for n in lab.notes), 20), lab.notes
+    assert not [n for n in lab.notes if "has said nothing" in n] and not lab.run_now.holdup
+
+
+def test_a_hanging_iterator_and_a_sleeping_loss_are_named_by_what_they_are_in(lab: Lab, files: Any) -> None:
+    stuck, dreams = files
+    running(lab, Experiment(task=task(*files)))
+    stuck.touch()
+    note = named(lab, 1)
+    assert note.startswith("rank 1 has been in its data iterator of step ") and "; 0, 2, 3 wait in " in note
+    stuck.unlink()
+    assert until(lambda: any("rank 1 stood still for" in n and "went on" in n for n in lab.notes), 30), lab.notes
+    dreams.touch()
+    note = named(lab, 2)
+    assert note.startswith("rank 2 has been in forward of step ") and "; 0, 1, 3 wait in " in note
+
+
+def test_without_lockstep_a_still_rank_is_named_while_the_others_go_on(lab: Lab, files: Any) -> None:
+    running(lab, Experiment(task=task(*files), strategy=AsyncServer()))
+    files[1].touch()
+    assert named(lab, 2).startswith("rank 2 has been in forward of step ")
+    assert until(lambda: "; 0, 1, 3 go on" in lab.run_now.holdup, BOUND), (lab.run_now.holdup, lab.status)
+    lab.turn("lr", 0.02)  # all are to meet for it: whoever waits at the meeting is a victim
+    waits = "; 0, 1, 3 wait in "
+    assert until(lambda: waits in lab.run_now.holdup, BOUND), (lab.run_now.holdup, lab.status)
+
+
+def test_a_pause_is_no_silence(lab: Lab, files: Any) -> None:
+    running(lab, Experiment(task=task(*files)))
+    lab.pause()
+    assert until(lambda: lab.state == "paused", 30)
+    time.sleep(LEAST + 2.0)
+    assert lab.notes == [] and not lab.run_now.holdup
+    lab.resume()
+    time.sleep(2.0)
+    assert lab.notes == [] and lab.state == "running"
+
+
+def test_a_run_directory_that_is_removed_is_noticed(lab: Lab, files: Any, tmp_path: Path) -> None:
+    run = running(lab, Experiment(task=task(*files)), out=tmp_path / "mine")
+    shutil.rmtree(tmp_path / "mine")
+    assert until(lambda: any(f"{tmp_path / 'mine'} is gone" in n for n in lab.notes), 20), lab.notes
+    lab.stop()
+    assert until(lambda: not lab.live, 30)
+    assert len(Run.open(run.save(tmp_path / "rescued")).spans) == len(run.spans)
+
+
+def test_a_disk_that_fills_up_while_training_is_said_and_counted(lab: Lab, files: Any, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    lab.view.apply_sync(fill, full)
+    run = running(lab, Experiment(task=task(*files)))
+    assert run.missing == 0
+    full.touch()
+    text = "ranks 0, 1, 2, 3: the record is not being written: No space left on device; run.save('elsewhere') writes"
+    assert until(lambda: any(n.startswith(text) for n in lab.notes), 30), lab.notes
+    assert until(lambda: run.missing > 0, 20) and lab.state == "running"
+    full.unlink()
+    assert until(lambda: any(n.startswith("recording again; ") for n in lab.notes), 30), lab.notes
+    lab.stop()
+    assert until(lambda: not lab.live, 30)
+    recorded = Run.open(run.path)
+    assert 0 < recorded.missing <= run.missing and len(recorded.spans) < len(run.spans)
+
+
+def test_where_nothing_can_be_written_a_run_is_refused_in_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Run, path: Any = None) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(launch.Run, "save", full)
+    with pytest.raises(ClusterError, match=r"nothing can be recorded in .*: No space left on device; make room, or"):
+        lab.run(Experiment(steps=3))
+    assert not lab.live
+
+
+def test_a_rank_that_dies_in_a_step_is_told_with_that_step(lab: Lab, files: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        lab.run(Experiment(task=task(*files, dies=5))).wait(60)
+    assert (caught.value.rank, caught.value.step, caught.value.type) == (3, 5, "EngineDied")
+    assert caught.value.freed == [0, 1, 2]
+    assert repr(lab.turn("lr", 0.02).wait(0)).endswith("kept for the next run") and lab.state == "failed"
+
+
+def test_a_turn_on_a_closed_lab_is_refused_in_words() -> None:
+    closed = object.__new__(Lab)
+    engines = SimpleNamespace(name="gone", ranks=2, closed=True, error=None, ready=False)
+    closed._take_over("gone", 2, engines)
+    with pytest.raises(ClusterError, match="lab 'gone' is closed; make it again"):
+        closed.turn("lr", 0.1)
+    engines.error = ClusterError("engine 1 ended with code 1")
+    with pytest.raises(ClusterError, match=r"lr: lab 'gone' has no engines, lab.run\(\) starts them again; engine 1"):
+        closed.turn("lr", 0.1)
+    closed._leave("over")
+    assert closed.turns == []

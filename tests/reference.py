@@ -1,0 +1,252 @@
+"""The generated part of the pages in docs/reference/: families, settings, verbs and views as Markdown that people read.
+
+Everything comes from the docstrings and knobs in the code: nothing is said of a member that `help` would not say.
+`tests/tables.py` puts it between a page's markers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from widgets.views import all_views
+from workbench.compressors import Compressor
+from workbench.experiment import Experiment
+from workbench.experiment.recipes import recipes
+from workbench.fabric import Fabric, Fault, Link
+from workbench.optimizers import Optimizer
+from workbench.rank import Rank
+from workbench.settings import Family, Knob, describe, knobs, members, to_plain
+from workbench.settings.knobs import in_words
+from workbench.strategies import Strategy
+from workbench.tasks import TaskBase
+
+ROOT = Path(__file__).parent.parent
+FAMILIES: dict[str, tuple[type[Family], tuple[str, ...]]] = {
+    "strategies": (Strategy, ("exact", "lockstep", "periodic")),
+    "compressors": (Compressor, ("linear", "unbiased", "contraction")),
+    "optimizers": (Optimizer, ()),
+    "faults": (Fault, ()),
+    "tasks": (TaskBase, ()),
+}
+WHEN, PAPER = "When to use it:", "Reference:"
+TERM = re.compile(r"\w+: {2,}")  # the first of a list of terms in a docstring
+
+
+def part(name: str) -> str:
+    """What stands between the markers of this name."""
+    others = {"settings": settings, "fabric": fabric, "verbs": verbs, "views": views}
+    return others[name]() if name in others else family(name)
+
+
+def shipped(base: type[Any]) -> list[type[Any]]:
+    """The members of a family that come with the workbench, by name."""
+    return [m for m in members(base).values() if m.__module__.startswith("workbench.")]
+
+
+def family(name: str) -> str:
+    """All of a family: what its claims mean, a list of its members, then each of them; by kind, where it has kinds."""
+    base, claims = FAMILIES[name]
+    meaning = dict(terms(inspect.cleandoc(base.__doc__ or "")))
+    parts = ["\n".join(f"- **{claim}**: {prose(meaning[claim])}" for claim in claims)] if claims else []
+    kinds = getattr(base, "kinds", ())
+    of = {kind: [m for m in shipped(base) if (m.kind or kinds[-1]) == kind] for kind in kinds} or {"": shipped(base)}
+    rows = [[kind, link(m), prose(describe(m)["doc"])] for kind, every in of.items() for m in every]
+    head = ["kind", "name", "what it is"]
+    parts.append(table(head, rows) if kinds else table(head[1:], [row[1:] for row in rows]))
+    for kind, every in of.items():
+        parts += [f"## Kind: {kind}"] if kind else []
+        parts += [member(m, claims, "###" if kind or name == "faults" else "##") for m in every]  # faults: half a page
+    return "\n\n".join(parts)
+
+
+def link(m: type[Any]) -> str:
+    """A member's name, leading to it; bold where it is one of the few to begin with."""
+    name = f"[{m.__name__}](#{m.__name__.lower()})"
+    return f"**{name}**" if getattr(m, "starter", False) else name
+
+
+def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
+    """One member: what it is, when to use it, its formula, its knobs, its paper; the rest is folded away."""
+    what, *rest = paragraphs(inspect.cleandoc(m.__doc__ or ""))
+    pick = {key: next((p for p in rest if p.startswith(key)), "") for key in (WHEN, PAPER)}
+    rest = [p for p in rest if p not in pick.values()]
+    formula = [rest.pop(0)] if rest and is_code(rest[0]) else []
+    parts = [f"{heading} {m.__name__}", prose(what)]
+    if (ROOT / "docs" / "strategies" / f"{m.__name__}.svg").exists():
+        parts.append(f"![{m.__name__} and DDP on four simulated ranks](../strategies/{m.__name__}.svg)")
+    parts.append(f"**{WHEN}** {linked(prose(pick[WHEN].removeprefix(WHEN).strip()))}")
+    parts += [text for text in (*map(shown, formula), standing(m, claims)) if text]
+    given = [p for p in rest if TERM.match(p)]  # what is no knob, but has to be said of each: the functions of a Task
+    rest = [p for p in rest if p not in given]
+    parts += [knob_table(knobs(m))] if knobs(m) else list(map(shown, given)) or ["No knobs."]
+    if pick[PAPER]:
+        parts.append(f"**{PAPER}** {linked(prose(pick[PAPER].removeprefix(PAPER).strip()))}")
+    if rest:
+        parts.append("\n\n".join(["<details><summary>More</summary>", *map(shown, rest), "</details>"]))
+    return "\n\n".join(parts)
+
+
+def standing(m: type[Any], claims: tuple[str, ...]) -> str:
+    """What a member claims, what it exchanges, and what its bare name means, where there is something to say."""
+    held = [claim for claim in claims if getattr(m, claim)]
+    said = [f"Claims: {', '.join(held) or 'none'}."] if claims else []
+    if issubclass(m, Strategy):
+        said.append(f"Exchanges {m.exchanges}.")
+    if issubclass(m, Compressor) and type(usual := m.usual()) is not m:
+        said.append(f"Its bare name means `{type(usual).__name__}(of={m.__name__}())`.")
+    return " ".join(said)
+
+
+def knob_table(every: tuple[Knob, ...], is_live_told: bool = False) -> str:
+    """A line for each knob; "" where there is none."""
+    head = ["knob", "default", "range", "unit", *(["live"] if is_live_told else []), "what it is"]
+    rows = []
+    for k in every:
+        live = ["yes" if k.live else "no"] if is_live_told else []
+        rows.append([f"`{k.name}`", default(k), span(k), k.unit, *live, prose(k.doc)])
+    return table(head, rows) if rows else ""
+
+
+def default(k: Knob) -> str:
+    """A knob's default, as a person would write it."""
+    if isinstance(k.default, bool):
+        return "true" if k.default else "false"
+    if isinstance(k.default, int | float):
+        return number(k.default)
+    if not k.default:
+        return "empty"
+    plain = to_plain(k.default)
+    bare = isinstance(plain, dict) and k.default == type(k.default)()
+    return f"`{next(iter(plain))}()`" if bare else f"`{in_words(plain)}`" if isinstance(plain, dict) else str(plain)
+
+
+def span(k: Knob) -> str:
+    """The values that a knob takes."""
+    if k.choices:
+        return ", ".join(str(c) if isinstance(c, str) else number(c) for c in k.choices)
+    if k.low is not None and k.high is not None:
+        return f"{number(k.low)} to {number(k.high)}"
+    if k.kind is bool:
+        return "true, false"
+    if k.family:
+        word = k.family.__name__.removesuffix("Base").lower()
+        return f"a list of {word}s" if k.kind is tuple else f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+    return "text" if k.kind is str else f"a {k.kind.__name__}"
+
+
+def number(value: float) -> str:
+    """A number with its thousands apart: 1,048,576; 0.0001."""
+    return f"{int(value):,}" if value == int(value) else f"{value:.7g}"
+
+
+def settings() -> str:
+    """The settings of an experiment, and the recipes that begin with some of them."""
+    listed = [f"- `{name}`: {prose(paragraphs(inspect.getdoc(f) or '')[0])}" for name, f in recipes().items()]
+    return "\n\n".join([knob_table(knobs(Experiment), True), "## Recipes", "\n".join(listed)])
+
+
+def fabric() -> str:
+    """The settings of the network."""
+    told = [[f"## {w.__name__}", prose(paragraphs(w.__doc__ or "")[0]), knob_table(knobs(w))] for w in (Fabric, Link)]
+    return "\n\n".join(text for part in told for text in part)
+
+
+def verbs() -> str:
+    """What a strategy may ask of its rank, in the groups that the source has."""
+    seen = dict(terms(inspect.cleandoc(Rank.__doc__ or "")))
+    listed = [f"- `{names.replace(', ', '`, `')}`: {prose(text)}" for names, text in seen.items()]
+    parts, group = ["## What it can look at", "\n".join(listed)], ""
+    for heading, verb in grouped(Rank):
+        parts += [f"## {heading[:1].upper()}{heading[1:]}"] if heading != group else []
+        group = heading
+        asked = ", ".join(map(written, [*inspect.signature(verb).parameters.values()][1:]))
+        call = f"```python\nrank.{verb.__name__}({asked})\n```"
+        parts += [f"### {verb.__name__}", call, *map(shown, paragraphs(inspect.getdoc(verb) or ""))]
+    return "\n\n".join(parts)
+
+
+def written(p: inspect.Parameter) -> str:
+    """A parameter as it is written in the source."""
+    return f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}")
+
+
+def grouped(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(group, method) of the public methods: a comment in the class begins a group."""
+    group = "verbs"
+    for line in inspect.getsource(owner).splitlines():
+        if found := re.match(r"    # (?:-- )?([^;]+)", line):
+            group = found[1]
+        elif (found := re.match(r"    (?:async )?def ([a-z]\w*)", line)) and inspect.isfunction(
+            method := vars(owner).get(found[1])
+        ):
+            yield group, method
+
+
+def views() -> str:
+    """What the dashboard shows, from top to bottom."""
+    parts = []
+    for view in (v for v in all_views().values() if v.__module__.startswith("widgets.")):
+        parts += [f"## {view.title}", prose(view.about)]
+        notes = ["Not on the page while there is nothing to show."] if view.quiet else []
+        notes += ["Silent in a riddle."] if view.tells else []
+        parts += [" ".join(notes)] if notes else []
+    return "\n\n".join(parts)
+
+
+# -- docstrings as Markdown
+
+
+def paragraphs(doc: str) -> list[str]:
+    """The paragraphs of a docstring; indented ones that follow each other are one."""
+    found: list[str] = []
+    for part in re.split(r"\n\s*\n", doc.strip("\n")):
+        if found and is_code(part) and is_code(found[-1]):
+            found[-1] += f"\n\n{part}"
+        elif part.strip():
+            found.append(part)
+    return found
+
+
+def is_code(paragraph: str) -> bool:
+    return paragraph.startswith("    ")
+
+
+def terms(doc: str) -> Iterator[tuple[str, str]]:
+    """(term, what it is) of the lines `term:  what it is` in a docstring, with the lines that go on with them."""
+    for part in paragraphs(doc):
+        if re.match(r"\w[\w, ]*: ", part) and not part.startswith((WHEN, PAPER)):
+            for found in re.finditer(r"^(\w[\w, ]*): +(.*(?:\n +.*)*)", part, re.M):
+                yield found[1], " ".join(found[2].split())
+
+
+def shown(paragraph: str) -> str:
+    """A paragraph of a docstring as Markdown: code, a list of terms, or prose."""
+    if is_code(paragraph):
+        return f"```text\n{textwrap.dedent(paragraph)}\n```"
+    if TERM.match(paragraph):
+        return "\n".join(f"- `{term}`: {prose(text)}" for term, text in terms(paragraph))
+    return linked(prose(paragraph))
+
+
+def prose(text: str) -> str:
+    """Text in one line, with what Markdown would take for markup made plain; `code` stays code."""
+    pieces = " ".join(text.split()).split("`")
+    for i in range(0, len(pieces), 2):
+        pieces[i] = re.sub(r"([*<\[\]|])|((?<!\w)_|_(?!\w))", r"\\\g<0>", pieces[i])
+    return "`".join(pieces)
+
+
+def linked(text: str) -> str:
+    """Addresses and pages as links."""
+    text = re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](../\1)", text)
+    return re.sub(r"https?://[^\s,;)]*[^\s,;).]", r"<\g<0>>", text)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,175 @@
+"""State of every dtype, random placements of it on up to six ranks, and what a move costs, element by element."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from workbench.host.placement import Placement
+from workbench.host.slices import Slice
+
+SHAPES = {
+    "embed": (6, 8), "qkv": (3, 4, 5), "up": (9, 4), "norm": (7,), "down": (4, 9), "ids": (5, 3), "mask": (6, 2),
+    "wave": (3, 5), "exp_avg/embed": (6, 8), "exp_avg/qkv": (3, 4, 5), "exp_avg/up": (9, 4), "exp_avg/norm": (7,),
+}  # fmt: skip
+WHOLE = {"step": 1, "dice": 13, "running_mean": 7}  # what is not elementwise lies whole wherever it lies
+DTYPES = {
+    "embed": torch.float32, "qkv": torch.bfloat16, "up": torch.float64, "norm": torch.float16, "down": torch.float32,
+    "ids": torch.int64, "mask": torch.bool, "wave": torch.complex128, "exp_avg/embed": torch.float32,
+    "exp_avg/qkv": torch.float32, "exp_avg/up": torch.float64, "exp_avg/norm": torch.float8_e4m3fn,
+    "step": torch.int64, "dice": torch.uint8, "running_mean": torch.float64,
+}  # fmt: skip
+SIZES = {**{name: math.prod(shape) for name, shape in SHAPES.items()}, **WHOLE}
+WIDTHS = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+RANKS = 6
+Names = Collection[str]
+
+
+def reference(seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor whole and flat, of random bits, NaNs among them."""
+    dice = torch.Generator().manual_seed(seed)
+    raw = {n: torch.randint(0, 256, (SIZES[n] * WIDTHS[n],), generator=dice, dtype=torch.uint8) for n in SIZES}
+    return {n: x > 127 if DTYPES[n] is torch.bool else x.view(DTYPES[n]) for n, x in raw.items()}
+
+
+def elements(s: Slice) -> list[int]:
+    """What a Slice says it holds, one by one, in order: its definition."""
+    return [s.start + k * s.stride + j for k in range(s.times) for j in range(s.length)]
+
+
+def local(slices: Iterable[Slice]) -> list[int]:
+    """The elements in the order in which a rank that holds these slices keeps them."""
+    return [e for s in slices for e in elements(s)]
+
+
+def order(placement: Placement, rank: int, name: str) -> list[int]:
+    """Which element each place of a rank's own tensor stands for."""
+    return local(placement.at(rank).get(name, ()))
+
+
+def held(placement: Placement, rank: int, name: str) -> np.ndarray:
+    """(size,) whether a rank holds each element."""
+    found = np.zeros(SIZES[name], dtype=bool)
+    found[order(placement, rank, name)] = True
+    return found
+
+
+class Step(NamedTuple):
+    """One move of a walk; lost: the elements of each tensor that nobody who is alive has, if it cannot be made."""
+
+    was: Placement
+    to: Placement
+    alive: tuple[int, ...]
+    lost: dict[str, int]
+
+
+def has(step: Step, rank: int, name: str) -> np.ndarray:
+    return held(step.was, rank, name) & (rank in step.alive)
+
+
+def least(step: Step) -> int:
+    """The fewest bytes of a move: one element sent for each that a rank needs and does not have."""
+    return sum(WIDTHS[n] * int((held(step.to, r, n) & ~has(step, r, n)).sum()) for n in SIZES for r in range(RANKS))
+
+
+def demands(step: Step) -> dict[tuple[int, ...], list[int]]:
+    """The widths of the elements that have to be sent, one by one, by the ranks that have them."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for name in sorted(SIZES):
+        owned = np.array([has(step, r, name) for r in range(RANKS)])
+        needs = sum((held(step.to, r, name) & ~owned[r]).astype(int) for r in range(RANKS))
+        for element in np.nonzero(needs)[0]:
+            owners = tuple(np.nonzero(owned[:, element])[0].tolist())
+            found.setdefault(owners, []).extend([WIDTHS[name]] * int(needs[element]))
+    return found
+
+
+def lost(was: Placement, to: Placement, alive: Collection[int]) -> dict[str, int]:
+    found = {}
+    for name in sorted(SIZES):
+        there = np.any([held(was, r, name) for r in alive] or [np.zeros(SIZES[name], bool)], axis=0)
+        wanted = np.any([held(to, r, name) for r in range(RANKS)], axis=0)
+        found[name] = int((wanted & ~there).sum())
+    return {name: n for name, n in found.items() if n}
+
+
+@cache
+def walk(seed: int, moves: int) -> tuple[Step, ...]:
+    """So many moves that can be made, among random placements; between them some that cannot, as too many died."""
+    dice = random.Random(seed)
+    was, found, made = placement(dice), list[Step](), 0
+    while made < moves:
+        to = placement(dice)
+        few = 0 if found and found[-1].lost else dice.choice([0, 1, 1, 2])  # who died once too often is back
+        dead = dice.sample(was.ranks, min(few, len(was.ranks) - 1))
+        alive = tuple(r for r in range(RANKS) if r not in dead)
+        found.append(Step(was, to, alive, lost(was, to, alive)))
+        if not found[-1].lost:
+            was, made = to, made + 1
+    return tuple(found)
+
+
+def placement(dice: random.Random) -> Placement:
+    """Any of the ways to spread the state over any of the ranks; the moments may be spread another way."""
+    ranks = dice.sample(range(RANKS), dice.randint(1, RANKS))
+    params = [n for n in SHAPES if "/" not in n]
+    moments = [n for n in SHAPES if "/" in n]
+    if dice.random() < 0.5:
+        spread = _any(dice, [*params, *moments], ranks)
+    else:
+        spread = _any(dice, params, ranks) | _any(dice, moments, ranks)
+    return spread | Placement.whole(WHOLE, ranks)
+
+
+def _any(dice: random.Random, names: Sequence[str], ranks: list[int]) -> Placement:
+    kinds = [_whole, _sharded, _shared_out, _layers, _split]
+    one = dice.choice(kinds)
+    if len(ranks) % 2 or dice.random() < 0.5:
+        return one(dice, names, ranks)
+    first, other = ranks[::2], ranks[1::2]
+    spread, groups = one(dice, names, first), {r: [r, s] for r, s in zip(first, other, strict=True)}
+    how = dice.random()
+    if how < 0.6:
+        return spread.copied(groups)
+    if how < 0.8:
+        return spread.dealt(groups)
+    middle = dice.randint(1, len(names) - 1)
+    return one(dice, names[:middle], first) | dice.choice(kinds)(dice, names[middle:], other)
+
+
+def _sizes(names: Names) -> dict[str, int]:
+    return {name: SIZES[name] for name in names}
+
+
+def _whole(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+    return Placement.whole(_sizes(names), ranks)
+
+
+def _sharded(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+    return Placement.sharded(_sizes(names), ranks)
+
+
+def _shared_out(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+    return Placement.sharded(_sizes(names), ranks, [dice.randint(1, 5) for _ in ranks])
+
+
+def _layers(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+    parts: list[list[str]] = [[] for _ in range(dice.randint(1, 2) * len(ranks))]
+    for name in names:
+        for part in dice.sample(parts, 1 if dice.random() < 0.8 or len(parts) == 1 else 2):
+            part.append(name)
+    return Placement.layers(_sizes(names), ranks, parts)
+
+
+def _split(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+    found = Placement.whole({}, ranks)
+    for name in names:
+        shape = SHAPES[name]
+        found |= Placement.split({name: shape}, ranks, dice.randint(0, len(shape) - 1))
+    return found

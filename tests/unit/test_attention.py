@@ -1,0 +1,207 @@
+"""The notes of a run about what stands still: kept up to date, withdrawn, and silent when only the machine slept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench.cluster.attention import Attention
+from workbench.cluster.errors import RankError, brought_up
+from workbench.experiment import Experiment
+from workbench.record.timeline import columns_of
+from workbench.run import Run
+from workbench.strategies import DDP, LocalSGD
+
+
+class Watched:
+    """A run of four ranks whose clock and answers are made up."""
+
+    def __init__(self, run: Run | None = None) -> None:
+        self.now, self.slept, self.notes = 100.0, 0.0, []
+        self.run = run or Run({}, live=True)
+        self.attention = Attention(self.run, range(4), self.notes, lambda: self.now, lambda: self.slept)
+        self.step = 0
+        self.trained()
+
+    def trained(self) -> None:
+        """Every rank ends one more step of 50 ms."""
+        for rank in range(4):
+            row = (rank, self.step, "step", "DDP", 0.0, 0.0, 0.05, 0)
+            self.attention.row("spans", rank, columns_of("spans", [row]))
+        self.step += 1
+
+    def second(self, *odd: int, op: str = "forward", mute: bool = True, state: str = "running", **more: Any) -> None:
+        """One second goes by in which `odd` stand still in `op`, and say nothing if `mute`."""
+        self.now += 1.0
+        still = self.now - 100.0
+        for rank in range(4):
+            if rank in odd and mute:
+                continue
+            waits = {"busy": "all_reduce bucket 0", "waits": bool(odd), "still": still if odd else 0.01}
+            own = {"busy": op, "waits": False, "still": still}
+            self.attention.heard(rank, {"step": self.step, **(own if rank in odd else waits), **more})
+        if not odd:
+            self.trained()
+        self.attention.look(state)
+
+
+def test_a_silence_is_one_note_that_is_kept_up_to_date_and_withdrawn() -> None:
+    w = Watched()
+    for _ in range(3):
+        w.second()
+    for _ in range(9):
+        w.second(2)
+    assert w.notes == [] and w.attention.holdup.startswith("rank 2 has said nothing for 9 s"), "said sooner in the line"
+    w.second(2)
+    assert w.notes == [f"{w.attention.holdup}"] and "; 0, 1, 3 wait in all_reduce bucket 0" in w.notes[0]
+    for _ in range(4):
+        w.second(2)
+    assert len(w.notes) == 1 and w.notes[0].startswith("rank 2 has said nothing for 14 s")
+    w.second()
+    assert w.notes == ["rank 2 stood still for 14 s and went on"] and w.attention.holdup == ""
+    for _ in range(11):
+        w.second(1)
+    assert len(w.notes) == 2 and w.notes[1].startswith("rank 1 has said nothing")
+
+
+def test_what_the_rank_itself_says_of_its_freeze_takes_the_notes_place() -> None:
+    w = Watched()
+    for _ in range(12):
+        w.second(2)
+    said = {"seconds": 12.3, "machine": False, "text": "stood still for 12.3 s: stopped"}
+    w.attention.mark(2, 1, "stood still", said)
+    w.second()
+    assert w.notes == ["rank 2 stood still for 12.3 s: stopped (step 1)"]
+
+
+def test_a_short_freeze_is_a_note_too() -> None:
+    w = Watched()
+    w.second()
+    w.attention.mark(3, 7, "stood still", {"seconds": 5.1, "machine": False, "text": "stood still for 5.1 s: stopped"})
+    assert w.notes == ["rank 3 stood still for 5.1 s: stopped (step 7)"]
+
+
+def test_nobody_is_silent_when_the_machine_slept() -> None:
+    w = Watched()
+    w.second()
+    w.slept += 40.0  # the monotonic clock stands still meanwhile
+    w.second(2)
+    assert w.notes == ["this machine slept for 40 s, this kernel and its ranks alike"]
+    for _ in range(9):
+        w.second(2)
+    assert len(w.notes) == 1
+
+
+def test_time_that_this_kernel_missed_is_nobodys_silence_and_told_once() -> None:
+    w = Watched()
+    w.second()
+    w.now += 40.0  # stopped as a whole, without sleeping: all clocks go on
+    for rank in range(4):
+        text = {"seconds": 40.2, "machine": False, "text": "stood still for 40.2 s"}
+        w.attention.mark(rank, 1, "stood still", text)
+    w.second(0, 1, 2, 3)
+    assert w.notes == ["this machine stood still for 40 s, this kernel and its ranks alike"]
+
+
+@pytest.mark.parametrize("state", ["paused", "stopping", "failing"])
+def test_nobody_is_silent_where_nobody_is_to_go_on(state: str) -> None:
+    w = Watched()
+    for _ in range(60):
+        w.second(2, state=state)
+    w.second(2)
+    assert w.notes == [] and w.attention.holdup == ""
+
+
+def test_a_rank_that_sleeps_as_its_settings_say_is_not_silent() -> None:
+    w = Watched()
+    for _ in range(60):
+        w.second(2, mute=False, asleep=True)
+    assert w.notes == []
+
+
+def test_the_first_step_and_an_evaluation_may_take_longer() -> None:
+    w = Watched()
+    evaluation = (0, 1, "eval", "evaluate", 0.0, 0.0, 20.0, 0)
+    w.attention.row("spans", 0, columns_of("spans", [evaluation]))
+    for _ in range(60):
+        w.second(0, op="evaluate", mute=False)
+    assert w.notes == []
+    fresh = Watched()
+    fresh.attention._lengths.clear()
+    for _ in range(25):
+        fresh.second(2)
+    assert fresh.notes == []
+
+
+def test_rows_that_ranks_could_not_write_are_counted_and_said() -> None:
+    w = Watched()
+    w.second(lost=0)
+    for rank in (3, 1):
+        text = "the record is not being written: No space left on device"
+        w.attention.mark(rank, 4, "spool", {"error": "No space left on device", "lost": 7, "text": text})
+    w.second(lost=7)
+    w.second(lost=9)
+    assert w.run.missing == 4 * 9
+    assert w.notes[0].startswith("ranks 1, 3: the record is not being written: No space left on device; run.save(")
+    for rank in (3, 1):
+        w.attention.mark(rank, 9, "spool", {"error": "", "lost": 9, "text": "recording again; 9 rows were lost"})
+    assert w.notes == ["recording again; 9 rows were lost"]
+
+
+def test_a_run_directory_that_vanishes_is_said_once(tmp_path: Path) -> None:
+    run = Run({}, path=tmp_path / "run", live=True)
+    run.save()
+    w = Watched(run)
+    w.second()
+    assert w.notes == []
+    (tmp_path / "run" / "run.json").unlink()
+    (tmp_path / "run").rmdir()
+    w.second()
+    w.second()
+    assert len(w.notes) == 1 and f"the run directory {tmp_path / 'run'} is gone" in w.notes[0]
+
+
+def test_a_death_is_placed_by_what_came_last_be_it_an_answer_or_a_row() -> None:
+    w = Watched()
+    w.attention.heard(1, {"step": 1, "busy": "all_reduce bucket 0"})
+    assert w.attention.place(1) == (1, "all_reduce bucket 0")
+    w.now += 0.5
+    rows = [(1, step, "step", "DDP", 0.0, 0.0, 0.1, 0) for step in range(1, 5)]
+    w.attention.row("spans", 1, columns_of("spans", rows))
+    assert w.attention.place(1) == (5, "")
+    w.now += 0.1
+    w.attention.row("spans", 1, columns_of("spans", [(1, 5, "compute", "forward", 0.0, 0.0, 0.1, 0)]))
+    assert w.attention.place(1) == (5, "after forward")
+    w.now += 0.1
+    w.attention.heard(1, {"step": 5, "busy": "backward"})
+    assert w.attention.death(1, "is gone")["op"] == "backward" and w.attention.place(1)[0] == 5
+
+
+@pytest.mark.parametrize(("strategy", "step"), [(DDP(), 5), (LocalSGD(every=8), 3)])
+def test_a_rank_that_died_was_in_the_step_in_which_the_others_missed_it(strategy: Any, step: int) -> None:
+    dead = {"rank": 2, "step": 3, "op": "update", "type": "EngineDied", "text": "its engine is gone"}
+    freed = {"step": 5, "op": "all_reduce", "type": "RuntimeError", "text": "Connection closed by peer"}
+    errors = {2: dead, 0: {**freed, "rank": 0}, 1: {**freed, "rank": 1}}
+    brought_up(errors, Experiment(ranks=3, strategy=strategy))
+    error = RankError(list(errors.values()))
+    assert (error.rank, error.step, error.freed) == (2, step, [0, 1])
+
+
+def test_what_hangs_in_set_up_is_named_too() -> None:
+    w = Watched()
+    w.attention._lengths.clear()
+    for _ in range(40):
+        w.second(2, op="set-up", mute=False, state="starting")
+    assert "rank 2 has been in set-up" in w.attention.holdup and "0, 1, 3 wait" in w.attention.holdup
+
+
+def test_time_that_engines_took_to_come_up_is_no_stillness_of_this_kernel() -> None:
+    w = Watched()
+    w.now += 8.0
+    w.attention.begun()
+    w.second()
+    w.now += 1.0
+    w.attention.mark(1, 3, "stood still", {"seconds": 5.0, "text": "was stopped for 5 s"})
+    assert w.notes == ["rank 1 was stopped for 5 s (step 3)"]

@@ -1,0 +1,152 @@
+"""CONTRIBUTING's example, run on real ranks as it is printed: as a file of the package, and from a notebook's cell."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from tests.ranks import experiment, run, weights
+from workbench import simulate
+from workbench.rank import StrategyError
+from workbench.strategies import Strategy
+
+ROOT = Path(__file__).parents[2]
+FILE = "coin_sgd"  # not among the package's own, which other tests count
+CELL = """
+import sys, cloudpickle
+from tests.ranks import experiment
+chosen = experiment(2, 12, strategy=CoinSGD(chance=0.5))
+sys.stdout.buffer.write(cloudpickle.dumps((chosen, [CoinSGD])))
+"""
+
+
+def printed() -> str:
+    found = re.search(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    assert found
+    return found[1]
+
+
+def averaged(sessions: list[Any], chance: float) -> None:
+    """The ranks met in the steps that the coin says, with every bucket, and agreed after the last of them."""
+    steps = [step for step in range(12) if Random(step).random() < chance]
+    buckets = len(sessions[0].layout.buckets)
+    for session in sessions:
+        assert [step for step, _, _ in session.record.comm()] == [s for s in steps for _ in range(buckets)]
+    together = steps[-1] == 11
+    assert torch.equal(weights(sessions[0]), weights(sessions[1])) == together
+
+
+@pytest.fixture
+def coin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Strategy]:
+    """The example as a file."""
+    (tmp_path / "coin_sgd.py").write_text(printed())
+    spec = importlib.util.spec_from_file_location(FILE, tmp_path / "coin_sgd.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, FILE, module)
+    spec.loader.exec_module(module)
+    return module.CoinSGD
+
+
+def test_as_a_file_it_averages_on_two_ranks_as_in_the_simulator(coin: Any) -> None:
+    e = experiment(2, 12, strategy=coin(chance=0.5))
+    sessions = run(e)
+    averaged(sessions, 0.5)
+    losses = simulate(e.turn("pace", 5.0), real=True).samples.query("name == 'loss' and rank == 0")
+    assert sessions[0].record.losses() == pytest.approx(losses.value.tolist(), rel=1e-5)
+
+
+def test_typed_into_a_cell_it_is_sent_to_ranks_that_know_none_of_its_names() -> None:
+    typed = subprocess.run([sys.executable, "-"], input=(printed() + CELL).encode(), capture_output=True, cwd=ROOT,
+                           check=False)  # fmt: skip
+    assert typed.returncode == 0, typed.stderr.decode()
+    chosen, _ = cloudpickle.loads(typed.stdout)
+    assert type(chosen.strategy).__module__ == "__main__"
+    averaged(run(chosen), 0.5)
+
+
+class Reduces(Strategy):
+    """Asks for one all-reduce of `x` per step, by `how`."""
+
+    x: Any = torch.zeros(3)
+    how: str = "sum"
+
+    async def step(self, rank: Any, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        x = self.x + rank.index
+        got = await rank.all_reduce(x, self.how, "asked")
+        await rank.sample("same", float(got is x or rank.size == 1))
+        await rank.sample("first", float(got[0]))
+
+
+def reducing(how: str, x: Any, ranks: int = 3) -> Any:
+    kind = type("Reducing", (Reduces,), {"x": x, "how": how, "__module__": __name__})
+    return experiment(ranks, 2, strategy=kind())
+
+
+def seen(e: Any, host: str) -> set[float]:
+    """What `got[0]` was, on either host."""
+    if host == "engine":
+        rows = [v for s in run(e) for _, name, _, v in s.record.samples if name == "first"]
+    else:
+        rows = simulate(e.turn("pace", 5.0), real=True).samples.query("name == 'first'").value.tolist()
+    return set(rows)
+
+
+@pytest.mark.parametrize("host", ["engine", "simulator"])
+def test_a_mean_is_the_sum_by_the_ranks_on_both_hosts(host: str) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert seen(reducing("mean", torch.full((3,), 4.0, dtype=dtype)), host) == {5.0}
+    assert seen(reducing("mean", torch.full((3,), 4.0), ranks=1), host) == {4.0}
+    assert seen(reducing("max", torch.full((3,), 4.0)), host) == {6.0}
+    assert seen(reducing("min", torch.full((3,), 4.0)), host) == {4.0}
+
+
+def test_a_mean_sends_a_sums_bytes_and_is_recorded_once() -> None:
+    of = {how: [s.record.comm() for s in run(reducing(how, torch.ones(5)))] for how in ("sum", "mean")}
+    assert of["sum"] == of["mean"] and all(len(rows) == 2 for rows in of["mean"])
+
+
+@pytest.mark.parametrize(("how", "x", "said"), [
+    ("avg", torch.zeros(3), "op='avg' must be one of 'sum', 'mean', 'max', 'min'"),
+    ("mean", torch.zeros(3, dtype=torch.int64), "op='mean' of torch.int64"),
+])  # fmt: skip
+@pytest.mark.parametrize("host", ["engine", "simulator"])
+def test_what_no_host_can_do_is_refused_by_name(host: str, how: str, x: Any, said: str) -> None:
+    with pytest.raises((StrategyError, AssertionError), match=re.escape(said)):
+        seen(reducing(how, x, 2), host)
+
+
+def test_a_hook_that_is_async_and_should_not_be_is_refused_when_it_is_written() -> None:
+    async def hook(self: Any, rank: Any) -> dict[str, int]:
+        return {"made": 0}
+
+    for name in ("init", "trains", "refuses", "hands_on"):
+        with pytest.raises(TypeError, match=f"Wrong.{name}: must be `def {name}.*not `async def`"):
+            type("Wrong", (Strategy,), {name: hook})
+
+
+@pytest.mark.parametrize("name", ["step", "leave", "settle", "background", "known"])
+def test_a_hook_that_is_awaited_must_be_async(name: str) -> None:
+    async def yields(self: Any, rank: Any, state: Any) -> Any:
+        yield 1
+
+    for hook in (lambda self, rank, state: None, yields):
+        with pytest.raises(TypeError, match=f"Wrong.{name}: must be `async def {name}"):
+            type("Wrong", (Strategy,), {name: hook})
+
+
+def test_a_hook_that_does_not_take_what_it_is_given_is_refused_when_it_is_written() -> None:
+    with pytest.raises(TypeError, match=r"Wrong.init: must take \(self, rank, params\)"):
+        type("Wrong", (Strategy,), {"init": lambda self, rank: None})
+    assert type("Right", (Strategy,), {"init": lambda self, *given: given}).init is not Strategy.init

@@ -1,0 +1,150 @@
+"""The pages: their links lead somewhere, what they copy from the code is current, and what they name is there."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench
+from tests import links, reference, tables
+from workbench import Experiment, Run, simulate
+from workbench.cli import setting
+from workbench.experiment import given
+from workbench.experiment.recipes import recipe
+from workbench.fabric import Fabric, Link
+from workbench.rank import Rank
+from workbench.settings import knobs
+
+ROOT = Path(__file__).parent.parent.parent
+EVERY = [m for base, _ in reference.FAMILIES.values() for m in reference.shipped(base)]
+WITHOUT_PAPER = {"Dense", "TaskOwn", "Task", "Freeze", "Noisy", "Slow", "Stumble"}  # nobody's invention
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize("path", links.pages(), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_the_links_of_a_page_lead_somewhere(path: Path) -> None:
+    assert links.broken(path) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(links, "ROOT", tmp_path)
+    (tmp_path / "there.md").write_text("# A `b`, c\n\n## Twice\n\n## Twice\n\n```\n# not one\n```\n")
+    good = ["there.md", "#here", "there.md#a-b-c", "there.md#twice-1", "https://example.org/gone", "mailto:a@b.c"]
+    bad = ["gone.md", "#gone", "there.md#twice-2", "there.md#not-one", "../there.md", "gone.png"]
+    shown = "\n".join(f"[x]({target})" for target in [*good, *bad[:-1]])
+    (tmp_path / "page.md").write_text(f"# Here\n\n{shown}\n![x]({bad[-1]})\n`[x](code.md)`\n")
+    assert links.broken(tmp_path / "page.md") == bad
+
+
+@pytest.mark.parametrize("path", tables.PAGES, ids=lambda p: p.stem)
+def test_what_a_page_copies_from_the_code_is_current(path: Path) -> None:
+    text = path.read_text()
+    assert text == tables.filled(text), "run: make tables"
+
+
+@pytest.mark.parametrize("member", EVERY, ids=lambda m: m.__name__)
+def test_a_member_says_when_to_use_it_and_who_invented_it(member: type[Any]) -> None:
+    said = inspect.getdoc(member) or ""
+    assert re.search(rf"^{reference.WHEN} \S", said, re.M)
+    assert (f"\n{reference.PAPER} " in said) != (member.__name__ in WITHOUT_PAPER)
+
+
+@pytest.mark.parametrize("name", reference.FAMILIES)
+def test_every_member_is_on_its_page_with_each_knob_on_a_line(name: str) -> None:
+    text = page(f"reference/{'fabric' if name == 'faults' else name}.md")
+    assert f"<!-- reference {name} -->" in text
+    for member in reference.shipped(reference.FAMILIES[name][0]):
+        (part,) = re.findall(rf"^##+ {member.__name__}\n(.*?)(?=^##+ |\Z)", text, re.S | re.M)
+        for k in knobs(member):
+            (line,) = [line for line in part.splitlines() if line.startswith(f"| `{k.name}` |")]
+            assert f"| {reference.span(k)} | {k.unit} | " in line and reference.prose(k.doc) in line
+
+
+def test_every_verb_and_every_setting_is_on_its_page() -> None:
+    verbs = [name for name, f in vars(Rank).items() if inspect.isfunction(f) and not name.startswith("_")]
+    assert re.findall(r"^### (\w+)$", page("reference/verbs.md"), re.M) == verbs
+    for k in knobs(Experiment):
+        assert f"\n| `{k.name}` | " in page("reference/experiment.md")
+
+
+def test_words_of_a_docstring_are_not_taken_for_markup() -> None:
+    assert reference.prose("k = density * n,\nE ||x|| < a_i, _b.py, x[0](1)") == (
+        r"k = density \* n, E \|\|x\|\| \< a_i, \_b.py, x\[0\](1)"
+    )
+    assert reference.prose("`a * b` and * c") == r"`a * b` and \* c"
+    assert reference.shown("    x <- y\n      <- z") == "```text\nx <- y\n  <- z\n```"
+    assert reference.linked("https://a.org/b, then (https://c.org/d).") == "<https://a.org/b>, then (<https://c.org/d>)."
+    assert reference.linked("see docs/gpu.md.") == "see [docs/gpu.md](../gpu.md)."
+
+
+def test_every_lesson_is_on_the_list() -> None:
+    listed = re.findall(r"\(\.\./(notebooks/\S+\.ipynb)\)", page("notebooks.md"))
+    assert listed == [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+# -- what the pages say to type
+
+
+@pytest.mark.parametrize("name", ["strategies", "compressors", "optimizers", "fabric"])
+def test_what_a_page_says_to_turn_can_be_turned(name: str) -> None:
+    experiment = Experiment()
+    names = {name: getattr(workbench, name) for name in workbench.__all__}
+    for call in re.findall(r"`lab\.turn\((\".*?)\)`", page(f"reference/{name}.md")):
+        experiment = experiment.turn(*eval(f"({call})", names))
+    assert experiment != Experiment()
+
+
+def test_the_command_lines_are_accepted() -> None:
+    (block,) = re.findall(r"```sh\n(.*?)```", page("using.md"), re.S)
+    words = block.splitlines()[0].split()
+    turns = [setting(words[i + 1]) for i, word in enumerate(words) if word == "--set"]
+    assert words[:2] == ["workbench", "run"] and len(turns) == 2
+    assert given.turned(recipe(words[2]), turns).strategy.every == 8
+
+
+@pytest.mark.ranks
+def test_the_simulators_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
+    small = Experiment(ranks=2, steps=30, pace=20.0, fabric=Fabric(link=Link(bandwidth=200)))
+    simulate(small).save(tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block.replace("64", "8"), names)
+    assert isinstance(names["again"], Run) and names["again"].experiment.steps == 200
+    assert "simulated" in capsys.readouterr().out
+
+
+# -- the glossary
+
+
+def rows() -> list[list[str]]:
+    lines = re.findall(r"^\|(?! ---| here )(.*)\|$", page("glossary.md"), re.M)
+    return [[cell.strip() for cell in line.split("|")] for line in lines]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
+def test_the_glossarys_names_of_torch_are_torchs() -> None:
+    named = [name for row in rows() for name in re.findall(r"`(torch\.[\w.]+)`", row[1])]
+    assert len(named) > 30
+    assert all(pkgutil.resolve_name(name) for name in named)
+    with pytest.raises(AttributeError):
+        pkgutil.resolve_name("torch.distributed.all_shuffle")
+
+
+def test_the_glossarys_nouns_are_ours() -> None:
+    settings = {k.name for m in [Experiment, Fabric, Link, *EVERY] for k in knobs(m)}
+    claims = {name for base, _ in reference.FAMILIES.values() for name in vars(base)}
+    seen = {word for names, _ in reference.terms(inspect.getdoc(Rank) or "") for word in names.split(", ")}
+    ours = set(workbench.__all__) | set(dir(Rank)) | seen | settings | claims | {"step", "micro"}
+    assert all(len(row) == 4 and all(row) for row in rows())
+    assert {name for row in rows() for name in re.findall(r"`(\w+)`", row[0])} - ours == set()

@@ -1,0 +1,212 @@
+"""How a run ends: how long is waited for whom, and what it then was. In a time of its own, without ranks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from tests.waiting import until
+from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
+from workbench.cluster.live import Live
+from workbench.cluster.steady import Steady
+from workbench.cluster.turns import Turns
+from workbench.experiment import Experiment
+from workbench.run import Run
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def status(step: int, step_s: float = 0.1, **rest: Any) -> dict[str, Any]:
+    return {"state": "running", "step": step, "step_s": step_s, "over": False, **rest}
+
+
+def ending(clock: Clock, ranks: int = 2) -> Ending:
+    return Ending(range(ranks), clock)
+
+
+def lost(rank: int) -> dict[str, Any]:
+    text = "Connection closed by peer [127.0.0.1]:1"
+    return {"rank": rank, "step": 3, "op": "all_reduce", "type": "RuntimeError", "text": text, "consequence": True}
+
+
+def first(clock: Clock, it: Ending, due: str, within: float) -> float:
+    """Seconds until `due` is due."""
+    began = clock.now
+    while it.due() != due:
+        clock.now += 0.05
+        assert clock.now - began < within, f"{due} not due within {within} s"
+    return clock.now - began
+
+
+@pytest.mark.parametrize(("step_s", "waits"), [(0.01, 1.0), (2.0, 6.0)])
+def test_a_stop_waits_for_a_boundary_in_proportion_to_the_steps(clock: Clock, step_s: float, waits: float) -> None:
+    it = ending(clock)
+    it.heard(0, status(5, step_s))
+    it.stop()
+    assert first(clock, it, "abort", 10) == pytest.approx(waits, abs=0.11)
+    it.abort()
+    assert first(clock, it, "give up", 20) == pytest.approx(max(LEAVE, 3 * step_s), abs=0.11)
+
+
+def test_as_long_as_any_rank_makes_steps_all_are_waited_for_but_not_for_ever(clock: Clock) -> None:
+    it = ending(clock)
+    it.heard(0, status(8, 0.02))
+    it.heard(1, status(3, 0.5))
+    it.stop()
+    began = clock.now
+    while clock.now - began < MOST - 1:
+        clock.now += 1.2
+        it.at(1, int(clock.now))
+        assert it.due() == "" or clock.now - began > MOST
+    assert first(clock, it, "abort", 3) < 3
+
+
+def test_before_the_first_step_there_is_more_patience(clock: Clock) -> None:
+    it = ending(clock)
+    it.heard(0, status(0, 0.0))
+    it.stop()
+    assert first(clock, it, "abort", 20) == pytest.approx(FIRST, abs=0.11)
+
+
+def test_ranks_that_are_beginning_are_given_time_to_when_a_stop_is_asked(clock: Clock) -> None:
+    it = ending(clock)
+    clock.now += 1000
+    assert not it.unwanted
+    it.stop()
+    clock.now += 0.9 * FIRST
+    assert not it.unwanted
+    clock.now += 0.2 * FIRST
+    assert it.unwanted
+
+
+def test_nothing_is_due_while_it_trains(clock: Clock) -> None:
+    it = ending(clock)
+    it.heard(0, status(5))
+    clock.now += 1000
+    assert it.due() == "" and not it.near
+
+
+def test_a_rank_is_over_when_its_line_or_its_rows_say_so(clock: Clock) -> None:
+    it = ending(clock)
+    it.heard(0, status(9, over=True, state="done"))
+    assert it.due() == "" and it.inside == {1}
+    it.gone(1, "done")
+    assert it.due() == "over" and it.outcome() == ("done", [])
+
+
+def test_losing_a_peer_after_a_stop_was_asked_is_no_failure(clock: Clock) -> None:
+    it = ending(clock)
+    it.stop()
+    it.failed(1, lost(1))
+    it.gone(0, "stopped")
+    it.gone(1, "failed")
+    assert it.outcome() == ("stopped", [])
+
+
+def test_losing_a_peer_is_a_failure_where_nobody_asked_and_so_is_an_error_of_ones_own_after_a_stop(
+    clock: Clock,
+) -> None:
+    it = ending(clock)
+    it.failed(1, lost(1))
+    assert it.outcome()[0] == "failed"
+    it = ending(clock)
+    it.stop()
+    it.failed(0, lost(0))
+    it.failed(1, {**lost(1), "type": "ValueError", "text": "a bad example", "consequence": False})
+    state, (error,) = it.outcome()
+    assert (state, error["rank"]) == ("failed", 1)
+
+
+def test_a_rank_that_ended_without_a_final_word_has_failed(clock: Clock) -> None:
+    it = ending(clock, 1)
+    it.heard(0, status(4, over=True))
+    assert it.due() == "over" and it.outcome() == ("failed", [])
+
+
+def test_ranks_are_freed_soon_after_an_error_and_at_once_after_a_death(clock: Clock) -> None:
+    it = ending(clock)
+    it.failed(1, {**lost(1), "consequence": False, "text": "mine"})
+    assert first(clock, it, "abort", 2) == pytest.approx(0.5, abs=0.11)
+    it = ending(clock)
+    it.failed(1, {**lost(1), "type": "EngineDied"})
+    clock.now += 0.01
+    assert it.due() == "abort" and it.inside == {0}
+
+
+def test_ranks_that_were_told_to_leave_before_they_had_begun_get_their_time_once_they_have(clock: Clock) -> None:
+    it = ending(clock)
+    it.stop()
+    it.abort()
+    clock.now += 8  # they begin
+    it.begun()
+    assert it.due() == ""
+    assert first(clock, it, "give up", 20) == pytest.approx(LEAVE, abs=0.11)
+
+
+def test_what_a_rank_says_first_of_its_end_stands(clock: Clock) -> None:
+    it = ending(clock)
+    it.gone(0, "done")
+    it.heard(0, {**status(3), "over": True})
+    it.gone(1, "done")
+    assert it.outcome() == ("done", [])
+
+
+def test_a_run_that_went_on_after_a_nan_is_judged_anew_by_who_watches_then() -> None:
+    watched = True
+    live = Live(Run({}, live=True), Any, Turns(Experiment(ranks=2), []), "g", lambda: watched)  # type: ignore[arg-type]
+    live._mark(0, 0, 1.0, "state", {"state": "running"})
+    live._mark(1, 4, 2.0, "nan", {"loss": "nan"})
+    assert live.ending.unwatched is None and not live.ending.asked, "somebody watches: it pauses"
+    live._mark(0, 5, 3.0, "state", {"state": "running"})
+    watched = False
+    live._mark(0, 4, 2.1, "nan", {"loss": "nan"})  # a row that comes late, of before
+    assert not live.ending.asked
+    live._mark(1, 9, 4.0, "nan", {"loss": "inf"})
+    assert live.ending.asked and live.ending.unwatched is not None and live.ending.unwatched["step"] == 9
+
+
+def test_a_thread_that_others_wait_for_survives_what_its_looks_raise(caplog: pytest.LogCaptureFixture) -> None:
+    over, looks, said = threading.Event(), [], []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) < 3:
+            raise RuntimeError("cannot join thread before it is started")
+
+    with caplog.at_level(logging.ERROR):
+        it = Steady("steady", look, over, said.append).start()
+        assert until(lambda: len(looks) > 4)
+        over.set()
+        assert it.join(5)
+    assert [str(e) for e in said] == ["cannot join thread before it is started"] * 2
+    (record,) = [r for r in caplog.records if r.name.endswith("steady")]
+    assert record.exc_info, "the traceback is in the log, once"
+
+
+def test_an_error_of_the_one_who_is_told_does_not_end_it_either() -> None:
+    over, looks = threading.Event(), []
+
+    def look() -> None:
+        looks.append(1)
+        raise OSError("disk")
+
+    def said(error: Exception) -> None:
+        raise ValueError("nobody listens")
+
+    it = Steady("steady", look, over, said).start()
+    assert until(lambda: len(looks) > 2)
+    over.set()
+    assert it.join(5)

@@ -1,0 +1,147 @@
+"""Nonsense at every front door: one sentence that names field and value, and never an error from the inside."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.testing
+
+from tests.unit import synthetic
+from workbench import simulate
+from workbench.cli import app
+from workbench.cluster import launch
+from workbench.cluster.place import ClusterError, check_connection
+from workbench.cluster.turns import planned
+from workbench.experiment import Experiment, given
+from workbench.experiment.recipes import recipe
+from workbench.fabric import Fabric, Link
+from workbench.lab import Lab
+from workbench.run import Run, RunError
+from workbench.settings import KnobError
+from workbench.strategies import LocalSGD
+
+
+class Thing:
+    """Something that nobody expects, and that cannot even show itself."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+NONSENSE: dict[str, Any] = {
+    "None": None, "5": 5, "-1": -1, "x": "x", "empty": "", "nul": "\0",
+    "[]": [], "[5]": [5], "{}": {}, "{5: 5}": {5: 5},
+    "nested": {"TopK": 5}, "nan": float("nan"), "inf": float("inf"), "True": True, "bytes": b"x", "huge": 10**400,
+    "long": "9" * 5000, "thing": Thing(), "class": Thing, "function": len, "change": [(1, None, 5)],
+}  # fmt: skip
+SAID = (KnobError, RunError, ClusterError)
+E = Experiment(steps=3, ranks=2, pace=10)
+DOORS: dict[str, Callable[[Any], Any]] = {
+    "turn's path": lambda v: E.turn(v, 1),
+    "turn": lambda v: E.turn("strategy", v),
+    "turn a number": lambda v: E.turn("lr", v),
+    "turn the faults": lambda v: E.turn("faults", v),
+    "turn the task": lambda v: E.turn("task", v),
+    "Experiment(ranks)": lambda v: Experiment(ranks=v),
+    "Experiment(compressor)": lambda v: Experiment(compressor=v),
+    "Experiment(fabric)": lambda v: Experiment(fabric=v),
+    "Experiment.read": lambda v: Experiment.read(v),
+    "LocalSGD(every)": lambda v: LocalSGD(every=v),
+    "Link(bandwidth)": lambda v: Fabric(link=Link(bandwidth=v)),
+    "recipe": recipe,
+    "lab.run": lambda v: launch.fitted(given.experiment(v), 2),
+    "lab.run's changes": lambda v: planned(E, given.changes(v)),
+    "Lab(ranks)": lambda v: Lab(v),
+    "Lab(name)": lambda v: given.text(v, "name", "lab"),
+    "Lab(device)": given.device,
+    "Lab(cluster)": lambda v: check_connection(given.path(v, "cluster", "a.json")),
+    "Lab(profile)": lambda v: given.text(v, "profile", "default"),
+    "Run.open": Run.open,
+    "simulate": simulate,
+    "simulate's changes": lambda v: simulate(E, changes=v),
+    "simulate's costs": lambda v: simulate(E, costs=v),
+    "simulate's replay": lambda v: simulate(E, replay=v),
+    "what_if": lambda v: synthetic.run(steps=12).what_if(v),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes a front door would start something: it is enough that it passed."""
+    monkeypatch.setattr(Lab, "__init__", lambda self, *rest, **more: None)
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_nonsense_is_answered_with_one_sentence(door: Callable[[Any], Any]) -> None:
+    for name, value in NONSENSE.items():
+        try:
+            door(value)
+        except SAID as said:
+            text = str(said)
+            own = re.sub(r"there are .*", "there are", text)  # other tests add members of their own to a family
+            assert 10 < len(own) < 700 and "\n" not in text, (name, text)
+            assert re.search(r"[=:]|there is|must", text), (name, text)
+
+
+@pytest.mark.parametrize(
+    ("door", "value", "words"),
+    [
+        ("lab.run", 5, r"experiment=5: must be an Experiment, such as"),
+        ("lab.run", "full_speed", r"experiment='full_speed': must be an Experiment.*recipe\('full_speed'\) makes one"),
+        ("lab.run's changes", [5], r"changes\[0\]=5: must be Change\(at_step, path, value\)"),
+        ("lab.run's changes", 5, r"changes=5: must be a list"),
+        ("lab.run's changes", [(-1, "lr", 1)], r"changes\[0\].at_step=-1: must be an integer in \[0, 1000000000\]"),
+        ("recipe", None, r"recipe=None: must be a recipe's name; there are .*digits"),
+        ("Lab(name)", 5, r"name=5: must be text, such as 'lab'"),
+        ("Lab(device)", "tpu", r"device='tpu': must be one of auto, cpu, cuda"),
+        ("Lab(cluster)", 5, r"cluster=5: must be a path"),
+        ("Lab(cluster)", __file__, r"cluster='.*doors.py': is not a client connection file; ipyparallel writes"),
+        ("Run.open", None, r"path=None: must be a run directory"),
+        ("turn", {"LocalSGD": {"evry": 4}}, r"strategy: LocalSGD has no knob 'evry'; did you mean every\?"),
+        ("turn's path", None, r"path=None: must be a knob's name as text"),
+        ("simulate", "digits", r"experiment='digits': must be an Experiment"),
+        ("simulate's costs", 5, r"costs=5: must be a Costs, such as Costs.measured\(run\), or None"),
+        ("what_if", 5, r"turns=5: must be a dict of values by path"),
+    ],
+)  # fmt: skip
+def test_the_sentence_says_what_would_do(door: str, value: Any, words: str) -> None:
+    with pytest.raises(SAID, match=words):
+        DOORS[door](value)
+
+
+def test_an_unknown_knob_is_answered_with_knobs_only() -> None:
+    with pytest.raises(KnobError) as said:
+        E.turn("compressor", {"TopK": {"qqqq": 0.1}})
+    assert "it has density" in str(said.value) and "home" not in str(said.value) and "__" not in str(said.value)
+
+
+def test_a_lab_takes_a_name_that_is_a_name() -> None:
+    with pytest.raises(KnobError, match="name=5: must be text"):
+        Lab(name=5)  # type: ignore[arg-type]
+
+
+def test_a_run_that_cannot_be_kept_where_it_was_asked_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file = tmp_path / "file"
+    bad = (("/proc/run", "nothing can be recorded in /proc/run"), (file, "is a file"), (5, "out=5: must be a path"))
+    for out, words in bad:
+        with pytest.raises(SAID, match=words):
+            launch.open_run(E, out, Run)  # type: ignore[arg-type]
+
+
+def test_several_knobs_are_turned_in_any_order() -> None:
+    asked = [("density", 0.05), ("compressor", "TopK"), ("every", 4), ("strategy", "LocalSGD"), ("lr", 0.5)]
+    there, back = given.turned(E, asked), given.turned(E, asked[::-1])
+    assert there == back and there.compressor.of.density == 0.05 and there.strategy.every == 4  # type: ignore[attr-defined]
+    with pytest.raises(KnobError, match="densty: no such knob here; did you mean"):
+        given.turned(E, [("densty", 0.05), ("compressor", "TopK")])
+
+
+@pytest.mark.parametrize("command", [["demo", "--ranks", "0"], ["run", "digits", "--out", "x", "--ranks", "65"]])
+def test_the_command_line_names_the_ranks_that_a_lab_takes(command: list[str]) -> None:
+    said = typer.testing.CliRunner().invoke(app, command)
+    assert said.exit_code == 2 and f"must be an integer in [1, {given.MAX_RANKS}]" in said.output

@@ -1,0 +1,416 @@
+"""The GPU path without a GPU: the engine on stand-ins for NCCL, streams and events that forgive no mistake of order."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu_nccl import made
+from tests.gpu_order import Gpu, gpu_here, look_up
+from tests.ranks import Rows, experiment, live, mse, run, toy, weights
+from tests.waiting import until
+from workbench.compressors import PowerSGD, TopK
+from workbench.engine import device, peers
+from workbench.engine.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.device.cuda import Cuda
+from workbench.engine.device.gloo import SLICE
+from workbench.engine.device.nccl import Nccl
+from workbench.engine.host import Host
+from workbench.engine.lane import Lane
+from workbench.engine.session import Session
+from workbench.engine.shaping import Clock, Naps, Port, Shaper
+from workbench.engine.watch import watch
+from workbench.fabric import Fabric, Link
+from workbench.rank import Op, StrategyError
+from workbench.settings import Change
+from workbench.strategies import Gossip, LocalSGD, ShadowMA
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gpu]]:
+    """The GPUs of the ranks that are started meanwhile, in the order in which they set up."""
+    look_up()
+    made_so_far: list[Gpu] = []
+
+    def chip(name: str) -> Cuda:
+        made_so_far.append(Gpu(seed=len(made_so_far)))
+        return Cuda(name, api=made_so_far[-1])
+
+    monkeypatch.setitem(device.CHIPS, "cpu", chip)
+    monkeypatch.setitem(device.KINDS, "nccl", partial(Nccl, made=made))
+    yield made_so_far
+
+
+def on_gpus(wanted: Any, *changes: Change, kind: str = "nccl", within: float = 60.0) -> list[Session]:
+    sessions = live(wanted, changes, kind=kind)
+    for s in sessions:
+        if not s.join(within):
+            for other in sessions:
+                other.abort()
+            raise AssertionError(f"rank {s.rank.index} hangs: {s.status()}")
+    for s in sessions:
+        assert s.error is None, s.error["traceback"]
+    return sessions
+
+
+class Alone:
+    """One rank without a session: wires, watch and lane."""
+
+    def __init__(self, index: int, ranks: int, where: tuple[str, int], tag: str) -> None:
+        self.index, self.rows = index, Rows()
+        chip, leaving, clock = device.chip("cpu"), Leaving(), Clock(time.time())
+        chip.bind()
+        store = connect_store(*where, tag)
+        self.control = Wire(store, index, ranks, "control", leaving)
+        self.wire = Wire(store, index, ranks, "data", leaving, kind="nccl", beside=self.control.parted)
+        self.group = self.wire.group
+        self.watch = watch(chip, clock, self.rows, self.wire.check)
+        self.lane = Lane("comm", self.wire, Shaper(Port(index, ranks, Naps(clock), 0), None), self.watch, chip)
+        self.lane.aside = self.control
+
+    def ones(self, n: int) -> torch.Tensor:
+        return torch.ones(n, device="cpu")  # which says that it lies on the chip
+
+    def does(self, op: Op) -> Any:
+        async def child() -> Any:
+            return await op
+
+        return self.lane.wait(self.lane.start(child(), op.verb))
+
+    def close(self) -> None:
+        self.group.gate.set()
+        self.lane.close()
+        self.wire.close()
+        self.control.close()
+
+
+def in_threads(body: Callable[[Alone], None], ranks: int = 2) -> None:
+    """`body` on each rank's thread; raises what it raised."""
+    kept, *where = host_store()
+    tag, failed = uuid.uuid4().hex, []
+
+    def go(index: int) -> None:
+        try:
+            rank = Alone(index, ranks, tuple(where), tag)
+            try:
+                body(rank)
+            finally:
+                rank.close()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=go, args=(r,), daemon=True) for r in range(ranks)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not any(t.is_alive() for t in threads)
+    if failed:
+        raise failed[0]
+    del kept
+
+
+async def added(x: torch.Tensor) -> torch.Tensor:
+    return await Op("all_reduce", x, "sum", "")
+
+
+async def copied(x: torch.Tensor) -> torch.Tensor:
+    return await Op("all_reduce", x.clone(), "sum", "")
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"strategy": LocalSGD(every=3)}, {"compressor": TopK(density=0.2)}, {"compressor": PowerSGD(rank=2)}],
+    ids=["DDP", "LocalSGD", "TopK", "PowerSGD"],
+)
+def test_the_engine_on_streams_and_nccl_equals_the_engine_on_a_cpu_bit_for_bit(how: Any, gpus: list[Gpu],
+                                                                               monkeypatch: Any) -> None:
+    wanted = experiment(2, 10, task=toy(ADAMW), **how)
+    late = on_gpus(wanted)
+    monkeypatch.undo()
+    plain = run(wanted)
+    for a, b in zip(late, plain, strict=True):
+        assert torch.equal(weights(a), weights(b))
+        assert a.record.losses() == pytest.approx(b.record.losses(), rel=1e-6)
+
+
+TURNS = (Change(3, "strategy", "LocalSGD"), Change(6, "strategy", "DDP"), Change(7, "compressor", "TopK"))
+
+
+def test_live_switches_and_a_wrapped_compressor_equal_the_cpu_bit_for_bit(gpus: list[Gpu], monkeypatch: Any) -> None:
+    late = on_gpus(experiment(2, 10), *TURNS)
+    monkeypatch.undo()
+    assert torch.equal(weights(late[0]), weights(run(experiment(2, 10), *TURNS)[0]))
+
+
+def no_wait_of_the_lane(cuda: Cuda, stream: Any = None, after: Any = None) -> Any:
+    return cuda._inside(stream, None)
+
+
+MISTAKES = {
+    "the lane's stream does not wait for the bucket": ("inside", no_wait_of_the_lane),
+    "the compute stream does not wait for the lane": ("follow", lambda cuda, event, value=None: None),
+    "the host reads a number before its copy is there": ("reached", lambda cuda, event: True),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_order_is_found(mistake: str, gpus: list[Gpu], monkeypatch: Any) -> None:
+    name, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(Cuda, name, wrong)
+    sessions = live(experiment(2, 4, compressor=TopK(density=0.2)), kind="nccl")
+    for s in sessions:
+        assert s.join(60)
+    assert any(s.error is not None and s.error["type"] == "OutOfOrder" for s in sessions)
+
+
+def rank_one(what: Any) -> Any:
+    """The toy's loss, of which rank 1 first does something in its step 3."""
+    calls = {"n": 0}
+
+    def loss(model: Any, pair: Any) -> torch.Tensor:
+        if threading.current_thread().name == "rank 1 training":
+            calls["n"] += 1
+            if calls["n"] == 4:
+                what()
+        return mse(model, pair)
+
+    return loss
+
+
+def test_what_has_gone_is_no_past_of_what_is_made_in_its_place() -> None:
+    def go() -> None:
+        gpu.set_device("cuda:0")
+        try:
+            for _ in range(50):
+                torch.ones(1, device="cpu").add_(1)
+            with gpu.stream(gpu.Stream()):
+                assert {float(torch.tensor([1.0])[0]) for _ in range(50)} == {1.0}
+        except BaseException as error:
+            failed.append(error)
+
+    gpu, failed = Gpu(), []
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join()
+    assert not failed, failed
+
+
+@pytest.mark.parametrize("seconds", [0.15, 2.0])
+def test_a_late_rank_does_not_end_the_run(seconds: float, gpus: list[Gpu], monkeypatch: Any) -> None:
+    late = on_gpus(experiment(2, 6, task=toy(loss=rank_one(lambda: time.sleep(seconds)))))
+    monkeypatch.undo()
+    assert torch.equal(weights(late[0]), weights(run(experiment(2, 6))[0]))
+
+
+def test_a_wait_with_a_limit_ends_the_communicator_as_nccls_does(gpus: list[Gpu]) -> None:
+    def body(rank: Any) -> None:
+        rank.group.gate.clear()
+        work = rank.wire.all_reduce(rank.ones(4))
+        with pytest.raises(RuntimeError, match="timing out"):
+            work.wait(SLICE)
+        assert rank.group.aborted
+
+    in_threads(body, ranks=1)
+
+
+def test_the_host_waits_neither_for_a_collective_nor_at_the_end_of_the_step(gpus: list[Gpu]) -> None:
+    def body(rank: Any) -> None:
+        rank.group.gate.clear()
+        x = rank.ones(64)
+        handle = rank.lane.start(added(x), "bucket")
+        assert rank.lane.wait(handle) is x
+        rank.watch.settle()
+        assert not rank.group.pending[-1].is_completed() and rank.lane.busy == "all_reduce bucket"
+        assert not [r for r in rank.rows if r[1] == "comm"], "its end is not known yet"
+        time.sleep(0.3)
+        rank.group.gate.set()
+        assert torch.equal(x, torch.full((64,), 2.0))  # the compute stream waits
+        rank.watch.flush()
+        (span,) = [r for r in rank.rows if r[1] == "comm"]
+        assert span[5] - span[4] > 0.3 and span[2] == "all_reduce bucket"
+        assert rank.lane.busy == ""
+
+    in_threads(body)
+
+
+def test_on_an_emulated_link_the_lane_waits_until_the_data_is_there(gpus: list[Gpu]) -> None:
+    def body(rank: Any) -> None:
+        rank.lane.shaper.port.fabric = Fabric(link=Link(bandwidth=1.0))
+        rank.group.gate.clear()
+        threading.Timer(0.3, rank.group.gate.set).start()
+        x = rank.ones(1250)  # 5000 bytes to send at 1 Mbit/s: 40 ms
+        rank.lane.wait(rank.lane.start(added(x), "bucket"))
+        assert rank.group.pending[-1].is_completed()
+        (span,) = [r for r in rank.rows if r[1] == "comm"]
+        assert span[5] - span[4] > 0.3
+
+    in_threads(body)
+
+
+def test_a_step_has_no_synchronisation_and_reads_no_number_from_the_gpu(gpus: list[Gpu]) -> None:
+    on_gpus(experiment(2, 6))
+    few = [gpu.items for gpu in gpus]
+    on_gpus(experiment(2, 12))
+    many = [gpu.items for gpu in gpus[2:]]
+    assert sorted(few) == sorted(many) and not any(gpu.syncs for gpu in gpus)
+
+
+def test_times_of_compute_and_collectives_lie_within_their_step(gpus: list[Gpu]) -> None:
+    session = on_gpus(experiment(2, 8))[0]
+    rows = [r for r in session.record if r[1] in ("compute", "comm", "step", "wait")]
+    for step in range(8):
+        (whole,) = [r for r in rows if r[0] == step and r[1] == "step"]
+        inside = [r for r in rows if r[0] == step and r[1] != "step"]
+        assert [r[2] for r in inside if r[1] == "compute"] == ["forward", "backward", "update"]
+        assert all(whole[4] <= r[4] <= r[5] <= whole[5] + 1e-9 for r in inside if r[1] != "comm")
+        assert all(whole[4] <= r[4] <= r[5] for r in inside)
+    assert len(session.record.losses()) == 8
+
+
+def test_a_stop_frees_a_rank_whose_peer_does_not_come(gpus: list[Gpu]) -> None:
+    go = threading.Event()
+    sessions = live(experiment(2, 20, task=toy(loss=rank_one(lambda: go.wait(60)))), kind="nccl")
+    assert until(lambda: sessions[1].rank.step == 3)
+    time.sleep(0.3)
+    for s in sessions:
+        s.abort(asked=True)
+    assert sessions[0].join(20) and sessions[0].phase == "stopped"
+    go.set()
+    assert sessions[1].join(20) and sessions[1].phase == "stopped"
+    assert all(c.aborted for gpu in gpus for c in gpu.communicators)
+
+
+def test_a_rank_hears_of_a_peer_that_failed_though_nccl_does_not(gpus: list[Gpu]) -> None:
+    def fail() -> None:
+        raise ValueError("no more")
+
+    sessions = live(experiment(2, 20, task=toy(loss=rank_one(fail))), kind="nccl")
+    assert all(s.join(30) for s in sessions), [s.status() for s in sessions]
+    victim, culprit = sessions
+    assert culprit.error["text"] == "no more" and not culprit.error["consequence"]
+    assert victim.error["consequence"], victim.error
+
+
+def test_a_background_and_the_step_never_have_two_communicators_on_one_gpu(gpus: list[Gpu]) -> None:
+    on_gpus(experiment(2, 10, strategy=ShadowMA()))
+    assert [len(gpu.communicators) for gpu in gpus] == [1, 1]
+
+
+def test_arrivals_on_a_link_between_hosts_never_go_over_nccl(gpus: list[Gpu], monkeypatch: Any) -> None:
+    monkeypatch.setattr(peers, "agree_on_time", lambda wire, clock: (False, 0.0))
+    sessions = on_gpus(experiment(2, 4).turn("bandwidth", 100))
+    assert [r for r in sessions[0].record if r[1] == "port"]
+
+
+def test_dtypes_that_nccl_has_no_name_for_go_as_bytes_and_are_not_added(gpus: list[Gpu]) -> None:
+    def body(rank: Any) -> None:
+        me = rank.index
+        for dtype in (torch.uint16, torch.int16, torch.bool, torch.float8_e4m3fn, torch.int64, torch.uint32):
+            x = (rank.ones(6) * me).to(dtype)
+            got = rank.does(Op("all_gather", x, ""))
+            assert got.dtype == dtype and got.shape == (2, 6) and torch.equal(got[me].float(), x.float())
+            got = rank.does(Op("all_to_all", x.view(2, 3), ""))
+            assert [float(row[0].float()) for row in got] == [0.0, 1.0]
+            assert torch.equal(rank.does(Op("broadcast", x, 1, "")).float(), torch.ones(6))
+        assert torch.equal(rank.does(Op("all_reduce", rank.ones(3).long(), "sum", "")), torch.full((3,), 2))
+        for dtype in (torch.uint16, torch.bool, torch.float8_e4m3fn):
+            with pytest.raises(StrategyError, match="adds no such numbers; hand in int32"):
+                rank.does(Op("all_reduce", rank.ones(3).to(dtype), "sum", ""))
+
+    in_threads(body)
+
+
+def test_rows_of_no_length_are_exchanged(gpus: list[Gpu]) -> None:
+    def body(rank: Any) -> None:
+        lengths = ((0, 3), (0, 0))
+        rows = [rank.ones(n) for n in lengths[rank.index]]
+        got = rank.does(Op("all_to_allv", rows, lengths, ""))
+        assert [row.numel() for row in got] == [lengths[0][rank.index], 0]
+        assert [row.numel() for row in rank.does(Op("all_to_allv", [rows[0][:0]] * 2, ((0, 0), (0, 0)), ""))] == [0, 0]
+
+    in_threads(body)
+
+
+def test_a_backward_on_a_thread_of_autograds_own_is_the_same(gpus: list[Gpu], monkeypatch: Any) -> None:
+    seen = []
+    plainly, handed = torch.Tensor.backward, Host._hand_out
+
+    def aside(loss: torch.Tensor, *args: Any) -> None:
+        failed: list[BaseException] = []
+        gpu = gpu_here()
+
+        def go() -> None:
+            try:
+                gpu.set_device("cuda:0")  # as autograd does for its threads
+                plainly(loss, *args)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=go)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+
+    def noting(host: Host, bucket: Any) -> None:
+        seen.append((torch.is_grad_enabled(), gpu_here().current_stream() is gpu_here().compute))
+        handed(host, bucket)
+
+    monkeypatch.setattr(torch.Tensor, "backward", aside)
+    monkeypatch.setattr(Host, "_hand_out", noting)
+    late = on_gpus(experiment(2, 5))
+    monkeypatch.undo()
+    assert set(seen) == {(False, True)}
+    assert torch.equal(weights(late[0]), weights(run(experiment(2, 5))[0]))
+
+
+def test_letters_of_ranks_on_gpus_equal_those_of_cpus(gpus: list[Gpu], monkeypatch: Any) -> None:
+    copies = []
+    plainly = Cuda.to_host
+    monkeypatch.setattr(Cuda, "to_host", lambda cuda, x: copies.append(x.numel()) or plainly(cuda, x))
+    late = on_gpus(experiment(2, 6, strategy=Gossip()))
+    monkeypatch.undo()
+    assert copies and torch.equal(weights(late[0]), weights(run(experiment(2, 6, strategy=Gossip()))[0]))
+
+
+def test_what_a_child_was_given_is_kept_until_the_gpu_has_read_it(gpus: list[Gpu]) -> None:
+    def body(rank: Any) -> None:
+        rank.group.gate.clear()
+        x = rank.ones(64)
+        gone = weakref.ref(x)
+        handle = rank.lane.start(copied(x), "bucket")
+        del x
+        rank.lane.wait(handle)
+        del handle
+        assert gone() is not None, "freed while the lane has not read it"
+        rank.group.gate.set()
+        for _ in range(3):
+            rank.does(Op("all_reduce", rank.ones(1), "sum", ""))
+            rank.watch.flush()
+            time.sleep(0.05)
+        assert gone() is None
+
+    in_threads(body)
+
+
+def test_sizes_that_change_a_little_take_memory_of_one_size(gpus: list[Gpu]) -> None:
+    chip, like = Cuda("cpu", api=Gpu()), torch.empty(0)
+    rooms = [chip.room(like, n) for n in range(1_000_000, 1_045_000, 7_001)]
+    assert [r.numel() for r in rooms] == list(range(1_000_000, 1_045_000, 7_001))
+    assert len({r.untyped_storage().nbytes() for r in rooms}) == 1
+    for n in (0, 1, 7, 31, 12_345):
+        assert n <= chip.room(like, n).untyped_storage().nbytes() / 4 <= 1.125 * n + 1

@@ -1,0 +1,54 @@
+"""Closing: an engine that does not answer, or a lab that fails, keeps nothing else from being given back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench import lab as lab_module
+from workbench.cluster.cluster import Cluster
+
+
+def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cluster:
+    """Three engines of somebody else's cluster, of which `silent` does not answer; done: what was given back."""
+    made = Cluster("lab", 3, connection="somewhere")
+    made.engines = [SimpleNamespace(id=10 + r, rank=r) for r in range(3)]
+    made.place = SimpleNamespace(state={}, remove=lambda: None)
+    made.health = SimpleNamespace(controller=lambda: None, death=lambda rank: None)
+    made._ready.set()
+
+    def call(engine: int, function: Any, *rest: Any, timeout: float = 60.0) -> None:
+        if engine == 10 + silent:
+            raise TimeoutError("no answer")
+        done.append(engine)
+
+    monkeypatch.setattr(made, "call", call)
+    monkeypatch.setattr(made, "_drop", lambda: done.append("all else"))
+    return made
+
+
+@pytest.mark.parametrize("silent", range(3))
+def test_an_engine_that_does_not_answer_keeps_nothing_from_being_given_back(
+    silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    cluster(monkeypatch, silent, done).close()
+    assert done == [10 + r for r in range(3) if r != silent] + ["all else"]
+
+
+def test_a_lab_that_fails_keeps_no_other_from_closing_and_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    def close(name: str) -> None:
+        closed.append(name)
+        del labs[name]
+        if name == "two":
+            raise RuntimeError("two does not close")
+
+    labs = {n: SimpleNamespace(close=lambda n=n: close(n)) for n in ("one", "two", "three")}
+    monkeypatch.setattr(lab_module, "_labs", labs)
+    with pytest.raises(RuntimeError, match="two does not close"):
+        lab_module._close_all()
+    assert closed == ["one", "two", "three"]

@@ -1,0 +1,96 @@
+"""A chip that fails outside a child: whoever waits for the child hears of it, and is never left waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.ranks import Rows
+from workbench.engine.device import Chip
+from workbench.engine.lane import Lane
+from workbench.engine.shaping import Clock, Naps, Port, Shaper
+from workbench.engine.watch import Watch
+
+
+class Broken(Chip):
+    """A chip that runs ahead, one of whose calls fails on every thread but the one that made it."""
+
+    runs_ahead = True
+
+    def __init__(self, call: str) -> None:
+        super().__init__("cuda:0")
+        self.call, self.home = call, threading.current_thread()
+
+    def fail(self, call: str) -> None:
+        if call == self.call and threading.current_thread() is not self.home:
+            raise RuntimeError(f"the chip failed in {call}")
+
+    def bind(self) -> None:
+        self.fail("bind")
+
+    def mark(self) -> Any:
+        self.fail("mark")
+        return object()
+
+    @contextmanager
+    def inside(self, stream: Any = None, after: Any = None) -> Iterator[None]:
+        self.fail("inside")
+        yield
+        self.fail("outside")
+
+
+def lane(call: str) -> Lane:
+    clock = Clock(time.time())
+    wire: Any = SimpleNamespace(size=2, rank=0)
+    return Lane("comm", wire, Shaper(Port(0, 2, Naps(clock), 0), None), Watch(clock, Rows()), Broken(call))
+
+
+async def nothing() -> int:
+    return 5
+
+
+async def wrong() -> None:
+    raise ValueError("the child's own")
+
+
+def heard(lane: Lane, child: Any) -> BaseException | None:
+    """What waiting for `child` raises; a wait that does not end fails."""
+    handle, raised = lane.start(child, "bucket"), []
+
+    def wait() -> None:
+        try:
+            lane.wait(handle)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive(), "it waits for ever"
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("call", ["bind", "inside", "outside", "mark"])
+def test_an_error_of_the_chip_reaches_whoever_waits_for_each_child(call: str) -> None:
+    broken = lane(call)
+    for _ in range(2):
+        assert str(heard(broken, nothing())) == f"the chip failed in {call}"
+    broken.close()
+
+
+def test_a_childs_own_error_comes_before_the_chips() -> None:
+    broken = lane("mark")
+    assert str(heard(broken, wrong())) == "the child's own"
+    broken.close()
+
+
+def test_a_chip_that_works_disturbs_nobody() -> None:
+    whole = lane("")
+    assert heard(whole, nothing()) is None
+    whole.close()

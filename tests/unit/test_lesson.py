@@ -1,0 +1,230 @@
+"""Lessons: a prediction stands once there is something to see, and a riddle is not given away by any dashboard."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.sim.virtual import paced
+from widgets.controls import Controls
+from widgets.dashboard import Dashboard
+from widgets.feed import Feed
+from widgets.lesson import FACTOR, Prediction, Riddle, priced
+from widgets.transport import Transport
+from widgets.views import all_views
+from workbench import recipe, simulate
+from workbench.fabric import Link
+from workbench.run import Run
+
+ANSWERS = ["short", "long"]
+
+
+class BareLab:
+    """All that a prediction asks of a lab."""
+
+    def __init__(self, run_now: Any = None, live: bool = False) -> None:
+        self.run_now, self.live = run_now, live
+
+
+class BareRun:
+    pass
+
+
+class StillLab:
+    """A lab whose runs are simulated and over at once; `run` is what a riddle asks for."""
+
+    ranks, live, state, progress, notes, status = 4, False, "idle", "ready", (), ()
+
+    def __init__(self) -> None:
+        self.experiment = recipe("one_slow_rank")
+        self.run_now: Any = None
+        self.turns: list[Any] = []
+        self.turned: list[Any] = []
+        self.watchers: list[Any] = []
+
+    def run(self, experiment: Any, secret: str = "") -> Run:
+        self.experiment = experiment.turn("steps", 30).turn("eval_every", 0)
+        self.run_now = simulate(self.experiment)
+        self.run_now.secret = secret
+        return self.run_now
+
+    def turn(self, path: str, value: Any) -> Any:
+        self.turned.append((path, value))
+        return SimpleNamespace(path=path, value=value)
+
+
+def riddle() -> tuple[StillLab, Riddle]:
+    lab = StillLab()
+    return lab, Riddle(lab, recipe("one_slow_rank").turn("pace", 150), seed=1)
+
+
+def told(feed: Feed) -> str:
+    """All that the text views of a board have said since they were last asked."""
+    message = feed.news()
+    views = message[0]["views"] if message else {}
+    return " ".join(str(view.get("html") or "") for view in views.values())
+
+
+# -- predictions
+
+
+def test_without_a_guess_nothing_is_shown_whatever_is_run() -> None:
+    guess = Prediction("How long?", ANSWERS)
+    for _ in range(2):
+        said = guess.against("long")
+        assert "long" not in said and "Predict first" in said
+        assert "long" not in guess.told.value and not guess.radio.disabled
+    guess.choose("short")
+    assert guess.against("long").startswith("You predicted: short. The record says: long.")
+
+
+def test_a_guess_cannot_be_changed_once_the_answer_is_shown() -> None:
+    guess = Prediction("How long?", ANSWERS)
+    guess.choose("short")
+    guess.choose("long")  # until then it can
+    shown = guess.against("long")
+    assert "As you said." in shown and guess.radio.disabled and shown in guess.told.value
+    guess.radio.value = "short"  # as a page would that does not know
+    assert guess.radio.value == guess.said == "long"
+    assert guess.against("long") == shown
+
+
+def test_a_guess_cannot_be_changed_once_the_run_has_begun() -> None:
+    lab = BareLab(run_now=None, live=False)
+    guess = Prediction("How long?", ANSWERS, lab)
+    guess.radio.value = "short"
+    lab.run_now = BareRun()
+    guess.radio.value = "long"
+    assert (guess.radio.value, guess.said) == ("short", "short")
+    assert "stays" in guess.told.value and "the run has begun" in guess.told.value
+    with pytest.raises(ValueError, match="locked at 'short', since the run has begun"):
+        guess.choose("long")
+
+
+def test_a_guess_made_when_the_run_had_begun_says_so() -> None:
+    lab = BareLab(run_now=None, live=False)
+    guess = Prediction("How long?", ANSWERS, lab)
+    lab.run_now = BareRun()
+    guess.choose("long")
+    assert guess.against("long").startswith("You predicted (when the run had begun): long.")
+    beside = Prediction("How long?", ANSWERS, BareLab(run_now=BareRun(), live=True))
+    beside.choose("long")
+    assert "when the run had begun" in beside.against("long")
+
+
+def test_an_earlier_run_of_the_lab_locks_nothing() -> None:
+    guess = Prediction("How long?", ANSWERS, BareLab(run_now=BareRun(), live=False))
+    guess.choose("short")
+    guess.choose("long")
+    assert guess.said == "long" and not guess.locked
+
+
+def test_the_cell_run_again_takes_over_the_guess_and_its_lock() -> None:
+    lab = BareLab()
+    Prediction("How long?", ANSWERS, lab).choose("short")
+    lab.run_now, lab.live = BareRun(), True
+    lab.live = False  # the run has ended: it would pass for an earlier one
+    again = Prediction("How long?", ANSWERS, lab)
+    assert (again.said, again.radio.value) == ("short", "short") and "short" in again.told.value
+    with pytest.raises(ValueError, match="locked at 'short', since the run has begun"):
+        again.choose("long")
+    again.against("long")
+    assert Prediction("How long?", ANSWERS, lab).locked == "the answer has been shown"
+    assert Prediction("And now?", ANSWERS, lab).said is Prediction("How long?", ANSWERS, BareLab()).said is None
+
+
+def test_a_question_within_a_run_is_locked_by_its_answer_only() -> None:
+    lab = BareLab(run_now=BareRun(), live=True)
+    guess = Prediction("Which is faster?", ANSWERS, lab, during=True)
+    guess.choose("short")
+    guess.choose("long")
+    assert guess.against("long").startswith("You predicted: long.")
+    again = Prediction("Which is faster?", ANSWERS, lab, during=True)
+    assert again.said == "long" and again.locked and again.radio.disabled
+
+
+# -- the riddle
+
+
+def test_every_dashboard_keeps_quiet_until_the_riddle_is_answered() -> None:
+    _, asked = riddle()
+    feed = Feed(asked.run)
+    before = told(feed)
+    assert asked.run.secret in before and f"Rank {asked._rank} is" not in before
+    assert told(feed) == "", "said once"
+    right = asked.check(asked._rank, "victim")
+    assert right.startswith("Right, on both counts.") and not asked.run.secret
+    assert f"Rank {asked._rank} is the cause" in told(feed)
+
+
+def test_a_wrong_answer_leaves_it_a_riddle_and_giving_up_ends_it() -> None:
+    _, asked = riddle()
+    for rank in range(4):
+        said = asked.check(rank, "cause")
+        assert not said.startswith("Right") and asked.run.secret
+    assert f"Rank {asked._rank} was the cause" in asked.give_up() and f"{FACTOR:g}" in asked.give_up()
+    assert f"Rank {asked._rank} is the cause" in told(Feed(asked.run))
+
+
+def test_views_that_judge_are_the_ones_that_keep_quiet() -> None:
+    judging = {kind.name for kind in all_views().values() if kind.tells}
+    assert judging == {"straggler", "cards"}
+    _, asked = riddle()
+    for kind in all_views().values():
+        if not kind.tells:
+            assert "is the cause" not in str(kind().update(asked.run).html)
+
+
+def test_the_controls_show_no_fault_of_a_riddle_and_take_none() -> None:
+    lab, asked = riddle()
+    controls = Controls(lab)
+    assert not [r for r in controls.rows if "faults.0" in r["path"]]
+    controls.asked({"press": "fabric.faults.inject"})
+    assert "riddle" in str(controls.errors) and not lab.turned
+    asked.give_up()
+    controls.refresh()
+    assert [r for r in controls.rows if "faults.0" in r["path"] or str(asked._rank) in str(r.get("value"))]
+
+
+def test_no_button_of_the_transport_gives_a_riddle_away() -> None:
+    lab, asked = riddle()
+    bar, sent = Transport(lab), []
+    bar.send = sent.append
+    for press in ("copy", "start"):  # both would show the fault: as code, or as a run that hides nothing
+        bar.asked(press)
+        assert "riddle.give_up()" in bar.error["text"] and lab.run_now is asked.run and not sent
+    asked.give_up()
+    bar.asked("copy")
+    assert "Slow" in sent[0]["python"] and not bar.error
+
+
+def test_the_dashboard_above_follows_the_riddle_in_silence() -> None:
+    lab = StillLab()
+    lab.run(recipe("one_slow_rank"))
+    above = Dashboard(lab)
+    asked = Riddle(lab, recipe("one_slow_rank").turn("pace", 150), seed=1)
+    above.refresh()
+    assert above.board.run is asked.run
+    assert f"Rank {asked._rank} is" not in told(Feed(above.board.run))
+    assert not [r for r in above.handles[1].rows if "faults.0" in r["path"]]
+    above.close()
+
+
+# -- numbers
+
+
+def test_what_a_lesson_says_of_a_recipe_is_what_its_description_costs() -> None:
+    said = priced(recipe("slow_link"))
+    assert said.compute == recipe("slow_link").pace
+    link = recipe("slow_link").fabric.link
+    assert said.wire == pytest.approx(1e3 * link.seconds(said.sent * 1e6, said.messages), rel=0.02)
+    assert said.messages % 6 == 0, "around a ring of four"
+
+
+def test_a_price_follows_the_experiment() -> None:
+    e = paced(4, pace=80.0, mbit=100.0)
+    plain = priced(e)
+    half = priced(e.turn("fabric.link", Link(bandwidth=50.0)))
+    assert plain.compute == 80 and half.wire == pytest.approx(2 * plain.wire, abs=1) and half.sent == plain.sent

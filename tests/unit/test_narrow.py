@@ -1,0 +1,90 @@
+"""Gradients in fp16, bf16 and fp64: nothing becomes infinite near a type's range, and nothing small is swallowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ranks import exchange, placed
+from workbench.compressors import ALQ, AMQ, DGC, QSGD, Compressor, RandomK, Wangni
+from workbench.compressors._range import within
+from workbench.rank import Memory
+
+pytestmark = pytest.mark.ranks
+INF, NAN = float("inf"), float("nan")
+
+
+def gradients(seed: int, ranks: int, n: int) -> torch.Tensor:
+    lasting = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    return lasting + torch.randn(ranks, n, generator=torch.Generator().manual_seed(seed + 1))
+
+
+@pytest.mark.parametrize("of", [
+    ALQ(), AMQ(), QSGD(norm="l2", bits=2, exchange="two_hop"), Wangni(), Wangni(density=0.001),
+    DGC(density=0.01), DGC(density=0.01, momentum=0.0),
+], ids=str)  # fmt: skip
+def test_where_a_dense_sum_is_finite_in_fp16_so_is_a_compressed_one(of: Compressor) -> None:
+    memories, n = [Memory(r) for r in range(4)], 8192
+    for step in range(8):
+        g = gradients(step, 4, n)
+        g = (g * (15_000 / g.abs().max())).half()
+        assert bool(g.sum(0).isfinite().all())
+        assert bool(exchange(of, g, placed((n,)), memories).isfinite().all()), step
+
+
+def test_what_is_put_into_a_narrow_type_stays_finite_or_what_it_was() -> None:
+    x = torch.tensor([1e9, -1e9, 3.0, INF, -INF, NAN])
+    out = within(x, torch.float16)
+    assert out.dtype == torch.float16 and out[:5].tolist() == [65504.0, -65504.0, 3.0, INF, -INF] and out[5].isnan()
+    assert within(x, torch.float32) is x and within(x, torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("momentum", "dtype"), [(0.9, torch.bfloat16), (0.0, torch.bfloat16), (0.9, torch.float16)])
+def test_dgc_swallows_nothing_of_narrow_gradients(momentum: float, dtype: torch.dtype) -> None:
+    """All that was sent and what is left is all that the momentum added, in 300 steps."""
+    memory, n, of = Memory(), 2000, DGC(density=0.001, momentum=momentum, masking=False)
+    sent = owed = u = torch.zeros(n, dtype=torch.float64)
+    for step in range(300):
+        g = gradients(step, 1, n).to(dtype)
+        u = momentum * u + g[0].double()
+        owed = owed + u
+        sent = sent + exchange(of, g, placed((n,)), [memory])
+    left = memory.slots["velocity"]["p0"]
+    assert left.dtype == torch.float32
+    assert float((sent + left - owed).norm() / owed.norm()) < 1e-5
+
+
+def test_dgc_beyond_the_range_of_fp16_waits_and_is_not_lost() -> None:
+    memory, n, of = Memory(), 4, DGC(density=1.0, momentum=0.9, masking=False)
+    g = torch.full((1, n), 20_000.0).half()
+    out = [exchange(of, g, placed((n,)), [memory]) for _ in range(5)]
+    u = [20_000 * (1 - 0.9**k) / 0.1 for k in range(1, 6)]
+    assert max(float(x.max()) for x in out) == 65504.0
+    left = memory.slots["velocity"]["p0"]
+    assert (sum(out) + left.double()).tolist() == pytest.approx([sum(u)] * n, rel=1e-4)
+
+
+@pytest.mark.parametrize("of", [Wangni(), Wangni(rule="variance", variance=0.5)], ids=str)
+def test_wangni_works_in_float64_and_keeps_the_mean(of: Wangni) -> None:
+    x = gradients(1, 2, 3000).double() ** 3
+    parts, memories = placed((3000,)), [Memory(0), Memory(1)]
+    many = torch.stack([exchange(of, x, parts, memories) for _ in range(400)])
+    size = x.abs()
+    variance = sum(row * (of.scale_of(row) - row).clamp(min=0) for row in size)  # of x_i / p_i with chance p_i
+    off = (many.mean(0) - x.sum(0)).abs()
+    assert float((off > 4.5 * (variance / 400).sqrt() + 1e-9).double().mean()) < 0.005
+    assert float((many - x.sum(0)).square().mean(0).sum() / variance.sum()) == pytest.approx(1, abs=0.05)
+    whole = exchange(Wangni(density=1.0), x, parts, memories)
+    torch.testing.assert_close(whole, x.sum(0), rtol=1e-12, atol=1e-9)  # u itself travels in float32
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_random_k_does_not_hide_what_it_did_not_draw(bad: float) -> None:
+    n, parts = 1000, placed((1000,))
+    for place in range(0, n, 97):
+        g = torch.ones(2, n)
+        g[1, place] = bad
+        out = exchange(RandomK(density=0.01), g, parts, [Memory(0), Memory(1)])
+        assert int(out.isnan().sum()) == 10
+    large = exchange(RandomK(density=0.01), torch.full((2, n), 1e38), parts, [Memory(0), Memory(1)])
+    assert bool(large.isfinite().all()), "all of it together would be infinite"

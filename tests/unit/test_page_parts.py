@@ -1,0 +1,55 @@
+"""Parts of the page that can be tried without a browser: run by the node that comes with playwright."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WIDGETS = Path(__file__).parents[2] / "widgets"
+WALK = """
+const element = () => ({}), heard = {};
+const body = { dataset: {}, setAttribute() {}, addEventListener(kind, call) { heard[kind] = call; } };
+const tip = { hidden: false, setAttribute() {} };
+const panel = Object.create(Panel.prototype);
+Object.assign(panel, { body, picture: { rows: () => [] }, holding: { facts: {} } });
+panel.box = { y: 0, x0: 1, x1: 2 }; // what was walked to before; the window has gone on since
+panel.walk(tip);
+heard.keydown({ key: "ArrowRight", preventDefault() {} });
+console.log(JSON.stringify({ box: panel.box, hidden: tip.hidden }));
+"""
+PARTED = """
+let now = 0, cut = false;
+const said = [];
+performance.now = () => now;
+globalThis.setTimeout = () => 0;
+const place = { el: { closest: () => cut }, cut: (why) => said.push(why) };
+const pulse = new Pulse({ on() {} }, [place]);
+pulse.ask(() => {});
+for (now of [PATIENCE, PATIENCE + 1]) pulse.ask(() => {});
+cut = true;
+for (now of [PATIENCE + 2, PATIENCE + 3]) pulse.ask(() => {});
+console.log(JSON.stringify(said));
+"""
+
+
+def page(part: str, code: str) -> Any:
+    """What `code` prints, behind the part of the page in the file of that name."""
+    driver = pytest.importorskip("playwright._impl._driver")
+    node = driver.compute_driver_executable()[0]
+    script = f"const matchMedia = () => ({{}});\n{(WIDGETS / part).read_text('utf8')}\n{code}"
+    done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_an_arrow_key_with_no_box_in_sight_hides_the_tip() -> None:
+    assert page("panel.js", WALK) == {"box": None, "hidden": True}
+
+
+def test_a_kernel_that_did_not_answer_is_said_to_be_gone_once_that_is_known() -> None:
+    silent, gone = page("pulse.js", PARTED)
+    assert "busy or gone" in silent and "is gone" in gone

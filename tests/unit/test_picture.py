@@ -1,0 +1,175 @@
+"""The picture of a run holds what the live charts hold, stays small, and is drawn once for each run that has ended."""
+
+from __future__ import annotations
+
+import gc
+import io
+import time
+import weakref
+from typing import Any
+
+import matplotlib.image
+import matplotlib.style
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from tests.unit.synthetic import run as recorded
+from widgets import keep, picture, theme
+from widgets.paint import colour
+from widgets.views._base import drawn
+from widgets.views.loss import Loss
+from widgets.views.timeline import Timeline
+from workbench.run import Run
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return matplotlib.image.imread(io.BytesIO(png))[:, :, :3]
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_a_picture_is_small_and_has_the_colours_of_the_live_charts(ranks: int) -> None:
+    run = recorded(steps=150, ranks=ranks)
+    png = picture.png(run)
+    assert png.startswith(b"\x89PNG") and 20_000 < len(png) < 300_000
+    found = pixels(png)
+    assert found.shape[1] == 1000 or ranks > 4
+    for shown in (theme.BLUE, theme.SKY, theme.GREEN, theme.INK):
+        assert (np.abs(found - to_rgb(colour(shown))).max(axis=2) < 0.02).sum() > 40, shown
+
+
+def test_what_is_painted_is_what_the_views_hold() -> None:
+    run = recorded(steps=150, ranks=2)
+    axes = [a for part in picture._figure(run).subfigs for a in part.get_axes()]
+    timeline, by_step, by_time = axes[:3]
+    boxes = sum(len(c.get_paths()) for c in timeline.collections)
+    assert boxes == sum(len(t.x) // 6 for t in drawn(Timeline(), run).data if t.x)
+    held = [line for line in by_step.lines if line.get_label().startswith("held-out")]
+    samples = run.samples
+    assert list(held[0].get_ydata()) == list(samples.value[samples.name == "held_out"])
+    assert [a.get_xlabel() for a in (timeline, by_step, by_time)] == [
+        "time since the run began (s)", "step", "time since the run began (s)"
+    ]  # fmt: skip
+    marks = [float(line.get_xdata()[0]) for line in by_step.lines if len(set(line.get_xdata())) == 1]
+    assert marks == [c.at_step for c in run.changes]
+    assert len(by_step.lines) - len(marks) == len([t for t in drawn(Loss(), run).data if t.xaxis != "x2"])
+
+
+def test_a_run_without_rows_has_a_picture_too() -> None:
+    assert len(picture.png(Run({"ranks": 2}))) > 5_000
+
+
+def test_many_changes_are_listed_to_the_last_dozen() -> None:
+    run = recorded(steps=150, changes=tuple((at, "strategy.every", at) for at in range(100, 130)))
+    said = picture.about(run)
+    assert "18  every = 117" not in said and "19  every = 118" in said and "30  every = 129" in said
+    assert len(picture.png(run)) < 300_000
+
+
+@pytest.mark.parametrize("style", [{"text.usetex": True}, "dark_background"])
+def test_a_picture_does_not_follow_the_readers_own_style(style: Any) -> None:
+    run = recorded(steps=20, ranks=2)
+    plain = picture.png(run)
+    with matplotlib.style.context(style):
+        assert picture.png(run) == plain
+
+
+def test_the_picture_of_many_ranks_is_small_soon_drawn_and_says_which_it_shows() -> None:
+    run = recorded(steps=6, ranks=512)
+    began = time.process_time()
+    png = picture.png(run)
+    assert time.process_time() - began < 25 and len(png) < 300_000
+    assert pixels(png).shape[0] < 2500
+    assert "512 ranks (the charts show ranks 0 to 31)" in picture.about(run)
+
+
+def test_a_rank_that_is_not_drawn_is_still_waited_for_by_those_that_are() -> None:
+    run, part = recorded(steps=20, ranks=5), Timeline()
+    part.most = 2
+    for some, all_ in zip(drawn(part, run).data, drawn(Timeline(), run).data, strict=True):
+        here = np.reshape(all_.x or [], (-1, 6))[np.reshape(all_.y or [], (-1, 6))[:, 0] < 1.5]
+        assert np.array_equal(np.reshape(some.x or [], (-1, 6)), here, equal_nan=True), some.name
+
+
+class Shell:
+    """A notebook's kernel: it keeps what is shown, by display id."""
+
+    kernel = True
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events, self.hooks, self.shown = self, [], []
+        monkeypatch.setattr(keep, "get_ipython", lambda: self)
+        for name in ("display", "update_display"):
+            monkeypatch.setattr(keep, name, lambda data, name=name, **rest: self.shown.append((name, data, rest)))
+
+    def register(self, _: str, hook: Any) -> None:
+        self.hooks.append(hook)
+
+    def unregister(self, _: str, hook: Any) -> None:
+        self.hooks.remove(hook)
+
+    def end_cell(self) -> None:
+        for hook in list(self.hooks):
+            hook()
+
+
+def test_the_picture_comes_at_the_end_of_the_cell_in_which_the_run_ended_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shell, run = Shell(monkeypatch), recorded(steps=40)
+    run.live = True
+    kept = keep.Keep(lambda: run)
+    kept.show()
+    shell.end_cell()
+    assert [name for name, *_ in shell.shown] == ["display"] and "image/png" not in shell.shown[0][1]
+    run.live = False
+    shell.end_cell()
+    shell.end_cell()
+    kept.show()
+    names = [(name, "image/png" in data) for name, data, _ in shell.shown[1:]]
+    assert names == [("update_display", True), ("display", True)]
+    assert len({rest["display_id"] for _, _, rest in shell.shown}) == 1
+    kept.close()
+    assert shell.hooks == []
+
+
+def test_a_recorded_run_is_let_go_once_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell, run = Shell(monkeypatch), recorded(steps=20)
+    kept = keep.Keep(lambda: run, once=True)
+    kept.show()
+    assert len(shell.hooks) == 1
+    shell.end_cell()
+    assert shell.hooks == [] and "image/png" in shell.shown[-1][1]
+    kept.show()
+    kept.close()
+    assert shell.hooks == []
+
+
+def test_the_end_of_a_cell_is_waited_for_only_while_the_dashboard_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = Shell(monkeypatch)
+    kept = keep.Keep(lambda: None)
+    kept.show()
+    gone = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert gone() is None and shell.hooks == []
+    shell.end_cell()
+
+
+def test_a_picture_that_cannot_be_drawn_says_why_and_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = Shell(monkeypatch)
+    monkeypatch.setattr(picture, "png", lambda run: 1 / 0)
+    kept = keep.Keep(lambda: recorded(steps=20))
+    kept.show()
+    shell.end_cell()
+    assert "could not be drawn: ZeroDivisionError" in shell.shown[-1][1]["text/plain"]
+
+
+def test_without_a_kernel_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(keep, "get_ipython", lambda: None)
+    monkeypatch.setattr(keep, "display", lambda *a, **k: shown.append(a))
+    kept = keep.Keep(lambda: recorded(steps=20))
+    kept.show()
+    kept.refresh()
+    assert shown == [] and not kept.due

@@ -1,0 +1,124 @@
+"""Which rank holds what, as a value: the ways to spread a model, how they nest, and what cannot be."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+import torch
+
+from tests.spread import order
+from workbench.host.placement import Placement
+from workbench.host.slices import Slice
+from workbench.rank import Bucket, Part
+
+SIZES = {"b": 10, "a": 6, "c": 1}  # in order of use
+
+
+def by_rank(placement: Placement, name: str) -> dict[int, list[int]]:
+    """The elements of one tensor that each rank holds, in the order in which it keeps them."""
+    return {r: order(placement, r, name) for r in placement.ranks if name in placement.at(r)}
+
+
+def test_replicas_hold_everything() -> None:
+    placement = Placement.whole(SIZES, [4, 2])
+    assert placement.ranks == [2, 4] and placement.at(3) == {}
+    assert by_rank(placement, "a") == {2: [*range(6)], 4: [*range(6)]}
+    assert [placement.numel(2), placement.numel(2, "b"), placement.numel(3)] == [17, 10, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 20])
+def test_shards_are_those_of_a_bucket_that_holds_the_tensors_in_order_of_use(ranks: int) -> None:
+    placement = Placement.sharded(SIZES, range(ranks))
+    parts = (Part("b", (10,), 0, 10), Part("a", (6,), 10, 16), Part("c", (1,), 16, 17))
+    bucket = Bucket(0, torch.zeros(17), parts, 0)
+    for r in range(ranks):
+        shard = bucket.shard(r, ranks)
+        assert {n: placement.numel(r, n) for n in placement.at(r)} == {p.name: p.stop - p.start for p in shard.parts}
+
+
+def test_shares_cut_to_the_element_without_padding() -> None:
+    even = Placement.sharded({"w": 10}, range(4), shares=(1, 1, 1, 1))
+    assert [even.numel(r) for r in range(4)] == [2, 3, 2, 3]
+    uneven = Placement.sharded(SIZES, range(3), shares=(3, 0, 1))
+    assert [uneven.numel(r) for r in range(3)] == [12, 0, 5]
+    assert uneven.at(0) == {"b": (Slice(0, 10),), "a": (Slice(0, 2),)}
+
+
+def test_a_pipeline_has_its_layers_in_stages_and_several_parts_on_a_rank_where_there_are_more() -> None:
+    tied = Placement.layers({"in": 4, "x": 5, "y": 6}, [0, 1], [["in"], ["x"], ["y"], ["in"]])
+    assert {r: set(tied.at(r)) for r in tied.ranks} == {0: {"in", "y"}, 1: {"x", "in"}}
+
+
+def test_matrices_are_cut_along_any_dimension_and_the_pieces_are_what_torch_cuts() -> None:
+    x = torch.arange(3 * 4 * 10)
+    for shape, dim in [((12, 10), 0), ((12, 10), 1), ((12, 10), -1), ((3, 4, 10), 1), ((2, 3, 20), 2), ((120,), 0)]:
+        placement = Placement.split({"w": shape}, [7, 5, 6], dim)
+        for rank, want in zip([7, 5, 6], x.view(shape).tensor_split(3, dim), strict=True):
+            if shape[dim] % 3 == 0:
+                assert order(placement, rank, "w") == want.flatten().tolist()
+            assert len(placement.at(rank)["w"]) == 1, "one slice, also of a fused qkv"
+        assert sum(placement.numel(r) for r in placement.ranks) == 120
+
+
+def test_a_cut_that_does_not_divide_is_as_even_as_it_can_be() -> None:
+    assert [Placement.split({"w": (7, 2)}, range(3), 0).numel(r) for r in range(3)] == [4, 4, 6]
+    assert Placement.split({"w": (1, 2)}, range(3), 0).ranks == [2]
+
+
+def test_they_nest() -> None:
+    stages = Placement.layers({"a": 6, "b": 4}, [0, 1], [["a"], ["b"]])
+    replicas = stages.copied({0: [0, 2], 1: [1, 3]})
+    assert by_rank(replicas, "a") == {0: [*range(6)], 2: [*range(6)]}
+    shards = stages.dealt({0: [0, 2], 1: [1, 3]})  # ZeRO inside the stages
+    assert by_rank(shards, "b") == {1: [0, 1], 3: [2, 3]}
+    hybrid = Placement.sharded({"a": 6}, [0, 1]).copied({0: [0, 2], 1: [1, 3]})  # HSDP
+    assert by_rank(hybrid, "a") == {0: [0, 1, 2], 1: [3, 4, 5], 2: [0, 1, 2], 3: [3, 4, 5]}
+    tensor = Placement.split({"a": (2, 3)}, [1], 1) | Placement.split({"b": (2, 2)}, [2, 3], 1)  # inside stages
+    assert by_rank(tensor, "b") == {2: [0, 2], 3: [1, 3]}
+    both = Placement.split({"w": (4, 4)}, [0, 1], 1).dealt({0: [0, 2], 1: [1, 3]})  # ZeRO of columns
+    assert by_rank(both, "w") == {0: [0, 1, 4, 5], 2: [8, 9, 12, 13], 1: [2, 3, 6, 7], 3: [10, 11, 14, 15]}
+    assert by_rank(stages.copied({1: [1, 5]}), "a") == {0: [*range(6)]}, "who is in no group keeps what it holds"
+
+
+def test_moments_may_lie_elsewhere_than_parameters() -> None:
+    zero_one = Placement.whole({"w": 8}, range(2)) | Placement.sharded({"exp_avg/w": 8}, range(2))
+    assert [zero_one.numel(r, "w") for r in range(2)] == [8, 8]
+    assert by_rank(zero_one, "exp_avg/w") == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+
+
+def test_replicas_joined_from_two_halves_hold_what_they_share_once() -> None:
+    assert Placement.whole(SIZES, [0, 1]) | Placement.whole(SIZES, [1, 2]) == Placement.whole(SIZES, range(3))
+
+
+def test_it_is_a_value() -> None:
+    one, other = Placement.whole(SIZES, [0, 1]), Placement.whole(dict(reversed(SIZES.items())), [1, 0])
+    assert one == other and hash(one) == hash(other) and one != Placement.sharded(SIZES, [0, 1])
+    assert Placement.sharded({"w": 6}, [3]) == Placement.whole({"w": 6}, [3]), "slices have one form"
+    assert Placement.split({"w": (3, 2)}, [3], 1) == Placement.whole({"w": 6}, [3])
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held", "said"),
+    [
+        ({"w": 10}, {0: {"w": (Slice(0, 4),)}}, "w: 6 elements lie on no rank; give them to one, or leave the tensor"),
+        ({"w": 10}, {}, "w: 10 elements lie on no rank"),
+        ({"w": 4}, {0: {"w": (Slice(0, 4),), "v": (Slice(0, 1),)}}, "rank 0 holds 'v', which has no size; name it in"),
+        ({"w": 4}, {3: {"w": (Slice(0, 5),)}}, "rank 3 holds elements 0 to 5 of w, which has 4"),
+        ({"w": 9}, {3: {"w": (Slice(-1, 5),)}}, "rank 3 holds elements -1 to 4 of w, which has 9"),
+        ({"w": 4}, {1: {"w": (Slice(0, 3), Slice(1, 3))}}, "rank 1 holds 2 elements of w twice; let its slices share"),
+        ({"w": 9}, {1: {"w": (Slice(0, 3, 2, 3),)}}, "a stretch is longer than the stride; take a stride of 3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_words(sizes: dict, held: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Placement(sizes, held)
+
+
+def test_two_tensors_of_one_name_and_shares_for_others_are_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="a has 6 elements in one and 7 in the other; a name stands for one tensor"):
+        Placement.whole({"a": 6}, [0]) | Placement.whole({"a": 7}, [1])
+    with pytest.raises(ValueError, match="2 shares for 3 ranks; give one number for each"):
+        Placement.sharded({"a": 6}, range(3), shares=(1, 2))

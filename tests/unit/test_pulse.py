@@ -1,0 +1,53 @@
+"""A rank's pulse: a process that stood still says so afterwards, and a machine that slept is told from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from workbench.engine.pulse import BEAT, LEAST, Clocks, stood_still
+
+BEFORE = Clocks(running=100.0, asleep=3.0, cpu=10.0)
+CODE = """
+import sys
+from workbench.engine.pulse import Pulse
+Pulse(lambda found: print(found["seconds"], found["machine"], found["text"], flush=True), "pulse")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def after(running: float = BEAT, asleep: float = 0.0, cpu: float = 0.1) -> dict[str, Any] | None:
+    now = Clocks(BEFORE.running + running, BEFORE.asleep + asleep, BEFORE.cpu + cpu)
+    return stood_still(BEFORE, now)
+
+
+def test_a_beat_that_is_a_little_late_is_not_worth_a_word() -> None:
+    assert after() is None and after(LEAST) is None
+
+
+def test_a_stopped_process_a_busy_interpreter_and_a_sleeping_machine_are_told_apart() -> None:
+    stopped, busy, slept = after(5.5 + BEAT), after(5.5 + BEAT, cpu=5.0), after(asleep=40.0)
+    assert stopped and stopped["text"] == "stood still for 5.5 s: its process was stopped, or got no processor"
+    assert busy and "its own code held Python's interpreter" in busy["text"] and busy["seconds"] == 5.5
+    assert slept == {"seconds": 40.0, "machine": True, "text": "this machine slept for 40 s"}
+
+
+def test_a_process_that_was_stopped_says_for_how_long() -> None:
+    child = subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout and child.stdout.readline() == "ready\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(4.5)
+        os.kill(child.pid, signal.SIGCONT)
+        seconds, machine, text = child.stdout.readline().split(" ", 2)
+        assert float(seconds) > 3.5 and machine == "False" and text.startswith("stood still for ")
+    finally:
+        child.kill()
+        child.communicate()

@@ -1,0 +1,83 @@
+"""Rows that no file can hold: they are lost and counted, and all others, the last before all, are not."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_recorder import Page, fill, until
+from workbench.engine import recorder as module
+from workbench.engine.recorder import Recorder
+from workbench.record import store
+
+BAD = "a\ud800"  # half of a pair: a str, but no text that a file can hold
+
+
+@pytest.fixture(autouse=True)
+def no_thread_dies(monkeypatch: pytest.MonkeyPatch) -> Any:
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    yield
+    assert not died
+
+
+def ended(r: Recorder, path: Path, page: Page) -> None:
+    """The last mark is on disk and was pushed."""
+    r.mark(9, "end", 0.9, '{"state": "done"}')
+    r.close()
+    names = store.read(path).timeline.marks.rows().name.tolist()
+    assert "end" in names and page.details("end") == [{"state": "done"}]
+
+
+def test_a_row_that_no_file_can_hold_is_lost_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PUSH_EVERY", 30.0)
+    page = Page()
+    r = Recorder(0, tmp_path, page)
+    fill(r, 10)
+    r.sample(4, BAD, 0.05, 5.5)
+    ended(r, tmp_path, page)
+    loaded = store.read(tmp_path)
+    assert len(loaded.timeline.spans) == 10 and r.lost == 1 and not loaded.warnings
+    assert page.values("samples", "value") == [5.5], "a page can show it"
+    (said,) = page.details("spool")
+    assert said["lost"] == 1 and "samples" in said["text"]
+
+
+def test_later_rows_of_the_kind_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PUSH_EVERY", 0.02)
+    page = Page()
+    r = Recorder(0, tmp_path, page)
+    for k, name in enumerate(["loss", BAD, BAD, "loss"]):
+        r.sample(k, name, 0.1 * k, float(k))
+        lost = [0, 1, 2, 2][k]
+        until(lambda lost=lost: r.lost == lost)
+        until(lambda k=k: sum(r._sent.values()) > k and not r._spool._waiting["samples"])
+    ended(r, tmp_path, page)
+    loaded = store.read(tmp_path)
+    assert loaded.timeline.samples.rows().value.tolist() == [0.0, 3.0]
+    assert loaded.missing == r.lost == 2 and len(page.details("spool")) == 1, "said once"
+
+
+def test_a_row_of_the_wrong_type_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PUSH_EVERY", 30.0)
+    page = Page()
+    r = Recorder(0, tmp_path, page)
+    r.sample(4, "loss", 0.05, "no number")  # type: ignore[arg-type]
+    ended(r, tmp_path, page)
+    assert r.dropped == 1 and page.values("samples", "name") == ["dropped"]
+
+
+@pytest.mark.parametrize("part", ["write", "said", "close"])
+def test_the_end_is_pushed_whatever_fails(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any) -> None:
+        raise RuntimeError(f"{part} failed")
+
+    monkeypatch.setattr(module._Spool, part, fails)
+    page = Page()
+    r = Recorder(0, tmp_path, page)
+    r.mark(9, "end", 0.9, '{"state": "done"}')
+    r.close()
+    assert page.details("end") == [{"state": "done"}]

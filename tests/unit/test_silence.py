@@ -1,0 +1,104 @@
+"""Who holds a run up, from made-up tables of its ranks: the odd one out is named, never a victim."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from workbench.cluster.silence import FIRST, LEAST, Seen, patience, verdict
+
+REDUCE = "all_reduce bucket 0"
+
+
+def waits(step: int = 5, op: str = REDUCE, still: float = 12.0) -> Seen:
+    return Seen(step, op, True, still, 0.5)
+
+
+def computes(step: int = 5, op: str = "forward", still: float = 12.0) -> Seen:
+    return Seen(step, op, False, still, 0.5)
+
+
+def mute(step: int = 5, op: str = "forward", seconds: float = 12.0, waiting: bool = False) -> Seen:
+    return Seen(step, op, waiting, seconds, seconds)
+
+
+def text(*table: Seen, limit: float = 10.0) -> str:
+    found = verdict(dict(enumerate(table)), limit)
+    return found.text if found else ""
+
+
+def test_a_rank_that_says_nothing_is_named_with_what_the_others_wait_in() -> None:
+    said = text(waits(), waits(), mute(), waits())
+    assert said == "rank 2 has said nothing for 12 s (last seen in forward of step 5); 0, 1, 3 wait in " + REDUCE
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [("forward", "forward of step 5"), ("data iterator", "its data iterator of step 5"), ("evaluate", "evaluate of"),
+     ("step", "its strategy's own code"), ("", "nothing that it told")],
+)  # fmt: skip
+def test_a_rank_in_code_of_its_own_is_named_while_the_others_wait(op: str, words: str) -> None:
+    said = text(waits(), computes(op=op), waits())
+    assert said.startswith("rank 1 has been in ") and words in said and said.endswith("0, 2 wait in " + REDUCE)
+
+
+@pytest.mark.parametrize("odd", [c for n in (1, 2) for c in combinations(range(4), n)])
+def test_whoever_it_is_it_is_never_a_victim(odd: tuple[int, ...]) -> None:
+    for culprit in (computes(), mute(), mute(op=REDUCE, waiting=True)):
+        found = verdict({r: culprit if r in odd else waits(still=11.0 + r) for r in range(4)}, 10.0)
+        assert found is not None and found.odd == odd
+
+
+def test_a_rank_that_froze_in_a_collective_is_named_though_it_seems_to_wait_like_the_others() -> None:
+    found = verdict({0: waits(), 1: mute(op=REDUCE, waiting=True), 2: waits()}, 10.0)
+    assert found is not None and found.odd == (1,)
+
+
+def test_what_moves_is_no_silence() -> None:
+    assert text(waits(still=0.1), computes(still=0.2), waits(still=0.1)) == ""
+    assert text(waits(still=60.0), computes(still=0.2), waits(still=60.0)) == "", "it waits for one that computes"
+    assert text(waits(still=9.9), computes(still=9.9)) == "" != text(waits(still=10.0), computes(still=10.0))
+    assert verdict({}, 10.0) is None and text(waits(still=60.0)) == "", "one rank alone waits for nobody"
+
+
+def test_where_ranks_keep_no_step_the_still_one_is_named_and_the_others_go_on() -> None:
+    moving = computes(still=0.1)
+    assert text(moving, moving, mute(step=3), moving).endswith("; 0, 1, 3 go on")
+    assert text(waits(op="a meeting"), waits(op="a meeting"), mute(step=3)).endswith("; 0, 1 wait in a meeting")
+    assert text(waits(still=0.2), moving, mute()).endswith("; 0, 1 go on"), "it waits as one does who goes on"
+    assert text(waits(op="recv params from 2"), moving, mute()).endswith("; 0 waits in recv params from 2, 1 goes on")
+
+
+def test_all_wait_and_the_one_that_waits_in_something_else_is_the_odd_one() -> None:
+    found = verdict({0: waits(6), 1: waits(6), 2: waits(5, "broadcast norms"), 3: waits(6)}, 10.0)
+    assert found is not None and found.odd == (2,)
+    assert found.text == (
+        "no rank has moved for 12 s: rank 2 waits in broadcast norms of step 5, ranks 0, 1, 3 wait in "
+        "all_reduce bucket 0 of step 6"
+    )
+
+
+def test_two_that_wait_in_different_things_are_both_named() -> None:
+    found = verdict({0: waits(6), 1: waits(5)}, 10.0)
+    assert found is not None and found.odd == (0, 1)
+    assert found.text.index("rank 1 waits") < found.text.index("rank 0 waits"), "the one behind comes first"
+
+
+def test_all_wait_in_the_same() -> None:
+    found = verdict({r: waits(still=12.0 + r) for r in range(3)}, 10.0)
+    assert found is not None and found.text == "all ranks have waited in all_reduce bucket 0 of step 5 for 12 s"
+
+
+def test_several_that_stand_still_are_told_apart_by_where() -> None:
+    said = text(computes(), computes(), computes(op="data iterator"), mute())
+    assert said == (
+        "rank 3 has said nothing for 12 s (last seen in forward of step 5); ranks 0, 1 have been in forward of step 5 "
+        "for 12 s; rank 2 has been in its data iterator of step 5 for 12 s"
+    )
+
+
+def test_long_steps_are_no_silence() -> None:
+    assert patience(None) == FIRST and patience(0.05) == LEAST == patience(1.0)
+    assert patience(60.0) > 2 * 60.0
+    assert text(waits(still=100.0), computes(still=100.0), limit=patience(60.0)) == ""

@@ -1,0 +1,74 @@
+"""A rank that says nothing and spools to a disk not seen here: it is not asked for the rows that it does not tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.cluster import last_rows, wire
+from workbench.cluster import watch as watch_module
+from workbench.cluster.live import Live
+from workbench.cluster.turns import Turns
+from workbench.cluster.watch import Watch
+from workbench.engine.recorder import Recorder
+from workbench.experiment import Experiment
+from workbench.record.timeline import columns_of
+from workbench.run import Run
+
+
+class Line:
+    """A line on which rank 1 does not answer; asked: what it was asked for alone."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def ask(self, rank: int, what: str, **rest: Any) -> Any:
+        self.asked.append(what)
+        raise RuntimeError(f"rank {rank} does not answer")
+
+    def ask_all(self, what: str, **rest: Any) -> dict[int, Any]:
+        return {1: RuntimeError("rank 1 does not answer")}
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Live:
+    run = Run(Experiment(ranks=2), path=tmp_path / "run", epoch=1.0)
+    run.save()
+    made = Live(run, SimpleNamespace(line=Line()), Turns(Experiment(ranks=2), []), "g")
+    made.spools[1] = "/on/another/host"
+    late = columns_of("marks", [(1, 5, "log", 0.5, json.dumps({"text": "late"}))])
+    made.gaps._held["marks", 1] = [(1, late)]  # it waits for one that was lost
+    return made
+
+
+def asks(live: Live) -> list[str]:
+    return live.cluster.line.asked
+
+
+def test_the_watch_does_not_ask_it_and_lets_pass_what_came(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "SILENT", -1.0)
+    Watch(live).ask()
+    assert asks(live) == [] and live.gaps.next["marks", 1] == 2
+
+
+def test_the_end_does_not_ask_it_and_lets_pass_what_came(live: Live) -> None:
+    last_rows.gather(live, {0, 1})
+    assert asks(live) == [] and live.gaps.next["marks", 1] == 2
+
+
+def test_of_one_whose_disk_is_seen_here_the_rows_are_read(live: Live) -> None:
+    del live.spools[1]
+    record = Recorder(1, live.run.path)
+    record.mark(3, "log", 0.1, json.dumps({"text": "on disk"}))
+    record.close()
+    last_rows.of_silent(live, "marks", 1)
+    assert [d["text"] for _, _, d in live.run.details("log")] == ["on disk", "late"]
+
+
+def test_one_that_answers_is_asked_for_what_was_lost(live: Live) -> None:
+    live.gaps.put(wire.Batch("g", "marks", 1, 2, columns_of("marks", [(1, 6, "log", 0.6, "{}")])))
+    assert asks(live) == ["rows"]

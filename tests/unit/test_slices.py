@@ -1,0 +1,115 @@
+"""Arithmetic of strided runs against the same done element by element, on random cases."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from tests.spread import elements, local
+from workbench.host.slices import Slice, deal, refine
+
+
+def drawn(dice: random.Random, size: int) -> Slice:
+    """Any slice of a tensor of `size` elements; its stretches may wrap around a row and strides be anything."""
+    length = dice.randint(1, max(1, size // 3))
+    stride = length + dice.choice([0, 1, 2, dice.randint(0, size)])
+    start = dice.randint(0, size - length)
+    return Slice(start, length, stride, dice.randint(1, 1 + (size - length - start) // stride))
+
+
+def apart(dice: random.Random, size: int) -> list[Slice]:
+    """Several slices that share no element."""
+    found: list[Slice] = []
+    for _ in range(dice.randint(1, 4)):
+        s = drawn(dice, size)
+        if not set(elements(s)) & {e for one in found for e in elements(one)}:
+            found.append(s)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_are_disjoint_and_each_element_is_in_the_sets_that_hold_it(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(300):
+        size = dice.choice([5, 12, 30, 60])
+        sets = [apart(dice, size) for _ in range(dice.randint(1, 4))]
+        parts = refine(sets)
+        seen = [e for part, _ in parts for e in elements(part)]
+        assert len(seen) == len(set(seen))
+        assert set(seen) == {e for each in sets for e in local(each)}
+        for part, members in parts:
+            assert part == part.normal()
+            for i, each in enumerate(sets):
+                inside = [set(elements(part)) <= set(elements(s)) for s in each]
+                assert sum(inside) == members >> i & 1, "it lies in one slice of every set that holds it"
+                assert members >> i & 1 or not set(elements(part)) & set(local(each))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_part_is_found_among_the_elements_of_the_slice_that_it_lies_in(seed: int) -> None:
+    dice = random.Random(100 + seed)
+    for _ in range(300):
+        size = dice.choice([12, 30, 60])
+        whole, other = drawn(dice, size).normal(), apart(dice, size)
+        for part, members in refine([[whole], other]):
+            if members & 1:
+                head, tail = part.cut(dice.randint(1, part.numel - 1)) if part.numel > 1 else ([part], [])
+                for piece in head + tail:
+                    own = [elements(whole)[i] for i in elements(piece.inside(whole))]
+                    assert own == elements(piece)
+                    assert all(whole.holds(e) for e in own)
+
+
+def test_a_slice_holds_its_elements_and_no_others_and_is_cut_without_changing_their_order() -> None:
+    dice = random.Random(7)
+    for _ in range(500):
+        s = drawn(dice, 40)
+        assert [e for e in range(-3, 45) if s.holds(e)] == elements(s)
+        assert elements(s.normal()) == elements(s) and s.numel == len(elements(s)) and s.stop == elements(s)[-1] + 1
+        for n in range(1, s.numel):
+            head, tail = s.cut(n)
+            assert local(head) == elements(s)[:n] and local(tail) == elements(s)[n:]
+            assert len(head) <= 2 and len(tail) <= 2
+
+
+def test_a_line_is_dealt_in_order_and_each_cut_is_at_the_border_nearest_to_where_it_should_be() -> None:
+    dice = random.Random(8)
+    for _ in range(300):
+        line = [(drawn(dice, 30), dice.choice([1, 2, 4, 8]), name) for name in "abcde"[: dice.randint(1, 5)]]
+        widths = {name: width for _, width, name in line}
+        total = sum(s.numel * width for s, width, _ in line)
+        ends = [*sorted(dice.randint(0, total) for _ in range(dice.randint(0, 4))), total]
+        hands = deal(line, ends)
+        dealt = [(name, e) for hand in hands for s, name in hand for e in elements(s)]
+        assert dealt == [(name, e) for s, _, name in line for e in elements(s)]
+        at = 0
+        for hand, end in zip(hands, ends, strict=True):
+            at += sum(s.numel * widths[name] for s, name in hand)
+            assert abs(at - end) <= max(widths.values()) / 2
+
+
+def test_the_columns_of_a_large_matrix_are_one_slice_each() -> None:
+    n = 4096
+    columns = [[Slice(k * n // 8, n // 8, n, n)] for k in range(8)]
+    assert refine(columns) == [(each[0], 1 << k) for k, each in enumerate(columns)]
+    heads = [[Slice(k * n * n // 4, n * n // 4, n * n, 3)] for k in range(4)]  # of a fused qkv (3, heads, d * in)
+    assert len(refine([*heads, *([Slice(k * n // 4, n // 4, n, 3 * n)] for k in range(4))])) == 3 * 16
+
+
+def test_cutting_a_large_matrix_takes_well_under_a_millisecond() -> None:
+    n, quickest = 4096, 1.0
+    sets = [[Slice(0, n * n)], *([Slice(k * n // 4, n // 4, n, n)] for k in range(4))]
+    for _ in range(50):  # processor time, the least of many: a busy machine does not count
+        began = time.process_time()
+        refine(sets)
+        quickest = min(quickest, time.process_time() - began)
+    assert quickest < 0.5e-3
+
+
+def test_a_slice_is_what_torch_calls_columns() -> None:
+    matrix = torch.arange(24).view(4, 6)
+    s = Slice(2, 3, 6, 4)
+    assert matrix.flatten()[elements(s)].equal(matrix[:, 2:5].flatten())
