@@ -4,17 +4,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test quick bench bench-strategies bench-compression netns tables torture lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-compression netns tables docs torture runs-end lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
 	@echo "make demo   the same without a browser: train, switch, compare; writes demo.html"
-	@echo "make test   run every test"
+	@echo "make test   run the tests (at most 20 minutes on two quiet cores)"
+	@echo "make test-long  those that take longer: whole families, real networks, fresh environments"
+	@echo "make test-gpu  run what wants GPUs; writes docs/gpu.md"
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
 	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make torture  a thousand random live changes (SEED=7 replays)"
+	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
+	@echo "make tables  write the reference pages from the code (docs/reference/, docs/shapes.md)"
+	@echo "make docs   build the site; open site/index.html"
 	@echo "make lint   ruff and mypy"
 
 lab: $(VENV)/.installed
@@ -26,6 +31,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	@$(BIN)/python tests/chromium.py
 	@$(BIN)/python tests/run_all.py
+
+test-long: $(VENV)/.installed-test
+	@$(BIN)/python tests/chromium.py
+	@$(BIN)/python tests/run_all.py long
+
+test-gpu: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.gpu
 
 quick: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -q
@@ -46,8 +58,15 @@ netns: $(VENV)/.installed-test
 torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.torture $(if $(SEED),--seed $(SEED))
 
+runs-end: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.runs_end $(if $(SEED),--seed $(SEED))
+
 tables: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.tables README.md docs/shapes.md
+	@$(BIN)/python -m tests.tables
+
+docs: $(VENV)/.installed-docs
+	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . site
+	@echo "open site/index.html"
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/mypy
@@ -68,4 +87,4 @@ $(VENV)/.installed-%: $(VENV)/bin/python $(SOURCES)
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
