@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import math
+import os
 import time
 import uuid
 from functools import partial
@@ -87,6 +89,18 @@ def run(experiment: Experiment, *changes: Change, within: float = 120.0) -> list
     for s in sessions:
         assert s.error is None, s.error["traceback"]
     return sessions
+
+
+def ended(sessions: list[Session], within: float = 60.0) -> None:
+    """Waits until all have ended; fails the test when one hangs, and says where every thread stands."""
+    until = time.monotonic() + within
+    for s in sessions:
+        if not s.join(max(0.0, until - time.monotonic())):
+            faulthandler.dump_traceback(all_threads=True)
+            where = [other.status() for other in sessions]
+            for other in sessions:
+                other.abort()
+            raise AssertionError(f"rank {s.rank.index} hangs: {where}; {len(os.listdir('/dev/fd'))} descriptors")
 
 
 def weights(session: Session) -> torch.Tensor:

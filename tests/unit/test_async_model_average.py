@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, live, run, toy, weights
+from tests.ranks import batch, ended, experiment, live, run, toy, weights
 from tests.sim.insides import parameters, simulated
 from tests.sim.virtual import comm, paced, rows, seconds, stack
 from tests.unit.test_engine_apart import Heap, over, until
@@ -239,7 +239,8 @@ def test_asked_for_at_any_moment_of_the_warm_up_a_change_does_not_hang(warmup: i
         sessions[0].request({"kind": "resume"})
         until(lambda: all(s.experiment.strategy == DDP() for s in sessions), sessions)
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions) and {s.phase for s in sessions} == {"stopped"}
+        ended(sessions)
+        assert {s.phase for s in sessions} == {"stopped"}
     finally:
         over(sessions)
 

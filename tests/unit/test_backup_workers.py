@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, live, mse, net, run, shipped, toy, weights
+from tests.ranks import batch, ended, experiment, live, mse, net, run, shipped, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
@@ -302,7 +302,7 @@ def test_a_change_acts_on_all_before_the_same_step_and_late_ranks_do_not_jump_ov
         until(lambda: all(s.rank.step == begun + 4 and s.phase == "paused" for s in ranks), ranks)
         assert len({state(s) for s in ranks}) == 1
         ranks[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in ranks)
+        ended(ranks)
         assert {s.phase for s in ranks} == {"stopped"}
         changed = [m[0] for m in ranks[0].record.noted("change")]
         for s in ranks:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import experiment, live, net, run, shipped, toy, weights
+from tests.ranks import ended, experiment, live, net, run, shipped, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_backup_workers import sessions as sessions
 from tests.unit.test_engine_apart import over, until
@@ -48,7 +48,7 @@ def test_with_bound_0_it_is_data_parallelism_at_p_times_the_rate(optimizer: Any)
     mine = run(experiment(3, 12, task=toy(optimizer), strategy=BoundedStaleness(bound=0)))
     for s, other in zip(mine, want, strict=True):
         np.testing.assert_allclose(s.record.losses(), other.record.losses(), rtol=1e-4, atol=1e-6)
-    centre = mine[0].host.drive(mine[0].experiment.strategy.known(mine[0].rank, mine[0].state))
+    centre = mine[0].training.host.drive(mine[0].experiment.strategy.known(mine[0].rank, mine[0].state))
     total = {part.name: bucket.data[part.start : part.stop] for bucket in centre for part in bucket.parts}
     flat = torch.cat([total[name].double() for name in sorted(total)])
     torch.testing.assert_close(flat, weights(want[0]), rtol=1e-5, atol=1e-6)
@@ -229,7 +229,7 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all_while_some_wait(bound:
         assert len({state_hash(s.layout) for s in ranks}) == 1
         assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
         ranks[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in ranks)
+        ended(ranks)
         assert {s.phase for s in ranks} == {"stopped"} and not ranks[0].record.noted("refused")
     finally:
         over(ranks)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import batch, experiment, live, mse, run, toy, weights
+from tests.ranks import batch, ended, experiment, live, mse, run, toy, weights
 from workbench.engine.session import Session
 from workbench.fabric import Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
@@ -85,7 +85,7 @@ def plain(strategy: Strategy | str) -> Any:
 def over(sessions: list[Session]) -> None:
     for s in sessions:
         s.abort()
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
 
 
 @pytest.mark.parametrize("strategy", [s for s in APART if not getattr(s, "synchronous", False)], ids=str)
@@ -121,7 +121,7 @@ def test_changes_pauses_single_steps_and_a_stop_reach_all(strategy: Strategy) ->
         sessions[0].request({"kind": "resume"})
         until(lambda: all(s.rank.step > n + 4 for s, n in zip(trainers, steps, strict=True)), sessions)
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions)
+        ended(sessions)
         assert {s.phase for s in sessions} == {"stopped"}
     finally:
         over(sessions)
@@ -176,7 +176,7 @@ def test_strategies_asked_for_at_once_follow_one_another_at_one_step() -> None:
 def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
     sessions = steered(strategy, pace=30.0)
     sessions[2].abort()
-    assert all(s.join(10) for s in sessions)
+    ended(sessions)
 
 
 @apart
@@ -190,7 +190,7 @@ def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, ran
     poison = batch(rank, 5, 0)[0]
     ranks = with_servers(3, strategy)
     sessions = live(experiment(ranks, 0, task=toy(loss=loss), strategy=strategy, pace=4.0))
-    assert all(s.join(20) for s in sessions), [s.status() for s in sessions]
+    ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(rank, 5, "a bad example")]
 
@@ -211,7 +211,7 @@ class StumblingShadow(ShadowMA):
 
 def test_a_background_that_fails_fails_the_run() -> None:
     sessions = live(experiment(3, 0, strategy=StumblingShadow(), pace=4.0))
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["text"]) for e in causes] == [(1, "stumbled")]
 
@@ -226,7 +226,7 @@ class MisplacedUpdate(ShadowMA):
 
 def test_what_a_background_may_not_ask_for_is_said() -> None:
     sessions = live(experiment(2, 0, strategy=MisplacedUpdate()))
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
     assert any("`update` belongs in `step`" in s.error["text"] for s in sessions if s.error)
 
 

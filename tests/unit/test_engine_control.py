@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.ranks import batch as examples
-from tests.ranks import experiment, live, mse, run, toy
+from tests.ranks import ended, experiment, live, mse, run, toy
 from workbench.compressors import TopK
 from workbench.engine.session import Session
 from workbench.fabric import Freeze, Slow
@@ -37,7 +37,7 @@ def three() -> list[Session]:
     yield sessions
     for s in sessions:
         s.abort()
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
 
 
 def test_a_change_acts_on_all_ranks_before_the_same_step(three: list[Session]) -> None:
@@ -69,7 +69,8 @@ def test_ranks_of_one_host_meet_for_a_ticket_only_when_there_is_one(strategy: St
         until(lambda: all(s.experiment.bucket_mb == 0.05 for s in sessions))
         assert asked == [1, 1, 1]
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions) and asked == [2, 2, 2]
+        ended(sessions)
+        assert asked == [2, 2, 2]
     finally:
         for s in sessions:
             s.abort()
@@ -108,7 +109,7 @@ def test_pause_single_step_resume(three: list[Session]) -> None:
 
 def test_stop_ends_all_ranks_at_the_same_step(three: list[Session]) -> None:
     three[0].request({"kind": "stop"})
-    assert all(s.join(20) for s in three)
+    ended(three)
     assert {s.phase for s in three} == {"stopped"} and len({s.rank.step for s in three}) == 1
 
 
@@ -117,7 +118,7 @@ def test_an_abort_that_was_asked_is_no_failure_even_while_paused(three: list[Ses
     until(lambda: all(s.phase == "paused" for s in three))
     for s in three:
         s.abort(asked=True)
-    assert all(s.join(20) for s in three)
+    ended(three)
     assert {s.phase for s in three} == {"stopped"} and not any(s.error for s in three)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, live, mse, run, toy, weights
+from tests.ranks import batch, ended, experiment, live, mse, run, toy, weights
 from tests.unit.test_engine_control import until
 from workbench.host.canonical import state_hash
 from workbench.settings import Change, KnobError
@@ -155,7 +155,7 @@ def test_a_change_acts_on_all_before_the_same_step_though_they_meet_only_neighbo
         until(lambda: all(s.phase == "paused" and not s.training.credit and s.rank.step > step + 4 for s in sessions))
         assert len({s.rank.step for s in sessions}) == 1
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions)
+        ended(sessions)
         assert {s.phase for s in sessions} == {"stopped"} and len({s.rank.step for s in sessions}) == 1
     finally:
         for s in sessions:
@@ -171,7 +171,7 @@ def test_a_rank_that_fails_frees_its_neighbours() -> None:
 
     poison = batch(2, 6, 0)[0]
     sessions = live(experiment(5, 50, task=toy(loss=loss), strategy=Gossip()))
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
 

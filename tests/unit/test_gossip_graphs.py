@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, live, mse, net, run, toy, weights
+from tests.ranks import batch, ended, experiment, live, mse, net, run, toy, weights
 from tests.sim.insides import parameters, simulated
 from tests.sim.virtual import comm, paced, rows, samples, seconds, stack
 from tests.unit.test_engine_control import until
@@ -268,7 +268,7 @@ def test_with_rare_rounds_a_change_still_acts_on_all_before_the_same_step() -> N
             names = {r[0]: r[2] for r in s.record if r[1] == "step"}
             assert names[step - 1] == "Gossip" and names[step] == "DDP"
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions)
+        ended(sessions)
         assert {s.phase for s in sessions} == {"stopped"}
     finally:
         for s in sessions:

@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu_nccl import made
 from tests.gpu_order import Gpu, gpu_here, look_up
-from tests.ranks import Rows, experiment, live, mse, run, toy, weights
+from tests.ranks import Rows, ended, experiment, live, mse, run, toy, weights
 from tests.waiting import until
 from workbench.compressors import PowerSGD, TopK
 from workbench.engine import device, peers
@@ -299,7 +299,7 @@ def test_a_rank_hears_of_a_peer_that_failed_though_nccl_does_not(gpus: list[Gpu]
         raise ValueError("no more")
 
     sessions = live(experiment(2, 20, task=toy(loss=rank_one(fail))), kind="nccl")
-    assert all(s.join(30) for s in sessions), [s.status() for s in sessions]
+    ended(sessions)
     victim, culprit = sessions
     assert culprit.error["text"] == "no more" and not culprit.error["consequence"]
     assert victim.error["consequence"], victim.error

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tests.ranks import batch as examples
-from tests.ranks import experiment, live, mse, run, toy, weights
+from tests.ranks import ended, experiment, live, mse, run, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
@@ -379,7 +379,7 @@ def test_a_rank_that_fails_frees_the_others_and_is_named() -> None:
 
     poison = examples(2, 6, 0)[0]
     sessions = live(experiment(4, 0, task=toy(loss=loss), strategy=Hogwild(), pace=3.0))
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
 
@@ -411,7 +411,7 @@ def refusals(sessions: list[Session]) -> list[str]:
 def test_on_several_hosts_it_is_refused_before_the_run_and_before_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks.platform, "node", lambda: threading.current_thread().name.split(" training")[0])
     sessions = live(experiment(2, 4, strategy=Hogwild()))
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
     assert any("which those of several hosts do not have" in s.error["text"] for s in sessions if s.error)
     assert all(s.phase == "failed" and s.rank.step == 0 for s in sessions)
     sessions = run(experiment(2, 8), Change(3, "strategy", "Hogwild"))

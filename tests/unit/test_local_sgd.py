@@ -13,7 +13,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters_or_parameter_groups
 
-from tests.ranks import batch, experiment, live, mse, net, run, toy, weights
+from tests.ranks import batch, ended, experiment, live, mse, net, run, toy, weights
 from tests.sim.virtual import begun, comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
 from workbench import simulate
@@ -374,7 +374,7 @@ def test_groups_live_a_turn_a_pause_and_a_stop_reach_all_before_the_same_step() 
             kinds = exchanged(s, s.rank.step)
             assert kinds[step - 4 : step + 8] == ["group"] * 3 + ["all"] + ["none", "group", "none", "all"] * 2
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions)
+        ended(sessions)
     finally:
         for s in sessions:
             s.abort()
@@ -389,7 +389,7 @@ def test_a_rank_that_fails_frees_those_that_wait_for_its_messages() -> None:
 
     poison = batch(2, 6, 0)[0]
     sessions = live(experiment(4, 50, task=toy(loss=loss), strategy=LocalSGD(every=256, group=2)))
-    assert all(s.join(20) for s in (sessions[2], sessions[3]))
+    ended([sessions[2], sessions[3]])
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
     for s in sessions:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import experiment, live, run, toy, weights
+from tests.ranks import ended, experiment, live, run, toy, weights
 from tests.sim.insides import parameters, simulated
 from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
@@ -137,7 +137,7 @@ def test_a_change_reaches_all_round_the_ring_before_the_same_step() -> None:
             names = {r[0]: r[2] for r in s.record if r[1] == "step"}
             assert names[step - 1] == "LowPrecisionDecentralized" and names[step] == "DDP"
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions)
+        ended(sessions)
     finally:
         for s in sessions:
             s.abort()

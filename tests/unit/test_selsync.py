@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import Net, batch, experiment, live, mse, net, run, toy, weights
+from tests.ranks import Net, batch, ended, experiment, live, mse, net, run, toy, weights
 from tests.sim.virtual import begun, comm, paced, rows, samples
 from workbench import simulate
 from workbench.fabric import traffic
@@ -335,7 +335,7 @@ def test_batches_that_are_not_made_of_examples_are_refused_in_words() -> None:
         return [(*batch(rank, step, seed), torch.tensor(1.0)) for step in range(20)]
 
     sessions = live(experiment(2, 5, strategy=SelSync(inject_ranks=1.0), task=toy(data=data)))
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
     for s in sessions:
         assert "examples in dimension 0" in s.error["text"] and "use inject_ranks=0" in s.error["text"]
 

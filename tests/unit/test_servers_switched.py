@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import torture
-from tests.ranks import batch, experiment, live, mse, run, toy
+from tests.ranks import batch, ended, experiment, live, mse, run, toy
 from tests.sim.test_replay import Asked, engines
 from tests.sim.virtual import samples
 from tests.unit.test_engine_apart import over, until
@@ -95,7 +95,7 @@ def test_a_rank_that_fails_frees_those_that_wait_for_the_server(strategy: Strate
 
     poison = batch(rank, 5, 0)[0]
     ranks = live(experiment(3, 0, task=toy(loss=loss), strategy=strategy, pace=4.0))
-    assert all(s.join(20) for s in ranks), [s.status() for s in ranks]
+    ended(ranks)
     causes = [s.error for s in ranks if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["text"]) for e in causes] == [(rank, "a bad example")]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, live, net, run, toy, weights
+from tests.ranks import batch, ended, experiment, live, net, run, toy, weights
 from tests.sim.insides import parameters, simulated
 from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.test_engine_control import until
@@ -213,7 +213,7 @@ def test_a_change_acts_on_all_before_the_same_step_though_letters_are_late() -> 
             names = {r[0]: r[2] for r in s.record if r[1] == "step"}
             assert names[step - 1] == "StochasticGradientPush" and names[step] == "LocalSGD"
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions)
+        ended(sessions)
         assert {s.phase for s in sessions} == {"stopped"}
     finally:
         for s in sessions:

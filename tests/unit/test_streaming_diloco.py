@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import Net, experiment, live, net, placed, run, toy, weights
+from tests.ranks import Net, ended, experiment, live, net, placed, run, toy, weights
 from tests.sim.virtual import comm, paced, samples, seconds, stack
 from tests.unit.plain_outer import MOMENTUM, SGD, Plain, outer_sgd
 from workbench import simulate
@@ -289,7 +289,7 @@ def test_it_runs_over_a_link_and_a_stop_finds_nothing_hanging() -> None:
         while min(s.rank.step for s in sessions) < 15:
             assert sessions[0].join(0.02) is False
         sessions[0].request({"kind": "stop"})
-        assert all(s.join(20) for s in sessions)
+        ended(sessions)
         assert {s.phase for s in sessions} == {"stopped"} and not any(s.state.flying for s in sessions)
     finally:
         for s in sessions:
@@ -310,7 +310,7 @@ def test_more_fragments_than_layers_are_refused_before_a_simulation() -> None:
 
 def test_and_before_a_run_on_the_engine() -> None:
     sessions = live(experiment(2, 3, strategy=StreamingDiLoCo(fragments=9)))
-    assert all(s.join(20) for s in sessions)
+    ended(sessions)
     for s in sessions:
         assert s.phase == "failed" and s.error["type"] == "KnobError" and s.rank.step == 0
         assert "fragments=9" in s.error["text"] and "use at most 3" in s.error["text"]
