@@ -95,12 +95,13 @@ def ended(sessions: list[Session], within: float = 60.0) -> None:
     """Waits until all have ended; fails the test when one hangs, and says where every thread stands."""
     until = time.monotonic() + within
     for s in sessions:
-        if not s.join(max(0.0, until - time.monotonic())):
+        over = s.join(max(0.0, until - time.monotonic()))
+        where = [other.status() for other in sessions]
+        if not over:
             faulthandler.dump_traceback(all_threads=True)
-            where = [other.status() for other in sessions]
             for other in sessions:
                 other.abort()
-            raise AssertionError(f"rank {s.rank.index} hangs: {where}; {len(os.listdir('/dev/fd'))} descriptors")
+        assert over, f"rank {s.rank.index} hangs: {where}; {len(os.listdir('/dev/fd'))} descriptors"
 
 
 def weights(session: Session) -> torch.Tensor:
