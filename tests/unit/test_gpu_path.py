@@ -28,6 +28,7 @@ from workbench.engine.lane import Lane
 from workbench.engine.session import Session
 from workbench.engine.shaping import Clock, Naps, Port, Shaper
 from workbench.engine.watch import watch
+from workbench.engine.wires import Line
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError
 from workbench.settings import Change
@@ -75,8 +76,9 @@ class Alone:
         self.wire = Wire(store, index, ranks, "data", leaving, kind="nccl", beside=self.control.parted)
         self.group = self.wire.group
         self.watch = watch(chip, clock, self.rows, self.wire.check)
-        self.lane = Lane("comm", self.wire, Shaper(Port(index, ranks, Naps(clock), 0), None), self.watch, chip)
-        self.lane.aside = self.control
+        port = Port(index, ranks, Naps(clock), 0)
+        line = Line(self.wire, Shaper(port, None), self.control)
+        self.lane = Lane("comm", port, self.watch, chip, {None: line}.__getitem__)
 
     def ones(self, n: int) -> torch.Tensor:
         return torch.ones(n, device="cpu")  # which says that it lies on the chip
@@ -249,7 +251,7 @@ def test_the_host_waits_neither_for_a_collective_nor_at_the_end_of_the_step(gpus
 
 def test_on_an_emulated_link_the_lane_waits_until_the_data_is_there(gpus: list[Gpu]) -> None:
     def body(rank: Any) -> None:
-        rank.lane.shaper.port.fabric = Fabric(link=Link(bandwidth=1.0))
+        rank.lane.port.fabric = Fabric(link=Link(bandwidth=1.0))
         rank.group.gate.clear()
         threading.Timer(0.3, rank.group.gate.set).start()
         x = rank.ones(1250)  # 5000 bytes to send at 1 Mbit/s: 40 ms

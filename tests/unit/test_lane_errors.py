@@ -16,6 +16,7 @@ from workbench.engine.device import Chip
 from workbench.engine.lane import Lane
 from workbench.engine.shaping import Clock, Naps, Port, Shaper
 from workbench.engine.watch import Watch
+from workbench.engine.wires import Line
 
 
 class Broken(Chip):
@@ -48,7 +49,9 @@ class Broken(Chip):
 def lane(call: str) -> Lane:
     clock = Clock(time.time())
     wire: Any = SimpleNamespace(size=2, rank=0)
-    return Lane("comm", wire, Shaper(Port(0, 2, Naps(clock), 0), None), Watch(clock, Rows()), Broken(call))
+    port = Port(0, 2, Naps(clock), 0)
+    line = Line(wire, Shaper(port, None), wire)
+    return Lane("comm", port, Watch(clock, Rows()), Broken(call), {None: line}.__getitem__)
 
 
 async def nothing() -> int:

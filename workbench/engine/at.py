@@ -52,7 +52,7 @@ def op_of(run: Session) -> str:
     if run.training is None:
         return "set-up"
     host = run.training.host
-    return (host.lane.busy if host.at.waits else "") or host.op
+    return (host.lanes.busy if host.at.waits else "") or host.op
 
 
 def standing(run: Session) -> tuple[bool, float]:

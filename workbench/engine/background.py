@@ -17,6 +17,7 @@ from workbench.engine.collectives import Aborted, Wire
 from workbench.engine.lane import Lane
 from workbench.engine.post import BACKGROUND, SLICE
 from workbench.engine.shaping import Shaper
+from workbench.engine.wires import Line, opener
 from workbench.rank import Op, StrategyError, message
 
 if TYPE_CHECKING:
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 
 class Background:
-    """One rank's background. Made by all ranks at once, for one strategy's stay."""
+    """One rank's background. Made by all ranks at once, for one strategy's stay, whose wires bear `name`."""
 
-    def __init__(self, run: Parts, wire: Wire | None, shaper: Shaper) -> None:
+    def __init__(self, run: Parts, name: str, wire: Wire | None, shaper: Shaper) -> None:
         self.run, self.wire = run, wire
-        self.lane = Lane("background", wire, shaper, run.host.watch, run.chip)
+        open = opener(run.peers, run.port, name, "gloo")
+        self.lane = Lane("background", run.port, run.watch, run.chip, open, Line(wire, shaper, wire))
         self.lane.eager = True  # its children run on this thread
         self.error: BaseException | None = None
         self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end
@@ -40,10 +42,9 @@ class Background:
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
             "send": self._send, "recv": self._recv, "wait": self.lane.wait,
-            "start": lambda child, lane, name, *_: self.lane.start(child, name),
+            "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
         }  # fmt: skip
-        name = f"rank {run.rank.index} background"
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"rank {run.rank.id} background", daemon=True)
         self._thread.start()
 
     # -- called by the training thread --
@@ -95,8 +96,7 @@ class Background:
         self.lane.close()
         if self.error is not None:
             self.error.__traceback__ = None  # a kept traceback keeps the group's sockets open
-        if self.wire is not None:
-            self.wire.close()
+        self.run.peers.drop([*self.lane.wires.given_up(), *([self.wire] if self.wire is not None else [])])
 
     # -- on the background's own thread --
 
@@ -130,7 +130,7 @@ class Background:
         self.lane.step = self.run.lane.step  # what is done after a step and before the next belongs to the former
         do = self._did.get(op.verb)
         if do is not None:
-            return do(*op.args)
+            return do(*op.args) if op.group is None else do(*op.args, group=op.group)
         if op.verb in ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch"):
             raise StrategyError(f"`{op.verb}` belongs in `step`: a background changes parameters through `params`")
 

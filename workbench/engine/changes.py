@@ -24,11 +24,11 @@ class Turnable(Parts):
         self.port.fabric = wanted.fabric
         self.host.pace.seconds = wanted.pace * 1e-3
         self.host.pace.faults = wanted.fabric.faults
-        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.index)
+        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.id)
 
     def choose_lane(self) -> None:
         """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
-        self.lane.eager = self.rank.compressor.immediate and not self.lane.shaper.active
+        self.lane.eager = self.rank.compressor.immediate and not self.port.active
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer = self.host.optimizer = optimizer
@@ -50,8 +50,14 @@ class Turnable(Parts):
             self.commons.enter()
         take_role(self, wanted.strategy)
         self.state = wanted.strategy.init(self.rank, self.layout.params())
-        self.tickets.enter(wanted.strategy, self.lane)
+        self.regrouped()
         self.meeting.enter()
+
+    def regrouped(self) -> None:
+        """Wires of groups that are over are closed, and children are counted anew."""
+        for lane in self.host.lanes:
+            self.peers.drop(lane.wires.given_up(self.rank.mesh.generation))
+        self.tickets.enter(self.experiment.strategy, self.lane, self.rank.mesh.flat)
 
     async def gather(self, number: int) -> list[int]:
         """Every rank's number, by rank."""
@@ -63,20 +69,20 @@ class Turnable(Parts):
         if in_step(was):
             self.meeting.latest = self.rank.step
         self.rank.step = self.meeting.latest
-        began, sent = self.clock.now(), self.lane.sent
+        began, sent = self.clock.now(), self.host.lanes.sent
         self.lane.step = self.rank.step
         self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
         yield
         self.host.forget_hooks()
         self.record.span(self.rank.step, "switch", type(wanted.strategy).__name__, began, began, self.clock.now(),
-                         self.lane.sent - sent)
+                         self.host.lanes.sent - sent)
 
     def enter_opaque(self) -> None:
         """Wraps the model in torch's own DDP; on an emulated Link its buckets go over our lane."""
         if self.peers.data is None:
             return
         self.host.forget_hooks()
-        lane = self.lane if self.lane.shaper.active else None
+        lane = self.lane if self.port.active else None
         self.host.module = wrap(self.model, self.peers.data, self.experiment.bucket_mb, lane)
 
     def leave_opaque(self) -> None:

@@ -55,7 +55,7 @@ def known_held_out(run: Parts) -> tuple[dict[str, float], float]:
             own = known if run.commons.held else run.layout.params()
         squares = sum(float((k.data - o.data).float().square().sum()) for k, o in zip(known, own, strict=True))
         drift = (squares / max(1, run.layout.numel)) ** 0.5
-        if run.learner.evaluate is None or run.rank.index:
+        if run.learner.evaluate is None or run.rank.id:
             return {}, drift
         twin = run.twin = run.twin or copy.deepcopy(run.model)
         params = dict(twin.named_parameters())

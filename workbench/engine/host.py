@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from workbench.engine.at import At
 from workbench.engine.lane import Lane
+from workbench.engine.lanes import Lanes
 from workbench.engine.post import Post
 from workbench.engine.shaping import Pace
 from workbench.engine.step_end import StepEnd
@@ -27,7 +28,7 @@ from workbench.engine.watch import Watch
 from workbench.host.canonical import clipped, optimizer_tensors
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
-from workbench.rank import Bucket, Handle, Op, Rank, StrategyError, message
+from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message
 
 Span = Callable[..., None]
 _INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
@@ -45,6 +46,7 @@ class Host(StepEnd):
                  lane: Lane, post: Post, pace: Pace, watch: Watch) -> None:
         self.rank, self.model, self.loss_of, self.optimizer = rank, model, loss, optimizer
         self.layout, self.lane, self.post, self.pace, self.watch = layout, lane, post, pace, watch
+        self.lanes = Lanes(lane, lambda name: lane)
         self.alone = threading.Lock()  # held while a coroutine of this rank runs, or the optimizer
         self.clock, self.record = watch.clock, watch.record
         self.module: Callable[..., Any] = model  # what forward calls: the model, or torch's wrapper around it
@@ -104,7 +106,7 @@ class Host(StepEnd):
     def _do(self, op: Op) -> Any:
         do = self._did.get(op.verb)
         if do is not None:
-            return do(*op.args)
+            return do(*op.args) if op.group is None else do(*op.args, group=op.group)
         if op.verb in _NOT_YET:
             raise StrategyError(f"the engine {_NOT_YET[op.verb]}")
         return self._collective(op)
@@ -233,16 +235,17 @@ class Host(StepEnd):
 
     # -- communication --
 
-    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0) -> Handle:
+    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0,
+               group: Group | None = None) -> Handle:
         if priority:
             raise StrategyError("the engine runs children in the order of their start: priority=0, or simulate")
-        self.met = True
-        return self.lane.start(child, name)
+        self.met = self.met or group is None or len(group) == self.rank.size
+        return self.lanes.start(child, name, lane)
 
     def _wait(self, handle: Handle) -> Any:
         self.at(f"wait for {handle.name}", waits=True)
         began, asked = self.clock.now(), self.watch.now()
-        value = self.lane.wait(handle)
+        value = self.lanes.wait(handle)
         self.pace.put_off(self.clock.now() - began)
         self.watch.write(self.rank.step, "wait", handle.name, asked, asked, self.watch.now(), 0)
         return value
@@ -251,7 +254,7 @@ class Host(StepEnd):
         async def child() -> Any:
             return await op
 
-        return self._wait(self._start(child(), "comm", str(op.args[-1] or op.verb)))
+        return self._wait(self._start(child(), self.lane.name, str(op.args[-1] or op.verb), group=op.group))
 
     def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
         name = message("recv", kind, **{"from": source})

@@ -1,7 +1,8 @@
 """Lanes: the threads on which children run beside the step, and the performing of what they ask.
 
-One lane, one wire, one thread. Children run one after the other in the order in which they were started, which
-is the same on all ranks. Encoding happens here and so overlaps with backward.
+One lane, one thread, and a wire for all ranks and for each group that is asked for (see wires.py). Children run one
+after the other in the order in which they were started, which is the same on all ranks. Encoding happens here and so
+overlaps with backward.
 
 On a GPU the lane has a stream, too, and what is said of threads holds of streams; see [Note: Order on a GPU] in
 engine/device/cuda.py. On an emulated Link the lane's thread waits there until a collective is done on the GPU, sleeps
@@ -21,11 +22,12 @@ import torch
 
 from workbench.engine.collectives import Wire
 from workbench.engine.device import Chip
-from workbench.engine.shaping import Shaper
+from workbench.engine.shaping import Port
 from workbench.engine.verbs import Verbs
 from workbench.engine.watch import CODEC_FLOOR, Watch
+from workbench.engine.wires import Line, Wires
 from workbench.fabric import Load
-from workbench.rank import Handle, Op, StrategyError
+from workbench.rank import Group, Handle, Op, StrategyError, collective
 
 
 class Job:
@@ -52,11 +54,11 @@ class Job:
 class Flight:
     """A collective issued and not yet waited for."""
 
-    __slots__ = ("arrived", "asked", "finished", "hold", "load", "op", "step", "what", "work")
+    __slots__ = ("arrived", "asked", "finished", "hold", "line", "load", "op", "step", "what", "work")
 
-    def __init__(self, op: Op, what: str, work: Any, asked: Any, arrived: Any, load: Load, hold: Any,
+    def __init__(self, op: Op, what: str, line: Line, work: Any, asked: Any, arrived: Any, load: Load, hold: Any,
                  step: int) -> None:
-        self.op, self.what, self.work, self.asked, self.arrived = op, what, work, asked, arrived
+        self.op, self.what, self.line, self.work, self.asked, self.arrived = op, what, line, work, asked, arrived
         self.load, self.hold, self.step = load, hold, step
         self.finished = 0.0
 
@@ -69,12 +71,12 @@ class Lane(Verbs):
     sleep for.
     """
 
-    def __init__(self, name: str, wire: Wire | None, shaper: Shaper, watch: Watch, chip: Chip) -> None:
-        self.name, self.wire, self.shaper, self.watch, self.chip = name, wire, shaper, watch, chip
+    def __init__(self, name: str, port: Port, watch: Watch, chip: Chip, open: Callable[[Group | None], Line],
+                 whole: Line | None = None) -> None:
+        self.name, self.port, self.watch, self.chip = name, port, watch, chip
         self.clock, self.record, self.span = watch.clock, watch.record, watch.write
-        self.aside = wire  # for tensors in the host's memory
-        self.size = wire.size if wire else 1
-        self.rank = wire.rank if wire else 0
+        self.wires = Wires(whole, open)
+        self.size, self.rank = port.size, port.rank
         self.eager = False
         self.now = self._moment if chip.runs_ahead else self.clock.now
         self.sent = 0  # bytes sent so far
@@ -130,8 +132,7 @@ class Lane(Verbs):
             self._jobs.put(None)
             self._thread.join(5)
             self._thread = None
-        if self.shaper.board is not None:
-            self.shaper.board.close()
+        self.wires.close()
 
     def _open(self) -> None:
         self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} {self.name}", daemon=True)
@@ -148,7 +149,7 @@ class Lane(Verbs):
 
     def _moment(self) -> Any:
         """Now: on the stream, but on an emulated Link by the host's clock."""
-        return self.clock.now() if self.shaper.active else self.watch.now()
+        return self.clock.now() if self.port.active else self.watch.now()
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
@@ -225,31 +226,33 @@ class Lane(Verbs):
         if issue is None:
             raise StrategyError(f"a child asked for {op.verb}, which is not one of the collectives: ask it in `step`")
         job.measures = op.measures
-        if (wire := self.wire) is None:
+        self._busy = what = collective(op, job.name)
+        wire, shaper, _ = line = self.wires.of(op.group)
+        if wire is None:
+            self._busy = ""
             return None
-        what = f"{op.verb} {op.args[-1] or job.name}"
-        self._busy = what
-        if self.shaper.active and self.chip.runs_ahead:  # the Link counts from when there is something to send
+        if shaper.active and self.chip.runs_ahead:  # the Link counts from when there is something to send
             self.chip.await_host(self.chip.mark(), wire.check)
         now = self.now()
-        if self.shaper.active:
-            self.shaper.ready(now, job.asked)
+        if shaper.active:
+            shaper.ready(now, job.asked)
         work, hold = issue(wire, op)
-        flight = Flight(op, what, work, job.resumed, now, self._load(op), hold, job.step)
+        flight = Flight(op, what, line, work, job.resumed, now, self._load(wire, op), hold, job.step)
         if self.eager and not self.chip.runs_ahead:
             work.get_future().add_done_callback(lambda _: setattr(flight, "finished", self.clock.now()))
         return flight
 
     def _complete(self, flight: Flight) -> Any:
-        assert self.wire is not None
-        if self.chip.runs_ahead and self.shaper.active:
-            self.wire.finish(flight.work)
+        wire, shaper, aside = flight.line
+        assert wire is not None
+        if self.chip.runs_ahead and shaper.active:
+            wire.finish(flight.work)
         else:
-            self.wire.wait(flight.work)
+            wire.wait(flight.work)
         end = flight.finished or self.now()
         lane = "measuring" if flight.op.measures else "comm"
-        if self.shaper.active:
-            began, own, end = self.shaper.finish(flight.load, self._last_arrival)
+        if shaper.active:
+            began, own, end = shaper.finish(flight.load, lambda: _last_arrival(aside, self.clock.now()))
             if lane == "comm":
                 self.record.span(flight.step, "port", flight.what, began, began, own, 0)
             end = max(end, self.clock.now())
@@ -260,14 +263,15 @@ class Lane(Verbs):
             while self._aloft and self.chip.reached(self._aloft[0][1]):
                 self._aloft.popleft()
             self._aloft.append((flight.what, self.chip.mark()))
-        return self._finish(flight.op, flight.hold)
+        return self._finish(wire, flight.op, flight.hold)
 
-    def _last_arrival(self) -> float:
-        """The last arrival by asking everybody, where ranks share no file; not over NCCL, which takes no CPU tensor."""
-        assert self.aside is not None
-        mine = torch.tensor([self.shaper.naps.clock.now()], dtype=torch.float64)
-        self.aside.wait(self.aside.all_reduce(mine, "max"))
-        return float(mine[0])
+
+def _last_arrival(aside: Wire | None, now: float) -> float:
+    """The last arrival by asking everybody, where ranks share no file; not over NCCL, which takes no CPU tensor."""
+    assert aside is not None
+    mine = torch.tensor([now], dtype=torch.float64)
+    aside.wait(aside.all_reduce(mine, "max"))
+    return float(mine[0])
 
 
 def _alone(op: Op) -> Any:

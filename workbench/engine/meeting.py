@@ -51,7 +51,7 @@ class Meeting:
 
     @property
     def trains(self) -> bool:
-        return bool(self.strategy.trains(self.run.rank.index, self.run.rank.size))
+        return bool(self.strategy.trains(self.run.rank.id, self.run.rank.size))
 
     # -- a strategy comes and goes; all ranks at once --
 
@@ -62,22 +62,20 @@ class Meeting:
         run.post.turn_page()
         if self.run.apart:
             run.post.open()
-        if not self.strategy.lockstep and run.rank.index == 0:
+        if not self.strategy.lockstep and run.rank.id == 0:
             run.post.reach(range(1, run.rank.size))  # to call them, and to hear when one is gone
         if not self.strategy.has_background:
             return
         self._stays += 1
-        wire = run.peers.open(f"background {self._stays}") if run.rank.size > 1 else None
-        self.background = Background(run, wire, Shaper(run.port, run.peers.board(f"-{self._stays}")))
+        name = f"background {self._stays}"
+        wire = run.peers.open(name) if run.rank.size > 1 else None
+        self.background = Background(run, name, wire, Shaper(run.port, run.peers.board(f"-{self._stays}")))
 
     def leave(self) -> None:
         """The background, which has ended, gives back its thread and its wire."""
         background, self.background = self.background, None
-        if background is None:
-            return
-        background.close()
-        if background.wire is not None:
-            self.run.session.wires.remove(background.wire)
+        if background is not None:
+            background.close()
 
     def retire(self) -> None:
         """This rank has failed: the others hear of it, and backgrounds end their round in good order if they can."""
@@ -132,7 +130,7 @@ class Meeting:
         run.paused = bool(table[0, 4])
         run.credit = 0 if run.paused else run.credit
         if self.background is not None:
-            self.background.drain(int(table[:, len(facts) + run.rank.index].sum()))
+            self.background.drain(int(table[:, len(facts) + run.rank.id].sum()))
             if run.control is not None:  # nobody goes on, and sends, before all backgrounds have ended
                 run.control.wait(run.control.all_reduce(mine))
         self._number += 1
@@ -152,7 +150,7 @@ class Meeting:
             return True
         if run.credit and not self._idle and not self.strategy.lockstep:
             return False  # the single steps that were asked for come first
-        if run.rank.index == 0:
+        if run.rank.id == 0:
             return self._call()
         if any(number == self._number for _, number in run.post.heard("come")):
             return True
@@ -186,5 +184,5 @@ class Meeting:
         self._told = True
         if self.background is not None:
             self.background.idle()
-        if self.run.rank.index and self.trains:
+        if self.run.rank.id and self.trains:
             self.run.post.say(self._number, 0, "done")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.engine.clocks import agree_on_time
-from workbench.engine.collectives import Wire, connect_store
+from workbench.engine.collectives import Aborted, Wire, connect_store
 from workbench.engine.shaping import Board
 from workbench.engine.ticket import Bell
 
@@ -45,22 +46,43 @@ class Peers:
         self.local, self.doubt = agree_on_time(control, session.clock)
         if self.local:
             self._folder = Path(host).parent if not port else self._made_by_rank_0(control)
-        self.data = self.open("data", precise=precise, kind=session.kind, on=session.device, beside=control.parted)
+        self.data = self.open("data", precise=precise, kind=session.kind, on=session.device, beside=self.parted)
         self.arrivals = self.data
         if session.kind != "gloo" and not self.local:
             self.arrivals = self.open("arrivals", precise=precise)
 
-    def open(self, tag: str, **how: Any) -> Wire:
-        """One more wire, which the session cuts and closes. All ranks open it at once."""
-        session, rank = self.session, self.rank
-        wire = Wire(self.store, rank.index, rank.size, tag, session.leaving, loopback=session.loopback, **how)
+    def open(self, tag: str, ranks: Sequence[int] = (), store: Any = None, **how: Any) -> Wire:
+        """One more wire among all ranks or some, which the session cuts and closes. All of them open it at once."""
+        session, me = self.session, self.rank.id
+        index, size = (ranks.index(me), len(ranks)) if ranks else (me, self.rank.size)
+        wire = Wire(store or self.store, index, size, tag, session.leaving, loopback=session.loopback, **how)
         session.wires.append(wire)
         return wire
 
-    def board(self, name: str = "") -> Board | None:
-        """Where the ranks of this host post their arrivals at the collectives of one wire."""
+    def drop(self, wires: list[Wire]) -> None:
+        """Closes wires that nobody uses any more, before the run ends."""
+        for wire in wires:
+            wire.close()
+            self.session.wires.remove(wire)
+
+    def parted(self) -> bool:
+        """Is a peer seen to be gone?"""
+        return self.control is not None and self.control.parted()
+
+    def look(self) -> None:
+        """Raises when this rank must leave, or a peer is seen to be gone; for waits that no wire hears of."""
+        if self.session.leaving.is_set():
+            raise Aborted("told to leave")
+        if self.parted():
+            raise ConnectionError("Connection closed by peer")
+
+    def board(self, name: str = "", ranks: Sequence[int] = ()) -> Board | None:
+        """Where ranks of this host, all or some, post their arrivals at the collectives of one wire."""
         path = self._shared(f"{name}.board")
-        return Board(path, self.rank.index, self.rank.size) if path else None
+        me = self.rank.id
+        if path is None:
+            return None
+        return Board(path, ranks.index(me), len(ranks)) if ranks else Board(path, me, self.rank.size)
 
     def bell(self) -> Bell | None:
         """What rank 0 rings when it has something to say."""
@@ -81,7 +103,7 @@ class Peers:
     def _made_by_rank_0(self, control: Wire) -> Path:
         """A directory of this user's alone, for ranks that have not met in one."""
         said = torch.zeros(4096, dtype=torch.uint8)
-        if self.rank.index == 0:
+        if self.rank.id == 0:
             made = tempfile.mkdtemp(prefix="workbench-")
             said[: len(made.encode())] = torch.frombuffer(bytearray(made.encode()), dtype=torch.uint8)
             self.session.files.append(Path(made))

@@ -51,7 +51,7 @@ class Post:
 
     def __init__(self, rank: Rank, store: Any, where: tuple[str, int], secret: bytes, port: Port, leaving: Leaving,
                  span: Callable[..., None], local: bool, limit: int = 2**30) -> None:
-        self.rank, self.size, self.store, self.where, self.secret = rank.index, rank.size, store, where, secret
+        self.rank, self.size, self.store, self.where, self.secret = rank.id, rank.size, store, where, secret
         self.limit = limit
         self.door: Door | None = None
         self.step = lambda: rank.step

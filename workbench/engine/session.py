@@ -131,13 +131,13 @@ class Session:
     @property
     def _set_up(self) -> Training:
         if self.training is None:
-            raise RuntimeError(f"rank {self.rank.index} is not set up: it has no model yet")
+            raise RuntimeError(f"rank {self.rank.id} is not set up: it has no model yet")
         return self.training
 
     # -- the thread --
 
     def _live(self) -> None:
-        pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.index} pulse")
+        pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse")
         self.born = time.monotonic()
         try:
             training = self.set_up()
@@ -167,7 +167,7 @@ class Session:
             self.mark("log", {"stream": "stderr", "text": traceback.format_exc()})
         if self.phase not in FINAL:
             self.say("failed", "its training thread ended without a word")
-        self.mark("end", {"rank": self.rank.index, "state": self.phase})
+        self.mark("end", {"rank": self.rank.id, "state": self.phase})
         self.record.close()
 
     def _give_back(self) -> None:
@@ -175,7 +175,7 @@ class Session:
             self.training.close()
         for wire in self.wires:
             wire.close()
-        if self.rank.index == 0:
+        if self.rank.id == 0:
             removed(self.files)
 
     def _fail(self, error: BaseException) -> None:
@@ -186,7 +186,7 @@ class Session:
         if (self.stopping and self.naps.hurried) or (consequence and self._asked.is_set()):
             return self.say("stopped", f"left in the middle of step {self.rank.step}")
         self.error = {
-            "rank": self.rank.index, "step": self.rank.step, "op": op_of(self), "type": type(error).__name__,
+            "rank": self.rank.id, "step": self.rank.step, "op": op_of(self), "type": type(error).__name__,
             "text": text, "traceback": "".join(traceback.format_exception(error)),
             "consequence": consequence,
         }
@@ -205,5 +205,5 @@ class Session:
     def say(self, phase: str, detail: str = "") -> None:
         """What this rank is in from now on; of the run, as far as rank 0 says it."""
         self.phase = phase
-        if self.rank.index == 0:
+        if self.rank.id == 0:
             self.mark("state", {"state": phase, "detail": detail})

@@ -22,6 +22,7 @@ from workbench.engine.post import Post
 from workbench.engine.shaping import Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
+from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum
 from workbench.host import changes
 from workbench.host.batches import Batches
@@ -30,6 +31,7 @@ from workbench.host.life import Life
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
 from workbench.optimizers import built
+from workbench.rank import StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import rate
 
@@ -60,7 +62,7 @@ class Parts(Life):
         self.control = self.peers.control
         if reason := self.refused(self.experiment.strategy):
             raise KnobError(reason)
-        self.tickets = Tickets(self.control, self.rank.index, self.inbox, self.peers.bell())
+        self.tickets = Tickets(self.control, self.rank.id, self.inbox, self.peers.bell())
         self._make_model()
         self.able(self.experiment)
         self._make_host()
@@ -86,10 +88,10 @@ class Parts(Life):
         check_model(self.control, self.model)
         broadcast_model(self.control, self.layout, self.model)
         self.optimizer = self.make_optimizer(e)
-        torch.manual_seed(e.seed * 100_003 + rank.index + 1)
+        torch.manual_seed(e.seed * 100_003 + rank.id + 1)
         rank.lr = e.lr or rate(self.optimizer)
         self.rate = Rate(e, self.optimizer)
-        self.batches = Batches(self.learner.data, rank.index, rank.size, device)
+        self.batches = Batches(self.learner.data, rank.id, rank.size, device)
         self.restart_data()
 
     def make_optimizer(self, wanted: Experiment) -> Any:
@@ -101,21 +103,29 @@ class Parts(Life):
 
     def _make_host(self) -> None:
         rank, session, peers = self.rank, self.session, self.peers
-        self.port = Port(rank.index, rank.size, self.naps, self.experiment.seed)
+        self.port = Port(rank.id, rank.size, self.naps, self.experiment.seed)
         self.post = Post(rank, peers.store, session.where, session.secret, self.port, self.leaving, self.record.span,
                          local=session.loopback, limit=max(LETTER, MODELS * self.layout.nbytes))
         self.post.step = lambda: self.lane.step
         self.post.tell_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
         self.post.chip = self.chip
         seen = watch(self.chip, self.clock, self.record, self._look)
-        self.lane = Lane("comm", peers.data, Shaper(self.port, peers.board()), seen, self.chip)
-        self.lane.aside = peers.arrivals
+        self.watch = seen
+        self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.board()), peers.arrivals))
         self.lane.before = self.tickets.ring
         self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.post,
-                         Pace(rank.index, self.naps), seen)
+                         Pace(rank.id, self.naps), seen)
+        self.host.lanes.open = self.open_lane
         self.host.still_well = lambda: self.meeting.check()
         self.host.batches = self.batches.next
         self.host.clip = lambda: self.experiment.clip
+
+    def open_lane(self, name: str, whole: Line | None = None) -> Lane:
+        """One more lane, whose wires open when they are asked for."""
+        kind = self.session.kind
+        if kind != "gloo" and name != "comm":
+            raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
+        return Lane(name, self.port, self.watch, self.chip, opener(self.peers, self.port, name, kind), whole)
 
     def _look(self) -> None:
         """Raises when this rank must leave, or a peer is gone; asked while the host waits for its chip."""
@@ -159,5 +169,5 @@ class Parts(Life):
 
     def mark_buckets(self) -> None:
         """The buckets as they are now, in bytes each, into rank 0's record."""
-        if self.rank.index == 0:
+        if self.rank.id == 0:
             self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ import numpy as np
 from workbench.fabric import Fabric, Fault, Load
 from workbench.fabric.load import choke, port_seconds, stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
+from workbench.rank import Group
 
 RING = 256  # operations whose arrivals are kept; ranks are never more than one collective apart
 
@@ -96,11 +97,22 @@ class Port:
         self.free = 0.0  # when the port is free again to send
         self._taken = 0.0  # and to take in
         self._letters = 0
+        self._last: Shaper | None = None  # whose collective took the port last
         self._lock = threading.Lock()
 
     @property
     def active(self) -> bool:
         return self.size > 1 and self.fabric.link.shaped
+
+    def occupy(self, wire: Shaper, ready: float, seconds: float) -> tuple[float, float]:
+        """A collective of `wire`, whose ranks were all `ready` then, takes the port: (when it begins, when it ends).
+
+        Another wire may have taken the port since this rank said that it was ready.
+        """
+        with self._lock:
+            began = ready if self._last is wire else max(ready, self.free)
+            self._last, self.free = wire, max(self.free, began + seconds)
+        return began, began + seconds
 
     def now(self) -> float:
         return self.naps.clock.now()
@@ -129,10 +141,14 @@ class Port:
 
 
 class Shaper:
-    """One wire's use of this rank's port. One collective at a time, in the order asked."""
+    """One wire's use of this rank's port. One collective at a time, in the order asked.
 
-    def __init__(self, port: Port, board: Board | None) -> None:
-        self.port, self.board, self.naps, self.size = port, board, port.naps, port.size
+    group: whose wire it is; None: that of all ranks
+    """
+
+    def __init__(self, port: Port, board: Board | None, group: Group | None = None) -> None:
+        self.port, self.board, self.naps, self.group = port, board, port.naps, group
+        self.ranks: Sequence[int] = group.ranks if group else range(port.size)
         self.number = 0
         self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
 
@@ -155,11 +171,9 @@ class Shaper:
 
     def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
         """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
-        began = self.board.last(self.number) if self.board else last()
         mine, slowest = self.cost(load)
         noise = self.port.fabric.link.noise(self.port.seed, self.number)
-        end = began + slowest * noise
-        self.port.free = max(self.port.free, end)
+        began, end = self.port.occupy(self, self.board.last(self.number) if self.board else last(), slowest * noise)
         self._ended = max(end, self.naps.clock.now())
         self.naps.until(end)
         self._woke = self.naps.clock.now()
@@ -168,9 +182,8 @@ class Shaper:
     def cost(self, load: Load) -> tuple[float, float]:
         """Seconds that this rank's port, and the slowest port, would be busy."""
         fabric = self.port.fabric
-        plain = port_seconds(fabric, load)
-        chokes = [choke(fabric.faults, r) for r in range(self.size)]
-        return plain * chokes[self.port.rank], plain * max(chokes)
+        plain = port_seconds(fabric, load, self.group.parallel if self.group else 1)
+        return plain * choke(fabric.faults, self.port.rank), plain * max(choke(fabric.faults, r) for r in self.ranks)
 
 
 class Pace:

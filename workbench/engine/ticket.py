@@ -78,10 +78,14 @@ class Tickets:
         self._heard, self._rings = number, False
         return True
 
-    def enter(self, strategy: Any, lane: Lane) -> None:
-        """A strategy has taken over, and children are counted from 1 again. torch's own has none on our lane."""
+    def enter(self, strategy: Any, lane: Lane, flat: bool) -> None:
+        """A strategy has taken over, and children are counted from 1 again. torch's own has none on our lane.
+
+        flat: is no group of ranks without rank 0, who might complete a child that rank 0 has not begun?
+        """
         size = self.wire.size if self.wire else 1
-        self._by_bell = self.bell is not None and strategy.lockstep and not strategy.opaque and not strategy.heard(size)
+        alike = flat and strategy.lockstep and not strategy.opaque and not strategy.heard(size)
+        self._by_bell = self.bell is not None and alike
         self._heard, self._rings = 0, False
         lane.started = lane.completed = 0
         if self.bell is not None and self.rank == 0:

@@ -61,7 +61,7 @@ class Training(Turnable):
 
     async def make(self) -> int:
         host, strategy = self.host, self.experiment.strategy
-        host.met = strategy.opaque
+        host.met, host.lanes.aside = strategy.opaque, False
         self.lane.step = self.rank.step
         host.at("step")
         since, began = self.clock.now(), host.watch.now()
@@ -87,8 +87,9 @@ class Training(Turnable):
 
     def before_update(self) -> None:
         """Asks for the ticket, where there is to be one, so that it hides behind the update."""
-        if self.host.met and not self.tickets.asked and self.tickets.rung(self.lane.completed):
-            self.tickets.ask()
+        if self.host.met and not self.tickets.asked:
+            if self.tickets.rung(self.lane.completed) or self.host.lanes.aside:  # the bell knows nothing of other lanes
+                self.tickets.ask()
 
     # -- between steps --
 
@@ -148,8 +149,8 @@ class Training(Turnable):
                     self.session.stopping = True
 
     def _not_finite(self, loss: float) -> None:
-        self.mark("nan", {"loss": str(loss), "rank": self.rank.index})
-        if self.rank.index == 0:
+        self.mark("nan", {"loss": str(loss), "rank": self.rank.id})
+        if self.rank.id == 0:
             self.inbox.put({"kind": "pause", "id": "nan"})
 
     def close(self) -> None:
@@ -159,7 +160,7 @@ class Training(Turnable):
         self.meeting.leave()
         self.host.forget_hooks()
         self.leave_opaque()
-        self.lane.close()
+        self.host.lanes.close()
         self.tickets.close()
         self.post.close()
         self.peers.store = None

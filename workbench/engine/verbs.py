@@ -17,15 +17,13 @@ class Verbs:
     """The part of a lane that knows the collectives: each goes on `wire` and answers (work, its result to be)."""
 
     chip: Chip
-    size: int
-    rank: int
 
-    def _load(self, op: Op) -> Load:
+    def _load(self, wire: Wire, op: Op) -> Load:
         """What the ports have to carry."""
         x = op.args[0]
         if op.verb == "all_to_allv":
-            return uneven(op.args[1], x[0].element_size(), self.rank)
-        return even(op.verb, x.numel() * x.element_size(), self.size)
+            return uneven(op.args[1], x[0].element_size(), wire.rank)
+        return even(op.verb, x.numel() * x.element_size(), wire.size)
 
     def _all_reduce(self, wire: Wire, op: Op) -> tuple[Any, Any]:
         x, how, _ = op.args
@@ -37,7 +35,7 @@ class Verbs:
 
     def _all_gather(self, wire: Wire, op: Op) -> tuple[Any, Any]:
         x = wire.carriable(_wire_view(op.args[0]))
-        out = self.chip.room(x, self.size * x.numel())
+        out = self.chip.room(x, wire.size * x.numel())
         return wire.all_gather(out, x), out
 
     def _all_to_all(self, wire: Wire, op: Op) -> tuple[Any, Any]:
@@ -48,8 +46,8 @@ class Verbs:
     def _all_to_allv(self, wire: Wire, op: Op) -> tuple[Any, Any]:
         rows, lengths, _ = op.args
         width = rows[0].element_size()
-        gives = [width * n for n in lengths[self.rank]]
-        takes = [width * row[self.rank] for row in lengths]
+        gives = [width * n for n in lengths[wire.rank]]
+        takes = [width * row[wire.rank] for row in lengths]
         x = torch.cat([row.reshape(-1) for row in rows]).view(torch.uint8)
         out = self.chip.room(x, sum(takes))
         return wire.all_to_all(out, x, takes, gives), out.split(takes)
@@ -60,19 +58,19 @@ class Verbs:
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out
 
-    def _finish(self, op: Op, hold: Any) -> Any:
+    def _finish(self, wire: Wire, op: Op, hold: Any) -> Any:
         like: Any = op.args[0]
         match op.verb:
             case "all_to_allv":
                 return [row.view(like[0].dtype) for row in hold]
             case "all_gather":
-                return hold.view(like.dtype).view(self.size, *like.shape)
+                return hold.view(like.dtype).view(wire.size, *like.shape)
             case "all_to_all":
                 return hold.view(like.dtype).view(like.shape)
             case "reduce_scatter":
-                return hold.view(like.dtype).view(self.size, -1).sum(0)
+                return hold.view(like.dtype).view(wire.size, -1).sum(0)
             case "all_reduce" if op.args[1] == "mean":
-                return hold.div_(self.size)
+                return hold.div_(wire.size)
         return hold
 
 

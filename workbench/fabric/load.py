@@ -50,6 +50,9 @@ def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
     return seconds
 
 
-def port_seconds(fabric: Fabric, load: Load) -> float:
-    """Seconds for which a collective keeps the busiest port, if healthy, or the one that all share; without jitter."""
-    return fabric.link.seconds(load.total if fabric.shared else load.busiest, load.messages)
+def port_seconds(fabric: Fabric, load: Load, parallel: int = 1) -> float:
+    """Seconds for which a collective keeps the busiest port, if healthy, or the one that all share; without jitter.
+
+    parallel: how many groups do so at once, as far as they share the port
+    """
+    return fabric.link.seconds(load.total * parallel if fabric.shared else load.busiest, load.messages)

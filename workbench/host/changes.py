@@ -7,6 +7,7 @@ need 2 S adapters and not S squared. Afterwards a hash of the parameters must ag
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from workbench.host.canonical import buffers, check_same, flattened, optimizer_t
 from workbench.host.changing import Changing
 from workbench.host.momentum import hand_over
 from workbench.optimizers import carry
-from workbench.rank import Part
+from workbench.rank import Mesh, Part
 from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate, rate
 
@@ -29,11 +30,11 @@ async def obey(run: Changing, change: Change) -> None:
     try:
         wanted = run.able(run.experiment.turn(change.path, change.value))
     except KnobError as reason:
-        if run.rank.index == 0:
+        if run.rank.id == 0:
             run.mark("refused", {**change.plain(), "reason": str(reason)})
         return
     await apply(run, wanted)
-    if run.rank.index == 0:
+    if run.rank.id == 0:
         run.mark("change", {**change.plain(), "text": change.text})
 
 
@@ -60,24 +61,47 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     elif wanted.strategy.opaque and (wanted.bucket_mb, wanted.fabric) != (was.bucket_mb, was.fabric):
         run.leave_opaque()
         run.enter_opaque()
+    elif wanted.strategy != was.strategy and arrange(run, wanted.strategy):
+        run.regrouped()
+        await run.gather(0)  # nobody goes on before all have closed what is over
     if not run.flushing:
         await hand_over(run)
     run.choose_lane()
 
 
 def take_role(run: Changing, strategy: Any) -> None:
-    """Whether this rank trains under `strategy` or only serves; said of all by rank 0 where some serve."""
+    """Whether this rank trains under `strategy` or only serves, and where in its mesh; said of all by rank 0."""
     rank = run.rank
-    rank.role = "trainer" if strategy.trains(rank.index, rank.size) else "server"
-    serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.index == 0 else []
+    arrange(run, strategy)
+    rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
+    serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.id == 0 else []
     if serve:
         text = f"{rank.size - len(serve)} of {rank.size} ranks train; {len(serve)} serve"
         run.mark("roles", {"serve": serve, "text": text})
 
 
+def arrange(run: Changing, strategy: Any) -> bool:
+    """Arranges the ranks that train as `strategy` wants them; groups of before are over if that is anew. Is it?"""
+    rank = run.rank
+    wanted = _mesh(strategy, rank.size, rank.mesh.generation + 1)
+    if (wanted.dims, wanted.ranks) == (rank.mesh.dims, rank.mesh.ranks):
+        return False
+    rank.mesh = wanted
+    if rank.id == 0:
+        run.mark("mesh", {"dims": dict(wanted.dims), "ranks": wanted.ranks, "text": f"ranks are arranged as {wanted}"})
+    return True
+
+
+@lru_cache(maxsize=64)
+def _mesh(strategy: Any, size: int, generation: int) -> Mesh:
+    """One for all ranks of a process: with thousands of them each would hold thousands of numbers."""
+    ranks = tuple(r for r in range(size) if strategy.trains(r, size))
+    return Mesh(strategy.dims(len(ranks)), ranks, generation)
+
+
 def note_idle(run: Changing, was: Experiment | None = None) -> None:
     """A Mark lists the faults that have no effect now, if they are others than before the change."""
-    if run.rank.index:
+    if run.rank.id:
         return
     found, before = _idle(run.experiment), _idle(was) if was else []
     if found != before:
@@ -95,7 +119,7 @@ def _renew(run: Changing, wanted: Experiment) -> None:
         at_rate(made, run.rank.lr)
     moved = carry(run.optimizer, made)
     run.use_optimizer(made)
-    if run.rank.index == 0:
+    if run.rank.id == 0:
         run.mark("optimizer", moved)
 
 
@@ -140,7 +164,7 @@ async def _share_optimizer(run: Changing, was: Experiment) -> None:
         return
     trainers = sum(was.strategy.trains(r, size) for r in range(size))
     numbers = await run.gather(sum(t.numel() for t in optimizer_tensors(run.layout, run.optimizer)))
-    if numbers[run.rank.index] < max(numbers):
+    if numbers[run.rank.id] < max(numbers):
         prime(run.layout, run.optimizer)
     tensors = optimizer_tensors(run.layout, run.optimizer) + buffers(run.model)
     check_same(await run.gather(sum(t.numel() for t in tensors)), "sizes of the optimizer state")

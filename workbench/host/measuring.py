@@ -41,7 +41,7 @@ class Measuring:
         self.rests = due
         if due:
             self.last = rank.step
-            for name, value in stand_in.found().items() if rank.index == 0 else ():
+            for name, value in stand_in.found().items() if rank.id == 0 else ():
                 run.sample(name, value)
         return made
 

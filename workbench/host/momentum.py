@@ -44,7 +44,7 @@ async def hand_over(run: Changing) -> None:
         await _give_back(run)
     else:
         return
-    if run.rank.index == 0:
+    if run.rank.id == 0:
         run.mark("momentum", {"text": f"the momentum is kept by the {'compressor' if wanted else 'optimizer'}"})
 
 

@@ -115,7 +115,7 @@ def _dropped(run: Changing, was: Experiment, slot: str, owed: Tensor | None) -> 
         return
     norm = sum(float(p.float().square().sum()) for p in pieces) ** 0.5
     detail: dict[str, Any] = {"dropped": norm, "mean": float(owed.norm()), "unit": was.strategy.exchanges}
-    if run.rank.index == 0:
+    if run.rank.id == 0:
         what = f"{was.strategy.exchanges} of length {detail['mean']:.3g}"
         detail["text"] = f"dropped what compression had left unsent: {what}"
     run.mark("residual", detail)

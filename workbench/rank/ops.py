@@ -1,133 +1,27 @@
-"""What a strategy may see and ask for: the verbs of a Rank, and the values that pass through them.
-
-No clock, no wire, no thread lives here. A verb builds an `Op`; awaiting it hands the Op to whichever host
-drives the coroutine (the engine on the wall clock, the simulator on a virtual one) and resumes with the
-host's answer. See "The trampoline" in workbench/DESIGN.md.
-"""
+"""What a strategy may see and ask for: the verbs of a Rank, among all ranks of the run or among those of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from workbench.rank.bucket import Bucket, Memory, Part
+from workbench.rank.awaitables import Backward, Forward, Handle, Op, StrategyError
+from workbench.rank.bucket import Bucket, Memory
+from workbench.rank.mesh import Group, Mesh
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Backward", "Bucket", "Forward", "Handle", "Memory", "Op", "Part", "Rank", "StrategyError", "message"]
-
-
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
-
-
-def message(verb: str, kind: str, **other: int | None) -> str:
-    """The name of a message's Span: `message("send", "ask", to=2)` is "send ask to 2"; both hosts write it."""
-    ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]
-    return " ".join([verb, *([kind] if kind else []), *ends])
-
-
-class StrategyError(RuntimeError):
-    """A strategy or compressor asked for something that cannot be."""
-
-
-class Op:
-    """One thing asked of the host: `verb` with its arguments. A Span is an Op plus when.
-
-    measures: it is asked only to see what another one does; a host writes its Span into the lane "measuring"
-    """
-
-    __slots__ = ("args", "measures", "verb")
-
-    def __init__(self, verb: str, *args: Any) -> None:
-        self.verb = verb
-        self.args = args
-        self.measures = False
-
-    def __await__(self) -> Generator[Op, Any, Any]:
-        return (yield self)
-
-    def __repr__(self) -> str:
-        return f"{self.verb}({', '.join(map(str, self.args))})"
-
-
-class Handle:
-    """A child that was started and has not been waited for; `wait` it once."""
-
-    __slots__ = ("_state", "lane", "name")
-
-    def __init__(self, name: str, lane: str) -> None:
-        self.name = name
-        self.lane = lane
-        self._state: Any = None  # the host's own
-
-
-class Forward:
-    """The forward pass: await it for the loss, or iterate to be asked before each bucket's layers are computed.
-
-    Iterating hands out the parameters, bucket by bucket, in the order in which layers use them (the last bucket
-    first); the layers of a bucket run when the next one is asked for. Awaited then, it computes what is left. The
-    host sets `loss` at the end.
-    """
-
-    __slots__ = ("_begun", "_state", "loss", "micro", "x")
-
-    def __init__(self, x: Any, micro: int) -> None:
-        self.x = x
-        self.micro = micro
-        self.loss: Any = None
-        self._state: Any = None  # the host's own
-        self._begun = False
-
-    def __await__(self) -> Generator[Op, Any, Any]:
-        if not self._begun:
-            return (yield Op("forward", self.x, self.micro))
-        try:
-            while True:
-                yield Op("next_params", self)
-        except StopAsyncIteration:
-            return self.loss
-
-    def __aiter__(self) -> Forward:
-        return self
-
-    def __anext__(self) -> Op:
-        if self._begun:
-            return Op("next_params", self)
-        self._begun = True
-        return Op("forward_buckets", self)
-
-
-class Backward:
-    """The backward pass: iterate to receive buckets as they fill, or await it to keep gradients at home.
-
-    Awaited, it returns the gradient of the forward's `x` if that was an activation, else None.
-    """
-
-    __slots__ = ("_begun", "grad", "micro")
-
-    def __init__(self, grad: Any, micro: int) -> None:
-        self.grad = grad
-        self.micro = micro
-        self._begun = False
-
-    def __await__(self) -> Generator[Op, Any, Any]:
-        return (yield Op("backward", self.grad, self.micro))
-
-    def __aiter__(self) -> Backward:
-        return self
-
-    def __anext__(self) -> Op:
-        if self._begun:
-            return Op("next_bucket")
-        self._begun = True
-        return Op("backward_buckets", self.grad, self.micro)
 
 
 class Rank:
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
-    index, size:  this rank and how many there are
+    index, size:  this rank and how many there are, here: in the run, or in a group of it
+    id:           this rank in the run, for what is written down; an algorithm counts by `index`
+    mesh:         the named dimensions in which the strategy has arranged the ranks that train
+    within:       the group that this Rank stands for; None: all of the run
     worker:       which of the strategy's `workers` on this rank runs, from 0
     role:         "trainer", or "server" where the strategy's `trains` says no
     step:         the number of the present step, from 0
@@ -138,8 +32,11 @@ class Rank:
     """
 
     def __init__(self, index: int, size: int, seed: int = 0) -> None:
-        self.index = index
+        self.id = self.index = index
         self.size = size
+        self.within: Group | None = None
+        self._groups: dict[tuple[str, ...], Rank] = {}
+        self.mesh = Mesh.line(size)
         self.worker = 0
         self.role = "trainer"
         self.step = 0
@@ -147,6 +44,25 @@ class Rank:
         self.compressor: Any = None
         self.density = 0.01
         self.memory = Memory(seed * 100_003 + index)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._groups.clear()
+
+    def group(self, *dims: str) -> Rank:
+        """This rank among those that differ from it only in the dimensions `dims` of the mesh: the same verbs.
+
+        Several dimensions make one group of all their ranks. Raises StrategyError for a dimension that the mesh has
+        not, and on a server, which stands outside the mesh.
+        """
+        if dims not in self._groups:
+            self._groups[dims] = Member(self, self.mesh.group(dims, self.id))
+        return self._groups[dims]
 
     # compute
     def batch(self) -> Op:
@@ -213,19 +129,19 @@ class Rank:
             raise StrategyError(
                 f"all_reduce: op='mean' of {x.dtype} elements, which cannot hold it; take 'sum' and divide in float32"
             )
-        return Op("all_reduce", x, op, name)
+        return self._collective("all_reduce", x, op, name)
 
     def reduce_scatter(self, x: Tensor, name: str = "") -> Op:
         """(size * n,) -> (n,): this rank's chunk of the sum over ranks."""
-        return Op("reduce_scatter", x, name)
+        return self._collective("reduce_scatter", x, name)
 
     def all_gather(self, x: Tensor, name: str = "") -> Op:
         """(n,) -> (size, n): every rank's `x`, in rank order; all must have the same n."""
-        return Op("all_gather", x, name)
+        return self._collective("all_gather", x, name)
 
     def all_to_all(self, x: Tensor, name: str = "") -> Op:
         """(size, n) -> (size, n): row j goes to rank j; row i of the answer came from rank i."""
-        return Op("all_to_all", x, name)
+        return self._collective("all_to_all", x, name)
 
     def all_to_allv(self, rows: list[Tensor], lengths: tuple[tuple[int, ...], ...], name: str = "") -> Op:
         """Rows of any length, one dtype: row j goes to rank j; returns the list of what came from ranks 0, 1, ...
@@ -236,11 +152,11 @@ class Rank:
         has, said = [row.numel() for row in rows], list(lengths[self.index])
         if has != said:
             raise StrategyError(f"all_to_allv: rank {self.index}'s rows have {has} elements, but `lengths` says {said}")
-        return Op("all_to_allv", rows, lengths, name)
+        return self._collective("all_to_allv", rows, lengths, name)
 
     def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:
         """`x` becomes rank `source`'s `x`, in place; returns `x`."""
-        return Op("broadcast", x, source, name)
+        return self._collective("broadcast", x, source, name)
 
     # point to point
     def send(self, tensor: Tensor, to: int, kind: str = "") -> Op:
@@ -262,7 +178,7 @@ class Rank:
         Children of a lane run in the order of their start; a higher `priority` overtakes those that have not
         begun, in rank 0's order on every rank.
         """
-        return Op("start", child, lane, name, priority)
+        return self._collective("start", child, lane, name, priority)
 
     def wait(self, handle: Handle) -> Op:
         """The result of a started child."""
@@ -279,3 +195,54 @@ class Rank:
     def sample(self, name: str, value: float) -> Op:
         """Writes one number into the record."""
         return Op("sample", name, value)
+
+    def _collective(self, verb: str, *args: Any) -> Op:
+        """What all ranks of the group ask for, where this Rank stands for one."""
+        return Op(verb, *args)
+
+
+class Member(Rank):
+    """A Rank as one of a group: `index` and `size` are the group's, all else is that of the rank itself."""
+
+    def __init__(self, whole: Rank, group: Group) -> None:
+        self._whole, self.within = whole, group
+        self.index, self.size = group.index(whole.id), len(group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def group(self, *dims: str) -> Rank:
+        return self._whole.group(*dims)
+
+    def _collective(self, verb: str, *args: Any) -> Op:
+        assert self.within is not None
+        if self.within.generation != self.mesh.generation:
+            raise StrategyError(
+                f"group {self.within} is over, for the ranks are arranged anew as {self.mesh}: ask rank.group() again"
+            )
+        op = Op(verb, *args)
+        op.group = self.within
+        return op
+
+    def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:
+        self._known(source)
+        return super().broadcast(x, source, name)
+
+    def send(self, tensor: Tensor, to: int, kind: str = "") -> Op:
+        return Op("send", tensor, self._known(to), self._own(kind))
+
+    async def recv(self, into: Tensor | None, source: int | None = None, kind: str = "") -> Any:  # type: ignore[override]
+        got = await Op("recv", into, None if source is None else self._known(source), self._own(kind))
+        assert self.within is not None
+        return None if got is None else (got[0], self.within.index(got[1]))
+
+    def _known(self, index: int) -> int:
+        """The rank of the run that is number `index` here."""
+        assert self.within is not None
+        if not 0 <= index < self.size:
+            raise StrategyError(f"rank {index} of group {self.within}: there are 0 to {self.size - 1}")
+        return self.within.ranks[index]
+
+    def _own(self, kind: str) -> str:
+        """A kind of message that no other group's is taken for."""
+        return f"{kind} in {self.within}".lstrip()

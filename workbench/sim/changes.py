@@ -68,7 +68,7 @@ class Turnable(ABC):
         return wanted
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.index)
+        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.id)
 
     def choose_lane(self) -> None:
         """Children run as on the engine's own thread; what their codec costs is looked up anew."""
@@ -76,7 +76,7 @@ class Turnable(ABC):
         self.host.kinds = costs.stretches(compressor) if costs else ()
         held = list(inside(compressor))
         taken = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c.assumes}" for c in held if c.assumes))
-        if not self.world.real and self.rank.index == 0 and (taken or any(c.varies for c in held)):
+        if not self.world.real and self.rank.id == 0 and (taken or any(c.varies for c in held)):
             detail = {"density": self.rank.density, "measured": bool(costs and costs.density)}
             self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
@@ -130,6 +130,9 @@ class Turnable(ABC):
             self.share()
         self.state = strategy.init(self.rank, self.body.params())
 
+    def regrouped(self) -> None:
+        """Nothing here outlives the groups that it was for."""
+
     def enter_opaque(self) -> None:
         raise AssertionError("refused before it starts")
 
@@ -154,14 +157,14 @@ class Turnable(ABC):
     # -- saying --
 
     def mark(self, name: str, detail: dict[str, Any]) -> None:
-        self.world.record.mark(self.rank.index, self.rank.step, name, self.host.clock.now, json.dumps(detail))
+        self.world.record.mark(self.rank.id, self.rank.step, name, self.host.clock.now, json.dumps(detail))
 
     def mark_buckets(self) -> None:
-        if self.rank.index == 0:
+        if self.rank.id == 0:
             self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
 
     def say(self, phase: str) -> None:
-        if self.rank.index == 0:
+        if self.rank.id == 0:
             self.mark("state", {"state": phase, "detail": ""})
 
 

@@ -22,9 +22,10 @@ def told(world: Any) -> str:
     lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
     for lane, meetings in world.open.items():
         for meeting in meetings.values():
-            here = [r for r, fiber in enumerate(meeting.fibers) if fiber is not None]
-            gone = [r for r, fiber in enumerate(meeting.fibers) if fiber is None]
-            where = f"(step {meeting.fibers[here[0]].step}, lane {lane.strip()!r})"
+            ranks = range(world.size) if meeting.group is None else meeting.group.ranks
+            here = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is not None]
+            gone = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is None]
+            where = f"(step {next(filter(None, meeting.fibers)).step}, lane {lane.strip()!r})"
             lines.append(f"  {_ranks(here)} {_wait(here)} in {meeting.name} {where} for {_ranks(gone)}")
     for what, here in world._gathered.items():
         gone = [r for r in range(world.size) if r not in here]
@@ -44,11 +45,11 @@ def _others(world: Any) -> list[str]:
     for session, life in zip(world.sessions, world.lives, strict=True):
         on = life.on.on if isinstance(life.on, Fiber) else life.on
         if life.done:
-            found.setdefault(f"finished all {session.rank.step} steps", []).append(session.rank.index)
+            found.setdefault(f"finished all {session.rank.step} steps", []).append(session.rank.id)
         elif on is not None and isinstance(on, Fiber):
             begun = "" if on.lane is None or on.lane.busy is on else ", which has not begun"
             where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
-            found.setdefault(where, []).append(session.rank.index)
+            found.setdefault(where, []).append(session.rank.id)
     return [f"  {_ranks(ranks)}: {what}" for what, ranks in found.items()]
 
 

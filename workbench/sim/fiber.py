@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from workbench.rank import Op
+from workbench.rank import Group, Op
 
 if TYPE_CHECKING:
     from workbench.sim.host import Host
@@ -65,7 +65,7 @@ class Fiber:
         """Notes in an error where it happened, once."""
         if not getattr(error, "__notes__", None):
             rank, now = self.host.rank, self.host.clock.now
-            error.add_note(f"on virtual rank {rank.index} in step {rank.step}, {self.name}, at {now:.6f} s")
+            error.add_note(f"on virtual rank {rank.id} in step {rank.step}, {self.name}, at {now:.6f} s")
 
     def end(self, value: Any) -> None:
         """The coroutine has returned."""
@@ -167,8 +167,9 @@ class Lane:
         self.host, self.name = host, name
         self.busy: Child | None = None
         self.queue: deque[Child] = deque()
-        self.met = 0  # collectives asked for so far
-        self.open: dict[int, Meeting] = host.world.open.setdefault(name, {})  # collectives under way, by number
+        self.met: dict[Group | None, int] = {}  # collectives asked for so far, by group
+        # collectives under way, by group and number
+        self.open: dict[tuple[Group | None, int], Meeting] = host.world.open.setdefault(name, {})
         self.order = host.world.orders.setdefault(name, Order())
         self.started = self.begun = 0
 

@@ -212,7 +212,7 @@ class Host:
 
     def _start(self, fiber: Fiber, op: Op) -> Any:
         coro, lane, name, priority = op.args
-        self.met = True
+        self.met = self.met or op.group is None or len(op.group) == self.size
         handle = Handle(name, lane)
         if self.kinds and (codec := self.codec(name)):
             child: Child = CodedChild(self, coro, name, fiber.origin, priority, codec)
@@ -236,20 +236,24 @@ class Host:
         return PARK
 
     def _collective(self, fiber: Fiber, op: Op) -> Any:
-        if self.size == 1:
+        group = op.group
+        if (self.size if group is None else len(group)) == 1:
             x = op.args[0]
             return x.unsqueeze(0) if op.verb == "all_gather" else x
         lane = fiber.lane
         if lane is None:
             name = str(op.args[-1] or op.verb)
-            handle = self._start(fiber, Op("start", _asked(op), "comm", name, 0))
+            start = Op("start", _asked(op), "comm", name, 0)
+            start.group = op.group
+            handle = self._start(fiber, start)
             return self._wait(fiber, Op("wait", handle))
-        number, lane.met = lane.met, lane.met + 1
-        meeting = lane.open.get(number)
+        number = lane.met.get(group, 0)
+        lane.met[group] = number + 1
+        meeting = lane.open.get((group, number))
         if meeting is None:
-            meeting = lane.open[number] = Meeting(self.world, lane.name, number, fiber, op)
+            meeting = lane.open[group, number] = Meeting(self.world, lane.name, number, fiber, op)
         if meeting.left == 1:
-            del lane.open[number]
+            del lane.open[group, number]
         meeting.join(fiber, op)
         return PARK
 

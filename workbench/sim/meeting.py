@@ -1,7 +1,8 @@
 """Collectives: ranks come one by one, the last one sets it going, and all leave together.
 
-The n-th collective that a rank asks for on a lane meets the n-th of every other rank on that lane; that they ask
-for the same thing is checked. With real tensors the result is computed in rank order, so it is always the same.
+The n-th collective that a rank asks for on a lane among a group meets the n-th of every other rank of the group on
+that lane; that they ask for the same thing is checked. With real tensors the result is computed in rank order, so it is
+always the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.fabric import Load, even, uneven
-from workbench.rank import Op, StrategyError
+from workbench.rank import Op, StrategyError, collective
 
 if TYPE_CHECKING:
     from workbench.sim.fiber import Fiber
@@ -25,14 +26,16 @@ class Mismatch(StrategyError):
 
 
 class Meeting:
-    """One collective of all ranks under way."""
+    """One collective under way, of all ranks or of a group."""
 
-    __slots__ = ("asked", "fibers", "lane", "left", "name", "number", "op", "size", "steps", "t0", "world", "x", "xs")
+    __slots__ = ("asked", "fibers", "group", "lane", "left", "name", "number", "op", "p", "size", "steps", "t0",
+                 "world", "x", "xs")
 
     def __init__(self, world: World, lane: str, number: int, fiber: Fiber, op: Op) -> None:
-        p = world.size
+        self.group = op.group
+        self.p = p = world.size if op.group is None else len(op.group)
         self.world, self.lane, self.number, self.op, self.left = world, lane, number, op, p
-        self.name = f"{op.verb} {op.args[-1] or fiber.name}".rstrip()
+        self.name = collective(op, fiber.name)
         self.x: Any = op.args[0]
         self.size = _size(op)
         self.fibers: list[Any] = [None] * p
@@ -44,7 +47,7 @@ class Meeting:
         x = op.args[0]
         if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
             raise self._mismatch(fiber, op)
-        r = fiber.host.index
+        r = fiber.host.index if self.group is None else self.group.index(fiber.host.index)
         self.fibers[r], self.xs[r] = fiber, x
         self.asked[r], self.t0[r], self.steps[r] = fiber.resumed, self.world.clock.now, fiber.step
         self.left -= 1
@@ -53,20 +56,23 @@ class Meeting:
 
     def _go(self) -> None:
         world = self.world
-        load = _load(self.op, self.size, world.size, 0)
+        load = _load(self.op, self.size, self.p, 0)
         fabric = world.hosts[0].experiment.fabric
         now = world.clock.now
-        began, own, end = world.ports.meet(now, fabric, load, self.number + 1)
+        began, own, end = world.ports.meet(now, fabric, load, self.number + 1, self.group)
+        ranks = None if self.group is None else self.group.ranks
         t0 = np.array(self.t0)
         lane = "measuring" if self.op.measures else "comm"
         if fabric.link.shaped and lane == "comm":
-            world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0)
+            world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0,
+                               ranks)
         sent: Any = load.sent
         if self.op.verb == "all_to_allv":
             lengths = np.array(self.size)  # every rank's own bytes at once: rank by rank it would take p^3
             sent = (lengths.sum(1) - lengths.diagonal()) * self.x[0].element_size()
-        world.record.block(lane, self.name, self.steps, np.array(self.asked), t0, end, sent)
-        for host, nbytes in zip(world.hosts, np.broadcast_to(sent, world.size).tolist(), strict=True):
+        world.record.block(lane, self.name, self.steps, np.array(self.asked), t0, end, sent, ranks)
+        hosts = world.hosts if ranks is None else [world.hosts[r] for r in ranks]
+        for host, nbytes in zip(hosts, np.broadcast_to(sent, self.p).tolist(), strict=True):
             host.sent += nbytes
         world.clock.at(end, self)
 
@@ -80,7 +86,7 @@ class Meeting:
 
     def _results(self) -> list[Any]:
         """What each rank is answered; real tensors are added up in rank order."""
-        verb, x, p = self.op.verb, self.x, self.world.size
+        verb, x, p = self.op.verb, self.x, self.p
         if verb == "all_to_allv":
             return [[self.xs[i][r].clone() for i in range(p)] for r in range(p)]
         if x.is_meta:
@@ -112,11 +118,11 @@ class Meeting:
 
     def _mismatch(self, fiber: Fiber, op: Op) -> Mismatch:
         first = next(f for f in self.fibers if f is not None)
-        mine = f"{op.verb} {op.args[-1] or fiber.name}".rstrip()
+        mine = collective(op, fiber.name)
         return Mismatch(
             f"rank {first.host.index} asked for {self.name} of {self.size} bytes in step {first.step}, but rank "
             f"{fiber.host.index} for {mine} of {_size(op)} bytes in step {fiber.step} on lane {self.lane!r}: on one "
-            f"lane all ranks must ask for the same collectives in the same order"
+            f"lane all ranks that meet must ask for the same collectives in the same order"
         )
 
 

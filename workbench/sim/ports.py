@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.fabric import Fabric, Load, even, traffic
 from workbench.fabric.load import choke, port_seconds
+from workbench.rank import Group
 from workbench.sim.costs import Costs
 
 FLAG = 1e-5  # seconds that agreeing on one bit takes at least, so that a background that does nothing still ends
@@ -29,24 +30,25 @@ class Ports:
         self._price = lru_cache(maxsize=4096)(self._priced)
 
     def meet(
-        self, now: float, fabric: Fabric, load: Load, number: int
+        self, now: float, fabric: Fabric, load: Load, number: int, group: Group | None = None
     ) -> tuple[float, np.ndarray | float, float]:
         """The `number`-th collective of a lane, whose last rank has come: (began, each port's end, end for all)."""
-        began = max(now, float(self.free.max()))
-        plain = self._price(fabric, load)
+        here = slice(None) if group is None else list(group.ranks)
+        began = max(now, float(self.free[here].max()))
+        plain = self._price(fabric, load, 1 if group is None else group.parallel)
         if not fabric.link.shaped:
             end = began + plain
-            self.free[:] = end
+            self.free[here] = end
             return began, end, end
         noise = fabric.link.noise(self.seed, number)
         if not fabric.faults:
             end = began + plain * noise
             own: np.ndarray | float = end
         else:
-            chokes = self.chokes(fabric)
+            chokes = self.chokes(fabric)[here]
             end = began + plain * float(chokes.max()) * noise
             own = began + plain * chokes * noise
-        self.free[:] = end
+        self.free[here] = end
         return began, own, end + (self.costs.late if self.costs else 0.0)
 
     def post(self, now: float, fabric: Fabric, source: int, to: int, nbytes: int) -> tuple[float, float, float]:
@@ -74,7 +76,7 @@ class Ports:
             found = self._chokes[fabric] = np.array([choke(fabric.faults, r) for r in range(self.size)])
         return found
 
-    def _priced(self, fabric: Fabric, load: Load) -> float:
+    def _priced(self, fabric: Fabric, load: Load, parallel: int = 1) -> float:
         if fabric.link.shaped:
-            return port_seconds(fabric, load)
+            return port_seconds(fabric, load, parallel)
         return self.costs.wire.seconds(load.busiest, load.messages) if self.costs else 0.0

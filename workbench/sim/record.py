@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Record:
         self._code: dict[str, int] = {}
         self._texts: list[str] = []
         self._single = array("d")  # spans one after the other, a number per column
-        self._blocks: list[tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray | float, float]] = []
+        self._blocks: list[tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray | float, Any]] = []
         self._samples: list[tuple[int, int, str, float, float]] = []
         self._marks: list[tuple[int, int, str, float, str]] = []
         self._ranks = np.arange(size, dtype="i2")
@@ -43,9 +44,13 @@ class Record:
         self._single.extend((rank, step, which, what, asked, t0, t1, nbytes))
 
     def block(self, lane: str, name: str, steps: Sequence[int], asked: np.ndarray, t0: np.ndarray,
-              t1: np.ndarray | float, nbytes: float) -> None:
-        """One span on every rank: steps, asked, t0: (size,); t1: (size,) or one for all."""
-        self._blocks.append((self.code(lane), self.code(name), steps, asked, t0, t1, nbytes))
+              t1: np.ndarray | float, nbytes: float | np.ndarray, ranks: Sequence[int] | None = None) -> None:
+        """One span on every rank, or on each of `ranks`: steps, asked, t0: (p,); t1: (p,) or one for all."""
+        if ranks is None:
+            return self._blocks.append((self.code(lane), self.code(name), steps, asked, t0, t1, nbytes))
+        ends, sent = np.broadcast_to(t1, len(ranks)), np.broadcast_to(nbytes, len(ranks))
+        for rank, step, since, begun, end, n in zip(ranks, steps, asked, t0, ends, sent, strict=True):
+            self.span(rank, step, lane, name, since, begun, end, n)
 
     def sample(self, rank: int, step: int, name: str, t: float, value: float) -> None:
         self._samples.append((rank, step, name, t, value))

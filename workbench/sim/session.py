@@ -73,7 +73,7 @@ class Session(Turnable, Life):
 
     async def finish(self) -> None:
         self.say("done")
-        self.mark("end", {"rank": self.rank.index, "state": "done"})
+        self.mark("end", {"rank": self.rank.id, "state": "done"})
 
     async def make(self) -> int:
         host, strategy, clock = self.host, self.experiment.strategy, self.host.clock
@@ -89,7 +89,7 @@ class Session(Turnable, Life):
             self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
         if losses := self.body.losses:
-            self.world.record.sample(self.rank.index, self.rank.step, "loss", clock.now, sum(losses) / len(losses))
+            self.world.record.sample(self.rank.id, self.rank.step, "loss", clock.now, sum(losses) / len(losses))
             losses.clear()
         return made or 1
 
@@ -109,8 +109,8 @@ class Session(Turnable, Life):
         strategy, rank = self.experiment.strategy, self.rank
         self._workers = strategy.workers
         for worker in range(strategy.workers):
-            mine = type(rank)(rank.index, rank.size)
-            mine.__dict__.update(rank.__dict__, worker=worker)
+            mine = type(rank)(rank.id, rank.size)
+            mine.__dict__.update(rank.__dict__, worker=worker, _groups={})
             Fiber(self.host, strategy.step(mine, self.state), f"worker {worker}", f"worker {worker} ").resume(None)
         if self._workers:
             await Op("park", self._await, "its workers")
@@ -124,12 +124,12 @@ class Session(Turnable, Life):
         idle = self.rank.role == "server" or step >= self.experiment.steps
         heard = strategy.heard_in(self.rank.size, step)
         if idle:
-            world.done.add(self.rank.index)
+            world.done.add(self.rank.id)
             self.host.rounds.idle()
             if len(world.done) == self.rank.size:
                 world.over = True
                 world.call(step)
-        if self.rank.index == 0 and due and world.meets < 0:
+        if self.rank.id == 0 and due and world.meets < 0:
             world.call(max(step, strategy.newest(self.rank, self.state)) + heard)
         while True:
             if world.meets >= 0 and (not heard or step == world.meets or idle):
@@ -182,9 +182,9 @@ class Session(Turnable, Life):
         record, step, now = self.world.record, self.rank.step, self.host.clock.now
         self.host.span("eval", "evaluate", began, began, now, 0)
         if self.world.real:
-            record.sample(self.rank.index, step, "drift", now, drift)
+            record.sample(self.rank.id, step, "drift", now, drift)
         for name, value in numbers.items():
-            record.sample(self.rank.index, step, "held_out" if name == "loss" else f"held_out:{name}", now, value)
+            record.sample(self.rank.id, step, "held_out" if name == "loss" else f"held_out:{name}", now, value)
 
     def _mean(self, bodies: list[Any]) -> list[Any]:
         if not self.world.real:
@@ -195,7 +195,7 @@ class Session(Turnable, Life):
     async def _known(self) -> tuple[dict[str, float], float]:
         """As on the engine: rank 0 evaluates what its strategy knows, and nobody waits."""
         known = await self.experiment.strategy.known(self.rank, self.state) or self.body.params()
-        return known_evaluated(self.body, known, self.rank.index == 0) if self.world.real else ({}, 0.0)
+        return known_evaluated(self.body, known, self.rank.id == 0) if self.world.real else ({}, 0.0)
 
     def _await(self, fiber: Fiber) -> None:
         self._awaiting = fiber

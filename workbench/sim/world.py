@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from workbench.rank import Op
+from workbench.rank import Group, Op
 from workbench.sim.clock import Clock
 from workbench.sim.costs import Costs
 from workbench.sim.deadlock import Deadlock, spinning, standing, told
@@ -33,7 +33,7 @@ class World:
         self.sessions: list[Any] = []
         self.lives: list[Fiber] = []
         self._hosts: list[Any] = []
-        self.open: dict[str, dict[int, Meeting]] = {}  # collectives under way, by lane and number
+        self.open: dict[str, dict[tuple[Group | None, int], Meeting]] = {}  # collectives under way, by lane
         self.orders: dict[str, Order] = {}
         self.held: dict[int, dict[str, int]] = {}  # bytes of parameters that each rank holds, by bucket
         self._gathered: dict[str, dict[int, tuple[Fiber, Any]]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.rank import Bucket, Rank
-from workbench.strategies._groups import mean_of_all
+from workbench.strategies._mean import mean_of_all
 
 
 async def average(rank: Rank) -> None:

@@ -48,6 +48,13 @@ class Strategy(Family):
         """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
         return True
 
+    def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+        """The mesh in which this strategy arranges the `size` ranks that train, as (name, size), neighbours last.
+
+        `rank.group(name)` is then this rank among those along that dimension. One dimension, "data", is all of them.
+        """
+        return (("data", size),)
+
     def batches(self, size: int) -> int:
         """How many batches of one rank make the global batch that a learning rate may be scaled with."""
         return sum(self.trains(r, size) for r in range(size))

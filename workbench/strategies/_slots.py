@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from workbench.rank import Rank
-from workbench.strategies._groups import group_mean
 
 MOMENTUM = ("keep", "average", "zero")
 
 
-async def settle_slots(rank: Rank, momentum: str, group: range | None = None) -> None:
-    """Keeps, averages or zeroes what the optimizer remembers; averages over all ranks, or over those of `group`.
+async def settle_slots(rank: Rank, momentum: str) -> None:
+    """Keeps, averages or zeroes what the optimizer remembers; averages over all ranks, or those of the group `rank` is.
 
     "average" sends the slots as one vector, fp32 at least: as many bytes as the parameters for SGD with momentum,
     twice as many for Adam.
@@ -26,11 +25,8 @@ async def settle_slots(rank: Rank, momentum: str, group: range | None = None) ->
             slot.zero_()
         return
     flat = _joined(slots)
-    if group is not None:
-        await group_mean(rank, group, {"momentum": flat})
-    else:
-        await rank.all_reduce(flat, "sum", "momentum")
-        flat.div_(rank.size)
+    await rank.all_reduce(flat, "sum", "momentum")
+    flat.div_(rank.size)
     _put_back(flat, slots)
 
 

@@ -10,7 +10,7 @@ from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
-from workbench.strategies._groups import group_mean, members, summed
+from workbench.strategies._mean import mean_of_all, summed
 from workbench.strategies._slots import MOMENTUM, bring_together, settle_slots
 
 
@@ -38,9 +38,9 @@ class LocalSGD(Strategy):
     whenever parameters are averaged. Running statistics of normalisation layers stay each rank's own.
 
     Post-local SGD: the first `start` steps of a stay are DDP's, uncompressed, and leave parameters and momenta equal.
-    Hierarchical: with `group` = g > 1 each g consecutive ranks average their parameters by messages every
-    `group_every` steps, 2 (g-1)/g of the model's bytes uncompressed; the averaging of all takes the place of
-    theirs where both are due, and both counts begin anew with it.
+    Hierarchical: with `group` = g > 1 each g consecutive ranks (the mesh is "between" p/g × "within" g) average their
+    parameters every `group_every` steps, 2 (g-1)/g of the model's bytes uncompressed; the averaging of all takes the
+    place of theirs where both are due, and both counts begin anew with it.
 
     When to use it: the wire is slow and a little loss per sample is cheaper than waiting; groups where some wires are
     faster than others. With `every` = 1 and SGD, with or without momentum, it equals DDP; with Adam it does not, for
@@ -66,6 +66,9 @@ class LocalSGD(Strategy):
             return None
         fit = ", ".join(str(g) for g in range(1, size + 1) if size % g == 0)
         return f"group={self.group} does not divide {size} ranks into equal groups; use one of {fit}"
+
+    def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+        return (("data", size),) if self.group == 1 else (("between", size // self.group), ("within", self.group))
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()
@@ -109,9 +112,9 @@ class LocalSGD(Strategy):
             await self._average(rank, state)
             await settle_slots(rank, self.momentum)
         elif self.group > 1 and state.since_group >= self.group_every:
-            group = members(rank.index, self.group)
-            await group_mean(rank, group, {bucket.name: bucket.data for bucket in await rank.params()})
-            await settle_slots(rank, self.momentum, group)
+            group = rank.group("within")
+            await mean_of_all(group, await rank.params())
+            await settle_slots(group, self.momentum)
             state.since_group = 0
 
     async def _average(self, rank: Rank, state: _State) -> None:

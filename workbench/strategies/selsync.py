@@ -14,7 +14,7 @@ from workbench.rank import Bucket, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._examples import injected
-from workbench.strategies._groups import mean_of_all
+from workbench.strategies._mean import mean_of_all
 
 LONGEST = 1000  # steps a window may span
 TINY = 1e-30  # what is divided by where no gradient was

@@ -1,0 +1,128 @@
+"""What a verb of a Rank gives back to be awaited, and what is said of it afterwards.
+
+No clock, no wire, no thread lives here. A verb builds an `Op`; awaiting it hands the Op to whichever host drives the
+coroutine (the engine on the wall clock, the simulator on a virtual one) and resumes with the host's answer. See "The
+trampoline" in workbench/DESIGN.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.rank.mesh import Group
+
+
+def message(verb: str, kind: str, **other: int | None) -> str:
+    """The name of a message's Span: `message("send", "ask", to=2)` is "send ask to 2"; both hosts write it."""
+    ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]
+    return " ".join([verb, *([kind] if kind else []), *ends])
+
+
+def collective(op: Op, child: str = "") -> str:
+    """The name of a collective's Span: what is done, to what, and among whom if not all; both hosts write it.
+
+    child: the name of the child that asks, for an operation that has none
+    """
+    name = f"{op.verb} {op.args[-1] or child}".rstrip()
+    return name if op.group is None else f"{name} in {op.group}"
+
+
+class StrategyError(RuntimeError):
+    """A strategy or compressor asked for something that cannot be."""
+
+
+class Op:
+    """One thing asked of the host: `verb` with its arguments. A Span is an Op plus when.
+
+    measures: it is asked only to see what another one does; a host writes its Span into the lane "measuring"
+    group:    the ranks among which a collective, or a child's, happens; None: all of the run
+    """
+
+    __slots__ = ("args", "group", "measures", "verb")
+
+    def __init__(self, verb: str, *args: Any) -> None:
+        self.verb = verb
+        self.args = args
+        self.measures = False
+        self.group: Group | None = None
+
+    def __await__(self) -> Generator[Op, Any, Any]:
+        return (yield self)
+
+    def __repr__(self) -> str:
+        return f"{self.verb}({', '.join(map(str, self.args))})"
+
+
+class Handle:
+    """A child that was started and has not been waited for; `wait` it once."""
+
+    __slots__ = ("_state", "lane", "name")
+
+    def __init__(self, name: str, lane: str) -> None:
+        self.name = name
+        self.lane = lane
+        self._state: Any = None  # the host's own
+
+
+class Forward:
+    """The forward pass: await it for the loss, or iterate to be asked before each bucket's layers are computed.
+
+    Iterating hands out the parameters, bucket by bucket, in the order in which layers use them (the last bucket
+    first); the layers of a bucket run when the next one is asked for. Awaited then, it computes what is left. The
+    host sets `loss` at the end.
+    """
+
+    __slots__ = ("_begun", "_state", "loss", "micro", "x")
+
+    def __init__(self, x: Any, micro: int) -> None:
+        self.x = x
+        self.micro = micro
+        self.loss: Any = None
+        self._state: Any = None  # the host's own
+        self._begun = False
+
+    def __await__(self) -> Generator[Op, Any, Any]:
+        if not self._begun:
+            return (yield Op("forward", self.x, self.micro))
+        try:
+            while True:
+                yield Op("next_params", self)
+        except StopAsyncIteration:
+            return self.loss
+
+    def __aiter__(self) -> Forward:
+        return self
+
+    def __anext__(self) -> Op:
+        if self._begun:
+            return Op("next_params", self)
+        self._begun = True
+        return Op("forward_buckets", self)
+
+
+class Backward:
+    """The backward pass: iterate to receive buckets as they fill, or await it to keep gradients at home.
+
+    Awaited, it returns the gradient of the forward's `x` if that was an activation, else None.
+    """
+
+    __slots__ = ("_begun", "grad", "micro")
+
+    def __init__(self, grad: Any, micro: int) -> None:
+        self.grad = grad
+        self.micro = micro
+        self._begun = False
+
+    def __await__(self) -> Generator[Op, Any, Any]:
+        return (yield Op("backward", self.grad, self.micro))
+
+    def __aiter__(self) -> Backward:
+        return self
+
+    def __anext__(self) -> Op:
+        if self._begun:
+            return Op("next_bucket")
+        self._begun = True
+        return Op("backward_buckets", self.grad, self.micro)

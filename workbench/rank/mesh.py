@@ -1,0 +1,120 @@
+"""A mesh: ranks in a grid of named dimensions, and the groups that its rows, columns and layers are.
+
+As torch's DeviceMesh lays them out: the last dimension's ranks are neighbours. Any number of dimensions; ranks that
+serve stand outside. Nothing here talks to anybody: which wires a group has is each host's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from workbench.rank.awaitables import StrategyError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks of a run, in order.
+
+    dims:       the mesh's dimensions in which they differ
+    ranks:      their numbers in the run
+    generation: of who is there and how they are arranged; a group of an earlier one is over
+    parallel:   how many groups there are of these dimensions, all of which may talk at once
+    """
+
+    dims: tuple[str, ...]
+    ranks: tuple[int, ...]
+    generation: int = 0
+    parallel: int = field(default=1, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"{'+'.join(self.dims)} [{_listed(self.ranks)}]"
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    def index(self, rank: int) -> int:
+        """Which of the group rank `rank` of the run is."""
+        if rank not in self._places:
+            raise StrategyError(f"rank {rank} is not in group {self}")
+        return self._places[rank]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named dimensions and their sizes, outermost first; `ranks` are those of the run that fill it, in order.
+
+    >>> Mesh((("between", 2), ("within", 2)), (0, 1, 2, 3)).group(("within",), 2).ranks
+    (2, 3)
+    """
+
+    dims: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.dims]
+        if len(set(names)) < len(names) or not names:
+            raise StrategyError(f"mesh {self}: its dimensions must be named, each once")
+        if prod(size for _, size in self.dims) != len(self.ranks):
+            raise StrategyError(
+                f"mesh {self}: makes {prod(size for _, size in self.dims)} ranks, but {len(self.ranks)} train; let the "
+                f"sizes of its dimensions multiply to {len(self.ranks)}"
+            )
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self.dims)
+
+    @classmethod
+    def line(cls, size: int) -> Mesh:
+        """All ranks are replicas: one dimension, "data"."""
+        return cls((("data", size),), tuple(range(size)))
+
+    @property
+    def flat(self) -> bool:
+        """Is there nothing but the group of all that are in it?"""
+        return sum(size > 1 for _, size in self.dims) < 2
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where rank `rank` of the run stands: its index in each dimension."""
+        if rank not in self._places:
+            raise StrategyError(f"rank {rank} is a server: it stands outside the mesh {self} and is in no group of it")
+        place, found = self._places[rank], {}
+        for name, size in reversed(self.dims):
+            place, found[name] = divmod(place, size)
+        return {name: found[name] for name, _ in self.dims}
+
+    def group(self, dims: tuple[str, ...], rank: int) -> Group:
+        """The ranks that differ from `rank` only in `dims`."""
+        sizes = dict(self.dims)
+        if not dims or (unknown := [name for name in dims if name not in sizes]):
+            asked = ", ".join(map(repr, unknown)) if dims else ""
+            raise StrategyError(f"group({asked}): the mesh is {self}; name one or more of its dimensions")
+        here = self.coordinate(rank)
+        ways = [range(size) if name in dims else (here[name],) for name, size in self.dims]
+        ranks = tuple(self.ranks[self._place(where)] for where in product(*ways))
+        named = tuple(name for name, _ in self.dims if name in dims)
+        return Group(named, ranks, self.generation, len(self.ranks) // len(ranks))
+
+    def _place(self, where: tuple[int, ...]) -> int:
+        place = 0
+        for (_, size), index in zip(self.dims, where, strict=True):
+            place = place * size + index
+        return place
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+
+def _listed(ranks: tuple[int, ...], most: int = 8) -> str:
+    """All of few; of many, where they are spaced evenly, the first, the second and the last."""
+    if len(ranks) <= most:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
