@@ -27,7 +27,7 @@ GROUPS = {
 }  # fmt: skip
 LONG = ("netns", "long", "slow")  # the groups behind `long`: `make test` is to take at most WANTED
 WANTED = 20 * 60  # seconds that `make test` may take on two quiet cores
-BESIDE = ("quick", "ranks", "slow", "long", "engine")  # two at a time: much of their time they wait
+BESIDE = ("quick", "ranks", "slow", "long", "engine", "browser")  # two at a time: much of their time they wait
 NOTHING_FOUND = 5  # pytest's exit code
 
 
