@@ -108,7 +108,7 @@ def play(lab: Lab, run: Run, bursts: list[list[Turn]], dice: random.Random, say:
                 count["others"] += 1
                 continue
             try:
-                asked.append(lab.turn(what, value))
+                asked.append(lab.set(what, value))
             except KnobError:
                 count["refused"] += 1
         for turn in asked:
@@ -178,7 +178,7 @@ def torture(lab: Lab, seed: int, turns: int, say: Any = print) -> dict[str, Any]
         for k, n in play(lab, run, bursts, random.Random(seed + half), say).items():
             total[k] += n
         for path, value in (("compressor", Dense()), ("strategy", "DDP"), ("fabric", Fabric()), ("pace", 0.0)):
-            lab.turn(path, value).wait(ANSWER)
+            lab.set(path, value).wait(ANSWER)
         agree(lab)
         lab.stop()
         run.wait(ANSWER)

@@ -1,6 +1,6 @@
 """Controls: the knobs of a lab's experiment as inputs on the page.
 
-What is drawn comes from `rows`; what a person asks for goes to `lab.turn`, and a refusal is shown beside
+What is drawn comes from `rows`; what a person asks for goes to `lab.set`, and a refusal is shown beside
 the control that asked. No strategy, compressor or fault is known here by name.
 """
 
@@ -14,7 +14,7 @@ import anywidget
 import traitlets
 
 from widgets.rows import Now, rows
-from workbench.settings import KnobError, fold, from_plain, resolve, turn
+from workbench.settings import KnobError, fold, from_plain, resolve, with_value
 
 HERE = Path(__file__).parent / "static"
 
@@ -44,7 +44,7 @@ class Controls(anywidget.AnyWidget):
     def refresh(self) -> None:
         """Draws the experiment as it will be once every requested change is applied."""
         with self._lock:
-            waiting = [t for t in self.lab.turns if t.applied_at is None and t.refused is None]
+            waiting = [t for t in self.lab.changes if t.applied_at is None and t.refused is None]
             now = Now(
                 live=self.lab.live,
                 ranks=self.lab.ranks,
@@ -60,7 +60,7 @@ class Controls(anywidget.AnyWidget):
             self._seen = seen
 
     def asked(self, message: dict[str, Any]) -> None:
-        """A person turned a knob (`change`, `value`) or pressed a button (`press`) on the page."""
+        """A person set a knob (`change`, `value`) or pressed a button (`press`) on the page."""
         path = message.get("change") or message["press"]
         try:
             if "press" in message:
@@ -68,7 +68,7 @@ class Controls(anywidget.AnyWidget):
             elif ".new" in path:
                 self._draft(path, typed(message))
             else:
-                self.lab.turn(path, typed(message))
+                self.lab.set(path, typed(message))
             self.errors.clear()  # what was refused before may be right now
         except (KnobError, RuntimeError) as error:
             self.errors[path] = str(error)
@@ -78,7 +78,7 @@ class Controls(anywidget.AnyWidget):
         """The next fault is being filled in: it is nobody's setting until it is injected."""
         home, _, name = path.partition(".new")
         if name:
-            self.drafts[home] = turn(self.drafts[home], name.removeprefix("."), value)
+            self.drafts[home] = with_value(self.drafts[home], name.removeprefix("."), value)
         else:
             _, k = resolve(self.lab.experiment, home)
             self.drafts[home] = from_plain(value, cast(type, k.element))
@@ -87,26 +87,26 @@ class Controls(anywidget.AnyWidget):
         if told(self.lab) is not self.lab.experiment:
             raise RuntimeError("faults are hidden while a riddle is on; answer it, or riddle.give_up(), first")
         home, _, button = path.rpartition(".")
-        _, k = resolve(wanted(self.lab.experiment, self.lab.turns), home)
+        _, k = resolve(wanted(self.lab.experiment, self.lab.changes), home)
         present = list(k.default)
         if button == "inject":
             present.append(self.drafts[home])
         else:
             del present[int(button)]
-        self.lab.turn(home, present)
+        self.lab.set(home, present)
         self.drafts.pop(home, None)
 
 
 def told(lab: Any) -> Any:
     """The lab's experiment as it may be shown: without its faults while its run is a riddle."""
     run, experiment = lab.run_now, lab.experiment
-    return experiment.turn("fabric.faults", []) if run is not None and run.secret else experiment
+    return experiment.set("fabric.faults", []) if run is not None and run.secret else experiment
 
 
-def wanted(experiment: Any, turns: Any) -> Any:
-    """`experiment` with the changes in `turns` that are still waited for; one that will be refused changes nothing."""
-    waiting = [t.change for t in turns if t.applied_at is None and t.refused is None]
-    return fold(experiment, waiting, type(experiment).turn, skips=True)[-1][1]
+def wanted(experiment: Any, asked: Any) -> Any:
+    """`experiment` with the changes in `asked` that wait for an answer; one that will be refused changes nothing."""
+    waiting = [t.change for t in asked if t.applied_at is None and t.refused is None]
+    return fold(experiment, waiting, type(experiment).set, skips=True)[-1][1]
 
 
 def typed(message: dict[str, Any]) -> Any:

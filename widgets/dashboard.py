@@ -25,7 +25,7 @@ from workbench.record.run import Run
 
 
 class Dashboard(ipywidgets.Box):
-    """All there is to see and turn, as one widget. Showing it twice gives two views of the same run.
+    """All there is to see and set, as one widget. Showing it twice gives two views of the same run.
 
     shown: the Lab or the Run that it shows
     """

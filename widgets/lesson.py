@@ -50,7 +50,7 @@ class Riddle:
         dice = Random(seed)
         self._rank, self._phase = dice.randrange(lab.ranks), dice.choice(PHASES)
         fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
-        self.run = lab.run(experiment.turn("ranks", lab.ranks).turn("fabric.faults", [fault]), secret=HUSH)
+        self.run = lab.run(experiment.set("ranks", lab.ranks).set("fabric.faults", [fault]), secret=HUSH)
         self.run.secret = HUSH  # also where the cell is run again, and the run was there
 
     def show(self) -> Board:
@@ -87,18 +87,18 @@ class Riddle:
 class Challenge:
     """Settings to be found with which a step is short enough; the simulator, calibrated from `run`, is the judge.
 
-    given: turns that every answer starts from. at_most: seconds per step.
+    given: settings that every answer starts from. at_most: seconds per step.
     """
 
     def __init__(self, run: Any, given: dict[str, Any], at_most: float) -> None:
         self.run, self.given, self.at_most = run, given, at_most
 
-    def check(self, turns: dict[str, Any]) -> str:
-        """Simulates your turns; those that are given cannot be turned back, but for the strategy."""
-        if fixed := [path for path in turns if path in self.given and path != "strategy"]:
-            return f"{', '.join(fixed)} cannot be turned here: it is what makes the riddle."
+    def check(self, settings: dict[str, Any]) -> str:
+        """Simulates your settings; those that are given cannot be changed, but for the strategy."""
+        if fixed := [path for path in settings if path in self.given and path != "strategy"]:
+            return f"{', '.join(fixed)} cannot be changed here: it is what makes the riddle."
         try:
-            took = self.run.what_if({**self.given, **turns}).other
+            took = self.run.what_if({**self.given, **settings}).other
         except ValueError as error:
             return f"It cannot be simulated: {error}"
         goal = f"at most {self.at_most * 1e3:.0f} ms are asked"

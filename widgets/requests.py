@@ -13,7 +13,7 @@ from widgets.controls import HERE, page_js
 from widgets.marks import label
 from workbench.settings import to_plain
 
-BEFORE = "before the run"  # the id of a turn for which no run was there yet
+BEFORE = "before the run"  # the id of a change for which there was no run yet
 KEPT = 40  # the newest so many are listed; the record holds all
 
 
@@ -30,23 +30,23 @@ class Requests(anywidget.AnyWidget):
         self.refresh()
 
     def refresh(self) -> None:
-        self.items = items(self.lab.turns)
+        self.items = items(self.lab.changes)
 
 
-def items(turns: Iterable[Any]) -> list[dict[str, str]]:
-    """Turns as lines for the page, newest first."""
-    return [_item(t) for t in list(turns)[: -KEPT - 1 : -1]]
+def items(changes: Iterable[Any]) -> list[dict[str, str]]:
+    """Changes as lines for the page, newest first."""
+    return [_item(t) for t in list(changes)[: -KEPT - 1 : -1]]
 
 
-def _item(turn: Any) -> dict[str, str]:
-    if turn.refused is not None:
-        state, said = "refused", f"refused: {turn.refused}"
-    elif turn.applied_at is None:
+def _item(change: Any) -> dict[str, str]:
+    if change.refused is not None:
+        state, said = "refused", f"refused: {change.refused}"
+    elif change.applied_at is None:
         state, said = "waiting", "requested, waits for the next step"
     else:
-        early = turn.id == BEFORE
-        state, said = "applied", "set before the run" if early else f"applied at step {turn.applied_at}"
-    asked = getattr(turn, "requested_at", None)
+        early = change.id == BEFORE
+        state, said = "applied", "set before the run" if early else f"applied at step {change.applied_at}"
+    asked = getattr(change, "requested_at", None)
     when = time.strftime("%H:%M:%S", time.localtime(asked)) if asked else ""
-    text = label({"path": turn.path, "value": to_plain(turn.value)})
-    return {"path": turn.path, "text": text, "state": state, "said": said, "when": when}
+    text = label({"path": change.path, "value": to_plain(change.value)})
+    return {"path": change.path, "text": text, "state": state, "said": said, "when": when}

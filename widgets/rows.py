@@ -13,7 +13,7 @@ from widgets.stops import nearest, shown, stops
 from workbench.settings import Knob, KnobError, knobs
 
 FIRST = ("strategy", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
-LATER = "can be turned only before Start; stop this run first"
+LATER = "can be set only before Start; stop this run first"
 
 Row = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _offer(whole: Any, path: str, option: Option, present: bool) -> Row:
     why = ""
     if not present and path:
         try:
-            whole.turn(path, option.value)
+            whole.set(path, option.value)
         except KnobError as error:
             why = str(error)
     offered = {"text": option.text, "value": option.value, "group": option.group}

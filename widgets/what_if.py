@@ -79,8 +79,8 @@ class WhatIf(ipywidgets.VBox):
     def _name_speed(self) -> None:
         self.speed.value = speed(mbits(self.bandwidth.value))
 
-    def turns(self) -> dict[str, Any]:
-        """What the sliders ask, as turns of knobs."""
+    def settings(self) -> dict[str, Any]:
+        """What the sliders ask, as knobs and their values."""
         return {
             "ranks": self.ranks.value, "link.bandwidth": mbits(self.bandwidth.value), "link.latency": self.latency.value
         }  # fmt: skip
@@ -109,13 +109,13 @@ class WhatIf(ipywidgets.VBox):
         if run is None:
             self.said.value = "<p>There is no run yet: press <b>Start</b>, then ask again.</p>"
             return
-        self.said.value, turns = "<p>simulating…</p>", self.turns()
+        self.said.value, settings = "<p>simulating…</p>", self.settings()
         try:
-            found = run.what_if(turns)
+            found = run.what_if(settings)
         except Exception as error:
             self.said.value = f"<p>It cannot be simulated: {escape(str(error))}</p>"
             return
-        self.said.value = words(found, turns)
+        self.said.value = words(found, settings)
         self._draw(found.run)
 
     def _draw(self, run: Any) -> None:
@@ -130,18 +130,19 @@ class WhatIf(ipywidgets.VBox):
         super().close()
 
 
-def words(found: Any, turns: dict[str, Any]) -> str:
+def words(found: Any, settings: dict[str, Any]) -> str:
     """What came out, for the page."""
     more = "more" if found.error > 0 else "less"
     off = "the same" if abs(found.error) < 0.005 else f"{abs(found.error):.0%} {more} than measured"
     ratio = found.other / found.same
     much = "as long" if 0.995 < ratio < 1.005 else f"{ratio:.3g} × as long"
-    latency = f", {turns['link.latency']:g} ms" if turns["link.latency"] else ""
-    ranks = f"{turns['ranks']} rank{'s' * (turns['ranks'] != 1)}"
+    latency = f", {settings['link.latency']:g} ms" if settings["link.latency"] else ""
+    ranks = f"{settings['ranks']} rank{'s' * (settings['ranks'] != 1)}"
     return (
         f"<p>A step as it is: <b>{duration(found.measured)}</b> measured, "
         f"<b>{duration(found.same)}</b> simulated ({off}).<br>"
-        f"What if {ranks}, {escape(speed(turns['link.bandwidth']))}{latency}: <b>{duration(found.other)}</b> per step, "
+        f"What if {ranks}, {escape(speed(settings['link.bandwidth']))}{latency}: "
+        f"<b>{duration(found.other)}</b> per step, "
         f"{much}; {found.sent / 1e6:.3g} MB sent per step and rank. Its timeline:</p>"
     )
 

@@ -68,7 +68,7 @@ def demo(
 def run(
     recipe: Annotated[str, typer.Argument(help="a recipe, such as first_run, digits or slow_link")],
     out: Annotated[Path, typer.Option(help="the run directory that is written")],
-    turns: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
+    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps (200 if the recipe does not say)")] = None,
     ranks: Annotated[int | None, typer.Option(help="how many ranks train")] = None,
 ) -> None:
@@ -77,9 +77,9 @@ def run(
     from workbench.experiment.recipes import recipe as find
 
     given.ranks(4 if ranks is None else ranks)
-    asked = [*map(setting, turns or ()), ("steps", steps), ("ranks", ranks)]
+    asked = [*map(setting, knobs or ()), ("steps", steps), ("ranks", ranks)]
     experiment = given.turned(find(recipe), [(path, value) for path, value in asked if value is not None])
-    experiment = experiment if experiment.steps else experiment.turn("steps", 200)
+    experiment = experiment if experiment.steps else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
     from workbench.lab import Lab

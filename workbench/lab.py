@@ -13,23 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, cast
 
+from workbench.cluster import launch
+from workbench.cluster.changes import BEFORE, Changes, planned
+from workbench.cluster.changes import PendingChange as PendingChange
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.errors import RankError as RankError
-from workbench.cluster.launch import (
-    find,
-    fitted,
-    launch,
-    new_generation,
-    open_run,
-    refuse_closed,
-    rejoin,
-    watching,
-    within,
-)
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
-from workbench.cluster.turns import BEFORE, Turns, planned
-from workbench.cluster.turns import Turn as Turn
 from workbench.experiment import Experiment, given
 from workbench.record.display import face, show
 from workbench.run import Run
@@ -89,7 +79,7 @@ class Lab:
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
         self.name, self.ranks, self.cluster = name, ranks, cluster
-        self.turns: list[Turn] = []
+        self.changes: list[PendingChange] = []
         self._experiment = Experiment(ranks=ranks).checked()
         self._live: Live | None = None
         self.watchers: list[Callable[[], bool]] = []  # each says whether a person sees this lab through it
@@ -102,12 +92,12 @@ class Lab:
         for known in _labs.values():
             if known._usable and name in (None, known.name):
                 return known
-        cluster = Cluster.again(find(name))
+        cluster = Cluster.again(launch.find(name))
         lab = object.__new__(cls)
         lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device})
         lab._take_over(cluster.name, cluster.ranks, cluster)
-        lab._live = rejoin(cluster, lab.turns, Run)
-        lab._experiment = lab._live.turns.experiment if lab._live else lab._experiment
+        lab._live = launch.rejoin(cluster, lab.changes, Run)
+        lab._experiment = lab._live.changes.experiment if lab._live else lab._experiment
         return lab
 
     @property
@@ -129,7 +119,7 @@ class Lab:
         """What would run, or runs now, or ran last, with every change that was applied."""
         last = self._live
         followed = last and (self.live or self._experiment is last.began_with)
-        return last.turns.experiment if last and followed else self._experiment
+        return last.changes.experiment if last and followed else self._experiment
 
     @property
     def state(self) -> str:
@@ -174,43 +164,48 @@ class Lab:
     ) -> Run:  # fmt: skip
         """Starts a run and returns it at once; the one under way if it is of this very experiment.
 
-        changes: knobs to turn at given steps. out: the run directory; else one is made in your data directory.
+        changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
         on_nan:  what a loss that is not finite does: "pause" the run, "stop" it as failed, or (None) pause it where
                  somebody watches: a dashboard of this lab is on show or was in the last ten minutes.
         secret:  for riddles: what dashboards say in place of verdicts and faults, until `run.secret` is "" again.
         """
-        watched = watching(on_nan, self.watchers)
-        wanted = self.experiment if experiment is None else fitted(given.experiment(experiment), self.ranks)
+        watched = launch.watching(on_nan, self.watchers)
+        wanted = self.experiment if experiment is None else launch.fitted(given.experiment(experiment), self.ranks)
         if self.live and self._live:
             if experiment is None or wanted in (self.experiment, self._live.began_with):
                 return cast(Run, self._live.run)
-            raise ClusterError(f"{self!r}: a run is live; turn its knobs with lab.turn(...), or lab.stop() it first")
+            raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = planned(wanted, given.changes(changes))
         self._renew()
-        run = open_run(wanted, out, Run)
+        run = launch.open_run(wanted, out, Run)
         run.secret = secret  # before anybody sees the run
-        self._live = Live(run, self.cluster, Turns(wanted, self.turns), new_generation(), watched)
+        self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), watched)
         self._experiment = wanted
-        threading.Thread(target=launch, args=(self._live, to_come), name="run start", daemon=True).start()
+        threading.Thread(target=launch.launch, args=(self._live, to_come), name="run start", daemon=True).start()
         return run
 
     def _renew(self) -> None:
         """Starts new engines if one was lost or would not leave, if the controller was, or if they never came up."""
-        refuse_closed(self.cluster)
+        launch.refuse_closed(self.cluster)
         if not self.cluster.error and (not self.cluster.ready or self.cluster.healthy):
             return
         old = self.cluster
         old.close()
         self.cluster = Cluster(old.name, old.ranks, old.device, old.connection).start()
 
-    def turn(self, path: str, value: Any) -> Turn:
-        """Turns one knob, on all ranks at one step or for the next run. Raises KnobError at once if it cannot be."""
+    def set(self, path: str, value: Any) -> PendingChange:
+        """Sets one knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
+
+        `lab.turn` is its old name, which goes on working for one release, as `lab.turns` for `lab.changes`.
+        """
         if self.live and self._live:
-            return self._live.turn(path, value)
-        refuse_closed(self.cluster, path)
-        self._experiment = within(self.experiment.turn(path, value), self.ranks)
-        self.turns.append(Turn(Change(0, path, value, BEFORE), 0))
-        return self.turns[-1]
+            return self._live.set(path, value)
+        launch.refuse_closed(self.cluster, path)
+        self._experiment = launch.within(self.experiment.set(path, value), self.ranks)
+        self.changes.append(PendingChange(Change(0, path, value, BEFORE), 0))
+        return self.changes[-1]
+
+    turn, turns = set, property(lambda self: self.changes)  # old names, for one release
 
     def pause(self) -> None:
         """Pauses all ranks at the next step boundary."""

@@ -39,11 +39,11 @@ class Run(record.Run):
         """The run in a few plain values."""
         return analysis.summary(self)
 
-    def what_if(self, turns: Mapping[str, Any] | None = None) -> WhatIf:
+    def what_if(self, settings: Mapping[str, Any] | None = None) -> WhatIf:
         """The simulator's word on other settings, calibrated from this run. See `workbench.sim.what_if`."""
         from workbench.sim.what_if import what_if
 
-        found = what_if(self, turns)
+        found = what_if(self, settings)
         return found._replace(run=type(self).of(found.run))
 
     def as_python(self) -> str:

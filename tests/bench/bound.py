@@ -51,23 +51,23 @@ def bound(e: Experiment, nbytes: list[int], full: float) -> float:
 def measure(lab: Lab, ranks: int, times: float, out: Path) -> list[dict[str, Any]]:
     """All bucket sizes at one wire time (`times` backward), switched live in one run."""
     e = Experiment(task=ByteGPT(), ranks=ranks, eval_every=0, pace=PACE[ranks])
-    run = lab.run(e.turn("bandwidth", 1e5), out=out / f"{ranks}-{times}-{time.time():.0f}")
+    run = lab.run(e.set("bandwidth", 1e5), out=out / f"{ranks}-{times}-{time.time():.0f}")
     wait(run, 2)
     model = json.loads(run.marks[run.marks.name == "start"].iloc[0].detail)["nbytes"]
     sent, _ = traffic("all_reduce", model, ranks)
     mbit = sent * 8e-6 / (PACE[ranks] * 1e-3 * Pace.shares["backward"] * times)
-    lab.turn("link.bandwidth", mbit).wait(20)
+    lab.set("link.bandwidth", mbit).wait(20)
     rows = []
     for size in BUCKETS:
-        turn = lab.turn("bucket_mb", size)
-        turn.wait(20)
-        first = turn.applied_at + SKIP
+        change = lab.set("bucket_mb", size)
+        change.wait(20)
+        first = change.applied_at + SKIP
         wait(run, first + STEPS)
         comm = run.spans
         comm = comm[(comm.lane == "comm") & (comm["rank"] == 0) & (comm.step == first)]
         cut = [json.loads(d) for d in run.marks[run.marks.name == "buckets"].detail][-1]["nbytes"]
         formula = sum(traffic("all_reduce", n, ranks)[0] for n in cut)
-        low = bound(e.turn("bandwidth", mbit), cut, first_full(run, first))
+        low = bound(e.set("bandwidth", mbit), cut, first_full(run, first))
         steps = settled(run, first)[:STEPS]
         rows.append(
             {

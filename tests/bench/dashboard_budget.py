@@ -46,7 +46,7 @@ REAL = """import os
 from workbench import Lab
 from widgets.dashboard import Dashboard
 lab = Lab(ranks=4, name="budget")
-lab.turn("fabric.link.bandwidth", 200)
+lab.set("fabric.link.bandwidth", 200)
 run = lab.run()
 print("pid", os.getpid())
 Dashboard(lab)"""

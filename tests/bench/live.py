@@ -38,17 +38,17 @@ def first_loss() -> tuple[float, list[str]]:
 
 
 def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
-    """From the call of `lab.turn` to the step of effect, by the record's own clock; and the steps' lengths."""
+    """From the call of `lab.set` to the step of effect, by the record's own clock; and the steps' lengths."""
     run = lab.run(Experiment(task=ByteGPT(), strategy=strategy), out=out)
     _until(lambda: (run.timeline.samples.rows().name == "loss").sum() > 40)
     dice = random.Random(1)
     turns = []
     for _ in range(count):
         path, (low, high) = dice.choice(PATHS)
-        turn = lab.turn(path, dice.uniform(low, high))
-        if not turn.wait(30):
-            raise RuntimeError(f"not answered: {turn}")
-        turns.append(turn.id)
+        change = lab.set(path, dice.uniform(low, high))
+        if not change.wait(30):
+            raise RuntimeError(f"not answered: {change}")
+        turns.append(change.id)
         time.sleep(dice.uniform(0.0, 0.15))
     lab.stop()
     run.wait(30)

@@ -166,7 +166,7 @@ def live(d: dict[str, Any]) -> str:
     ]
     first = ", ".join(f"{s:.1f} s" for s in d["first_loss"])
     return (
-        f"## Live changes, recording, start-up\n\nFrom the call of `lab.turn` to its effect, 4 ranks, ByteGPT, "
+        f"## Live changes, recording, start-up\n\nFrom the call of `lab.set` to its effect, 4 ranks, ByteGPT, "
         f"unpaced:\n\n{table(head, rows)}\nCPU seconds of all ranks together:\n\n{table(cost_head, costs)}\n"
         f"`Lab(ranks=4)` to the first loss: {first} (asked: at most 20 s).\n"
     )

@@ -3,7 +3,7 @@
     python -m tests.bench.prediction --out docs/data/prediction.json
 
 One run is recorded for calibration: one Link, one bucket size, each compressor once, DDP alone. Then every other
-setting is turned live in a second run, and predicted from the costs of the first.
+setting is changed live in a second run, and predicted from the costs of the first.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def stretch(lab: Lab, run: Run, wanted: Experiment) -> tuple[int, int]:
     """Turns the run to `wanted` and lets it train; the steps [first, stop) made under it."""
     at = 0
     for path in ("strategy", "compressor", "bucket_mb", "fabric"):
-        turn = lab.turn(path, getattr(wanted, path)).wait(60)
-        at = max(at, int(turn.applied_at or 0))
+        change = lab.set(path, getattr(wanted, path)).wait(60)
+        at = max(at, int(change.applied_at or 0))
     first = at + SETTLE
     while analysis.last_steps(run.timeline)[1] < first + STEPS:
         if not lab.live:
@@ -91,7 +91,7 @@ def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
         f"# Predicted against measured step time\n\nWritten by `python -m tests.bench prediction` from "
         f"`docs/data/prediction.json`. {found['ranks']} real ranks, ByteGPT, {found['pace']:g} ms of paced compute per "
         f"step. The simulator was calibrated from one other run: DDP, buckets of 0.5 MB, 150 Mbit/s, each compressor "
-        f"once. Measured: the mean of {found['steps']} steps, with the setting turned live. Sizes only.\n\n"
+        f"once. Measured: the mean of {found['steps']} steps, with the setting changed live. Sizes only.\n\n"
         f"{len(rows)} settings: {verdict}.\n\n{table}\n\n*{machine.get('date')}; {machine.get('cpu')}; "
         f"{machine.get('system')}; torch {machine.get('torch')}; commit {machine.get('commit')}; 15-minute load "
         f"{machine.get('load', 0):.1f}.*\n"

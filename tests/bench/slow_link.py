@@ -56,7 +56,7 @@ def one(lab: Lab, e: Experiment, turns: list[tuple[str, Any]], out: Path, target
     while run.live and not (run.timeline.spans.rows().step >= 1).any():
         time.sleep(0.05)
     for path, value in turns:
-        lab.turn(path, value)
+        lab.set(path, value)
     while run.live:
         time.sleep(0.2)
         points = curve(run)
@@ -74,7 +74,7 @@ def main() -> None:
     ask.add_argument("--steps", type=int, default=STEPS)
     a = ask.parse_args()
     stamp = f"{time.time():.0f}"
-    e = Experiment(task=TASK, ranks=RANKS, pace=PACE, eval_every=20, bucket_mb=0.1).turn("bandwidth", bandwidth())
+    e = Experiment(task=TASK, ranks=RANKS, pace=PACE, eval_every=20, bucket_mb=0.1).set("bandwidth", bandwidth())
     found: dict[str, Any] = {"ranks": RANKS, "pace_ms": PACE, "mbit": bandwidth(), "curves": {}}
     with Lab(ranks=RANKS, name="slow") as lab:
         torchs = replace(e, strategy=TorchDDP(), steps=a.steps)

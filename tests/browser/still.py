@@ -6,18 +6,18 @@ from typing import Any
 
 from tests.unit.synthetic import run as recorded
 from tests.unit.test_dashboard import StillLab
-from workbench.cluster.turns import Turn
+from workbench.cluster.changes import PendingChange
 from workbench.run import Run
 from workbench.settings import Change
 
 
 class Still(StillLab):
-    """Turns are applied at once; `end` ends the run."""
+    """Changes are applied at once; `end` ends the run."""
 
-    def turn(self, path: str, value: Any) -> Turn:
-        self.experiment = self.experiment.turn(path, value)
-        done = Turn(Change(100, path, value, f"turn {len(self.turns)}"), 100)
-        self.turns.append(done)
+    def set(self, path: str, value: Any) -> PendingChange:
+        self.experiment = self.experiment.set(path, value)
+        done = PendingChange(Change(100, path, value, f"change {len(self.changes)}"), 100)
+        self.changes.append(done)
         return done
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ STEPS = 6  # that a task's effect is read off
 MORE = {  # cells behind the notebook's own: what the lessons after it add, beside its dashboard
     "ask": "from widgets.lesson import Prediction, Riddle\nfrom workbench import recipe\n"
            "guess = Prediction('Who is slow?', ['the first', 'the last'], lab)\nguess",
-    "riddle": "riddle = Riddle(lab, recipe('one_slow_rank').turn('pace', 150), seed=1)",
+    "riddle": "riddle = Riddle(lab, recipe('one_slow_rank').set('pace', 150), seed=1)",
     "answer": "guess.against('the last')",
     "over": "riddle.give_up()",
 }  # fmt: skip

@@ -18,7 +18,7 @@ CELL = "from workbench import Run\nfrom widgets import Dashboard\nDashboard(Run.
 
 def record(sheet: Sheet, cell: str = CELL) -> None:
     """A run directory to ask about, and a notebook that shows it."""
-    run = simulate(first_run().turn("steps", 30).turn("eval_every", 0))
+    run = simulate(first_run().set("steps", 30).set("eval_every", 0))
     run.save(sheet.jupyter.folder / "recorded")
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)], metadata=kernel)

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from workbench.cluster import spool, wire
+from workbench.cluster.changes import Changes
 from workbench.cluster.gaps import Gaps
 from workbench.cluster.live import Live
-from workbench.cluster.turns import Turns
 from workbench.cluster.watch import Watch
 from workbench.engine.recorder import Recorder
 from workbench.experiment import Experiment
@@ -129,18 +129,18 @@ class FakeSession:
             what = self.inbox.get()
             match what["kind"]:
                 case "change":
-                    self.turn(what)
+                    self.set(what)
                 case "pause" | "resume":
                     self.paused = what["kind"] == "pause"
                     self.say("paused" if self.paused else "running")
                 case "stop":
                     self.stopping = True
 
-    def turn(self, what: dict[str, Any]) -> None:
+    def set(self, what: dict[str, Any]) -> None:
         about = {k: what.get(k) for k in ("id", "path", "value", "requested_at")}
         if what["path"] == "lr" and what["value"] == 99.0:
             return self.mark("refused", {**about, "reason": "lr=99: the fake does not like it"})
-        self.experiment = self.experiment.turn(what["path"], what["value"])
+        self.experiment = self.experiment.set(what["path"], what["value"])
         self.mark("change", {**about, "text": "changed"})
 
 
@@ -225,16 +225,16 @@ def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follow
     told = {"generation": "g", "error": None, "state": "running", "step": 5, "busy": "", "over": False}
     told["sent"] = {"marks": 1}
     line = SimpleNamespace(ask_all=lambda what, **rest: {0: told})
-    live = Live(run, SimpleNamespace(line=line), Turns(Experiment(ranks=1), []), "g")
-    turn, watch = live.turn("bucket_mb", 2), Watch(live)
+    live = Live(run, SimpleNamespace(line=line), Changes(Experiment(ranks=1), []), "g")
+    change, watch = live.set("bucket_mb", 2), Watch(live)
     with pytest.raises(TimeoutError, match="the run is starting"):
-        turn.wait(0)
+        change.wait(0)
     record = Recorder(0, path)  # spools, and pushes to nobody
-    record.mark(5, "change", 0.5, json.dumps({"id": turn.id, "path": "bucket_mb", "value": 2}))
+    record.mark(5, "change", 0.5, json.dumps({"id": change.id, "path": "bucket_mb", "value": 2}))
     record.close()
     watch.ask()
-    assert turn.applied_at is None  # its message may still be on the way
+    assert change.applied_at is None  # its message may still be on the way
     watch.ask()
-    assert turn.wait(0).applied_at == 5
+    assert change.wait(0).applied_at == 5
     with pytest.raises(TimeoutError, match="rank 0 at step 5"):
-        live.turn("bucket_mb", 4).wait(0)
+        live.set("bucket_mb", 4).wait(0)

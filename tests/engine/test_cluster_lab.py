@@ -85,52 +85,52 @@ def test_another_number_of_ranks_is_refused_while_a_run_is_live(lab: Lab) -> Non
 def test_a_turn_is_answered_with_its_step(lab: Lab) -> None:
     lab.run(Experiment())
     assert until(lambda: lab.state == "running")
-    turn = lab.turn("bucket_mb", 2.0)
-    assert turn.wait(5) is turn and turn.refused is None
+    change = lab.set("bucket_mb", 2.0)
+    assert change.wait(5) is change and change.refused is None
     assert lab.experiment.bucket_mb == 2.0
-    assert turn.applied_at > 0 and turn in lab.turns
-    assert turn.seconds < 1.0
-    assert "applied at step" in repr(turn)
+    assert change.applied_at > 0 and change in lab.changes
+    assert change.seconds < 1.0
+    assert "applied at step" in repr(change)
 
 
 def test_running_the_cell_again_gives_the_run_under_way(lab: Lab) -> None:
     run = lab.run(Experiment(steps=10_000))
-    lab.turn("bucket_mb", 2.0).wait(5)
+    lab.set("bucket_mb", 2.0).wait(5)
     assert lab.run(Experiment(steps=10_000)) is run and lab.run() is run
-    with pytest.raises(ClusterError, match="a run is live; turn its knobs"):
+    with pytest.raises(ClusterError, match="a run is live; set its knobs"):
         lab.run(Experiment(steps=20))
 
 
 def test_turns_are_checked_against_what_was_asked_before(lab: Lab) -> None:
     lab.run(Experiment())
-    lab.turn("strategy", "LocalSGD")
-    assert lab.turn("strategy.every", 16).wait(5).applied_at is not None
+    lab.set("strategy", "LocalSGD")
+    assert lab.set("strategy.every", 16).wait(5).applied_at is not None
     assert lab.experiment.strategy.every == 16
 
 
 def test_a_bad_turn_is_refused_at_once_and_nothing_is_lost(lab: Lab) -> None:
     lab.run(Experiment())
-    asked = len(lab.turns)
+    asked = len(lab.changes)
     with pytest.raises(KnobError, match=r"bucket_mb=-1: must be a number in \[0.01, 1024\] MB"):
-        lab.turn("bucket_mb", -1)
+        lab.set("bucket_mb", -1)
     with pytest.raises(KnobError, match="cannot change while a run is live"):
-        lab.turn("ranks", 1)
-    assert lab.live and len(lab.turns) == asked
+        lab.set("ranks", 1)
+    assert lab.live and len(lab.changes) == asked
 
 
 def test_a_turn_that_the_ranks_refuse_says_why(lab: Lab) -> None:
     lab.run(Experiment())
-    turn = lab.turn("lr", 99.0)
+    change = lab.set("lr", 99.0)
     with pytest.raises(KnobError, match="does not like it"):
-        turn.wait(5)
+        change.wait(5)
     assert lab.experiment.lr != 99.0
 
 
 def test_a_turn_before_a_run_changes_what_will_run(lab: Lab) -> None:
     was = lab.experiment.batch
-    assert lab.turn("batch", 5).applied_at == 0
+    assert lab.set("batch", 5).applied_at == 0
     assert lab.experiment.batch == 5
-    lab.turn("batch", was)
+    lab.set("batch", was)
 
 
 def test_planned_changes_are_checked_before_anything_starts(lab: Lab) -> None:
@@ -151,7 +151,7 @@ def test_a_class_of_the_notebook_reaches_the_engines_before_its_name(lab: Lab, m
     monkeypatch.setattr(Mine, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
     lab.run(Experiment())
-    assert lab.turn("compressor", Mine()).wait(5).applied_at is not None
+    assert lab.set("compressor", Mine()).wait(5).applied_at is not None
 
 
 def test_pause_step_and_resume(lab: Lab) -> None:
@@ -174,7 +174,7 @@ def test_cells_and_orders_work_while_it_trains(lab: Lab) -> None:
     view = lab.view
     busy = view.execute("import time; print('from a cell', workbench_session.rank); time.sleep(2)", block=False)
     began = time.monotonic()
-    lab.turn("bucket_mb", 3.0).wait(5)
+    lab.set("bucket_mb", 3.0).wait(5)
     lab.stop()
     assert until(lambda: not lab.live, 5)
     assert time.monotonic() - began < 2.0 and not busy.ready()
@@ -277,7 +277,7 @@ def test_more_ranks_than_engines_are_refused(lab: Lab) -> None:
     with pytest.raises(KnobError, match=r"ranks=3: must be an integer in \[1, 2\]"):
         lab.run(Experiment(ranks=3))
     with pytest.raises(KnobError, match=r"ranks=3"):
-        lab.turn("ranks", 3)
+        lab.set("ranks", 3)
     assert not lab.live
 
 

@@ -157,7 +157,7 @@ def test_a_detached_run_goes_on_and_is_found_from_its_first_row_on() -> None:
         assert (lab.name, lab.ranks, lab.state) == ("left", 2, "running")
         run = lab.run_now
         assert run and run.live and str(run.path) == said["path"] and Lab.attach("left") is lab
-        assert lab.turn("bucket_mb", 2.0).wait(5).applied_at > 100
+        assert lab.set("bucket_mb", 2.0).wait(5).applied_at > 100
         lab.stop()
         assert run.wait(20).state == "stopped"
         for rank in (0, 1):
@@ -185,7 +185,7 @@ def test_a_guest_sees_a_run_that_another_kernel_owns_and_takes_nothing_with_it()
         said = host.hears()
         lab = Lab.attach("hosted")
         assert lab.state == "running" and len(lab.run_now.spans) > 0
-        assert lab.turn("bucket_mb", 2.0).wait(5).applied_at > 0
+        assert lab.set("bucket_mb", 2.0).wait(5).applied_at > 0
         lab.close()
         assert all(alive(p[:2]) for p in said["processes"])
         assert host.hears()["live"]

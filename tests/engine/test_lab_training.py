@@ -111,23 +111,23 @@ def test_the_example_of_contributing_runs_as_typed_into_a_cell(lab: Lab) -> None
     met = run.spans[(run.spans["lane"] == "comm") & run.spans["name"].str.startswith("all_reduce bucket")]
     assert run.state == "done" and set(met["step"]) == set(range(10)) and set(met["rank"]) == {0, 1}
     run = running(lab, Experiment(task=task()))
-    assert lab.turn("strategy", "CoinSGD").wait(60).applied_at and "CoinSGD" in str(lab.experiment.strategy)
+    assert lab.set("strategy", "CoinSGD").wait(60).applied_at and "CoinSGD" in str(lab.experiment.strategy)
 
 
 def test_every_live_setting_is_answered_while_it_trains(lab: Lab) -> None:
     run = running(lab, Experiment(task=task()))
     asked = [("strategy", "LocalSGD"), ("strategy.every", 3), ("strategy", "DDP"), ("compressor", "TopK"),
              ("density", 0.1), ("bucket_mb", 0.05), ("pace", 20.0), ("lr", 0.005), ("batch", 8)]  # fmt: skip
-    turns = [lab.turn(path, value).wait(10) for path, value in asked]
-    steps = [t.applied_at for t in turns]
-    assert steps == sorted(steps) and [c.path for c in run.changes] == [t.path for t in turns]
+    changes = [lab.set(path, value).wait(10) for path, value in asked]
+    steps = [t.applied_at for t in changes]
+    assert steps == sorted(steps) and [c.path for c in run.changes] == [t.path for t in changes]
     assert (lab.experiment.pace, lab.experiment.batch) == (20.0, 8)
 
 
 def test_a_strategy_of_the_notebook_can_be_switched_to(lab: Lab) -> None:
     running(lab, Experiment(task=task()))
-    assert lab.turn("strategy", Lazy(nap=0.0)).wait(10).applied_at > 0
-    assert lab.turn("strategy.nap", 0.5).wait(10).applied_at > 0
+    assert lab.set("strategy", Lazy(nap=0.0)).wait(10).applied_at > 0
+    assert lab.set("strategy.nap", 0.5).wait(10).applied_at > 0
 
 
 def test_planned_changes_happen_at_their_steps(lab: Lab) -> None:
@@ -226,13 +226,13 @@ def common() -> list[tuple[str, bool]]:
 
 def test_real_processes_train_one_vector_and_are_killed_without_leaving_a_file(lab: Lab) -> None:
     running(lab, Experiment(task=task(), eval_every=5))
-    assert lab.turn("strategy", "Hogwild").wait(10).applied_at > 0
+    assert lab.set("strategy", "Hogwild").wait(10).applied_at > 0
     ((one,), (other,)) = lab.view.apply_sync(common)
     assert one == other and one[1], "both map one file, which has no name any more"
-    assert lab.turn("bucket_mb", 0.01).wait(10).applied_at > 0
-    assert lab.turn("strategy", "DDP").wait(10).applied_at > 0
+    assert lab.set("bucket_mb", 0.01).wait(10).applied_at > 0
+    assert lab.set("strategy", "DDP").wait(10).applied_at > 0
     assert lab.view.apply_sync(common) == [[], []]
-    assert lab.turn("strategy", "Hogwild").wait(10).applied_at > 0
+    assert lab.set("strategy", "Hogwild").wait(10).applied_at > 0
     place = lab.cluster.place.path
     psutil.Process(lab.status[1]["pid"]).kill()
     with pytest.raises(RankError, match=r"rank 1, step \d+.*its engine .* ended with signal SIGKILL"):

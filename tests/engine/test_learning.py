@@ -101,7 +101,7 @@ def adamw(params: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["DDP", "LocalSGD", "TorchDDP"])
 def test_an_unmodified_transformers_gpt2_trains(lab: Lab, tmp_path: Path, strategy: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (test extra)")
-    e = Experiment(task=Task(model=gpt2, data=tokens, loss=causal, optimizer=adamw), steps=8).turn("strategy", strategy)
+    e = Experiment(task=Task(model=gpt2, data=tokens, loss=causal, optimizer=adamw), steps=8).set("strategy", strategy)
     run = lab.run(e, out=tmp_path / strategy)
     run.wait(90)
     assert run.state == "done", (run, lab.status())  # it hung once at its end, and nobody knows where

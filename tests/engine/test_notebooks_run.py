@@ -73,7 +73,7 @@ def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: 
     shown = [text for text in results(book) if text]
     assert any("The record says: much longer: most of the wire's time shows" in text for text in shown), shown
     assert any("the prediction is locked at" in text and "the run has begun" in text for text in shown), shown
-    says = priced(recipe("slow_link").turn("ranks", 4))
+    says = priced(recipe("slow_link").set("ranks", 4))
     asked = next(text for text in shown if "Prediction(" in text)
     assert f"computes for {says.compute} ms per step; the wire needs {says.wire} ms" in asked
     compared = eval(next(text for text in shown if "every 8 steps" in text))
@@ -106,6 +106,6 @@ def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypa
     assert losses["real ranks"] == pytest.approx(losses["simulated"], abs=2e-4)
     ratio, error, found, fixed, replayed, turned = eval(shown[-1])
     assert 1.4 < ratio < 6 and abs(error) < 0.5
-    assert found.startswith("Found:") and "cannot be turned here" in fixed
+    assert found.startswith("Found:") and "cannot be changed here" in fixed
     assert replayed == turned == 1
     assert any(text.startswith("'Not yet:") for text in shown)

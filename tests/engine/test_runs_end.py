@@ -160,7 +160,7 @@ def test_a_dead_controller_is_noticed_said_and_replaced_at_the_next_run(lab: Lab
     assert any(f"the controller (pid {controller}) ended with signal SIGKILL" in note for note in lab.notes)
     step = lab._live.step
     assert until(lambda: lab._live.step > step + 5), "training goes on"
-    lab.turn("bucket_mb", 0.02).wait(30)
+    lab.set("bucket_mb", 0.02).wait(30)
     lab.stop()
     assert run.wait(60).state == "stopped"
     began = time.monotonic()

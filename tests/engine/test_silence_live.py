@@ -167,7 +167,7 @@ def test_without_lockstep_a_still_rank_is_named_while_the_others_go_on(lab: Lab,
     files[1].touch()
     assert named(lab, 2).startswith("rank 2 has been in forward of step ")
     assert until(lambda: "; 0, 1, 3 go on" in lab.run_now.holdup, BOUND), (lab.run_now.holdup, lab.status)
-    lab.turn("lr", 0.02)  # all are to meet for it: whoever waits at the meeting is a victim
+    lab.set("lr", 0.02)  # all are to meet for it: whoever waits at the meeting is a victim
     waits = "; 0, 1, 3 wait in "
     assert until(lambda: waits in lab.run_now.holdup, BOUND), (lab.run_now.holdup, lab.status)
 
@@ -224,7 +224,7 @@ def test_a_rank_that_dies_in_a_step_is_told_with_that_step(lab: Lab, files: Any)
         lab.run(Experiment(task=task(*files, dies=5))).wait(60)
     assert (caught.value.rank, caught.value.step, caught.value.type) == (3, 5, "EngineDied")
     assert caught.value.freed == [0, 1, 2]
-    assert repr(lab.turn("lr", 0.02).wait(0)).endswith("kept for the next run") and lab.state == "failed"
+    assert repr(lab.set("lr", 0.02).wait(0)).endswith("kept for the next run") and lab.state == "failed"
 
 
 def test_a_turn_on_a_closed_lab_is_refused_in_words() -> None:
@@ -232,9 +232,9 @@ def test_a_turn_on_a_closed_lab_is_refused_in_words() -> None:
     engines = SimpleNamespace(name="gone", ranks=2, closed=True, error=None, ready=False)
     closed._take_over("gone", 2, engines)
     with pytest.raises(ClusterError, match="lab 'gone' is closed; make it again"):
-        closed.turn("lr", 0.1)
+        closed.set("lr", 0.1)
     engines.error = ClusterError("engine 1 ended with code 1")
     with pytest.raises(ClusterError, match=r"lr: lab 'gone' has no engines, lab.run\(\) starts them again; engine 1"):
-        closed.turn("lr", 0.1)
+        closed.set("lr", 0.1)
     closed._leave("over")
-    assert closed.turns == []
+    assert closed.changes == []

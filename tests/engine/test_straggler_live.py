@@ -35,11 +35,11 @@ def beyond(run: Run, step: int) -> None:
 
 def judged(lab: Lab, run: Run, fault: Slow) -> str:
     """Injects the fault anew; what was wrong with the verdict after twenty steps, or nothing."""
-    lab.turn("faults", []).wait(60)
-    turn = lab.turn("faults", [fault])
-    assert turn.wait(60) and turn.applied_at is not None
-    beyond(run, turn.applied_at + WITHIN - 1)
-    return wrong(run, turn.applied_at, fault)
+    lab.set("faults", []).wait(60)
+    change = lab.set("faults", [fault])
+    assert change.wait(60) and change.applied_at is not None
+    beyond(run, change.applied_at + WITHIN - 1)
+    return wrong(run, change.applied_at, fault)
 
 
 def wrong(run: Run, first: int, fault: Slow | None) -> str:
@@ -84,7 +84,7 @@ def test_the_right_rank_and_side_are_named_within_twenty_steps(tmp_path: Path) -
                 found.append(judged(lab, run, fault))
                 if found[-1] == SILENT:
                     found.append(judged(lab, run, fault))
-        lab.turn("faults", []).wait(60)
+        lab.set("faults", []).wait(60)
         lab.stop()
         run.wait(20)
     assert not set(found) - {"", SILENT}

@@ -66,8 +66,8 @@ def test_another_user_hears_nothing_and_the_run_trains_on(lab: Lab) -> None:
             assert lab.view.execute(f"print({text!r})").stdout == [f"{text}\n"] * 2
         assert it.stdout.readline() == "tried\n"
         before = lab._live.step
-        assert lab.turn("strategy", "DDP").wait(60).applied_at is not None, "it is steered as ever"
-        assert lab.turn("strategy", "Gossip").wait(60).applied_at is not None
+        assert lab.set("strategy", "DDP").wait(60).applied_at is not None, "it is steered as ever"
+        assert lab.set("strategy", "Gossip").wait(60).applied_at is not None
         assert until(lambda: lab._live.step > before + 20, 60), "and trains on"
         print("", file=it.stdin, flush=True)
         got = json.loads(it.stdout.readline())

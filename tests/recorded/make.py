@@ -107,7 +107,7 @@ def recorded(name: str, plan: Plan, path: Path) -> Run:
     """Runs one plan on real ranks."""
     changes = [Change(EVERY * (n + 1), path, value) for n, (path, value) in enumerate(plan.turned)]
     steps = EVERY * (len(changes) + 2)
-    e = plan.experiment.turn("steps", steps)
+    e = plan.experiment.set("steps", steps)
     with Lab(ranks=e.ranks, name=f"recorded {name}") as lab:
         run = lab.run(e, changes=changes, out=path)
         run.wait(300)

@@ -14,7 +14,7 @@ from widgets.options import chosen, options
 from widgets.requests import items
 from widgets.rows import FIRST, Now, rows
 from widgets.stops import nearest, stops
-from workbench.cluster.turns import Turn
+from workbench.cluster.changes import PendingChange
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
@@ -24,28 +24,28 @@ from workbench.tasks import Task
 
 
 class StillLab:
-    """A lab without ranks: turns wait until `apply` is called."""
+    """A lab without ranks: changes wait until `apply` is called."""
 
     def __init__(self, live: bool = False) -> None:
         self.experiment = Experiment().checked()
-        self.live, self.ranks, self.turns, self.run_now = live, 4, [], None
+        self.live, self.ranks, self.changes, self.run_now = live, 4, [], None
 
-    def turn(self, path: str, value: Any) -> Turn:
+    def set(self, path: str, value: Any) -> PendingChange:
         wanted = self.experiment
-        for t in self.turns:
-            wanted = wanted.turn(t.path, t.value) if t.applied_at is None else wanted
-        wanted.turn(path, value)
-        turn = Turn(Change(NEXT, path, value, f"turn {len(self.turns)}"))
-        self.turns.append(turn)
+        for t in self.changes:
+            wanted = wanted.set(t.path, t.value) if t.applied_at is None else wanted
+        wanted.set(path, value)
+        asked = PendingChange(Change(NEXT, path, value, f"change {len(self.changes)}"))
+        self.changes.append(asked)
         if not self.live:
             self.apply(0)
-        return turn
+        return asked
 
     def apply(self, step: int) -> None:
-        for turn in self.turns:
-            if turn.applied_at is None:
-                self.experiment = self.experiment.turn(turn.path, turn.value)
-                turn.answer(applied_at=step)
+        for asked in self.changes:
+            if asked.applied_at is None:
+                self.experiment = self.experiment.set(asked.path, asked.value)
+                asked.answer(applied_at=step)
 
 
 def row(controls: Controls, path: str) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def paths(controls: Controls) -> list[str]:
 @pytest.mark.parametrize("strategy", members(Strategy))
 @pytest.mark.parametrize("compressor", ["Dense", "Cast", "TopK"])
 def test_every_knob_has_a_control(strategy: str, compressor: str) -> None:
-    e = Experiment().turn("strategy", strategy)
+    e = Experiment().set("strategy", strategy)
     if not members(Strategy)[strategy]().refuses(members(Compressor)[compressor].usual()):
-        e = e.turn("compressor", compressor)
+        e = e.set("compressor", compressor)
     made = {r["path"]: r for r in rows(e, Now())}
     for path, k in walk(e):
         held = path in ("fabric", "fabric.link", "fabric.faults", "compressor.of")  # shown by what is in them
@@ -72,7 +72,7 @@ def test_every_knob_has_a_control(strategy: str, compressor: str) -> None:
 
 
 def test_the_controls_used_most_come_first_and_open() -> None:
-    made = rows(Experiment().turn("strategy", "LocalSGD").checked(), Now())
+    made = rows(Experiment().set("strategy", "LocalSGD").checked(), Now())
     first = [r["path"] for r in made if not r["group"]]
     own = [path for path in first if path.startswith("strategy.")]
     assert first[: len(own) + 2] == ["strategy", *own, "compressor"] and own[0] == "strategy.every"
@@ -147,11 +147,11 @@ def test_a_change_shows_as_requested_until_it_is_applied() -> None:
     controls.asked({"change": "strategy.every", "value": 4})
     found = row(controls, "strategy.every")
     assert found["waiting"] and found["value"] == "4"
-    assert [i["state"] for i in items(lab.turns)] == ["waiting", "waiting"]
+    assert [i["state"] for i in items(lab.changes)] == ["waiting", "waiting"]
     lab.apply(17)
     controls.refresh()
     assert not row(controls, "strategy.every")["waiting"]
-    assert items(lab.turns)[0] | {"when": ""} == {
+    assert items(lab.changes)[0] | {"when": ""} == {
         "path": "strategy.every", "text": "every = 4", "state": "applied", "said": "applied at step 17", "when": "",
     }  # fmt: skip
 
@@ -170,9 +170,9 @@ def test_top_k_is_offered_with_and_without_its_error_feedback() -> None:
     texts = [o.text for o in found]
     assert "TopK + ErrorFeedback" in texts and "TopK alone" in texts and "Dense" in texts
     for option in found:
-        e = Experiment().turn("compressor", option.value)
+        e = Experiment().set("compressor", option.value)
         assert found[chosen(found, e.compressor)].text == option.text
-    nested = Experiment().turn("compressor", {"ErrorFeedback": {"of": {"Cast": {}}}})
+    nested = Experiment().set("compressor", {"ErrorFeedback": {"of": {"Cast": {}}}})
     made = {r["path"]: r for r in rows(nested, Now())}
     assert made["compressor.of"]["value"] == "Cast" and "compressor.of.to" in made
 
@@ -213,6 +213,6 @@ def test_nothing_is_sent_when_nothing_changed() -> None:
 def test_changes_are_listed_in_few_words() -> None:
     lab = StillLab()
     for path, value in (("compressor", "TopK"), ("fabric.faults", [Slow(rank=2)]), ("fabric.link.bandwidth", 200)):
-        lab.turn(path, value)
-    texts = [i["text"] for i in items(lab.turns)]
+        lab.set(path, value)
+    texts = [i["text"] for i in items(lab.changes)]
     assert texts[0] == "bandwidth = 200" and texts[2] == "TopK" and texts[1].startswith("faults: Slow(rank=2")

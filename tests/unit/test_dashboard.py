@@ -23,7 +23,7 @@ class StillLab:
 
     def __init__(self, run: Run | None = None, state: str = "idle") -> None:
         self.experiment = Experiment().checked()
-        self.run_now, self.state, self.ranks, self.turns = run, state, 4, []
+        self.run_now, self.state, self.ranks, self.changes = run, state, 4, []
         self.progress, self.notes, self.status, self.asked = "2 of 4 engines up", [], [], []
         self.watchers: list[Any] = []
 

@@ -94,11 +94,11 @@ def test_every_lesson_is_on_the_list() -> None:
 
 
 @pytest.mark.parametrize("name", ["strategies", "compressors", "optimizers", "fabric"])
-def test_what_a_page_says_to_turn_can_be_turned(name: str) -> None:
+def test_what_a_page_says_to_set_can_be_set(name: str) -> None:
     experiment = Experiment()
     names = {name: getattr(workbench, name) for name in workbench.__all__}
-    for call in re.findall(r"`lab\.turn\((\".*?)\)`", page(f"reference/{name}.md")):
-        experiment = experiment.turn(*eval(f"({call})", names))
+    for call in re.findall(r"`lab\.set\((\".*?)\)`", page(f"reference/{name}.md")):
+        experiment = experiment.set(*eval(f"({call})", names))
     assert experiment != Experiment()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
+from workbench.cluster.changes import Changes
 from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.live import Live
 from workbench.cluster.steady import Steady
-from workbench.cluster.turns import Turns
 from workbench.experiment import Experiment
 from workbench.run import Run
 
@@ -166,7 +166,7 @@ def test_what_a_rank_says_first_of_its_end_stands(clock: Clock) -> None:
 
 def test_a_run_that_went_on_after_a_nan_is_judged_anew_by_who_watches_then() -> None:
     watched = True
-    live = Live(Run({}, live=True), Any, Turns(Experiment(ranks=2), []), "g", lambda: watched)  # type: ignore[arg-type]
+    live = Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g", lambda: watched)  # type: ignore[arg-type]
     live._mark(0, 0, 1.0, "state", {"state": "running"})
     live._mark(1, 4, 2.0, "nan", {"loss": "nan"})
     assert live.ending.unwatched is None and not live.ending.asked, "somebody watches: it pauses"

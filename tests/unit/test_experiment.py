@@ -47,13 +47,13 @@ def test_an_experiment_is_the_same_after_json() -> None:
 def test_a_turn_that_cannot_be_is_refused_and_nothing_is_lost(path: str, value: Any, words: str) -> None:
     before = Experiment()
     with pytest.raises(KnobError) as caught:
-        before.turn(path, value)
+        before.set(path, value)
     assert words in str(caught.value)
     assert before == Experiment()
 
 
 def test_turns_build_on_each_other() -> None:
-    after = Experiment().turn("strategy", "LocalSGD").turn("every", 16).turn("compressor", "TopK").turn("density", 0.05)
+    after = Experiment().set("strategy", "LocalSGD").set("every", 16).set("compressor", "TopK").set("density", 0.05)
     assert after.strategy == LocalSGD(every=16)
     assert after.compressor == ErrorFeedback(of=TopK(density=0.05))
 

@@ -66,7 +66,7 @@ def test_the_code_of_a_run_rebuilds_its_experiment_and_changes(monkeypatch: pyte
     from workbench.experiment import Experiment
 
     experiment = Experiment().turn("strategy", "LocalSGD").turn("compressor", "TopK").turn("steps", 100)
-    experiment = experiment.turn("fabric.faults", [{"Slow": {"rank": 1, "factor": 2.0}}])
+    experiment = experiment.set("fabric.faults", [{"Slow": {"rank": 1, "factor": 2.0}}])
     run = Run(experiment.plain())
     detail = {"id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 4}}}
     run.timeline.marks.add([Mark(0, 20, "change", 2.0, json.dumps(detail))])

@@ -14,8 +14,8 @@ from tests.unit import synthetic
 from workbench import simulate
 from workbench.cli import app
 from workbench.cluster import launch
+from workbench.cluster.changes import planned
 from workbench.cluster.place import ClusterError, check_connection
-from workbench.cluster.turns import planned
 from workbench.experiment import Experiment, given
 from workbench.experiment.recipes import recipe
 from workbench.fabric import Fabric, Link
@@ -41,11 +41,11 @@ NONSENSE: dict[str, Any] = {
 SAID = (KnobError, RunError, ClusterError)
 E = Experiment(steps=3, ranks=2, pace=10)
 DOORS: dict[str, Callable[[Any], Any]] = {
-    "turn's path": lambda v: E.turn(v, 1),
-    "turn": lambda v: E.turn("strategy", v),
-    "turn a number": lambda v: E.turn("lr", v),
-    "turn the faults": lambda v: E.turn("faults", v),
-    "turn the task": lambda v: E.turn("task", v),
+    "setting's path": lambda v: E.set(v, 1),
+    "setting": lambda v: E.set("strategy", v),
+    "set a number": lambda v: E.set("lr", v),
+    "set the faults": lambda v: E.set("faults", v),
+    "set the task": lambda v: E.set("task", v),
     "Experiment(ranks)": lambda v: Experiment(ranks=v),
     "Experiment(compressor)": lambda v: Experiment(compressor=v),
     "Experiment(fabric)": lambda v: Experiment(fabric=v),
@@ -101,11 +101,11 @@ def test_nonsense_is_answered_with_one_sentence(door: Callable[[Any], Any]) -> N
         ("Lab(cluster)", 5, r"cluster=5: must be a path"),
         ("Lab(cluster)", __file__, r"cluster='.*doors.py': is not a client connection file; ipyparallel writes"),
         ("Run.open", None, r"path=None: must be a run directory"),
-        ("turn", {"LocalSGD": {"evry": 4}}, r"strategy: LocalSGD has no knob 'evry'; did you mean every\?"),
-        ("turn's path", None, r"path=None: must be a knob's name as text"),
+        ("setting", {"LocalSGD": {"evry": 4}}, r"strategy: LocalSGD has no knob 'evry'; did you mean every\?"),
+        ("setting's path", None, r"path=None: must be a knob's name as text"),
         ("simulate", "digits", r"experiment='digits': must be an Experiment"),
         ("simulate's costs", 5, r"costs=5: must be a Costs, such as Costs.measured\(run\), or None"),
-        ("what_if", 5, r"turns=5: must be a dict of values by path"),
+        ("what_if", 5, r"settings=5: must be a dict of values by path"),
     ],
 )  # fmt: skip
 def test_the_sentence_says_what_would_do(door: str, value: Any, words: str) -> None:
@@ -115,7 +115,7 @@ def test_the_sentence_says_what_would_do(door: str, value: Any, words: str) -> N
 
 def test_an_unknown_knob_is_answered_with_knobs_only() -> None:
     with pytest.raises(KnobError) as said:
-        E.turn("compressor", {"TopK": {"qqqq": 0.1}})
+        E.set("compressor", {"TopK": {"qqqq": 0.1}})
     assert "it has density" in str(said.value) and "home" not in str(said.value) and "__" not in str(said.value)
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_cannot_be_kept_where_it_was_asked_is_refused_before_anything
             launch.open_run(E, out, Run)  # type: ignore[arg-type]
 
 
-def test_several_knobs_are_turned_in_any_order() -> None:
+def test_several_knobs_are_set_in_any_order() -> None:
     asked = [("density", 0.05), ("compressor", "TopK"), ("every", 4), ("strategy", "LocalSGD"), ("lr", 0.5)]
     there, back = given.turned(E, asked), given.turned(E, asked[::-1])
     assert there == back and there.compressor.of.density == 0.05 and there.strategy.every == 4  # type: ignore[attr-defined]

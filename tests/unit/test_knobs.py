@@ -24,8 +24,8 @@ from workbench.settings import (
     members,
     resolve,
     to_plain,
-    turn,
     walk,
+    with_value,
 )
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import Task, TaskBase
@@ -61,12 +61,12 @@ def test_booleans_and_choices_take_only_what_they_name() -> None:
     with pytest.raises(KnobError, match="shared=2: must be true or false"):
         switch.check(2)
     with pytest.raises(KnobError, match="to='fp8': must be one of fp16, bf16"):
-        turn(Cast(), "to", "fp8")
+        with_value(Cast(), "to", "fp8")
 
 
 def test_turning_makes_a_new_value_and_leaves_the_old() -> None:
     old = LocalSGD(every=4)
-    new = turn(old, "every", 16)
+    new = with_value(old, "every", 16)
     assert (old.every, new.every) == (4, 16)
     with pytest.raises(FrozenInstanceError):
         old.every = 5  # type: ignore[misc]
@@ -75,7 +75,7 @@ def test_turning_makes_a_new_value_and_leaves_the_old() -> None:
 def test_a_path_may_be_as_short_as_is_clear() -> None:
     packed = Fabric(link=Link(bandwidth=10))
     assert resolve(packed, "bandwidth")[0] == resolve(packed, "link.bandwidth")[0] == "link.bandwidth"
-    assert turn(ErrorFeedback(of=TopK()), "density", 0.5).of.density == 0.5
+    assert with_value(ErrorFeedback(of=TopK()), "density", 0.5).of.density == 0.5
 
 
 def test_an_unclear_or_unknown_path_is_answered_with_what_it_could_be() -> None:

@@ -40,24 +40,24 @@ class StillLab:
     def __init__(self) -> None:
         self.experiment = recipe("one_slow_rank")
         self.run_now: Any = None
-        self.turns: list[Any] = []
-        self.turned: list[Any] = []
+        self.changes: list[Any] = []
+        self.asked: list[Any] = []
         self.watchers: list[Any] = []
 
     def run(self, experiment: Any, secret: str = "") -> Run:
-        self.experiment = experiment.turn("steps", 30).turn("eval_every", 0)
+        self.experiment = experiment.set("steps", 30).set("eval_every", 0)
         self.run_now = simulate(self.experiment)
         self.run_now.secret = secret
         return self.run_now
 
-    def turn(self, path: str, value: Any) -> Any:
-        self.turned.append((path, value))
+    def set(self, path: str, value: Any) -> Any:
+        self.asked.append((path, value))
         return SimpleNamespace(path=path, value=value)
 
 
 def riddle() -> tuple[StillLab, Riddle]:
     lab = StillLab()
-    return lab, Riddle(lab, recipe("one_slow_rank").turn("pace", 150), seed=1)
+    return lab, Riddle(lab, recipe("one_slow_rank").set("pace", 150), seed=1)
 
 
 def told(feed: Feed) -> str:
@@ -182,7 +182,7 @@ def test_the_controls_show_no_fault_of_a_riddle_and_take_none() -> None:
     controls = Controls(lab)
     assert not [r for r in controls.rows if "faults.0" in r["path"]]
     controls.asked({"press": "fabric.faults.inject"})
-    assert "riddle" in str(controls.errors) and not lab.turned
+    assert "riddle" in str(controls.errors) and not lab.asked
     asked.give_up()
     controls.refresh()
     assert [r for r in controls.rows if "faults.0" in r["path"] or str(asked._rank) in str(r.get("value"))]
@@ -204,7 +204,7 @@ def test_the_dashboard_above_follows_the_riddle_in_silence() -> None:
     lab = StillLab()
     lab.run(recipe("one_slow_rank"))
     above = Dashboard(lab)
-    asked = Riddle(lab, recipe("one_slow_rank").turn("pace", 150), seed=1)
+    asked = Riddle(lab, recipe("one_slow_rank").set("pace", 150), seed=1)
     above.refresh()
     assert above.board.run is asked.run
     assert f"Rank {asked._rank} is" not in told(Feed(above.board.run))
@@ -226,5 +226,5 @@ def test_what_a_lesson_says_of_a_recipe_is_what_its_description_costs() -> None:
 def test_a_price_follows_the_experiment() -> None:
     e = paced(4, pace=80.0, mbit=100.0)
     plain = priced(e)
-    half = priced(e.turn("fabric.link", Link(bandwidth=50.0)))
+    half = priced(e.set("fabric.link", Link(bandwidth=50.0)))
     assert plain.compute == 80 and half.wire == pytest.approx(2 * plain.wire, abs=1) and half.sent == plain.sent

@@ -71,7 +71,7 @@ def test_what_answers_a_question_is_shown_only_after_a_guess(name: str) -> None:
         ("02_one_strategy_two_clocks.ipynb", "best", '"bucket_mb": size'),
     ],
 )
-def test_the_question_of_a_knob_is_asked_before_it_is_turned(name: str, guess: str, answer: str) -> None:
+def test_the_question_of_a_knob_is_asked_before_it_is_set(name: str, guess: str, answer: str) -> None:
     sources = code(name)
     at = next(i for i, s in enumerate(sources) if answer in s)
     assert sources[at].splitlines()[-1].startswith(f"{guess}.after(")
@@ -87,6 +87,6 @@ def test_a_lesson_asks_before_it_shows() -> None:
     sources = code("01_reading_a_timeline.ipynb")
     order = [
         next(i for i, s in enumerate(sources) if word in s)
-        for word in ("Prediction(", "lab.run", "guess.against", "lab.turn", "riddle.check")
+        for word in ("Prediction(", "lab.run", "guess.against", "lab.set", "riddle.check")
     ]
     assert order == sorted(order)

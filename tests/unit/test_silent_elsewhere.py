@@ -11,8 +11,8 @@ import pytest
 
 from workbench.cluster import last_rows, wire
 from workbench.cluster import watch as watch_module
+from workbench.cluster.changes import Changes
 from workbench.cluster.live import Live
-from workbench.cluster.turns import Turns
 from workbench.cluster.watch import Watch
 from workbench.engine.recorder import Recorder
 from workbench.experiment import Experiment
@@ -38,7 +38,7 @@ class Line:
 def live(tmp_path: Path) -> Live:
     run = Run(Experiment(ranks=2), path=tmp_path / "run", epoch=1.0)
     run.save()
-    made = Live(run, SimpleNamespace(line=Line()), Turns(Experiment(ranks=2), []), "g")
+    made = Live(run, SimpleNamespace(line=Line()), Changes(Experiment(ranks=2), []), "g")
     made.spools[1] = "/on/another/host"
     late = columns_of("marks", [(1, 5, "log", 0.5, json.dumps({"text": "late"}))])
     made.gaps._held["marks", 1] = [(1, late)]  # it waits for one that was lost

@@ -57,7 +57,7 @@ def test_what_cannot_be_is_refused_in_words(run: Run) -> None:
 def test_the_panel_stands_where_the_run_does_and_says_what_comes_out(run: Run) -> None:
     panel = WhatIf(lambda: run)
     panel.follow()
-    assert panel.turns() == {"ranks": 4, "link.bandwidth": 200.0, "link.latency": 0.5}
+    assert panel.settings() == {"ranks": 4, "link.bandwidth": 200.0, "link.latency": 0.5}
     panel.ranks.value = 8
     assert panel.working is not None
     panel.working.join(30)
@@ -80,11 +80,11 @@ def test_what_is_said_is_of_what_was_simulated_though_a_slider_moves_meanwhile(r
         def __getattr__(self, name: str) -> object:
             return getattr(run, name)
 
-        def what_if(self, turns: dict[str, int]) -> object:
-            asked.append(turns["ranks"])
+        def what_if(self, settings: dict[str, int]) -> object:
+            asked.append(settings["ranks"])
             if len(asked) == 1:
                 panel.ranks.value = 8
-            return run.what_if(turns)
+            return run.what_if(settings)
 
     panel.present = Moved
     panel.ranks.value = 5

@@ -192,7 +192,7 @@ def _text(name: str, codec: float, beside: float, exposed: float, standing: floa
     if dense is None:
         return (
             f"{name} {takes} and stands still for {duration(exposed)} more. What Dense would take is not known here: "
-            f"turn measure_every to 20, or make some steps with the compressor Dense."
+            f"set measure_every to 20, or make some steps with the compressor Dense."
         )
     saved = standing - exposed
     saves = f"saves {duration(saved)} of waiting" if saved >= 0 else f"waits {duration(-saved)} longer than Dense"

@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
 def stretches(run: Run) -> list[Stretch]:
     """The steps of a run between its changes, in order; the last has no end yet."""
     found: list[Stretch] = []
-    for step, settings in fold(run.settings, run.changes, turned):
+    for step, settings in fold(run.settings, run.changes, with_value):
         first = max(step, found[-1].first if found else 0)
         if found:
             last = found.pop()
@@ -44,10 +44,10 @@ def stretches(run: Run) -> list[Stretch]:
     return found
 
 
-def turned(settings: Plain, path: str, value: Any) -> Plain:
+def with_value(settings: Plain, path: str, value: Any) -> Plain:
     """`settings` with what lies at `path` (as much of it as makes it unique) set; as they are if nothing does.
 
-    >>> turned({"compressor": {"TopK": {"density": 0.01}}}, "density", 0.1)
+    >>> with_value({"compressor": {"TopK": {"density": 0.01}}}, "density", 0.1)
     {'compressor': {'TopK': {'density': 0.1}}}
     """
     every = list(_paths(settings))

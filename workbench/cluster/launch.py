@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from workbench.cluster.beginning import begin
+from workbench.cluster.changes import Changes, PendingChange, classes
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.engines import here
 from workbench.cluster.errors import RankError
 from workbench.cluster.line import Silence
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError, Place, alive, host, places, runs_dir
-from workbench.cluster.turns import Turn, Turns, classes
 from workbench.experiment import Experiment, given
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
@@ -79,13 +79,13 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R
     return run
 
 
-def refuse_closed(cluster: Cluster, turned: str = "") -> None:
-    """Raises ClusterError if the lab is over; where a knob is to be `turned`, also if it has no engines."""
+def refuse_closed(cluster: Cluster, knob: str = "") -> None:
+    """Raises ClusterError if the lab is over; where a `knob` is to be set, also if it has no engines."""
     if cluster.closed and not cluster.error:
         raise ClusterError(f"lab {cluster.name!r} is closed; make it again with Lab(ranks={cluster.ranks})")
-    if turned and cluster.error:
+    if knob and cluster.error:
         name = cluster.name
-        raise ClusterError(f"{turned}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")
+        raise ClusterError(f"{knob}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")
 
 
 def _unwritable(path: Path, error: OSError) -> ClusterError:
@@ -113,7 +113,7 @@ def environment(experiment: Experiment) -> dict[str, Any]:
 
 def launch(live: Live, changes: Sequence[Change]) -> None:
     """Waits for the engines and starts every rank's session; what fails ends the run with that error."""
-    cluster, run, experiment = live.cluster, live.run, live.turns.experiment
+    cluster, run, experiment = live.cluster, live.run, live.changes.experiment
     try:
         while not live.ending.asked and not cluster.settled(LOOK):
             continue
@@ -180,7 +180,7 @@ def _asked_of_any(cluster: Cluster, ranks: int) -> bytes:
     raise last
 
 
-def rejoin(cluster: Cluster, turns: list[Turn], kind: type[Run]) -> Live | None:
+def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[Run]) -> Live | None:
     """Follows the run that a cluster's engines are in, from its first row on; None if they are in none."""
     about = cluster.place.read().get("run")
     if not about:
@@ -192,7 +192,7 @@ def rejoin(cluster: Cluster, turns: list[Turn], kind: type[Run]) -> Live | None:
     waiting: list[Any] = []
     cluster.take = waiting.append  # rows that come while the disk is read
     run = kind.open(about["path"])
-    live = Live(run, cluster, Turns(experiment, turns), about["generation"])
+    live = Live(run, cluster, Changes(experiment, listed), about["generation"])
     live.replay()
     cluster.take = live.take
     for batch in waiting:

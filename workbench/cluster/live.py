@@ -1,4 +1,4 @@
-"""One run under way, as the kernel sees it: takes rows in, answers turns, notices the end, brings errors home.
+"""One run under way, as the kernel sees it: takes rows in, answers changes, notices the end, brings errors home.
 
 Two threads feed it: the relay hands over batches, and its own watch looks at the engines. It does not know how
 engines are started, nor how anything is shown.
@@ -17,12 +17,12 @@ import cloudpickle
 
 from workbench.cluster import last_rows, spool
 from workbench.cluster.attention import Attention, texts
+from workbench.cluster.changes import Changes, PendingChange
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.ending import Ending
 from workbench.cluster.gaps import Gaps
 from workbench.cluster.place import ClusterError
 from workbench.cluster.steady import Steady
-from workbench.cluster.turns import Turn, Turns
 from workbench.cluster.waiting import wait_for_run
 from workbench.cluster.watch import Watch
 from workbench.cluster.wire import Batch
@@ -50,12 +50,12 @@ class Live:
     """
 
     def __init__(
-        self, run: Run, cluster: Cluster, turns: Turns, generation: str, watched: Callable[[], bool] = lambda: True
+        self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool] = lambda: True
     ) -> None:
-        self.run, self.cluster, self.turns, self.generation = run, cluster, turns, generation
+        self.run, self.cluster, self.changes, self.generation = run, cluster, changes, generation
         self.watched = watched
-        self.ranks = range(turns.experiment.ranks)
-        self.began_with = turns.experiment
+        self.ranks = range(changes.experiment.ranks)
+        self.began_with = changes.experiment
         self.state = "starting"
         self.step = 0
         self.loss: float | None = None
@@ -129,9 +129,9 @@ class Live:
 
     def _mark(self, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
         if name == "change":
-            self.turns.applied(step, detail)
+            self.changes.applied(step, detail)
         elif name == "refused":
-            self.turns.refused(detail)
+            self.changes.refused(detail)
         elif name == "state" and detail["state"] not in FINAL:
             self._forget(t, detail["state"])
             if not (self.state == "stopping" and detail["state"] in ("running", "paused")):
@@ -206,20 +206,20 @@ class Live:
         Steady("run orders", self._carry, self.over, self.note).start()
         Watch(self).start()
 
-    def turn(self, path: str, value: Any) -> Turn:
-        """Turns a knob; classes that the engines do not have go to all of them first."""
-        return self.turns.ask(path, value, self._send_turn)
+    def set(self, path: str, value: Any) -> PendingChange:
+        """Asks for a change of one knob; classes that the engines do not have go to all of them first."""
+        return self.changes.ask(path, value, self._send_change)
 
     def whereabouts(self) -> str:
         """Where each rank was when it last said so, in words."""
         ranks = [f"rank {r} at step {s['step']} in {s['busy'] or 'nothing'}" for r, s in sorted(self.status.items())]
         return ", ".join([f"the run is {self.state}", *ranks, *self.notes[-3:]])
 
-    def _send_turn(self, turn: Turn, new: list[type]) -> None:
-        turn.whereabouts = self.whereabouts
+    def _send_change(self, asked: PendingChange, new: list[type]) -> None:
+        asked.whereabouts = self.whereabouts
         if new:
             self.order("learn", everyone=True, blob=cloudpickle.dumps(new))
-        self.order("request", request={"kind": "change", **turn.change.plain()})
+        self.order("request", request={"kind": "change", **asked.change.plain()})
 
     def stop(self) -> None:
         """Stops at the next step boundary; asked again, aborts. Never a failure of the run.
@@ -258,7 +258,7 @@ class Live:
     def leave(self, why: str) -> None:
         """From now on the run is not followed here, whatever becomes of it."""
         if not self.over.is_set():
-            self.turns.end(why)
+            self.changes.end(why)
             self.run.live = False
             self.notes.append(why)
             self.over.set()
@@ -275,6 +275,6 @@ class Live:
                 last_rows.final(self, state, error)
             except Exception as failure:  # a full disk must not keep it from being over
                 self.note(failure)
-            self.turns.end("the run ended before it could be applied")
+            self.changes.end("the run ended before it could be applied")
             self.run.live = False
             self.over.set()

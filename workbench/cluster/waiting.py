@@ -40,7 +40,7 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
 
 
 def _line(live: Live) -> Any:
-    total = live.turns.experiment.steps or None
+    total = live.changes.experiment.steps or None
     in_notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None
     seen = in_notebook or sys.stderr.isatty()
     quiet = not seen or threading.current_thread() is not threading.main_thread()

@@ -99,7 +99,7 @@ class Watch:
         live, dead = self.live, self.ending.dead
         try:
             last_rows.gather(live, dead | silent)
-            brought_up(self.ending.errors, live.turns.experiment)
+            brought_up(self.ending.errors, live.changes.experiment)
             last_rows.obituary(live, dead)
         except Exception as failure:  # neither a full disk nor a silent rank may keep it from being over
             live.note(failure)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from workbench.compressors._base import Compressor
-from workbench.settings import Knob, turn, walk
+from workbench.settings import Knob, walk, with_value
 
 RATIOS = ("density", "rank", "bits", "levels")  # what such knobs are called
 
@@ -36,7 +36,7 @@ def ways(of: Compressor, spread: float) -> tuple[Way, ...]:
         return ()
     path, k = found
     values = set(k.choices) or {_within(k, k.default * spread ** (j / 2)) for j in range(-2, 3)} | {k.default}
-    return tuple(Way(float(v), turn(of, path, v)) for v in sorted(values, reverse=True))
+    return tuple(Way(float(v), with_value(of, path, v)) for v in sorted(values, reverse=True))
 
 
 def _within(k: Knob, value: float) -> float:
@@ -50,4 +50,4 @@ def at_density(of: Compressor, density: float) -> Compressor:
     found = ratio(of, ("density",))
     assert found is not None, "refused before it starts"
     path, k = found
-    return turn(of, path, _within(k, density))
+    return with_value(of, path, _within(k, density))

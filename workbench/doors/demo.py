@@ -1,6 +1,6 @@
 """The main job without a browser: four ranks on a slow wire, steered live, and what each change did.
 
-Starts real ranks through a Lab, turns knobs as a person would, and reads everything it prints from the record.
+Starts real ranks through a Lab, sets knobs as a person would, and reads everything it prints from the record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 180.0  # seconds until the first step must have been made
 
 
 class Stop(NamedTuple):
-    """One stop of the tour: what is turned there, and its share of the time."""
+    """One stop of the tour: what is set there, and its share of the time."""
 
     title: str
     path: str
@@ -56,7 +56,7 @@ TOUR = (
 
 def tour(out: Path, ranks: int, seconds: float) -> list[Row]:
     """Runs the tour for about `seconds`, prints its table and writes the page `out`."""
-    experiment = slow_link().turn("ranks", given.ranks(ranks))
+    experiment = slow_link().set("ranks", given.ranks(ranks))
     from workbench.lab import Lab
 
     link = experiment.fabric.link
@@ -86,20 +86,20 @@ def drive(lab: Lab, run: Run, seconds: float) -> list[int]:
         follow(run, bar, PATIENCE, until_first=True)
         for stop in TOUR:
             if stop is not TOUR[0]:
-                begins.append(turned(lab, stop))
+                begins.append(set_at(lab, stop))
             bar.set_description_str(f"{stop.title:<20}")
             follow(run, bar, stop.share * seconds)
         bar.update(bar.total - bar.n)
     return begins
 
 
-def turned(lab: Lab, stop: Stop) -> int:
-    """Turns the stop's knob and waits for the step from which it acts."""
-    turn = lab.turn(stop.path, stop.value)
-    turn.wait(60)
-    if turn.refused or turn.applied_at is None:
-        raise RunError(f"{stop.path}={stop.value}: {turn.refused or 'not applied within 60 s'}")
-    return int(turn.applied_at)
+def set_at(lab: Lab, stop: Stop) -> int:
+    """Sets the stop's knob and waits for the step from which it acts."""
+    change = lab.set(stop.path, stop.value)
+    change.wait(60)
+    if change.refused or change.applied_at is None:
+        raise RunError(f"{stop.path}={stop.value}: {change.refused or 'not applied within 60 s'}")
+    return int(change.applied_at)
 
 
 def follow(run: Run, bar: tqdm, seconds: float, until_first: bool = False) -> None:

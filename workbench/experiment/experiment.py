@@ -9,7 +9,7 @@ from workbench.compressors import Compressor, Dense, inside
 from workbench.experiment import momentum, rates
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
-from workbench.settings import KnobError, checked, from_plain, knob, settle, short, to_plain, turn
+from workbench.settings import KnobError, checked, from_plain, knob, settle, short, to_plain, with_value
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
@@ -19,9 +19,9 @@ MEASURE = "what compression does to the sum, found in every so many steps by sen
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """All that a run depends on. To change one setting is to make another experiment (`experiment.turn`).
+    """All that a run depends on. To change one setting is to make another experiment (`experiment.set`).
 
-    >>> Experiment().turn("every", 4)
+    >>> Experiment().set("every", 4)
     Traceback (most recent call last):
         ...
     workbench.KnobError: every: no such knob here; ...
@@ -50,9 +50,14 @@ class Experiment:
     def __post_init__(self) -> None:
         settle(self, "")
 
-    def turn(self, path: str, value: Any) -> Experiment:
-        """This experiment with one knob turned; checked as a whole. Raises KnobError."""
-        return turn(self, path, value).checked()
+    def set(self, path: str, value: Any) -> Experiment:
+        """This experiment with one knob set to another value; checked as a whole. Raises KnobError.
+
+        `experiment.turn` is its old name, which goes on working for one release.
+        """
+        return with_value(self, path, value).checked()
+
+    turn = set  # its old name, for one release
 
     def checked(self) -> Experiment:
         """This experiment if every knob and every combination in it can be. Raises KnobError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.experiment.experiment import Experiment
-from workbench.settings import Change, KnobError, resolve, short, turn
+from workbench.settings import Change, KnobError, resolve, short, with_value
 
 MAX_RANKS = 64
 LONGEST = 10**9  # steps
@@ -78,9 +78,9 @@ def changes(value: Any) -> tuple[Change, ...]:
 
 
 def turned(start: Experiment, settings: Iterable[tuple[str, Any]]) -> Experiment:
-    """`start` with several knobs turned at once, whatever the order in which they are given.
+    """`start` with several knobs set at once, whatever the order in which they are given.
 
-    What holds other knobs is turned before them, so `density` may be given before the compressor that has it; the
+    What holds other knobs is set before them, so `density` may be given before the compressor that has it; the
     whole is checked at the end. Raises KnobError.
     """
     now, left = start, list(settings)
@@ -88,7 +88,7 @@ def turned(start: Experiment, settings: Iterable[tuple[str, Any]]) -> Experiment
         found = {number: _depth(now, where) for number, (where, _) in enumerate(left)}
         known = {number: depth for number, depth in found.items() if depth}
         number = min(known, key=lambda n: (known[n], n)) if known else 0
-        now = turn(now, *left.pop(number))
+        now = with_value(now, *left.pop(number))
     return now.checked()
 
 

@@ -18,10 +18,10 @@ from workbench.settings.knobs import knobs as knobs
 from workbench.settings.knobs import resolve as resolve
 from workbench.settings.knobs import settle as settle
 from workbench.settings.knobs import to_plain as to_plain
-from workbench.settings.knobs import turn as turn
 from workbench.settings.knobs import walk as walk
+from workbench.settings.knobs import with_value as with_value
 
 __all__ = [
     "NEXT", "Change", "Family", "Knob", "KnobError", "checked", "describe", "find", "fold", "from_plain", "in_words",
-    "knob", "knobs", "members", "resolve", "settle", "short", "to_plain", "turn", "walk",
+    "knob", "knobs", "members", "resolve", "settle", "short", "to_plain", "walk", "with_value",
 ]  # fmt: skip

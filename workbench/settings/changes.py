@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from workbench.settings.found import KnobError
-from workbench.settings.knobs import in_words, to_plain, turn
+from workbench.settings.knobs import in_words, to_plain, with_value
 
 T = TypeVar("T")
 NEXT = -1  # the next step that can be
@@ -49,16 +49,17 @@ class Change:
 
 
 def fold(
-    start: T, changes: Iterable[Change], turned: Callable[[T, str, Any], T] = turn, skips: bool = False
+    start: T, changes: Iterable[Change], made: Callable[[T, str, Any], T] = with_value, skips: bool = False
 ) -> list[tuple[int, T]]:  # fmt: skip
     """(step, what is in force from it on): `start` from step 0, then one after each change, in their order.
 
-    turned: how one change is made to what is in force; skips: one that cannot be changes nothing, else KnobError
+    made:  how one change is made to what is in force
+    skips: one that cannot be changes nothing, else KnobError
     """
     found: list[tuple[int, T]] = [(0, start)]
     for change in changes:
         try:
-            found.append((change.at_step, turned(found[-1][1], change.path, change.value)))
+            found.append((change.at_step, made(found[-1][1], change.path, change.value)))
         except KnobError:
             if not skips:
                 raise

@@ -1,4 +1,4 @@
-"""Knobs: every setting a person may turn, its check, and the turning itself.
+"""Knobs: every setting a person may change, its check, and the change itself.
 
 A knob is declared where the setting lives, in a frozen dataclass, with `knob(...)`. Nothing here knows
 torch, widgets or processes: controls, the command line and the engine all read the same description.
@@ -18,7 +18,7 @@ from workbench.settings.found import KnobError, find, members, short
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting: type, range, unit and doc; `live` ones may be turned while training runs."""
+    """One setting: type, range, unit and doc; `live` ones may be set while training runs."""
 
     name: str
     kind: type  # bool, int, float, str, tuple, or the base class of a family (Strategy, Compressor, ...)
@@ -110,7 +110,7 @@ def knob(
     log: bool = False,
     choices: tuple[Any, ...] = (),
 ) -> Any:
-    """Declares a dataclass field that a person may turn; `log` asks for a logarithmic slider."""
+    """Declares a dataclass field that a person may set; `log` asks for a logarithmic slider."""
     rest = {"low": low, "high": high, "doc": doc, "unit": unit, "live": live, "log": log, "choices": choices}
     if callable(default) and not isinstance(default, type):
         return field(default_factory=default, metadata={"knob": rest})
@@ -207,7 +207,7 @@ def _subsequence(short: list[str], full: list[str]) -> bool:
     return short[-1] == full[-1] and all(part in rest for part in short)
 
 
-def turn(thing: Any, path: str, value: Any) -> Any:
+def with_value(thing: Any, path: str, value: Any) -> Any:
     """`thing` with the knob at `path` set to `value`: a new value, checked; `thing` stays as it is."""
     full, k = resolve(thing, path)
     if k.element or is_dataclass(k.kind):

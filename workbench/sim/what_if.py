@@ -49,15 +49,15 @@ class WhatIf(NamedTuple):
         )
 
 
-def what_if(run: Run, turns: Mapping[str, Any] | None = None) -> WhatIf:
-    """Simulates `run` as it is now and with `turns` (path: value), sizes only; costs are measured from the run.
+def what_if(run: Run, settings: Mapping[str, Any] | None = None) -> WhatIf:
+    """Simulates `run` as it is now and with `settings` (path: value), sizes only; costs are measured from the run.
 
-    Raises KnobError for a turn that cannot be or cannot be simulated, ValueError where the run has no whole step.
+    Raises KnobError for a setting that cannot be or cannot be simulated, ValueError where the run has no whole step.
     """
     now = present(run)
-    if not isinstance(turns or {}, Mapping):
-        raise KnobError(f"turns={short(turns)}: must be a dict of values by path, such as {{'ranks': 16}}")
-    other = given.turned(now, (turns or {}).items())
+    if not isinstance(settings or {}, Mapping):
+        raise KnobError(f"settings={short(settings)}: must be a dict of values by path, such as {{'ranks': 16}}")
+    other = given.turned(now, (settings or {}).items())
     costs = Costs.measured(run)
     same, imagined = (simulate(replace(e, steps=_steps(e), eval_every=0), costs=costs) for e in (now, other))
     first, stop = _settled(run)

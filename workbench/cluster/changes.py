@@ -1,4 +1,4 @@
-"""Turns of knobs during a run: asked, checked at once, then applied by all ranks at one step or refused in words."""
+"""Changes asked for during a run: checked at once, then applied by all ranks before one step, or refused in words."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.settings import NEXT, Change, KnobError, fold, resolve, to_plain
 
-BEFORE = "before the run"  # the id of a turn that no run was there for
+BEFORE = "before the run"  # the id of a change for which there was no run yet
 
 
-class Turn:
-    """One turn of one knob. `applied_at` is the first step it acts on, `refused` the reason why it never will."""
+class PendingChange:
+    """A Change that was asked for, and its answer, to `wait` for.
+
+    applied_at: the first step that it acts on, once it is applied
+    refused:    the reason why it never will be
+    """
 
     def __init__(self, change: Change, applied_at: int | None = None) -> None:
         self.change = change
@@ -30,7 +34,7 @@ class Turn:
         if applied_at is not None:
             self._answered.set()
 
-    def wait(self, timeout: float | None = None) -> Turn:
+    def wait(self, timeout: float | None = None) -> PendingChange:
         """Waits for the answer; raises KnobError if it is a refusal, TimeoutError if none comes in time."""
         if not self._answered.wait(timeout):
             raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.whereabouts()}")
@@ -47,53 +51,53 @@ class Turn:
     def __repr__(self) -> str:
         done = f"applied at step {self.applied_at}" if self.applied_at is not None else "requested"
         done = "kept for the next run" if self.id == BEFORE else done
-        return f"Turn {self.path} = {self.value}: {'refused: ' + self.refused if self.refused else done}"
+        return f"Change {self.path} = {self.value}: {'refused: ' + self.refused if self.refused else done}"
 
 
-class Turns:
-    """The experiment as it is now, the turns that are under way, and those that were answered."""
+class Changes:
+    """The experiment as it is now, the changes that wait for an answer, and those that have one."""
 
-    def __init__(self, experiment: Experiment, listed: list[Turn]) -> None:
+    def __init__(self, experiment: Experiment, listed: list[PendingChange]) -> None:
         self.experiment = experiment  # what the ranks run now
         self.listed = listed
-        self._pending: list[Turn] = []
+        self._pending: list[PendingChange] = []
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
 
-    def ask(self, path: str, value: Any, send: Callable[[Turn, list[type]], None]) -> Turn:
-        """Checks the turn against what will be in force, then sends it. Raises KnobError, changing nothing."""
+    def ask(self, path: str, value: Any, send: Callable[[PendingChange, list[type]], None]) -> PendingChange:
+        """Checks a change against what will be in force, then sends it. Raises KnobError, changing nothing."""
         with self._lock:
             wanted = self._wanted()
             full, knob = resolve(wanted, path)
             if not knob.live:
-                raise KnobError(f"{full}={value!r}: cannot change while a run is live; stop it, then turn it")
-            given = _at(wanted.turn(path, value), full)
-            number = f"turn {next(self._numbers)} {time.time_ns():x}"
-            turn = Turn(Change(NEXT, full, to_plain(given), number, time.time()))
-            send(turn, list(classes(given)))
-            self._pending.append(turn)
-            self.listed.append(turn)
-            return turn
+                raise KnobError(f"{full}={value!r}: cannot change while a run is live; stop it, then set it")
+            given = _at(wanted.set(path, value), full)
+            number = f"change {next(self._numbers)} {time.time_ns():x}"
+            asked = PendingChange(Change(NEXT, full, to_plain(given), number, time.time()))
+            send(asked, list(classes(given)))
+            self._pending.append(asked)
+            self.listed.append(asked)
+            return asked
 
     def _wanted(self) -> Experiment:
-        return fold(self.experiment, (turn.change for turn in self._pending), Experiment.turn, skips=True)[-1][1]
+        return fold(self.experiment, (asked.change for asked in self._pending), Experiment.set, skips=True)[-1][1]
 
     def applied(self, step: int, detail: dict[str, Any]) -> None:
         """A change took effect: ours, one that was planned, or one asked by another kernel."""
         with self._lock:
-            turn, change = self._take(detail), Change.read(detail, step)
-            self.experiment = self.experiment.turn(change.path, change.value)
-            if turn is None:
-                self.listed.append(Turn(change, step))
+            asked, change = self._take(detail), Change.read(detail, step)
+            self.experiment = self.experiment.set(change.path, change.value)
+            if asked is None:
+                self.listed.append(PendingChange(change, step))
             else:
-                turn.answer(applied_at=step)
+                asked.answer(applied_at=step)
 
     def refused(self, detail: dict[str, Any]) -> None:
         with self._lock:
-            if turn := self._take(detail):
-                turn.answer(refused=detail["reason"])
+            if asked := self._take(detail):
+                asked.answer(refused=detail["reason"])
 
-    def _take(self, detail: dict[str, Any]) -> Turn | None:
+    def _take(self, detail: dict[str, Any]) -> PendingChange | None:
         found = next((t for t in self._pending if t.id == detail["id"]), None)
         if found:
             self._pending.remove(found)
@@ -102,8 +106,8 @@ class Turns:
     def end(self, reason: str) -> None:
         """Nothing will be applied any more."""
         with self._lock:
-            for turn in self._pending:
-                turn.answer(refused=f"{turn.path}={turn.value}: {reason}")
+            for asked in self._pending:
+                asked.answer(refused=f"{asked.path}={asked.value}: {reason}")
             self._pending.clear()
 
 
@@ -117,7 +121,7 @@ def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, 
         full, knob = resolve(experiment, change.path)
         if not knob.live:
             raise KnobError(f"{full}={value!r}: cannot change while a run is live")
-        experiment = experiment.turn(full, value)
+        experiment = experiment.set(full, value)
         out.append(Change(step, full, to_plain(_at(experiment, full))))
     return tuple(out)
 
