@@ -1,7 +1,8 @@
 """What pages copy from the code, written by `python -m tests.tables PAGE ...` (`make tables`: all of them).
 
 Between `<!-- reference NAME -->` and `<!-- end -->` stands a family (or settings, verbs, views) as `tests/reference.py`
-writes it; between `<!-- code FILE NAME ... -->` and `<!-- end -->` the source of these classes and functions.
+writes it; between `<!-- code FILE NAME ... -->` and `<!-- end -->` the source of these classes and functions, or of
+the whole file where none is named. Besides, the list of what can be imported from where, for editors: `__init__.pyi`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import re
 import sys
 from pathlib import Path
 
+import workbench
 from tests import reference
+from workbench.settings import shipped
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / "shapes.md", *sorted((ROOT / "docs" / "reference").glob("*.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "shapes.md", *sorted((ROOT / "docs" / "reference").glob("*.md"))]
+STUBS = [ROOT / "workbench" / "__init__.pyi", *sorted((ROOT / "workbench").glob("*/__init__.pyi"))]
 
 
 def filled(text: str) -> str:
     """`text` with everything between its markers as the code says now."""
     text = re.sub("<!-- reference (\\S+) -->.*?<!-- end -->", _told, text, flags=re.S)
-    return re.sub("<!-- code (\\S+) (.*?) -->.*?<!-- end -->", _shown, text, flags=re.S)
+    return re.sub("<!-- code (\\S+)(.*?) -->.*?<!-- end -->", _shown, text, flags=re.S)
 
 
 def code(path: str, names: list[str]) -> str:
     """The source of these top-level classes and functions of a file, decorators and all."""
     text = (ROOT / path).read_text()
+    if not names:
+        return text.rstrip()
     lines, found = text.splitlines(), {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -34,18 +40,30 @@ def code(path: str, names: list[str]) -> str:
     return "\n\n\n".join(found[name] for name in names)
 
 
+def stub(path: Path) -> str:
+    """A package's `__init__.pyi`: what its `__init__.py` imports by name, and every member that lies in its folder."""
+    package = ".".join(path.parent.relative_to(ROOT).parts)
+    own = re.findall(r"^from \S+ import (?:\w+) as \w+$", path.with_suffix(".py").read_text(), re.M)
+    found = workbench.public_names() if package == "workbench" else shipped(package)
+    lines = {*own, *(f"from {home} import {name} as {name}" for name, home in found.items())}
+    more = ["", "__version__: str", "", "def public_names() -> dict[str, str]: ..."] if package == "workbench" else []
+    return "\n".join(["# Written by `make tables`, for editors and type checkers.", *sorted(lines), *more, ""])
+
+
 def _told(match: re.Match[str]) -> str:
     return f"<!-- reference {match[1]} -->\n{reference.part(match[1])}\n<!-- end -->"
 
 
 def _shown(match: re.Match[str]) -> str:
     path, names = match.groups()
-    return f"<!-- code {path} {names} -->\n```python\n{code(path, names.split())}\n```\n<!-- end -->"
+    return f"<!-- code {path}{names} -->\n```python\n{code(path, names.split())}\n```\n<!-- end -->"
 
 
 def main(*pages: Path) -> None:
     for page in pages or PAGES:
         page.write_text(filled(page.read_text()))
+    for path in () if pages else STUBS:
+        path.write_text(stub(path))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def test_what_a_page_copies_from_the_code_is_current(path: Path) -> None:
     assert text == tables.filled(text), "run: make tables"
 
 
+@pytest.mark.parametrize("path", tables.STUBS, ids=lambda p: p.parent.name)
+def test_what_editors_are_told_of_a_package_is_current(path: Path) -> None:
+    assert path.read_text() == tables.stub(path), "run: make tables"
+
+
 @pytest.mark.parametrize("member", EVERY, ids=lambda m: m.__name__)
 def test_a_member_says_when_to_use_it_and_who_invented_it(member: type[Any]) -> None:
     said = inspect.getdoc(member) or ""

@@ -12,6 +12,12 @@ from pathlib import Path
 import pytest
 
 import workbench
+from workbench.compressors import Compressor
+from workbench.fabric import Fault
+from workbench.optimizers import Optimizer
+from workbench.settings import members, shipped
+from workbench.strategies import Strategy
+from workbench.tasks import TaskBase
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -45,7 +51,15 @@ def test_every_public_name_is_there_and_says_what_it_is() -> None:
     for name in workbench.__all__:
         assert (getattr(workbench, name).__doc__ or "").strip(), name
     assert set(workbench.__all__) <= set(dir(workbench))
-    assert sorted(workbench.__all__) == sorted(n for names in workbench._HOMES.values() for n in names)
+
+
+def test_every_member_that_lies_in_a_familys_folder_is_public_without_a_list() -> None:
+    for base in (Strategy, Compressor, Optimizer, Fault, TaskBase):
+        found = {name for name, cls in members(base).items() if cls.__module__.startswith("workbench.")}
+        assert found and found <= set(workbench.__all__) and found <= set(dir(sys.modules[base.home]))
+        assert found <= set(shipped(base.home)), "read off the files without importing them"
+        for name in found:
+            assert getattr(workbench, name) is getattr(sys.modules[base.home], name) is members(base)[name]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

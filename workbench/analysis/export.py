@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench import _HOMES
+from workbench import public_names
 from workbench.record.about import name_of_class, name_of_code, wrong
 from workbench.record.store import RunError
 
@@ -98,6 +98,7 @@ def as_python(run: Run) -> str:
     if reason := wrong({"experiment": run.settings, "epoch": 0}):
         raise RunError(f"run {run.name!r} cannot be written as Python: {reason}")
     names: dict[str, set[str]] = {}
+    public = public_names()
     settings = dict(run.settings)
     comment = {}
     if not settings.get("steps"):
@@ -110,9 +111,9 @@ def as_python(run: Run) -> str:
         if field == "task" and "'<" in text:
             text, comment[field] = "...", "  # your own Task(...): its functions are not in the record"
         elif home:
-            shipped = used & set(_HOMES[home])
-            names.setdefault(home, set()).update(shipped)
-            if own := sorted(used - shipped):
+            ours = {name for name in used if public.get(name, "").startswith(f"workbench.{home}")}
+            names.setdefault(home, set()).update(ours)
+            if own := sorted(used - ours):
                 comment[field] = f"  # {', '.join(own)}: your own, to be defined before"
         lines.append(f"    {field}={text},{comment.get(field, '')}")
     changes = [f"    Change({c.at_step}, {c.path!r}, {_literal(c.value)})," for c in run.changes]

@@ -1,15 +1,20 @@
 """The network and its faults, as descriptions with two readers: the engine and the simulator."""
 
+from typing import Any
+
 from workbench.fabric._base import Fault as Fault
-from workbench.fabric.freeze import Freeze as Freeze
 from workbench.fabric.link import Fabric as Fabric
 from workbench.fabric.link import Link as Link
 from workbench.fabric.link import Load as Load
 from workbench.fabric.link import even as even
 from workbench.fabric.link import traffic as traffic
 from workbench.fabric.link import uneven as uneven
-from workbench.fabric.noisy import Noisy as Noisy
-from workbench.fabric.slow import Slow as Slow
-from workbench.fabric.stumble import Stumble as Stumble
+from workbench.settings import member, shipped
 
-__all__ = ["Fabric", "Fault", "Freeze", "Link", "Load", "Noisy", "Slow", "Stumble", "even", "traffic", "uneven"]
+
+def __getattr__(name: str) -> Any:
+    return member(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *shipped(__name__)})

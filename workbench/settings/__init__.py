@@ -6,7 +6,9 @@ from workbench.settings.changes import fold as fold
 from workbench.settings.family import Family as Family
 from workbench.settings.found import KnobError as KnobError
 from workbench.settings.found import find as find
+from workbench.settings.found import member as member
 from workbench.settings.found import members as members
+from workbench.settings.found import shipped as shipped
 from workbench.settings.found import short as short
 from workbench.settings.knobs import Knob as Knob
 from workbench.settings.knobs import checked as checked
@@ -23,5 +25,5 @@ from workbench.settings.knobs import with_value as with_value
 
 __all__ = [
     "NEXT", "Change", "Family", "Knob", "KnobError", "checked", "describe", "find", "fold", "from_plain", "in_words",
-    "knob", "knobs", "members", "resolve", "settle", "short", "to_plain", "walk", "with_value",
+    "knob", "knobs", "member", "members", "resolve", "settle", "shipped", "short", "to_plain", "walk", "with_value",
 ]  # fmt: skip

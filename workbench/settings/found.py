@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import pkgutil
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 M = TypeVar("M")
+MEMBER = re.compile(r"^@dataclass\(frozen=True, kw_only=True\)\nclass ([A-Z]\w*)\(", re.M)
 
 
 def members(base: type[M]) -> dict[str, type[M]]:
@@ -37,6 +41,24 @@ def _look(home: str) -> None:
     package = importlib.import_module(home)
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{home}.{info.name}")
+
+
+def shipped(home: str) -> dict[str, str]:
+    """The members in the files of the package `home`: the name of each, and that of its module. Imports none of them.
+
+    A member is a frozen, keyword-only dataclass in a file whose name does not begin with `_`.
+    """
+    spec = importlib.util.find_spec(home)
+    folders = map(Path, (spec and spec.submodule_search_locations) or ())
+    files = sorted(path for folder in folders for path in folder.glob("[!_]*.py"))
+    return {name: f"{home}.{path.stem}" for path in files for name in MEMBER.findall(path.read_text("utf8"))}
+
+
+def member(home: str, name: str) -> Any:
+    """The member called `name` of the package `home`, for that package's `__getattr__`. Raises AttributeError."""
+    if name[:1].isupper() and name in (files := shipped(home)):
+        return getattr(importlib.import_module(files[name]), name)
+    raise AttributeError(f"module {home!r} has no attribute {name!r}")
 
 
 def find(base: type[M], name: str) -> type[M]:

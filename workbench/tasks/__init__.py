@@ -1,16 +1,18 @@
 """Model and data pairs that learn within a minute on two cores; `Task(...)` brings your own."""
 
+from typing import Any
+
+from workbench.settings import member, shipped
 from workbench.tasks._base import Learner as Learner
 from workbench.tasks._base import TaskBase as TaskBase
 from workbench.tasks._base import TaskError as TaskError
 from workbench.tasks._base import at_rate as at_rate
 from workbench.tasks._base import rate as rate
-from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
-from workbench.tasks.click_through import ClickThrough as ClickThrough
-from workbench.tasks.criteo_tsv import CriteoTSV as CriteoTSV
-from workbench.tasks.digits import Digits as Digits
-from workbench.tasks.own import Task as Task
 
-__all__ = [
-    "ByteGPT", "ClickThrough", "CriteoTSV", "Digits", "Learner", "Task", "TaskBase", "TaskError", "at_rate", "rate",
-]  # fmt: skip
+
+def __getattr__(name: str) -> Any:
+    return member(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *shipped(__name__)})

@@ -1,0 +1,12 @@
+# Written by `make tables`, for editors and type checkers.
+from workbench.fabric._base import Fault as Fault
+from workbench.fabric.freeze import Freeze as Freeze
+from workbench.fabric.link import Fabric as Fabric
+from workbench.fabric.link import Link as Link
+from workbench.fabric.link import Load as Load
+from workbench.fabric.link import even as even
+from workbench.fabric.link import traffic as traffic
+from workbench.fabric.link import uneven as uneven
+from workbench.fabric.noisy import Noisy as Noisy
+from workbench.fabric.slow import Slow as Slow
+from workbench.fabric.stumble import Stumble as Stumble

@@ -1,0 +1,86 @@
+"""AdaAlter: AdaGrad whose denominators ranks agree upon in rounds, together with the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
+from workbench.strategies._base import Strategy
+
+
+class _State:
+    """What one rank remembers: the sums of squares as all know them, its own since, and for how many steps."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.since = 0
+
+    def sums(self, params: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n,) each, fp32 at least: what was agreed upon last, and that with this rank's own squares since."""
+        kind = torch.promote_types(params.data.dtype, torch.float32)
+        return self.memory.flat("agreed", params, kind), self.memory.flat("own", params, kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaAlter(Strategy):
+    """AdaGrad for ranks that train alone between averagings: parameters and sums of squares are averaged together.
+
+        params_i <- params_i - lr grad_i / sqrt(b0^2 + B + t eps^2)       t = 1 ... H, the steps since B was agreed upon
+        A_i      <- A_i + grad_i^2
+        after H steps:   params_i <- (1/p) sum_j params_j,   B, A_i <- (1/p) sum_j A_j,   t <- 0
+
+    B is the same on all ranks, so all divide alike; t eps^2 stands for the squares that B has not seen yet. AdaGrad
+    adds a step's squares before it divides by them; here they count from the next round on (the "alter"), which lets
+    H = `every` be more than one. With H = 1 it is AdaAlter as ranks compute it that agree after every step.
+
+    It is a strategy and no optimizer: an optimizer turns a rank's gradients into a step and knows of no other rank,
+    but here the denominator depends on when ranks agreed last. The task's optimizer rests with its state and is not
+    asked; only the learning rate is the same. A stay begins with B = 0. Each rank sends 4 (p-1)/p times the model's
+    bytes per round, waited for: as much as two averagings.
+
+    When to use it: the task wants AdaGrad (sparse features, language models with large vocabularies) and the wire is
+    slow. `eps` near the size of a gradient keeps late rounds from being too bold.
+
+    Reference: Xie, Koyejo, Gupta and Lin, "Local AdaAlter: Communication-Efficient Stochastic Gradient Descent with
+    Adaptive Learning Rates", 2019, https://arxiv.org/abs/1911.09030
+    """
+
+    every: int = knob(4, 1, 256, unit="steps", log=True, doc="H: steps each rank trains alone between averagings")
+    initial: float = knob(1.0, 1e-6, 1e3, log=True, doc="b0: root of what each sum of squares begins with")
+    eps: float = knob(1.0, 1e-6, 1e3, log=True, doc="root of what stands for a step's squares until ranks agree")
+
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "parameters"
+
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State()
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        await rank.forward()
+        await rank.backward()
+        state.since += 1
+        await rank.update(by=partial(self._move, await rank.params(), await rank.grads(), rank.lr, state))
+        if state.since >= self.every:
+            await self.leave(rank, state)
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        if not state.since:
+            return
+        for params in await rank.params():
+            agreed, own = state.sums(params)
+            await rank.all_reduce(params.data, "mean", params.name)
+            await rank.all_reduce(own, "mean", params.name)
+            agreed.copy_(own)
+        state.since = 0
+
+    def _move(self, params: list[Bucket], grads: list[Bucket], lr: float, state: _State) -> None:
+        for x, grad in zip(params, grads, strict=True):
+            agreed, own = state.sums(x)
+            root = (agreed + (self.initial**2 + state.since * self.eps**2)).sqrt_()
+            x.data.sub_(grad.data.to(root.dtype).div(root), alpha=lr)
+            own.addcmul_(grad.data.to(own.dtype), grad.data.to(own.dtype))
