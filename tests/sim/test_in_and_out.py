@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.laws.claims import SUMS
+from tests.laws.claims import RATES, SUMS
 from tests.ranks import shipped
 from workbench import simulate
 from workbench.experiment import Experiment
@@ -15,7 +15,8 @@ from workbench.settings import Change
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import Digits
 
-OTHERS = sorted(n for n, cls in shipped(Strategy).items() if not cls.opaque and cls is not DDP)
+ALL = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque and cls is not DDP}
+OTHERS = [n for n, cls in ALL.items() if cls.plain or n in RATES]
 IN, OUT, AFTER = 30, 50, 50  # steps: another strategy from IN to OUT, judged so many steps after
 SEEDS = range(5)
 
@@ -44,9 +45,10 @@ def unswitched() -> tuple[float, float]:
 def test_fifty_steps_after_coming_back_it_learns_as_if_it_had_never_left(name: str) -> None:
     chosen = experiment(SEEDS[0])
     changes = [Change(IN, "strategy", name), Change(OUT, "strategy", "DDP")]
-    if name in SUMS:
+    factor = 1 / chosen.ranks if name in SUMS else RATES.get(name, 1.0)
+    if factor != 1.0:
         rate = chosen.checked().lr
-        changes += [Change(IN, "lr", rate / chosen.ranks), Change(OUT, "lr", rate)]
+        changes += [Change(IN, "lr", factor * rate), Change(OUT, "lr", rate)]
     run = simulate(chosen, changes=changes, real=True)
     assert sorted(c.path for c in run.changes) == sorted(c.path for c in changes)
     low, high = unswitched()

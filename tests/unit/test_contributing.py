@@ -1,4 +1,4 @@
-"""CONTRIBUTING's example, run on real ranks as it is printed: as a file of the package, and from a notebook's cell."""
+"""CONTRIBUTING's examples as they are printed: on real ranks, on the simulator, from a cell, and found by the laws."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ import torch
 from tests.ranks import experiment, run, weights
 from workbench import simulate
 from workbench.rank import StrategyError
-from workbench.strategies import Strategy
+from workbench.strategies import AdaAlter, Strategy
 
 ROOT = Path(__file__).parents[2]
-FILE = "coin_sgd"  # not among the package's own, which other tests count
 CELL = """
 import sys, cloudpickle
 from tests.ranks import experiment
@@ -29,10 +28,23 @@ sys.stdout.buffer.write(cloudpickle.dumps((chosen, [CoinSGD])))
 """
 
 
-def printed() -> str:
-    found = re.search(r"<!-- example -->\n```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
-    assert found
-    return found[1]
+def printed(name: str = "CoinSGD") -> str:
+    """The example that defines a class of this name."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    (found,) = [block for block in blocks if f"class {name}(" in block]
+    return found
+
+
+def defined(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of an example, from a file."""
+    file = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    (folder / f"{file}.py").write_text(printed(name))
+    spec = importlib.util.spec_from_file_location(file, folder / f"{file}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, file, module)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 def averaged(sessions: list[Any], chance: float) -> None:
@@ -48,20 +60,14 @@ def averaged(sessions: list[Any], chance: float) -> None:
 @pytest.fixture
 def coin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Strategy]:
     """The example as a file."""
-    (tmp_path / "coin_sgd.py").write_text(printed())
-    spec = importlib.util.spec_from_file_location(FILE, tmp_path / "coin_sgd.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, FILE, module)
-    spec.loader.exec_module(module)
-    return module.CoinSGD
+    return defined("CoinSGD", tmp_path, monkeypatch)
 
 
 def test_as_a_file_it_averages_on_two_ranks_as_in_the_simulator(coin: Any) -> None:
     e = experiment(2, 12, strategy=coin(chance=0.5))
     sessions = run(e)
     averaged(sessions, 0.5)
-    losses = simulate(e.turn("pace", 5.0), real=True).samples.query("name == 'loss' and rank == 0")
+    losses = simulate(e.set("pace", 5.0), real=True).samples.query("name == 'loss' and rank == 0")
     assert sessions[0].record.losses() == pytest.approx(losses.value.tolist(), rel=1e-5)
 
 
@@ -72,6 +78,80 @@ def test_typed_into_a_cell_it_is_sent_to_ranks_that_know_none_of_its_names() -> 
     chosen, _ = cloudpickle.loads(typed.stdout)
     assert type(chosen.strategy).__module__ == "__main__"
     averaged(run(chosen), 0.5)
+
+
+def same_on_both_hosts(e: Any) -> list[Any]:
+    """The losses of real ranks are the simulator's; returns the sessions."""
+    sessions = run(e)
+    simulated = simulate(e.set("pace", 5.0), real=True)
+    for s in sessions:
+        losses = simulated.samples.query(f"name == 'loss' and rank == {s.rank.index}").value.tolist()
+        assert s.record.losses() == pytest.approx(losses, rel=1e-5)
+    return sessions
+
+
+def test_the_compressor_remembers_its_range_on_two_ranks_as_in_the_simulator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = defined("RunningRange", tmp_path, monkeypatch)
+    first, second = same_on_both_hosts(experiment(2, 12, compressor=cls()))
+    assert torch.equal(weights(first), weights(second))
+    kept, names = first.rank.memory.parts["running_range"], {p.name for b in first.layout.buckets for p in b.parts}
+    assert set(kept) == names and all(float(reach) > 0 for reach in kept.values())
+    sizes = [b.data.numel() for b in first.layout.buckets]
+    assert sum(n for step, _, n in first.record.comm() if step == 5) == sum(n + 4 for n in sizes)
+    near, exact = weights(first), weights(run(experiment(2, 12))[0])
+    assert 0 < float((near - exact).norm() / exact.norm()) < 0.02
+
+
+def test_what_is_printed_of_ada_alter_runs_on_two_ranks_as_in_the_simulator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = defined("AdaAlter", tmp_path, monkeypatch)
+    first, second = same_on_both_hosts(experiment(2, 12, strategy=cls(every=4), lr=0.2))
+    assert torch.equal(weights(first), weights(second)), "step 12 ends a round"
+    shipped = run(experiment(2, 12, strategy=AdaAlter(every=4), lr=0.2))[0]
+    assert torch.equal(weights(first), weights(shipped)), "what is printed is what ships"
+
+
+FOUND = """
+import sys, pytest, workbench.compressors, workbench.strategies
+workbench.strategies.__path__.append(sys.argv[1])
+workbench.compressors.__path__.append(sys.argv[1])
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/laws/test_quick.py", "-k", sys.argv[2], "-rA"]))
+"""
+
+
+def held(folder: Path, name: str) -> tuple[int, str]:
+    """What the quick laws say of a member whose file lies in one more folder of the families' packages."""
+    ran = subprocess.run([sys.executable, "-c", FOUND, str(folder), name], capture_output=True, text=True, cwd=ROOT,
+                         check=False)  # fmt: skip
+    return ran.returncode, ran.stdout
+
+
+@pytest.mark.ranks
+def test_the_laws_find_a_member_by_its_file_alone_and_hold_it_to_its_claims(tmp_path: Path) -> None:
+    (tmp_path / "coin_sgd.py").write_text(printed())
+    (tmp_path / "running_range.py").write_text(printed("RunningRange"))
+    code, said = held(tmp_path, "CoinSGD or RunningRange")
+    assert code == 0, said
+    for name, least in (("CoinSGD", 5), ("RunningRange", 3)):
+        assert len(set(re.findall(rf"^PASSED \S+::(\w+)\[.*{name}\]", said, re.M))) >= least, said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("claim", "wrong", "law"), [
+    ("periodic: ClassVar[bool] = True", "periodic: ClassVar[bool] = False", "test_ranks_that_are_never_apart"),
+    ("periodic: ClassVar[bool] = True", "exact: ClassVar[bool] = True", "test_an_exact_one"),
+    ("await rank.backward()", "await rank.backward(2.0)", "test_a_plain_one"),
+], ids=["never apart", "exact", "plain"])  # fmt: skip
+def test_a_member_that_claims_what_is_not_so_is_told_which_law_it_breaks(
+    claim: str, wrong: str, law: str, tmp_path: Path
+) -> None:
+    assert claim in printed()
+    (tmp_path / "coin_sgd.py").write_text(printed().replace(claim, wrong))
+    code, said = held(tmp_path, "CoinSGD")
+    assert code == 1 and re.search(rf"^FAILED \S+::{law}", said, re.M), said
 
 
 class Reduces(Strategy):
@@ -99,7 +179,7 @@ def seen(e: Any, host: str) -> set[float]:
     if host == "engine":
         rows = [v for s in run(e) for _, name, _, v in s.record.samples if name == "first"]
     else:
-        rows = simulate(e.turn("pace", 5.0), real=True).samples.query("name == 'first'").value.tolist()
+        rows = simulate(e.set("pace", 5.0), real=True).samples.query("name == 'first'").value.tolist()
     return set(rows)
 
 

@@ -37,7 +37,7 @@ def ops(coroutine, buckets):
     except StopIteration:
         return asked
 
-experiment = Experiment().turn("strategy", "CoinSGD").turn("chance", 1.0)
+experiment = Experiment().set("strategy", "CoinSGD").set("chance", 1.0)
 assert experiment.strategy == CoinSGD(chance=1.0)
 buckets = [Bucket(0, torch.zeros(3), (), 0), Bucket(1, torch.zeros(2), (), 3)]
 local = ["forward", "backward", "update"]
@@ -103,7 +103,7 @@ def test_the_readmes_python_runs(tmp_path: Path) -> None:
 
 def test_the_example_in_contributing_is_a_strategy_that_works(tmp_path: Path) -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.S)
+    example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.S)  # the first
     assert example
     (tmp_path / "coin_sgd.py").write_text(example[1])
     paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"

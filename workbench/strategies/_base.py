@@ -27,6 +27,7 @@ class Strategy(Family):
     crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `settle` ends that before
                 anything is changed, and before buckets are cut anew
     clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
+    plain:      on one rank its step is the optimizer's and no more (no outer momentum, no moments of its own)
     staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
 
     `lockstep` = False means asynchronous: ranks do not meet each step, and changes wait until all have drained.
@@ -40,6 +41,7 @@ class Strategy(Family):
     exchanges: ClassVar[str] = "gradients"
     workers: ClassVar[int] = 1
     shared: ClassVar[bool] = False
+    plain: ClassVar[bool] = True
     staged: ClassVar[bool] = False
     crosses: ClassVar[bool] = False
     clips: ClassVar[bool] = True

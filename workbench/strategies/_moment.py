@@ -44,6 +44,7 @@ class MomentExchange(Strategy):
 
     exchanges: ClassVar[str] = "moments"
     clips: ClassVar[bool] = False
+    plain: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -55,6 +55,7 @@ class AdaAlter(Strategy):
     eps: float = knob(1.0, 1e-6, 1e3, log=True, doc="root of what stands for a step's squares until ranks agree")
 
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:

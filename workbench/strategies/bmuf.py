@@ -45,6 +45,7 @@ class BMUF(Strategy):
     buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's memory after a block")
 
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
 
     def init(self, rank: Rank, params: list[Bucket]) -> Round:

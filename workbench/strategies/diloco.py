@@ -47,6 +47,7 @@ class DiLoCo(Strategy):
     form: str = knob("nesterov", choices=("nesterov", "heavy-ball"), doc="of the outer momentum: does it look ahead?")
 
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
 
     def init(self, rank: Rank, params: list[Bucket]) -> Round:

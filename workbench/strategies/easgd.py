@@ -56,6 +56,7 @@ class EASGD(Strategy):
     beta: float = knob(0.9, 0.0, 2.0, doc="p alpha: how far an exchange moves the centre towards the ranks' mean")
 
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
 
     def refuses_size(self, size: int) -> str | None:

@@ -43,6 +43,7 @@ class SlowMo(Strategy):
     buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's memory after a round")
 
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
 
     def init(self, rank: Rank, params: list[Bucket]) -> Round:

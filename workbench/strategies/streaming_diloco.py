@@ -82,6 +82,7 @@ class StreamingDiLoCo(Strategy):
     bits: int = knob(4, choices=(32, 4), unit="bits", doc="per element of what is sent: fp32 or E3M0")
 
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     crosses: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
 

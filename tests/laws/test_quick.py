@@ -1,0 +1,136 @@
+"""The laws that `make quick` holds every member to: on the simulator with a small model, without processes or wires.
+
+A member is found by looking, and held to what it claims; nothing here knows one by name. What needs real ranks, or
+many steps, is in test_strategies.py and test_compressors.py (`pytest -m ranks tests/laws -k NAME`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.laws.others import others
+from tests.ranks import batch, experiment, mse, net, shipped, toy
+from tests.sim.virtual import comm, samples
+from workbench import simulate
+from workbench.compressors import Compressor, inside
+from workbench.optimizers import Optimizer
+from workbench.run import Run
+from workbench.settings import Change, KnobError, knobs
+from workbench.strategies import Strategy
+
+STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has
+COMPRESSORS = shipped(Compressor)
+FAMILIES = {"strategy": STRATEGIES, "compressor": COMPRESSORS, "optimizer": shipped(Optimizer)}
+RANKS = 3
+
+
+def claiming(claim: str, value: bool = True) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [n for n, cls in STRATEGIES.items() if getattr(cls, claim) == value])
+
+
+def trained(ranks: int, steps: int, changes: Iterable[Change] = (), **rest: Any) -> tuple[Run, list[torch.Tensor]]:
+    """A simulated run with real tensors, and every rank's parameters in the end: (n,) float64."""
+    models: dict[int, nn.Module] = {}
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        models[id(model)] = model
+        return mse(model, pair)
+
+    done = simulate(experiment(ranks, steps, task=toy(loss=loss), pace=5.0, **rest), changes=changes, real=True)
+    return done, [torch.cat([p.detach().reshape(-1).double() for p in m.parameters()]) for m in models.values()]
+
+
+def alone(ranks: int, steps: int) -> torch.Tensor:
+    """The reference: one process, the batches of all ranks together, torch's own optimizer."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step in range(steps):
+        pairs = [batch(r, step, 0) for r in range(ranks)]
+        optimizer.zero_grad()
+        mse(model, (torch.cat([p[0] for p in pairs]), torch.cat([p[1] for p in pairs]))).backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_trains_is_left_and_the_ranks_agree(name: str) -> None:
+    done, found = trained(RANKS, 8, [Change(7, "strategy", "DDP")], strategy=STRATEGIES[name]())
+    assert [c.path for c in done.changes] == ["strategy"]
+    losses = samples(done, "loss", 0)
+    assert len(losses) and all(map(math.isfinite, losses))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@claiming("lockstep")
+def test_ranks_in_lockstep_ask_the_same_in_the_same_order_of_sizes_alone_too(name: str) -> None:
+    e = experiment(RANKS, 9, strategy=STRATEGIES[name](), pace=5.0)
+    of_sizes = simulate(e, real=False)
+    asked = [[(step, what.split(" to ")[0], n) for step, what, n in comm(of_sizes, r)] for r in range(RANKS)]
+    assert asked[0] == asked[1] == asked[2]
+
+
+@claiming("periodic", value=False)
+def test_ranks_that_are_never_apart_are_equal_after_every_step(name: str) -> None:
+    if not STRATEGIES[name].lockstep:
+        return
+    for steps in (1, 2, 5):
+        _, found = trained(RANKS, steps, strategy=STRATEGIES[name]())
+        assert len(found) == RANKS and all(torch.equal(one, found[0]) for one in found)
+
+
+@claiming("exact")
+def test_an_exact_one_is_one_process_on_the_joined_batch(name: str) -> None:
+    for one in trained(RANKS, 8, strategy=STRATEGIES[name]())[1]:
+        torch.testing.assert_close(one, alone(RANKS, 8), rtol=1e-5, atol=1e-6)
+
+
+@claiming("plain")
+def test_a_plain_one_is_the_optimizer_where_there_is_one_rank(name: str) -> None:
+    (found,) = trained(1, 8, strategy=STRATEGIES[name]())[1]
+    torch.testing.assert_close(found, alone(1, 8), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("compressor", ["Dense", "TopK"])
+def test_a_strategy_takes_a_compressor_or_refuses_it_in_words(name: str, compressor: str) -> None:
+    try:
+        done, _ = trained(2, 4, strategy=STRATEGIES[name](), compressor=COMPRESSORS[compressor].usual())
+    except KnobError as refusal:
+        assert compressor != "Dense" and "use " in str(refusal), "a refusal says what would work"
+        return
+    assert all(map(math.isfinite, samples(done, "loss", 0)))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_compressors_result_is_the_same_on_all_ranks(name: str) -> None:
+    done, found = trained(RANKS, 5, compressor=COMPRESSORS[name].usual())
+    assert len(found) == RANKS and all(torch.equal(one, found[0]) for one in found)
+    assert all(map(math.isfinite, samples(done, "loss", 0)))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_compressors_bytes_are_known_from_sizes_alone(name: str) -> None:
+    e = experiment(RANKS, 4, compressor=COMPRESSORS[name](), pace=5.0)
+    sent = {}
+    for real in (True, False):
+        sent[real] = Counter[int]()
+        for step, _, nbytes in comm(simulate(e, real=real), 0):
+            sent[real][step] += nbytes
+    assert sent[False] and set(sent[False]) == set(sent[True])
+    assert sent[False] == sent[True] or any(c.varies for c in inside(e.compressor)), "one that varies says so"
+
+
+@pytest.mark.parametrize(("family", "name"), [(f, name) for f, every in FAMILIES.items() for name in every])
+def test_every_knob_says_what_it_is_and_can_be_something_else(family: str, name: str) -> None:
+    chosen = experiment(4, 4, **{family: FAMILIES[family][name]()})
+    for k in knobs(FAMILIES[family][name]):
+        assert k.doc and k.doc == k.doc.strip(), k.name
+        free = not k.live or k.kind is str or others(chosen, f"{family}.{k.name}", k)
+        assert free, f"{k.name} can be nothing but {k.default}"
