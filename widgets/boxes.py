@@ -44,12 +44,12 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("exposed", "exposed: the step stands still", -0.42, -0.10, theme.VERMILLION, "/"),
+    Kind("exposed", "exposed: the step is stalled", -0.42, -0.10, theme.VERMILLION, "/"),
     Kind("forward", "forward", -0.46, -0.06, theme.SKY, text="#000000", edge=theme.BLUE),
     Kind("backward", "backward", -0.46, -0.06, theme.BLUE, text="#ffffff"),
     Kind("update", "update", -0.38, -0.06, theme.GREEN, text="#000000"),
     Kind("eval", "evaluation", -0.46, -0.06, theme.GREY, "x"),
-    Kind("switch", "hand-over", -0.46, 0.30, theme.PURPLE, "-"),
+    Kind("switch", "state transfer", -0.46, 0.30, theme.PURPLE, "-"),
     Kind("waiting", "waiting for others", 0.10, 0.20, theme.GREY, "|"),
     Kind("transfer", "transferring", 0.0, 0.30, theme.ORANGE, text="#000000", edge=BROWN),
     Kind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),

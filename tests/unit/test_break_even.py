@@ -10,7 +10,7 @@ from widgets.progress import Progress
 from widgets.views.ranks import PARTS, Ranks
 from workbench import analysis
 from workbench.analysis import BreakEven, break_even, compression
-from workbench.analysis.settings import turned
+from workbench.analysis.settings import with_value
 from workbench.analysis.window import Window
 from workbench.run import Run
 
@@ -106,7 +106,7 @@ def test_dense_on_another_link_says_nothing() -> None:
     author.steps(30, SLOW)
     found = told(author.run)
     assert (found.verdict, found.known) == ("unknown", "") and np.isnan(found.dense)
-    assert "What Dense would take is not known here: turn measure_every to 20" in found.text
+    assert "What Dense would take is not known here: set measure_every to 20" in found.text
 
 
 def test_nothing_is_said_where_nothing_is_compressed_or_just_after_a_change() -> None:
@@ -181,9 +181,9 @@ def test_a_run_measured_throughout_still_has_numbers() -> None:
         ("no.such.knob", 1, TOPK),
     ],
 )
-def test_a_turned_knob_is_found_among_plain_settings(path: str, value: object, found: object) -> None:
+def test_a_changed_knob_is_found_among_plain_settings(path: str, value: object, found: object) -> None:
     settings = {"strategy": {"LocalSGD": {"every": 8}}, "compressor": TOPK, "lr": 0.1}
-    assert turned(settings, path, value) == {**settings, "compressor": found}
+    assert with_value(settings, path, value) == {**settings, "compressor": found}
 
 
 def test_the_steps_between_two_changes_know_their_compressor() -> None:

@@ -37,7 +37,7 @@ def test_where_nothing_is_compressed_the_panel_says_so_and_the_chart_is_not_ther
 
 def test_where_measuring_is_off_the_panel_says_how_to_turn_it_on_and_the_rest_is_there() -> None:
     html = said(compressed(SLOW, measure=0))
-    assert "turn measure_every to 20" in html and "100 &times;" in html and "10 kB sent instead of 1 MB (fp32)" in html
+    assert "set measure_every to 20" in html and "100 &times;" in html and "10 kB sent instead of 1 MB (fp32)" in html
     assert "What Dense would take is not known here" in html
     soon = Author(TOPK, measure_every=50)
     soon.steps(20, SLOW)

@@ -14,7 +14,7 @@ from workbench.analysis.words import duration
 LOOKED = 200  # steps, at most, in which measurements are looked for
 OFF = "Nothing is compressed: every element crosses the wire. Choose a compressor to see here what it saves and costs."
 EARLY = "What {name} saves and costs is said here after a few steps."
-UNMEASURED = "not measured: turn measure_every to 20"
+UNMEASURED = "not measured: set measure_every to 20"
 SOON = "measured every {every} steps, where all ranks keep step"
 OVER = "The run has too few steps with {name} to say what it saves and costs."
 ALONE = "One rank has nobody to send to: compression saves nothing here."

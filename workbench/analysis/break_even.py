@@ -187,11 +187,11 @@ def _text(name: str, codec: float, beside: float, exposed: float, standing: floa
     aside = f", {duration(beside)} of it beside computing" if beside > max(0.2 * codec, SHORT) else ""
     takes = f"takes {duration(codec)} per step to encode and decode{aside}{',' if aside else ''}"
     if verdict == "short":
-        so_far = f"{name} {takes} and stands still for {duration(exposed)} more"
+        so_far = f"{name} {takes} and is stalled for {duration(exposed)} more"
         return f"{so_far}. Whether it pays is not said yet: {side.lacks}."
     if dense is None:
         return (
-            f"{name} {takes} and stands still for {duration(exposed)} more. What Dense would take is not known here: "
+            f"{name} {takes} and is stalled for {duration(exposed)} more. What Dense would take is not known here: "
             f"set measure_every to 20, or make some steps with the compressor Dense."
         )
     saved = standing - exposed

@@ -40,7 +40,7 @@ class Fitted(Levels):
     """
 
     bits: int = knob(3, 2, 8, doc="bits of a code")
-    block: int = knob(8192, 8, 2**20, log=True, unit="elements", doc="elements with a norm in common")
+    block: int = knob(8192, 8, 2**20, log=True, unit="elements", doc="elements that share a norm")
     fit_first: int = knob(100, 0, 10**9, unit="steps", doc="levels are fitted after this step")
     fit_second: int = knob(2000, 0, 10**9, unit="steps", doc="and after this one")
     fit_every: int = knob(10_000, 1, 10**9, unit="steps", doc="and every so many steps, beginning with step 0")

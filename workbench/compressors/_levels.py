@@ -39,9 +39,9 @@ class Levels(Coded):
     """
 
     bits: int = knob(4, 2, 8, doc="bits of a code")
-    block: int = knob(512, 8, 2**20, log=True, unit="elements", doc="elements with a norm in common")
+    block: int = knob(512, 8, 2**20, log=True, unit="elements", doc="elements that share a norm")
     norm: str = knob("l2", choices=("l2", "max"), doc="the norm that elements are divided by")
-    exchange: str = knob("gather", choices=("gather", "two_hop"), doc="all get all codes, or sums are coded again")
+    exchange: str = knob("gather", choices=("gather", "two_hop"), doc="all get all codes, or sums are quantised again")
 
     unbiased: ClassVar[bool] = True
     scalars: ClassVar[int] = 1

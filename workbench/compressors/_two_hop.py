@@ -31,7 +31,7 @@ class Coded(Compressor):
     Sums are made in float32; in a bucket of a narrower type what is finite stays finite, cut off at the type's range.
     """
 
-    block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements with a scale in common; 0: a chunk")
+    block: int = knob(0, choices=(0, 64, 256, 1024), unit="elements", doc="elements that share a scale; 0: a chunk")
 
     scalars: ClassVar[int]  # numbers that travel with each block's codes
     repeats: ClassVar[bool] = True  # is what is missing at the end the last element again, or zero?

@@ -56,8 +56,8 @@ class Accordion(Compressor):
     2021, https://arxiv.org/abs/2010.16248
     """
 
-    gentle: Compressor = knob(PowerSGD(rank=2), doc="what a layer crosses by in a critical regime")
-    harsh: Compressor = knob(PowerSGD(rank=1), doc="what it crosses by otherwise")
+    gentle: Compressor = knob(PowerSGD(rank=2), doc="compressor in a critical regime (the gentler one)")
+    harsh: Compressor = knob(PowerSGD(rank=1), doc="compressor outside critical regimes")
     threshold: float = knob(0.5, 0.0, 1e6, doc="relative change of the norm from which on a regime is critical")
     every: int = knob(100, 1, 10**6, unit="steps", log=True, doc="exchanges between two checks")
 

@@ -57,11 +57,11 @@ class DGC(Sparse):
     """
 
     density: float = knob(0.001, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
-    momentum: float = knob(0.9, 0.0, 0.999, doc="how much of a rank's momentum is kept in each step")
-    nesterov: bool = knob(False, doc="the momentum looks one step ahead")
-    masking: bool = knob(True, doc="the momentum of what was sent begins anew")
+    momentum: float = knob(0.9, 0.0, 0.999, doc="momentum: decay rate of each rank's running sum of gradients")
+    nesterov: bool = knob(False, doc="Nesterov momentum instead of classical")
+    masking: bool = knob(True, doc="momentum factor masking: the momentum of sent entries is cleared")
     sample: float = knob(0.01, 0.001, 1.0, log=True, doc="fraction of the entries that the threshold is found in")
-    local_clip: float = knob(0.0, 0.0, 1e6, log=True, doc="longest gradient of a parameter, times sqrt(p); 0 is off")
+    local_clip: float = knob(0.0, 0.0, 1e6, log=True, doc="gradient clipping per parameter: norm times sqrt(p); 0: off")
 
     owes: ClassVar[str] = "velocity"
 

@@ -50,8 +50,8 @@ class ErrorFeedback(Compressor):
     """
 
     of: Compressor = knob(Dense(), doc="the compressor whose error is fed back")
-    off: str = knob("flush", choices=("flush", "bleed", "drop"), doc="what becomes of the rest when it is turned off")
-    over: int = knob(10, 2, 10_000, unit="steps", log=True, doc="bleeding takes so many steps")
+    off: str = knob("flush", choices=("flush", "bleed", "drop"), doc="what becomes of the residual at the end")
+    over: int = knob(10, 2, 10_000, unit="steps", log=True, doc="bleed: steps in which the residual is sent")
 
     slot: ClassVar[str] = "residual"
     owes: ClassVar[str] = slot

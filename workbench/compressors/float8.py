@@ -29,7 +29,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Float8(Coded):
-    """Every element crosses the wire as an 8-bit float, scaled so that the largest of its block is the format's, twice.
+    """8-bit floats with one scale per block (its largest element becomes the format's maximum), in two hops.
 
         code = float8(x / step),   step = max |x| / M,   M = 448 (e4m3) or 57344 (e5m2)
 

@@ -41,8 +41,8 @@ class Layers(Compressor):
     ICLR 2018, https://arxiv.org/abs/1712.01887, whose released code compresses what has more than one dimension
     """
 
-    of: Compressor = knob(TopK(), doc="what the chosen parameters cross by")
-    rest: Compressor = knob(Dense(), doc="what all others cross by")
+    of: Compressor = knob(TopK(), doc="compressor of the chosen parameters")
+    rest: Compressor = knob(Dense(), doc="compressor of all other parameters")
     smallest: int = knob(1024, 0, 10**9, unit="elements", doc="a parameter with fewer is not chosen")
     vectors: bool = knob(False, doc="vectors (biases, normalisations) may be chosen, too")
     only: str = knob("", doc="regular expression in the names of those that may be chosen; empty: all")

@@ -31,7 +31,7 @@ class ScaleCom(Compressor):
     With beta = 1 it is plain error feedback of CLT-k: nothing is lost. With a smaller one each step's error enters the
     memory in part, the rest is forgotten; so the memories of ranks stay more alike, which one leader for all relies on.
 
-    When to use it: as TopK, but with more ranks. With large batches at rates scaled up for them, turn `beta` down.
+    When to use it: as TopK, but with more ranks. With large batches at rates scaled up for them, lower `beta`.
     Where the ranks' data differ in kind, one rank's choice says little about the others'.
 
     Reference: Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
@@ -39,7 +39,7 @@ class ScaleCom(Compressor):
     """
 
     density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
-    beta: float = knob(1.0, 0.01, 1.0, doc="low-pass filter: share of each step's error that enters the memory")
+    beta: float = knob(1.0, 0.01, 1.0, doc="beta, low-pass filter: share of each step's error that enters the residual")
 
     owes: ClassVar[str] = ErrorFeedback.owes
     slot: ClassVar[str] = "scale_com"

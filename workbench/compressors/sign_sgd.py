@@ -45,7 +45,7 @@ class SignSGD(Compressor):
     """
 
     scale: str = knob("mean", choices=("mean", "one"), doc="magnitude of the result: of what was handed in, or 1")
-    momentum: float = knob(0.0, 0.0, 0.999, doc="of the average that is voted on; 0: the gradient (Signum: 0.9)")
+    momentum: float = knob(0.0, 0.0, 0.999, doc="momentum of the gradient that is voted on (Signum: 0.9); 0: none")
 
     slot: ClassVar[str] = "sign_sgd"
     kind: ClassVar[str] = "quantised"

@@ -43,7 +43,7 @@ class TernGrad(Compressor):
     """
 
     one_scale: bool = knob(True, doc="one scale for all ranks, so that draws are added on the way; else each its own")
-    clip_rms: float = knob(0.0, 0.0, 10.0, unit="root mean squares", doc="cut a layer's elements off there; 0 is off")
+    clip_rms: float = knob(0.0, 0.0, 10.0, unit="root mean squares", doc="clip each layer there; 0 is off")
 
     unbiased: ClassVar[bool] = True
     kind: ClassVar[str] = "quantised"

@@ -42,8 +42,8 @@ class WarmUp(Compressor):
     ICLR 2018, https://arxiv.org/abs/1712.01887
     """
 
-    of: Compressor = knob(TopK(), doc="what crosses once warm")
-    steps: int = knob(100, 0, 10**6, unit="steps", doc="exchanges of a parameter until it is warm")
+    of: Compressor = knob(TopK(), doc="the compressor after the warm-up")
+    steps: int = knob(100, 0, 10**6, unit="steps", doc="warm-up, in exchanges of each parameter")
     schedule: str = knob("dense", choices=("dense", "exponential"), doc="whole, or by falling densities")
     stages: int = knob(5, 1, 1000, doc="under exponential: densities on the way, of equally many steps")
 

@@ -13,7 +13,7 @@ from workbench.settings import KnobError, checked, from_plain, knob, settle, sho
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
-CLIP = "a longer gradient is scaled down to this norm before an update; a rank's own where ranks update alone; 0 is off"
+CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
 MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
 
 
@@ -35,14 +35,14 @@ class Experiment:
     lr: float = knob(0.0, 0.0, 100.0, log=True, doc="learning rate; 0 takes the task's own")
     lr_scaled: bool = knob(False, doc="the rate grows with the global batch: lr times all ranks' batches / `lr_base`")
     lr_base: int = knob(0, 0, 2**20, unit="examples", doc="global batch that lr is meant for; 0: one rank's usual one")
-    lr_warmup: int = knob(0, 0, 10**6, unit="steps", doc="steps in which the rate rises; 0: it is there at once")
+    lr_warmup: int = knob(0, 0, 10**6, unit="steps", doc="learning-rate warm-up: steps until it is lr; 0: none")
     clip: float = knob(0.0, 0.0, 1e6, log=True, doc=CLIP)
     batch: int = knob(0, 0, 65536, unit="examples", doc="batch per rank; 0 takes the task's own")
-    bucket_mb: float = knob(1.0, 0.01, 1024.0, unit="MB", log=True, doc="gradients travel in buckets of this size")
-    pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="stretch each rank's compute per step to this; 0 is off")
+    bucket_mb: float = knob(1.0, 0.01, 1024.0, unit="MB", log=True, doc="bucket size of the gradient exchange")
+    pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="emulated compute time per step; 0 is off")
     ranks: int = knob(4, 1, 4096, live=False, doc="how many ranks train")
     steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after so many; 0 runs until stopped")
-    seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of the model and the data")
+    seed: int = knob(0, 0, 2**31 - 1, live=False, doc="random seed of the model and the data")
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")

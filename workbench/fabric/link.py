@@ -41,7 +41,7 @@ class Fabric:
 
     link: Link = knob(Link(), doc="each rank's port")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
-    faults: tuple[Fault, ...] = knob((), doc="what is wrong on purpose")
+    faults: tuple[Fault, ...] = knob((), doc="faults that are injected")
 
     def __post_init__(self) -> None:
         settle(self)

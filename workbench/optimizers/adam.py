@@ -13,11 +13,11 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Every element moves by its mean gradient in units of its root mean square.
+    """Each element's step is its running mean gradient divided by the root of its running mean square.
 
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,   w <- w - lr m_hat / (sqrt(v_hat) + eps)
 
-    with g = grad + weight_decay w, and hat the division by 1 - b^t. Three slots: m, `exp_avg`; v, `exp_avg_sq`;
+    with g = grad + weight_decay w, and hat the division by 1 - b^t. Its state: m, `exp_avg`; v, `exp_avg_sq`;
     t, `step`: twice the model's bytes. It is not linear in the gradient, so ranks that update alone and average
     afterwards do not do what DDP does, not even after every step.
 
@@ -27,10 +27,10 @@ class Adam(Optimizer):
     https://arxiv.org/abs/1412.6980; torch.optim.Adam
     """
 
-    beta1: float = knob(0.9, 0.0, 0.9999, doc="how much of the mean gradient is kept in each step")
-    beta2: float = knob(0.999, 0.0, 0.999999, doc="how much of the mean squared gradient is kept in each step")
-    eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to the root mean square")
-    weight_decay: float = knob(0.0, 0.0, 1.0, log=True, doc="share of each parameter that is added to its gradient")
+    beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")
+    beta2: float = knob(0.999, 0.0, 0.999999, doc="decay of the second moment, the mean squared gradient")
+    eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to the root of the second moment")
+    weight_decay: float = knob(0.0, 0.0, 1.0, log=True, doc="L2 penalty: times each parameter, added to its gradient")
 
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)

@@ -13,12 +13,12 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
-    """Adam whose weight decay goes past the moments.
+    """Adam with decoupled weight decay: it shrinks the parameters themselves and is no part of the gradient.
 
         w <- w - lr weight_decay w - lr m_hat / (sqrt(v_hat) + eps)          m, v and hat as in Adam
 
     Adam divides what it adds to the gradient by the root mean square, so large gradients decay little; here every
-    parameter shrinks alike. The slots are Adam's, and mean the same.
+    parameter shrinks alike. Its state is Adam's, and means the same.
 
     When to use it: transformers; wherever Adam would be taken with weight decay.
 
@@ -26,10 +26,10 @@ class AdamW(Optimizer):
     https://arxiv.org/abs/1711.05101; torch.optim.AdamW
     """
 
-    beta1: float = knob(0.9, 0.0, 0.9999, doc="how much of the mean gradient is kept in each step")
-    beta2: float = knob(0.999, 0.0, 0.999999, doc="how much of the mean squared gradient is kept in each step")
-    eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to the root mean square")
-    weight_decay: float = knob(0.01, 0.0, 10.0, log=True, doc="times the rate: the share of each parameter that goes")
+    beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")
+    beta2: float = knob(0.999, 0.0, 0.999999, doc="decay of the second moment, the mean squared gradient")
+    eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to the root of the second moment")
+    weight_decay: float = knob(0.01, 0.0, 10.0, log=True, doc="decoupled weight decay: a step shrinks by lr times this")
 
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a learning rate of its own for every layer."""
+"""LAMB: Adam with a trust ratio for every layer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class LAMB(Optimizer):
-    """Adam in which every layer moves by a set share of its own length.
+    """Adam with a trust ratio: each layer's step is scaled to the norm of its weights.
 
         u <- m_hat / (sqrt(v_hat) + eps) + weight_decay w                     m, v and hat as in Adam
         w <- w - lr (|w| / |u|) u                                             for each weight tensor w
 
-    Adam already makes steps of all elements about equally long; LAMB makes them as long as the layer's weights ask, so
-    `lr` is the share of its length by which each layer moves. Where |w| = |u| it is AdamW. Biases and normalisations
+    |w| / |u| is the trust ratio. Adam makes the steps of all elements about equally long; with the ratio a layer's
+    step has the norm lr |w|, so `lr` is relative to its weights. Where |w| = |u| it is AdamW. Biases and normalisations
     (parameters of one dimension) take Adam's steps and do not decay; a tensor that is zero, or does not move, has ratio
     1. The paper allows for a function of |w| in place of |w|; this is the identity. The norms are those of whole
-    tensors on one rank, so nothing more is sent. The slots are Adam's, and mean the same.
+    tensors on one rank, so nothing more is sent. Its state is Adam's, and means the same.
 
     When to use it: transformers with batches of many thousands, with a warm-up (`lr_warmup`). In the paper BERT keeps
     its quality up to batches of 32,868 and is trained in 76 minutes.
@@ -32,10 +32,10 @@ class LAMB(Optimizer):
     https://arxiv.org/abs/1904.00962
     """
 
-    beta1: float = knob(0.9, 0.0, 0.9999, doc="how much of the mean gradient is kept in each step")
-    beta2: float = knob(0.999, 0.0, 0.999999, doc="how much of the mean squared gradient is kept in each step")
-    eps: float = knob(1e-6, 1e-12, 1.0, log=True, doc="added to the root mean square")
-    weight_decay: float = knob(0.01, 0.0, 10.0, log=True, doc="share of each weight that is added to its step")
+    beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")
+    beta2: float = knob(0.999, 0.0, 0.999999, doc="decay of the second moment, the mean squared gradient")
+    eps: float = knob(1e-6, 1e-12, 1.0, log=True, doc="added to the root of the second moment")
+    weight_decay: float = knob(0.01, 0.0, 10.0, log=True, doc="weight decay, part of the step that the ratio scales")
 
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
         groups = by_layers(params, self.weight_decay)
@@ -43,7 +43,7 @@ class LAMB(Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB as torch knows optimizers; groups with `adapt` = False are Adam. Slots: `exp_avg`, `exp_avg_sq`, `step`."""
+    """LAMB as torch knows optimizers; groups with `adapt` = False are Adam. State: `exp_avg`, `exp_avg_sq`, `step`."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, *,
                  weight_decay: float = 0.0, adapt: bool = True) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""LARS: momentum SGD with a learning rate of its own for every layer."""
+"""LARS: momentum SGD with a trust ratio for every layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = 1e-8  # keeps the ratio finite where gradient and parameter are next to n
 
 @dataclass(frozen=True, kw_only=True)
 class LARS(Optimizer):
-    """Momentum SGD in which every layer moves by a set share of its own length.
+    """Momentum SGD with a trust ratio: each layer's step is scaled to the norm of its weights.
 
         ratio <- trust |w| / (|grad| + weight_decay |w|)                      for each weight tensor w
         v <- momentum v + ratio (grad + weight_decay w);   w <- w - lr v
@@ -35,10 +35,10 @@ class LARS(Optimizer):
     https://arxiv.org/abs/1708.03888
     """
 
-    momentum: float = knob(0.9, 0.0, 0.999, doc="how much of the last step's direction is kept")
-    nesterov: bool = knob(False, doc="the momentum looks one step ahead")
-    weight_decay: float = knob(1e-4, 0.0, 1.0, log=True, doc="share of each weight that is added to its gradient")
-    trust: float = knob(1e-3, 1e-6, 1.0, log=True, doc="share of its own length by which a layer moves at rate 1")
+    momentum: float = knob(0.9, 0.0, 0.999, doc="momentum: decay rate of the running sum of gradients")
+    nesterov: bool = knob(False, doc="Nesterov momentum instead of classical")
+    weight_decay: float = knob(1e-4, 0.0, 1.0, log=True, doc="L2 penalty: times each weight, added to its gradient")
+    trust: float = knob(1e-3, 1e-6, 1.0, log=True, doc="trust coefficient: a layer's step over its weights' norm")
 
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
         groups = by_layers(params, self.weight_decay)

@@ -17,7 +17,7 @@ class SGD(Optimizer):
 
         v <- momentum v + grad + weight_decay w;   w <- w - lr v          Nesterov: w <- w - lr (grad + momentum v)
 
-    One slot: v, `momentum_buffer`; the model's bytes once more. The learning rate stands outside v, so a change
+    Its state: v, `momentum_buffer`; the model's bytes once more. The learning rate stands outside v, so a change
     of it acts on old gradients, too, and nothing has to be corrected.
 
     When to use it: to see what theory is about. With it LocalSGD with `every` = 1 equals DDP, and a batch k times as
@@ -27,9 +27,9 @@ class SGD(Optimizer):
     ICML 2013, https://proceedings.mlr.press/v28/sutskever13.html
     """
 
-    momentum: float = knob(0.9, 0.0, 0.999, doc="how much of the last step's direction is kept")
-    nesterov: bool = knob(False, doc="the momentum looks one step ahead")
-    weight_decay: float = knob(0.0, 0.0, 1.0, log=True, doc="share of each parameter that is added to its gradient")
+    momentum: float = knob(0.9, 0.0, 0.999, doc="momentum: decay rate of the running sum of gradients")
+    nesterov: bool = knob(False, doc="Nesterov momentum instead of classical")
+    weight_decay: float = knob(0.0, 0.0, 1.0, log=True, doc="L2 penalty: times each parameter, added to its gradient")
 
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
         decay, nesterov = self.weight_decay, self.nesterov

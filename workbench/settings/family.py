@@ -21,7 +21,7 @@ class Family(ABC):
         _check_hooks(cls)
 
     def __post_init__(self) -> None:
-        """What cannot be is refused where it is written. Raises KnobError."""
+        """Refuses values that are not allowed as soon as the object is made. Raises KnobError."""
         settle(self)
 
     @classmethod

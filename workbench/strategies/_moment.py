@@ -36,11 +36,11 @@ class MomentExchange(Strategy):
     Both moments are kept here and equal on all ranks. The task's optimizer is never asked and keeps its state.
     """
 
-    beta1: float = knob(0.9, 0.0, 0.9999, doc="how much of the momentum m is kept in each step")
-    beta2: float = knob(0.999, 0.0, 0.999999, doc="how much of the variance v is kept in each step of the warm-up")
-    eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to the root of v")
+    beta1: float = knob(0.9, 0.0, 0.9999, doc="decay rate of the first moment m, which ranks exchange")
+    beta2: float = knob(0.999, 0.0, 0.999999, doc="decay rate of the second moment v, until it is frozen")
+    eps: float = knob(1e-8, 1e-12, 1.0, log=True, doc="added to sqrt(v_hat), so that nothing divides by zero")
     scaled: bool = knob(False, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
-    weight_decay: float = knob(0.0, 0.0, 10.0, doc="times the learning rate: the share of each parameter that goes")
+    weight_decay: float = knob(0.0, 0.0, 10.0, doc="decoupled weight decay: a step shrinks by lr times this")
 
     exchanges: ClassVar[str] = "moments"
     clips: ClassVar[bool] = False

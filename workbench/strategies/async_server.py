@@ -52,12 +52,12 @@ class AsyncServer(Strategy):
     "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016, https://arxiv.org/abs/1511.05950
     """
 
-    servers: int = knob(0, 0, 64, unit="ranks", doc="ranks that only serve, the last ones; 0: beside rank 0")
+    servers: int = knob(0, 0, 64, unit="ranks", doc="ranks that are only servers, the last ones; 0: beside rank 0")
     push: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two pushes of one trainer")
     fetch: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two fetches of one trainer")
-    weight: str = knob("mean", choices=("mean", "sum", "staleness"), doc="how much one push moves the centre")
-    server_lr: float = knob(1.0, 0.0, 2.0, doc="r: how far the server goes along what is pushed")
-    server_momentum: float = knob(0.0, 0.0, 0.99, doc="m: how much of its last move the server makes again")
+    weight: str = knob("mean", choices=("mean", "sum", "staleness"), doc="weight of a push: 1/p, 1 or 1/staleness")
+    server_lr: float = knob(1.0, 0.0, 2.0, doc="r: learning rate of the server's optimizer; 1 adds pushes as they are")
+    server_momentum: float = knob(0.0, 0.0, 0.99, doc="m: momentum of the server's optimizer; 0: none")
     synchronous: bool = knob(False, doc="the server answers only when every trainer has asked")
 
     lockstep: ClassVar[bool] = False

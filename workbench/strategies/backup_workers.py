@@ -46,7 +46,7 @@ class BackupWorkers(Strategy):
     Reference: Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981
     """
 
-    backup: int = knob(0, 0, 64, unit="ranks", doc="b: how many gradients of each step are not waited for")
+    backup: int = knob(0, 0, 64, unit="ranks", doc="b: backup workers, whose late gradients each step does without")
 
     lockstep: ClassVar[bool] = False
     exchanges: ClassVar[str] = "gradients"

@@ -38,11 +38,11 @@ class BMUF(Strategy):
     https://ieeexplore.ieee.org/document/7472805
     """
 
-    every: int = knob(4, 1, 256, unit="steps", log=True, doc="steps of a block, which each rank trains alone")
-    eta: float = knob(0.75, 0.0, 0.99, doc="block momentum; 1 - 1/p is usual")
-    zeta: float = knob(1.0, 0.0, 2.0, doc="block learning rate")
-    form: str = knob("classical", choices=("classical", "nesterov"), doc="ranks begin a block at W, or ahead of it")
-    buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's memory after a block")
+    every: int = knob(4, 1, 256, unit="steps", log=True, doc="H: steps each rank trains alone between block updates")
+    eta: float = knob(0.75, 0.0, 0.99, doc="eta, the block momentum: decay rate of the outer update; 1 - 1/p is usual")
+    zeta: float = knob(1.0, 0.0, 2.0, doc="zeta, the block learning rate: factor on the mean displacement")
+    form: str = knob("classical", choices=("classical", "nesterov"), doc="classical or Nesterov block momentum")
+    buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's state after a block")
 
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

@@ -42,9 +42,9 @@ class DiLoCo(Strategy):
     """
 
     every: int = knob(8, 1, 2000, unit="steps", log=True, doc="H: steps each rank trains alone between outer steps")
-    outer_lr: float = knob(0.7, 0.01, 2.0, doc="outer learning rate: how far the mean displacement is followed")
+    outer_lr: float = knob(0.7, 0.01, 2.0, doc="outer learning rate, of the mean displacement (outer gradient)")
     outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer momentum over the rounds; 0: none")
-    form: str = knob("nesterov", choices=("nesterov", "heavy-ball"), doc="of the outer momentum: does it look ahead?")
+    form: str = knob("nesterov", choices=("nesterov", "heavy-ball"), doc="Nesterov or classical outer momentum")
 
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

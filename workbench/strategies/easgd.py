@@ -53,7 +53,7 @@ class EASGD(Strategy):
     """
 
     every: int = knob(4, 1, 256, unit="steps", log=True, doc="tau: steps between two exchanges with the centre")
-    beta: float = knob(0.9, 0.0, 2.0, doc="p alpha: how far an exchange moves the centre towards the ranks' mean")
+    beta: float = knob(0.9, 0.0, 2.0, doc="beta = p alpha: moving rate of the centre to the mean (elasticity)")
 
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

@@ -43,8 +43,8 @@ class Gossip(Strategy):
 
     graph: str = knob("ring", choices=GRAPHS, doc="who is whose neighbour; exponential: one other rank in each round")
     edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
-    mix: float = knob(1.0, 0.0, 1.0, doc="how far each round goes towards the weighted mean of the neighbourhood")
-    order: str = knob(ORDERS[0], choices=ORDERS, doc="mix before the update, beside the gradient, or after it")
+    mix: float = knob(1.0, 0.0, 1.0, doc="mixing rate: from one's own (0) to the neighbourhood's mean (1)")
+    order: str = knob(ORDERS[0], choices=ORDERS, doc="mixing before the update, beside the gradient, or after it")
     every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps from one round of mixing to the next")
 
     periodic: ClassVar[bool] = True

@@ -56,7 +56,7 @@ class LocalSGD(Strategy):
     start: int = knob(0, 0, 10**6, unit="steps", log=True, doc="steps of DDP first (post-local SGD)")
     group: int = knob(1, 1, 4096, unit="ranks", doc="ranks that average among themselves more often; 1: no groups")
     group_every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two averagings within a group")
-    momentum: str = knob("keep", choices=MOMENTUM, doc="what becomes of each rank's momenta at an averaging")
+    momentum: str = knob("keep", choices=MOMENTUM, doc="what becomes of each rank's optimizer state at an averaging")
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"

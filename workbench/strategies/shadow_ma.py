@@ -31,7 +31,7 @@ class ShadowMA(Strategy):
     model average, Gan et al., VLDB 2021, https://arxiv.org/abs/2107.01499
     """
 
-    alpha: float = knob(1.0, 0.0, 1.0, doc="how far each averaging takes the parameters towards the mean")
+    alpha: float = knob(1.0, 0.0, 1.0, doc="alpha, the elastic weight: parameters become (1 - alpha) own + alpha mean")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True

@@ -38,9 +38,9 @@ class SlowMo(Strategy):
     """
 
     every: int = knob(4, 1, 256, unit="steps", log=True, doc="tau: steps each rank trains alone between outer steps")
-    beta: float = knob(0.5, 0.0, 0.99, doc="slow momentum: what is left of u after an outer step")
-    alpha: float = knob(1.0, 0.0, 2.0, doc="slow learning rate: a factor on how far u takes the parameters")
-    buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's memory after a round")
+    beta: float = knob(0.5, 0.0, 0.99, doc="beta, the slow momentum: decay rate of the outer update u")
+    alpha: float = knob(1.0, 0.0, 2.0, doc="alpha, the slow learning rate: factor on the outer step lr u")
+    buffers: str = knob("keep", choices=MOMENTUM, doc="what becomes of the inner optimizer's state after a round")
 
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False

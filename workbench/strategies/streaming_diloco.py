@@ -76,8 +76,8 @@ class StreamingDiLoCo(Strategy):
     every: int = knob(12, 1, 2000, unit="steps", log=True, doc="H: steps between two exchanges of the same fragment")
     fragments: int = knob(3, 1, 64, log=True, doc="F: parts that the model's layers are dealt into")
     delay: int = knob(1, 0, 64, unit="steps", doc="T: steps an exchange may take before it is waited for")
-    alpha: float = knob(0.5, 0.0, 1.0, doc="share of a rank's own parameters that is kept when a fragment comes")
-    outer_lr: float = knob(0.7, 0.01, 2.0, doc="outer learning rate: how far the mean displacement is followed")
+    alpha: float = knob(0.5, 0.0, 1.0, doc="alpha, mixing weight of a rank's own parameters when a fragment comes")
+    outer_lr: float = knob(0.7, 0.01, 2.0, doc="outer learning rate, of the mean displacement (outer gradient)")
     outer_momentum: float = knob(0.9, 0.0, 0.99, doc="outer Nesterov momentum of each fragment")
     bits: int = knob(4, choices=(32, 4), unit="bits", doc="per element of what is sent: fp32 or E3M0")
 

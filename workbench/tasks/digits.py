@@ -44,7 +44,7 @@ class Digits(TaskBase):
     hidden: int = knob(384, 16, 8192, live=False, doc="features of the large layer")
 
     shards: str = knob("iid", choices=("iid", "dirichlet"), live=False, doc="do ranks see like digits, or each its own")
-    alpha: float = knob(0.5, 0.01, 1000.0, log=True, live=False, doc="of Dirichlet shards: the smaller, the less alike")
+    alpha: float = knob(0.5, 0.01, 1000.0, log=True, live=False, doc="Dirichlet alpha: small is non-IID")
     shard_seed: int = knob(0, 0, 2**31 - 1, live=False, doc="of who gets which examples in Dirichlet shards")
 
     lr: ClassVar[float] = 1e-3
