@@ -35,16 +35,16 @@ def printed(name: str = "CoinSGD") -> str:
     return found
 
 
-def defined(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class of an example, from a file."""
+def defined(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, named: str = "") -> Any:
+    """The class of an example, from a file; `named` otherwise where one of its name ships, which it would replace."""
     file = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    (folder / f"{file}.py").write_text(printed(name))
+    (folder / f"{file}.py").write_text(printed(name).replace(f"class {name}(", f"class {named or name}("))
     spec = importlib.util.spec_from_file_location(file, folder / f"{file}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, file, module)
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    return getattr(module, named or name)
 
 
 def averaged(sessions: list[Any], chance: float) -> None:
@@ -107,7 +107,7 @@ def test_the_compressor_remembers_its_range_on_two_ranks_as_in_the_simulator(
 def test_what_is_printed_of_ada_alter_runs_on_two_ranks_as_in_the_simulator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cls = defined("AdaAlter", tmp_path, monkeypatch)
+    cls = defined("AdaAlter", tmp_path, monkeypatch, named="PrintedAdaAlter")
     first, second = same_on_both_hosts(experiment(2, 12, strategy=cls(every=4), lr=0.2))
     assert torch.equal(weights(first), weights(second)), "step 12 ends a round"
     shipped = run(experiment(2, 12, strategy=AdaAlter(every=4), lr=0.2))[0]
