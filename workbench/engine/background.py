@@ -18,6 +18,7 @@ from workbench.engine.lane import Lane
 from workbench.engine.post import BACKGROUND, SLICE
 from workbench.engine.shaping import Shaper
 from workbench.engine.wires import Line, opener
+from workbench.host.drive import drive
 from workbench.rank import Op, StrategyError, message
 
 if TYPE_CHECKING:
@@ -105,26 +106,11 @@ class Background:
         self.run.chip.bind()
         while (coro := self._coros.get()) is not None:
             try:
-                self._drive(coro)
+                drive(coro, self._perform, self.run.host.alone)
             except BaseException as error:
                 self.error = error
                 self.run.post.nudge()
             self._done.set()
-
-    def _drive(self, coro: Coroutine[Op, Any, Any]) -> None:
-        value: Any = None
-        error: StrategyError | None = None
-        while True:
-            try:
-                with self.run.host.alone:
-                    op = coro.throw(error) if error is not None else coro.send(value)
-            except StopIteration:
-                return
-            value, error = None, None
-            try:
-                value = self._perform(op)
-            except StrategyError as wrong:
-                error = wrong
 
     def _perform(self, op: Op) -> Any:
         self.lane.step = self.run.lane.step  # what is done after a step and before the next belongs to the former

@@ -26,6 +26,7 @@ from workbench.engine.step_end import StepEnd
 from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
 from workbench.host.canonical import clipped, optimizer_tensors
+from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
 from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message
@@ -63,7 +64,7 @@ class Host(StepEnd):
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
         self._stash: Op | None = None
-        self._ended: StopIteration | None = None
+        self._ended: Ended | None = None
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
@@ -76,21 +77,11 @@ class Host(StepEnd):
 
     def drive(self, coro: Coroutine[Op, Any, Any]) -> Any:
         """Runs a step to its end; returns what it returns. See [Note: The trampoline]."""
-        value: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                with self.alone:
-                    op = coro.throw(error) if error is not None else coro.send(value)
-                while op is not None and op.verb == "backward_buckets":
-                    op = self._backward_out(coro, op)
-            except StopIteration as stop:
-                return stop.value
-            error = value = None
-            try:
-                value = self._perform(op)
-            except StrategyError as wrong:
-                error = wrong
+
+        def perform(op: Op) -> Any:
+            return self._backward_out(coro, op) if op.verb == "backward_buckets" else self._perform(op)
+
+        return drive(coro, perform, self.alone)
 
     @property
     def op(self) -> str:
@@ -111,8 +102,8 @@ class Host(StepEnd):
             raise StrategyError(f"the engine {_NOT_YET[op.verb]}")
         return self._collective(op)
 
-    def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Op:
-        """Backward with buckets handed out; returns the next Op that is not about buckets."""
+    def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Any:
+        """Backward with buckets handed out; answers what the strategy asked for then that is not about buckets."""
         self._coro, self._stash, self._ended = coro, None, None
         self._tap.open(learn=self._order is not None)
         try:
@@ -124,11 +115,10 @@ class Host(StepEnd):
         self._learn_order()
         if self._ended is not None:
             raise self._ended
-        if self._stash is not None:
-            stash, self._stash = self._stash, None
-            return stash
-        with self.alone:
-            return coro.throw(StopAsyncIteration())
+        stash, self._stash = self._stash, None
+        if stash is None:
+            raise StopAsyncIteration
+        return self._backward_out(coro, stash) if stash.verb == "backward_buckets" else self._perform(stash)
 
     def hand_out(self, bucket: Bucket) -> None:
         """Resumes the strategy with a full bucket until it asks for the next one. Called inside autograd, which for a
@@ -141,19 +131,19 @@ class Host(StepEnd):
 
     def _hand_out(self, bucket: Bucket) -> None:
         assert self._coro is not None
-        value: Any = bucket
         try:
-            while True:
-                with self.alone:
-                    op = self._coro.send(value)
-                if op.verb == "next_bucket":
-                    return
-                if op.verb not in _INSIDE:
-                    self._stash = op
-                    return
-                value = self._perform(op)
-        except StopIteration as stop:
-            self._ended = stop
+            self._ended = Ended(drive(self._coro, self._inside, self.alone, bucket))
+        except Later:
+            return
+
+    def _inside(self, op: Op) -> Any:
+        """Performs what can be performed inside of autograd."""
+        if op.verb == "next_bucket":
+            raise Later
+        if op.verb not in _INSIDE:
+            self._stash = op
+            raise Later
+        return self._perform(op)
 
     def _learn_order(self) -> None:
         if self._order is not None and self._tap.arrived:

@@ -27,14 +27,15 @@ from workbench.engine.verbs import Verbs
 from workbench.engine.watch import CODEC_FLOOR, Watch
 from workbench.engine.wires import Line, Wires
 from workbench.fabric import Load
+from workbench.host.drive import Later, drive
 from workbench.rank import Group, Handle, Op, StrategyError, collective
 
 
 class Job:
     """A child under way: its coroutine, its result, and when what happened."""
 
-    __slots__ = ("after", "asked", "child", "done", "error", "event", "flight", "held", "measures", "name", "number",
-                 "resumed", "step", "value")
+    __slots__ = ("after", "asked", "began", "child", "done", "error", "event", "flight", "held", "measures", "name",
+                 "number", "resumed", "step", "value")
 
     def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: Any, done: threading.Event | None,
                  step: int, number: int) -> None:
@@ -44,7 +45,7 @@ class Job:
         self.value: Any = None
         self.error: BaseException | None = None
         self.flight: Flight | None = None
-        self.resumed = asked
+        self.resumed = self.began = asked  # when it last got an answer, and when it began to work on it
         self.measures = False  # was what it asked for last a part of measuring?
         self.after: Any = None  # on a GPU: the event after which it may begin,
         self.event: Any = None  # the one after which it is over,
@@ -189,28 +190,28 @@ class Lane(Verbs):
             job.done.set()
 
     def _drive(self, job: Job, finish: bool) -> None:
-        value: Any = None
         flight, job.flight = job.flight, None
-        if flight is not None:  # its first collective went on by itself
-            value = self._complete(flight)
-        while True:
-            began = self.now()
-            try:
-                op = job.child.send(value)
-            except StopIteration as stop:
-                self._codec(job, began)
-                job.value = stop.value
-                return
-            self._codec(job, began)
+        value = self._complete(flight) if flight is not None else None  # its first collective went on by itself
+        job.began = self.now()
+
+        def perform(op: Op) -> Any:
+            self._codec(job)
             flight = self._issue(op, job)
             if not finish and flight is not None:
                 job.flight = flight
-                return
+                raise Later
             value = self._complete(flight) if flight else _alone(op)
-            job.resumed = self.now()
+            job.resumed = job.began = self.now()
+            return value
 
-    def _codec(self, job: Job, began: Any) -> None:
-        now = self.now()
+        try:
+            job.value = drive(job.child, perform, value=value)
+        except Later:
+            return
+        self._codec(job)
+
+    def _codec(self, job: Job) -> None:
+        now, began = self.now(), job.began
         if isinstance(now, float) and now - began <= CODEC_FLOOR:
             return
         self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
