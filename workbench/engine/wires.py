@@ -2,8 +2,10 @@
 
 [Note: Opening beside training] Ranks of a group come to its first collective at different times, and one may never
 come. So they first say in the store that they are there, and look meanwhile whether this rank must leave or a peer is
-gone; only then they open the group itself, which cannot be interrupted. They do so over a connection of their own, for
-torch's stores let one thread wait at a time.
+gone; only then they open the group itself, which cannot be interrupted. Whether that is so is one value in the store,
+which is written once: by the first rank when all are there, or by one that leaves before. Else one might leave whom
+another has just counted in, and waits for. All this goes over a connection of its own, for torch's stores let one
+thread wait at a time.
 """
 
 from __future__ import annotations
@@ -92,8 +94,19 @@ def _gather(store: Any, tag: str, rank: int, ranks: tuple[int, ...], look: Calla
     See [Note: Opening beside training].
     """
     store.set(f"{tag} {rank}", b"here")
-    keys, rest = [f"{tag} {other}" for other in ranks], 0.001
-    while not store.check(keys):
-        look()
+    keys, verdict, rest = [f"{tag} {other}" for other in ranks], f"{tag} verdict", 0.001
+    while True:
+        if rank == ranks[0] and store.check(keys):
+            store.compare_set(verdict, "", "open")
+        if store.check([verdict]):
+            if store.get(verdict) == b"open":
+                return
+            raise ConnectionError("Connection closed by peer before it had opened its end of a group")
+        try:
+            look()
+        except Exception:
+            if store.compare_set(verdict, "", "left") == b"open":
+                return  # the others count on it: this one leaves from the group's first collective
+            raise
         time.sleep(rest)
         rest = min(2 * rest, 0.05)
