@@ -107,6 +107,8 @@ class Meeting:
             self.check()
             if not self.strategy.lockstep and run.post.gone:
                 raise ConnectionError(f"Connection closed by peer: rank {min(run.post.gone)}")
+            if not self.strategy.lockstep and run.peers.parted():  # one that had not reached this rank by message yet
+                raise ConnectionError("Connection closed by peer")
             if self._wanted():
                 return True
             if not self._idle:
