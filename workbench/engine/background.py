@@ -33,6 +33,7 @@ class Background:
         open = opener(run.peers, run.port, name, "gloo")
         self.lane = Lane("background", run.port, run.watch, run.chip, open, Line(wire, shaper, wire))
         self.lane.eager = True  # its children run on this thread
+        self.lane.take, self.lane.give = run.ledger.buffers.take, run.ledger.buffers.give
         self.error: BaseException | None = None
         self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end
         self._moved = threading.Event()  # the step has moved on
@@ -149,6 +150,7 @@ class Background:
         self.run.record.sample(self.run.lane.step, name, self.run.clock.now(), float(value))
 
     def _send(self, tensor: torch.Tensor, to: int, kind: str) -> None:
+        self.run.ledger.buffers.post(tensor)
         self.run.post.send(tensor, to, kind, BACKGROUND)
 
     def _recv(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:

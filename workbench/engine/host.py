@@ -56,9 +56,11 @@ class Host(StepEnd):
         self.clip: Callable[[], float] = lambda: 0.0  # the longest that the gradient may be; 0: any
         self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
         self.met = False  # did all ranks meet in this step?
+        self.ledger: Any = None  # its session's
         self.at = At()
         self.losses: list[Tensor] = []
         self._open: dict[int, Tensor] = {}  # losses whose backward has not been asked for, by micro-batch
+        self.opened = self._open.values
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._tap = Tap(self)
         self._begun = False  # has backward emitted a first bucket?
@@ -68,7 +70,7 @@ class Host(StepEnd):
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
-            "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": post.send,
+            "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
             "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
             "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
         }
@@ -173,6 +175,7 @@ class Host(StepEnd):
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
         self._open[micro] = loss
         self.losses.append(loss.detach())
+        self.ledger.forward(batch)
         self.paced(1.0)
         self.watch.span(self.rank.step, "forward", began)
         return self.losses[-1]
@@ -193,7 +196,8 @@ class Host(StepEnd):
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         began = self.watch.now()
         self.pace.begin("backward", self.rank.step)
-        loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
+        with self.ledger.backward(self._tap.listening):
+            loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
         self.paced(1.0)
         self.watch.span(self.rank.step, "backward", began)
 
@@ -245,6 +249,10 @@ class Host(StepEnd):
             return await op
 
         return self._wait(self._start(child(), self.lane.name, str(op.args[-1] or op.verb), group=op.group))
+
+    def _send(self, tensor: Tensor, to: int, kind: str = "") -> None:
+        self.ledger.buffers.post(tensor)
+        self.post.send(tensor, to, kind)
 
     def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
         name = message("recv", kind, **{"from": source})

@@ -84,6 +84,8 @@ class Lane(Verbs):
         self.step = 0
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
         self.before: Callable[[int], None] = lambda number: None  # called before a child begins
+        self.take: Callable[[Job, Op], None] = lambda job, op: None  # a child asks for a collective,
+        self.give: Callable[[Job], None] = lambda job: None  # and is over: what it held meanwhile is counted
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = ""
@@ -182,6 +184,8 @@ class Lane(Verbs):
 
     def _over(self, job: Job, failed: BaseException | None) -> None:
         """Frees whoever waits for `job`; failed: what went wrong outside the child, which comes after its own error."""
+        if job.flight is None or failed is not None:
+            self.give(job)
         if failed is not None:
             job.error, job.flight = job.error or failed, None
             with contextlib.suppress(Exception):  # it may not even have begun, and never will
@@ -232,6 +236,7 @@ class Lane(Verbs):
         if wire is None:
             self._busy = ""
             return None
+        self.take(job, op)
         if shaper.active and self.chip.runs_ahead:  # the Link counts from when there is something to send
             self.chip.await_host(self.chip.mark(), wire.check)
         now = self.now()

@@ -27,6 +27,7 @@ from workbench.experiment import Experiment, momentum
 from workbench.host import changes
 from workbench.host.batches import Batches
 from workbench.host.layout import Layout
+from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
@@ -119,6 +120,14 @@ class Parts(Life):
         self.host.still_well = lambda: self.meeting.check()
         self.host.batches = self.batches.next
         self.host.clip = lambda: self.experiment.clip
+        run: Any = self  # a Training is Changing
+        self.ledger = self.host.ledger = Ledger(run, Counted(run, self.host.opened), self._allocator)
+        self.lane.take, self.lane.give = self.ledger.buffers.take, self.ledger.buffers.give
+
+    def _allocator(self) -> dict[str, int]:
+        """What the allocator of this rank's chip says, where it has one that says something."""
+        here = {"allocated": self.chip.allocated(), "allocated peak": self.chip.peak()}
+        return here if any(here.values()) else {}
 
     def open_lane(self, name: str, whole: Line | None = None) -> Lane:
         """One more lane, whose wires open when they are asked for."""

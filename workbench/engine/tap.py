@@ -41,6 +41,11 @@ class Tap:
         self._left = [len(b.parts) for b in self.host.layout.buckets]
         self._round = next(_ROUNDS)
 
+    @property
+    def listening(self) -> bool:
+        """Is a backward under way whose gradients are exchanged?"""
+        return self._round > 0
+
     def shut(self) -> None:
         """From here on gradients stay where autograd puts them."""
         self._round = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, residual
+from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
 from workbench.rank import Op, Rank
@@ -30,6 +31,7 @@ class Life(ABC):
     rate: Rate
     planned: list[Change]
     measuring: Measuring
+    ledger: Ledger
     flushing = 0
     pending_pause = 0.0
 
@@ -48,6 +50,7 @@ class Life(ABC):
         """From the first evaluation to the last step."""
         await self.evaluate(together=True)
         self.say("running")
+        self.ledger.stir()
         self.go_on()
         while not await self.over():
             before = self.rank.step
@@ -85,6 +88,7 @@ class Life(ABC):
     async def obey(self, change: Change) -> None:
         """Makes one change, or refuses it in words."""
         await changes.obey(self, change)  # type: ignore[arg-type]  # a Session is Changing
+        self.ledger.stir()
 
     async def step(self) -> None:
         """One step and what follows from it."""
@@ -93,7 +97,9 @@ class Life(ABC):
             stood = await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
         self.rate.follow(self)
+        self.ledger.begin()
         made = await self.make()
+        self.ledger.close()
         if self.flushing and self.met:
             await residual.flushed(self)  # type: ignore[arg-type]
         await self.relearn()

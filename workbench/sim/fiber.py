@@ -87,6 +87,7 @@ class Child(Fiber):
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
+        self.host.ledger.buffers.give(self)
         assert self.lane is not None
         self.lane.next()
         waiter = self.waiter

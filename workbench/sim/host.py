@@ -28,14 +28,14 @@ class Host:
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
         self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
-        self.rank = Rank(index, world.size, experiment.seed)
-        self.experiment, self.body = experiment, body
+        self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
         self.lanes: dict[str, Lane] = {}
         self.free: dict[str, float] = {}  # when each worker's device is free again
         self.met = False  # did this rank start a child in this step?
         self.sent = 0  # bytes so far
         self.leaving = False  # does the background have to end?
         self.rounds = Rounds(self)
+        self.ledger: Any = None  # its session's
         self.ended: Callable[[Fiber], None] = lambda fiber: None
         self._kept = Kept()
         self._asked = self._took = 0.0  # seconds that this step's compute was to take, and takes without faults

@@ -56,6 +56,7 @@ class Mail:
         if to != source:
             fiber.host.span("comm", message("send", kind, to=to), now, begins, left, nbytes)
             fiber.host.sent += nbytes
+        fiber.host.ledger.buffers.post(tensor)
         data = tensor if tensor.is_meta else tensor.detach().clone()
         world.clock.at(comes, _Arrival(self, Letter(source, to, kind, data)))
 

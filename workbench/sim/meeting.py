@@ -45,6 +45,7 @@ class Meeting:
     def join(self, fiber: Fiber, op: Op) -> None:
         """A rank has come."""
         x = op.args[0]
+        fiber.host.ledger.buffers.take(fiber, op)
         if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
             raise self._mismatch(fiber, op)
         r = fiber.host.index if self.group is None else self.group.index(fiber.host.index)

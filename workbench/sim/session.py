@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, residual
+from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
 from workbench.host.measuring import Measuring
 from workbench.host.momentum import stilled
@@ -18,6 +19,7 @@ from workbench.rank import Op
 from workbench.sim.changes import Turnable
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
+from workbench.sim.known import Known
 from workbench.sim.tensors import known_evaluated, mean_evaluated
 from workbench.tasks import rate
 
@@ -38,6 +40,7 @@ class Session(Turnable, Life):
         self.planned = list(world.planned)
         self.state: Any = None
         self.measuring = Measuring()
+        self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts())
         self.background: Fiber | None = None
         self.host.ended = self._ended
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
@@ -47,6 +50,10 @@ class Session(Turnable, Life):
         self.set_fabric(None, experiment)
         residual.begin(self)
         self.choose_lane()
+
+    def _counts(self) -> Any:
+        """Where this rank's numbers of bytes come from."""
+        return Counted(self, self.body.opened) if self.world.real else Known(self.body, lambda: self.experiment.batch)
 
     # -- the life of a rank --
 

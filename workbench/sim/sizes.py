@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
+from workbench.host import memory
 from workbench.host.batches import Batches
 from workbench.host.canonical import prime
 from workbench.host.layout import Layout
 from workbench.optimizers import Optimizer, built
 from workbench.rank import Bucket, StrategyError
+from workbench.sim.known import Kept, kept_of
 from workbench.tasks import Learner
 
 
@@ -72,6 +74,25 @@ class Outline:
         self.arrival = self.arrival + [n for n in names if n not in seen]
         self._names = names
         self._cuts: dict[tuple[float, bool], Cut] = {}
+        self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[int, Kept | None]()
+        self._standing: dict[Any, dict[str, memory.Storages]] = {}
+
+    def kept(self, batch: int) -> Kept | None:
+        """What one batch keeps for its backward; None where nobody can tell."""
+        if batch not in self._kept:
+            self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch)
+        return self._kept[batch]
+
+    def standing(self, layout: Layout, optimizer: Any) -> dict[str, memory.Storages]:
+        """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped."""
+        key = id(layout), id(optimizer), len(optimizer.state) if optimizer else 0
+        if key not in self._standing:
+            self._standing[key] = {
+                "parameters": memory.parameters(self.model, layout),
+                "gradients": memory.storages(memory.rooms(layout)),
+                "optimizer state": memory.optimizer_state(optimizer) if optimizer else {},
+            }
+        return self._standing[key]
 
     def made(self, experiment: Experiment) -> Any:
         """The optimizer that `experiment` wants, one for all ranks."""
@@ -97,6 +118,7 @@ class Sizes:
     """What one rank computes with, as sizes only."""
 
     losses: tuple[()] = ()
+    ledger: Any = None  # its session's
     share = 1.0  # of the model that this rank computes
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
@@ -105,6 +127,9 @@ class Sizes:
         self.cut = whole.cut(bucket_mb, False)
         self.learning = False
         self._begun = True  # has the optimizer made a step?
+        self.stepped = False  # the same, on this rank
+        self.opened = 0  # forwards whose backward is to come
+        self.came: bool | None = None  # the gradients that are there: exchanged or not; None: there are none
 
     @property
     def layout(self) -> Layout:
@@ -134,10 +159,22 @@ class Sizes:
         pass
 
     def forward(self, x: Any, micro: int) -> Any:
+        self.opened += 1
+        self.ledger.forward()
         return x
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> Any:
         self.learning = self.learning or exchanged
+        with self.ledger.backward(exchanged):
+            self.opened, self.came = self.opened - 1, exchanged
+
+    def kept(self, batch: int) -> Kept | None:
+        """What one batch keeps for its backward."""
+        return self._outline.kept(batch)
+
+    def standing(self) -> dict[str, memory.Storages]:
+        """What stays from step to step."""
+        return self._outline.standing(self.layout, self.optimizer if self.stepped else None)
 
     def full(self, index: int) -> Bucket:
         return self.cut.buckets[index]
@@ -146,10 +183,12 @@ class Sizes:
         return self._outline.made(experiment)
 
     def use(self, optimizer: Any) -> None:
-        self.optimizer, self._begun = optimizer, False
+        self.optimizer, self._begun, self.stepped = optimizer, False, False
 
     def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None) -> None:
         """Nothing moves; an optimizer that took over remembers something from its first step on."""
+        self.came = None
+        self.stepped = self.stepped or by is None
         if by is None and not self._begun:
             prime(self.layout, self.optimizer)
             self._begun = True

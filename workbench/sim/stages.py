@@ -26,7 +26,7 @@ class Part(Outline):
         self.optimizer = self.made(e)
         self.arrival = [n for n in whole.arrival if n in set(named)]
         self._names = named[::-1]
-        self._cuts = {}
+        self._cuts, self._standing = {}, {}
 
 
 class Stage(Sizes):
@@ -39,6 +39,9 @@ class Stage(Sizes):
         super().__init__(part, bucket_mb)
         self.share, self.hands_on = share, hands_on
         self._open: dict[int, Any] = {}  # what went into the forwards whose backward is to come
+
+    def kept(self, batch: int) -> None:
+        """A stage's share of what is kept is not known."""
 
     def forward(self, x: Any, micro: int) -> Tensor | None:
         self._open[micro] = x

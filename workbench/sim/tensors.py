@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -37,6 +37,7 @@ class Tensors:
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._dice = torch.get_rng_state()
         self.losses: list[float] = []
+        self.ledger: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
         self._worker = ""
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
@@ -97,12 +98,18 @@ class Tensors:
 
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_dice(), torch.enable_grad():
-            loss = self.learner.loss(self.model, self.batches.next() if x is None else x)
+            inputs = self.batches.next() if x is None else x
+            loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
         self._open[self._worker, micro] = loss
         self.losses.append(float(loss.detach()))
+        self.ledger.forward(inputs)
         return loss.detach()
+
+    def opened(self) -> Iterable[Tensor]:
+        """The losses whose backward is to come."""
+        return self._open.values()
 
     def turn(self, worker: str) -> None:
         """What comes now is `worker`'s: parameters are common to all workers of a rank, gradients are not."""
@@ -115,6 +122,10 @@ class Tensors:
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         """Gradients of a forward; if they are `exchanged` they go into the buckets."""
+        with self.ledger.backward(exchanged):
+            self._backward(grad, micro, exchanged)
+
+    def _backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         if isinstance(grad, Tensor):
             raise StrategyError("pipeline stages are simulated with sizes only: real=False")
         loss = self._open.pop((self._worker, micro), None)

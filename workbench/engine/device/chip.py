@@ -73,6 +73,10 @@ class Chip:
         """Between two moments that were reached."""
         return 0.0
 
+    def allocated(self) -> int:
+        """Bytes of this chip's own memory that its allocator has given out now; 0 where there is no such thing."""
+        return 0
+
     def peak(self) -> int:
         """The most bytes of this chip's own memory that were in use at a time."""
         return 0

@@ -111,6 +111,9 @@ class Cuda(Chip):
     def seconds(self, first: Any, last: Any) -> float:
         return float(first.elapsed_time(last)) * 1e-3
 
+    def allocated(self) -> int:
+        return int(self.api.memory_stats(self.name).get("allocated_bytes.all.current", 0))
+
     def peak(self) -> int:
         return int(self.api.memory_stats(self.name).get("allocated_bytes.all.peak", 0))
 

@@ -1,0 +1,252 @@
+"""The Ledger of one rank: how many bytes of its memory hold what, written into the record whenever that changes.
+
+Both hosts run it. The Samples are called "memory " and a category, in bytes: the most that the category held in a step.
+"memory peak" is the most of all together. What stays from step to step is counted where something may have changed it;
+activations and gradients in the first steps, after a change and then in one step of EVERY, for looking costs time.
+
+A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
+What lives inside one call of torch (a layer's temporaries, an optimizer's, gloo's) is not seen, nor are batches.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from workbench.host import memory
+from workbench.host.changing import Changing
+from workbench.rank import Memory, Op
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
+              "buffers in flight")  # fmt: skip
+EVERY = 32  # steps between two in which activations are looked at
+FRESH = 3  # steps that are looked at in any case, at the start and after a change
+NOTICED = 0.01  # of a category: a smaller change is not written down
+
+
+class Counts(Protocol):
+    """Where a host's numbers of one replica come from: its tensors, or what is known of their sizes."""
+
+    def standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (the rooms), "optimizer state"
+    def forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: nobody knows
+    def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # gives what it took at most
+    def gradients(self) -> int: ...
+    def activations(self) -> int: ...  # bytes kept for the backwards that are still to come
+
+
+class Counted:
+    """Numbers by looking at real tensors. opened: the losses whose backward is still to come."""
+
+    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]]) -> None:
+        self._run, self._opened = run, opened
+        self._alive: memory.Alive = []
+
+    def standing(self) -> dict[str, memory.Storages]:
+        layout = self._run.layout
+        return {
+            "parameters": memory.parameters(self._run.model, layout),
+            "gradients": memory.storages(memory.rooms(layout)),
+            "optimizer state": memory.optimizer_state(self._run.optimizer),
+        }
+
+    def forward(self, inputs: Any) -> int:
+        """What hangs on the open losses, without parameters and what was put in."""
+        others = memory.parameters(self._run.model, self._run.layout) | memory.storages(inputs)
+        kept = memory.saved(self._opened())
+        self._alive = memory.watched({where: s for where, s in kept.items() if where not in others})
+        return self.activations()
+
+    @contextmanager
+    def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
+        layout = self._run.layout
+        before = self.gradients()
+        with memory.Passing(layout, self._alive, memory.coming(layout, exchanged)) as passing:
+            yield lambda: before + passing.most
+
+    def gradients(self) -> int:
+        return memory.nbytes(memory.gradients(self._run.layout))
+
+    def activations(self) -> int:
+        return memory.alive(self._alive)
+
+
+class Buffers:
+    """What children of a rank hold that is nobody's for good: what they send if it was made for that, and what comes.
+
+    Counted by what their collectives need, from the asking to the end of the child; a message from its sending to the
+    end of the step. Lanes call from threads of their own.
+    """
+
+    def __init__(self, run: Changing) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._held: dict[Any, int] = {}
+        self.known: dict[int, Callable[[], Any]] = {}  # storages that are counted elsewhere, weakly
+        self.now = self.most = 0
+        self.stepping = False
+
+    def take(self, who: Any, op: Op) -> None:
+        """`who`, a child, asks for a collective."""
+        if not op.measures and (nbytes := self._needs(op)):
+            self._hold(who, nbytes)
+
+    def _hold(self, who: Any, nbytes: int) -> None:
+        with self._lock:
+            self._held[who] = self._held.get(who, 0) + nbytes
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+
+    def give(self, who: Any) -> None:
+        """`who` is over."""
+        if who in self._held:
+            with self._lock:
+                self.now -= self._held.pop(who)
+
+    def post(self, x: Tensor) -> None:
+        """A message is a copy. Those that a server posts belong to no step of its own and are not counted."""
+        if self.stepping:
+            self._hold("letters", x.numel() * x.element_size())
+
+    def turn(self, stepping: bool) -> int:
+        """The most since this was last called; does a step begin here, or has it ended?"""
+        self.give("letters")
+        self.stepping = stepping
+        with self._lock:
+            most, self.most = self.most, self.now
+        return most
+
+    def _needs(self, op: Op) -> int:
+        """Bytes of what `op` is given, unless they are counted elsewhere, and of what it makes."""
+        x, size = op.args[0], self._run.rank.size
+        if op.verb == "all_to_allv":  # rows become one vector, and another comes
+            me, width = self._run.rank.index, x[0].element_size()
+            rows = sum(row.numel() for row in x)
+            return int(width * (rows + rows + sum(row[me] for row in op.args[1])))
+        nbytes = x.numel() * x.element_size()
+        made = {"all_gather": size * nbytes, "all_to_all": nbytes, "reduce_scatter": nbytes + nbytes // size}
+        return made.get(op.verb, 0) + (0 if self._owned(x) else nbytes)
+
+    def _owned(self, x: Tensor) -> bool:
+        where = x.untyped_storage()._cdata
+        if where in self.known and self.known[where]() is not None:  # else another storage took its place
+            return True
+        alone = (b.data for b in self._run.layout.buckets if len(b.parts) == 1)  # comes anew in every backward
+        return any(data is x or data.untyped_storage()._cdata == where for data in alone)
+
+
+class Ledger:
+    """One rank's bytes by category. beside: what a chip's allocator says itself, by name, where there is one."""
+
+    def __init__(self, run: Changing, counts: Counts, beside: Callable[[], dict[str, int]] = dict) -> None:
+        self._run, self._counts, self._beside = run, counts, beside
+        self.buffers = Buffers(run)
+        self.due = True  # is the present step looked at?
+        self._fresh, self._last = FRESH, 0
+        self._inputs: list[Any] = []
+        self._standing: dict[str, int] = {}
+        self._memories: list[Memory] = []  # where strategy and compressor keep what they remember
+        self._seen: Any = None  # what the standing categories were counted for
+        self._most: dict[str, int] = {}  # of activations and gradients, in this step or the last that was looked at
+        self._together = 0  # the most of these two at once
+        self._written: dict[str, int] = {}
+
+    # -- between steps --
+
+    def stir(self) -> None:
+        """Something was changed, or the run begins: what stays is counted at once, the next steps are looked at."""
+        self._fresh, self._seen = FRESH, None
+        self._write()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._stands()
+        self.buffers.turn(stepping=True)
+        self.due = self._fresh > 0 or self._run.rank.step - self._last >= EVERY
+        if self.due:
+            self._most, self._together, self._inputs = {}, 0, []
+
+    def close(self) -> None:
+        """A step is over."""
+        if self.due:
+            self._note("gradients", self._counts.gradients())
+            self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
+            self._inputs = []
+        self._write()
+        self.due = False
+
+    # -- in a step --
+
+    def forward(self, inputs: Any = None) -> None:
+        """A forward is over; `inputs` went in."""
+        if self.due:
+            self._inputs.append(inputs)
+            kept = self._counts.forward(self._inputs)
+            if kept is not None:
+                self._note("activations", kept)
+            self._join(self._counts.gradients() + (kept or 0))
+
+    def backward(self, exchanged: bool) -> AbstractContextManager[Any]:
+        """Within it one backward runs."""
+        return self._looked(exchanged) if self.due else nullcontext()
+
+    @contextmanager
+    def _looked(self, exchanged: bool) -> Iterator[None]:
+        with self._counts.backward(exchanged) as most:
+            yield
+        gradients = self._counts.gradients()
+        self._note("gradients", gradients)
+        self._join(max(most(), gradients + self._counts.activations()))
+
+    def _note(self, category: str, nbytes: int) -> None:
+        self._most[category] = max(self._most.get(category, 0), nbytes)
+
+    def _join(self, nbytes: int) -> None:
+        self._together = max(self._together, nbytes)
+
+    # -- what stays --
+
+    def _stands(self) -> None:
+        """Counts what stays from step to step, where something may have changed it."""
+        run = self._run
+        seen = (id(run.layout.buckets), id(run.optimizer), len(run.optimizer.state), id(run.state))
+        if (*seen, *map(_filled, self._memories)) == self._seen:
+            return
+        self._memories = [run.rank.memory, *memory.memories(run.state)]
+        self._seen = (*seen, *map(_filled, self._memories))
+        kept = run.rank.memory
+        every = self._counts.standing()
+        every["strategy state"] = memory.storages(run.state)
+        every["compressor state"] = memory.storages([kept.slots, kept.parts])
+        known: memory.Storages = {}
+        for category, found in every.items():
+            self._standing[category] = memory.nbytes({where: s for where, s in found.items() if where not in known})
+            known |= found
+        self.buffers.known = {where: weakref.ref(storage) for where, storage in known.items()}
+
+    def _write(self) -> None:
+        self._stands()
+        room = self._standing["gradients"]
+        now = self._standing | self._most
+        now["gradients"] = max(room, now["gradients"])
+        now["buffers in flight"] = self.buffers.turn(stepping=False)
+        together = max(self._together, room)
+        told = {category: now[category] for category in CATEGORIES if category in now}
+        others = sum(v for k, v in told.items() if k not in ("gradients", "activations"))
+        told["peak"] = others + together
+        if self.due or not self._written:
+            told |= self._beside()
+        for name, value in told.items():
+            before = self._written.get(name)
+            if before is None or abs(value - before) > NOTICED * before:
+                self._written[name] = value
+                self._run.sample(f"memory {name}", value)
+
+
+def _filled(memory: Memory) -> tuple[int, ...]:
+    """Changes with what a Memory holds."""
+    return tuple(map(len, (*memory.slots.values(), *memory.parts.values())))

@@ -1,0 +1,189 @@
+"""What a rank's tensors take, found by looking at them: bytes of storages, each counted once, whoever points there.
+
+What autograd keeps for a backward is read off the graph that a loss hangs on: no hook runs in the forward, so a step
+that is measured computes what every other does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.layout import Layout, Place
+from workbench.rank import Memory
+
+Storages = dict[int, Any]  # storages by what tells them apart while they live
+Alive = list[tuple[Callable[[], Any], int]]  # weak references to storages, and their bytes
+LOOKS = 8  # at most so often a backward is looked at
+_BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # hold nothing
+_SAVED = "_raw_saved_"
+_slots: dict[type, list[str]] = {}  # the names under which a kind of node keeps tensors
+
+
+def tensors(thing: Any) -> Iterator[Tensor]:
+    """The tensors in `thing`: in lists, tuples, sets, dicts and the attributes of plain objects, however deep."""
+    return (x for x in _within(thing) if isinstance(x, Tensor))
+
+
+def memories(thing: Any) -> list[Memory]:
+    """The Memory objects in `thing`; what is in them comes when it is first asked for."""
+    return [x for x in _within(thing) if isinstance(x, Memory)]
+
+
+def _within(thing: Any) -> Iterator[Any]:
+    """All that can be reached from `thing`, once."""
+    todo, seen = deque([thing]), set()
+    while todo:
+        x = todo.popleft()
+        if isinstance(x, _BARE) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        yield x
+        if not isinstance(x, Tensor):
+            todo += _inside(x)
+
+
+def _inside(x: Any) -> Iterable[Any]:
+    if isinstance(x, dict):
+        return x.values()
+    if isinstance(x, list | tuple | set | frozenset | deque):
+        return x
+    if isinstance(x, nn.Module):
+        return [*x.parameters(), *x.buffers()]
+    slots = [getattr(x, name, None) for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*slots, *getattr(x, "__dict__", {}).values()]
+
+
+def storages(thing: Any) -> Storages:
+    """Every storage that a tensor in `thing` lies in."""
+    found = {}
+    for x in tensors(thing):
+        if x.layout == torch.strided:
+            storage = x.untyped_storage()
+            found[storage._cdata] = storage
+    return found
+
+
+def nbytes(found: Storages) -> int:
+    """Bytes of them all."""
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def watched(found: Storages) -> Alive:
+    """The same, without keeping them alive."""
+    return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
+
+
+def parameters(model: nn.Module, layout: Layout) -> Storages:
+    """A model's parameters, frozen ones too, and its running statistics."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return storages([layout.weights, frozen, list(model.buffers())])
+
+
+def gradients(layout: Layout) -> Storages:
+    """All gradients that are there, and the room that buckets keep for those to come."""
+    return storages([[place.param.grad for place in layout.order], rooms(layout)])
+
+
+def rooms(layout: Layout) -> list[Tensor]:
+    """The vectors of the buckets but those of one parameter, which take its gradient as it comes and keep no room."""
+    return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1]
+
+
+def optimizer_state(optimizer: Any) -> Storages:
+    """What an optimizer remembers, step counters included."""
+    return storages(dict(optimizer.state))
+
+
+def saved(losses: Iterable[Tensor]) -> Storages:
+    """What autograd keeps for the backward of `losses`."""
+    found: Storages = {}
+    todo, seen = [loss.grad_fn for loss in losses], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+        for kept in _kept(node):
+            if isinstance(kept, Tensor | list | tuple | dict):
+                found |= storages(kept)
+    return found
+
+
+def _kept(node: Any) -> Iterator[Any]:
+    """What one node of the graph keeps: a tensor, or what somebody's hook has made of it; never unpacked."""
+    kind = type(node)
+    if kind not in _slots:
+        _slots[kind] = [name for name in dir(kind) if name.startswith(_SAVED)]
+    for name in _slots[kind]:
+        try:
+            held = getattr(node, name)
+            for one in held if isinstance(held, list | tuple) else (held,):
+                yield one.data
+        except RuntimeError:  # its backward has run already
+            continue
+
+
+class Passing:
+    """Listens to one backward: what activations and gradients take together, while the first go and the others come.
+
+    activations:  (weak reference, bytes) of what the backward will free
+    comes:        bytes that the gradient of a Place takes when it comes, beyond what is there before the backward
+    looks:        (gradients that have come, bytes of activations left) at up to LOOKS times
+    most:         bytes that came and are left, together, at the worst of these times
+    """
+
+    def __init__(self, layout: Layout, activations: Alive, comes: Callable[[Place], int]) -> None:
+        self._layout, self._activations, self._comes = layout, activations, comes
+        self._came = 0
+        self._every = every(layout)
+        self._removers: list[Any] = []
+        self.names: list[str] = []  # whose gradients came, in this order
+        self.looks: list[tuple[int, int]] = []
+        self.most = 0
+
+    def __enter__(self) -> Passing:
+        for place in self._layout.order:
+            hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))
+            self._removers.append(hook)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for remover in self._removers:
+            remover.remove()
+
+    def _take(self, place: Place) -> None:
+        self._came += self._comes(place)
+        self.names.append(place.name)
+        if len(self.names) % self._every == 0:
+            left = alive(self._activations)
+            self.looks.append((len(self.names), left))
+            self.most = max(self.most, self._came + left)
+
+
+def every(layout: Layout) -> int:
+    """After how many gradients a backward is looked at."""
+    return -(-len(layout.order) // LOOKS)
+
+
+def alive(kept: Alive) -> int:
+    """Bytes of the storages that are still there."""
+    return sum(nbytes for storage, nbytes in kept if storage() is not None)
+
+
+def coming(layout: Layout, exchanged: bool) -> Callable[[Place], int]:
+    """What a Place's gradient takes when it comes: nothing where one is already, or its bucket has room for it."""
+    there = {place.name for place in layout.order if place.param.grad is not None}
+    return lambda place: 0 if place.name in there else came(place, exchanged)
+
+
+def came(place: Place, exchanged: bool) -> int:
+    """Bytes of a gradient beyond the room of its bucket; autograd's own copy is gone once that has taken it."""
+    return 0 if exchanged and place.grad is not None else place.numel * place.param.element_size()

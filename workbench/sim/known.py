@@ -1,0 +1,127 @@
+"""What a rank's tensors would take, where there are sizes only: from one pass of the model that computes nothing.
+
+The pass runs under torch's FakeTensorMode, whose tensors say that they lie on a CPU: on the meta device torch chooses
+other kernels, which keep other things for backward (attention keeps its whole matrix of scores there).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host import memory
+from workbench.host.batches import Batches
+from workbench.host.layout import Layout
+from workbench.tasks import Learner
+
+
+class Kept(NamedTuple):
+    """What autograd keeps of one batch, in bytes, and how much of it is left while its backward runs.
+
+    looks: (number of gradients that have come, bytes left); names: whose gradients came, in this order
+    """
+
+    nbytes: int
+    looks: list[tuple[int, int]]
+    names: list[str]
+
+
+class Known:
+    """The numbers of one rank that has sizes only; what all ranks share is counted once. See host/ledger.py."""
+
+    def __init__(self, body: Any, batch: Callable[[], int]) -> None:
+        self._body, self._batch = body, batch
+
+    def standing(self) -> dict[str, memory.Storages]:
+        return dict(self._body.standing())
+
+    def forward(self, inputs: Any) -> int | None:
+        kept = self._kept()
+        return None if kept is None else self._body.opened * kept.nbytes
+
+    @contextmanager
+    def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
+        before, there, opened = self.gradients(), self._body.came is not None, self._body.opened
+        layout, kept = self._body.layout, self._kept()
+        new = {p.name: 0 if there else memory.came(p, exchanged) for p in layout.order}
+        yield lambda: before + (_most(kept, new) + max(0, opened - 1) * kept.nbytes if kept is not None else 0)
+
+    def gradients(self) -> int:
+        came = self._body.came
+        beyond = 0 if came is None else sum(memory.came(p, came) for p in self._body.layout.order)
+        return memory.nbytes(self.standing()["gradients"]) + beyond
+
+    def activations(self) -> int:
+        kept = self._kept()
+        return 0 if kept is None else self._body.opened * kept.nbytes
+
+    def _kept(self) -> Kept | None:
+        kept: Kept | None = self._body.kept(self._batch())
+        return kept
+
+
+def _most(kept: Kept, new: dict[str, int]) -> int:
+    """Bytes of gradients that came and activations that are left, together, at the worst look."""
+    came, at, most = 0, 0, 0
+    for count, left in kept.looks:
+        came += sum(new.get(name, 0) for name in kept.names[at:count])
+        at, most = count, max(most, came + left)
+    return most
+
+
+def kept_of(model: nn.Module, learner: Learner, ranks: int, seed: int, batch: int) -> Kept | None:
+    """What one batch keeps; None where the model runs on no tensors without values. model: on the meta device"""
+    try:
+        batches = Batches(learner.data, 0, ranks, "meta")
+        batches.restart(batch, seed, 0)
+        return _passed(model, learner, batches.next())
+    except Exception:
+        return None
+
+
+def _passed(model: nn.Module, learner: Learner, inputs: Any) -> Kept:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = copy.deepcopy(model)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        _put_on_cpu(fake)
+        x = _like(inputs)
+        layout = Layout(fake, 1.0)
+        loss = learner.loss(fake, x)
+        others = memory.parameters(fake, layout) | memory.storages(x)
+        found = memory.saved([loss])
+        alive = memory.watched({where: s for where, s in found.items() if where not in others})
+        nbytes = memory.alive(alive)
+        del found
+        with memory.Passing(layout, alive, lambda place: 0) as passing:
+            loss.backward()
+    return Kept(nbytes, passing.looks, passing.names)
+
+
+def _put_on_cpu(model: nn.Module) -> None:
+    """A model on the meta device says from now on that it lies on a CPU; what is tied stays tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in made:
+                made[id(p)] = nn.Parameter(_like(p), p.requires_grad)
+            module._parameters[name] = made.get(id(p))
+        for name, b in module._buffers.items():
+            module._buffers[name] = None if b is None else _like(b)
+
+
+def _like(x: Any) -> Any:
+    """Tensors without values on the CPU, of the sizes of those in `x`; anything else as it is."""
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    if isinstance(x, dict):
+        filled = {k: _like(v) for k, v in x.items()}
+        return filled if type(x) is dict else type(x)(filled)
+    if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
+        return type(x)(_like(v) for v in x)
+    return x
