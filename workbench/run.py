@@ -15,6 +15,7 @@ from workbench.record.store import RunError as RunError
 from workbench.settings import Change
 
 if TYPE_CHECKING:
+    from workbench.analysis import RankMemory
     from workbench.experiment import Experiment
     from workbench.sim import Costs
     from workbench.sim.what_if import WhatIf
@@ -38,6 +39,15 @@ class Run(record.Run):
     def summary(self) -> dict[str, Any]:
         """The run in a few plain values."""
         return analysis.summary(self)
+
+    def memory(self, last: int | None = None) -> list[RankMemory]:
+        """By rank, what its memory held at most in the last so many steps, or in all: bytes by category, and the peak.
+
+        >>> Run({"ranks": 2}, name="tour").memory()
+        []
+        """
+        stop = analysis.last_steps(self.timeline)[1]
+        return analysis.memory(self.timeline, 0 if last is None else max(0, stop - last))
 
     def what_if(self, settings: Mapping[str, Any] | None = None) -> WhatIf:
         """The simulator's word on other settings, calibrated from this run. See `workbench.sim.what_if`."""

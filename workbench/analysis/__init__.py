@@ -14,6 +14,9 @@ from workbench.analysis.compression import ratios as ratios
 from workbench.analysis.effect import Card as Card
 from workbench.analysis.effect import Effect as Effect
 from workbench.analysis.effect import before_after as before_after
+from workbench.analysis.memory import RankMemory as RankMemory
+from workbench.analysis.memory import memory as memory
+from workbench.analysis.memory import readable as readable
 from workbench.analysis.overview import line as line
 from workbench.analysis.overview import summary as summary
 from workbench.analysis.settings import Stretch as Stretch
@@ -36,8 +39,9 @@ from workbench.analysis.window import change_steps as change_steps
 from workbench.analysis.window import last_steps as last_steps
 
 __all__ = [
-    "Arrivals", "BreakEven", "Breakdown", "Card", "Compression", "Effect", "Estimate", "Overlap", "Ratio",
-    "StepTimes", "Stretch", "Trend", "Verdict", "arrivals", "before_after", "break_even", "breakdown",
-    "bytes_per_step", "change_steps", "compared", "compression", "last_steps", "line", "overlap", "per_rank",
-    "ratios", "sendings", "since_met", "step_times", "straggler", "stretches", "summary", "unheeded", "why_silent",
+    "Arrivals", "BreakEven", "Breakdown", "Card", "Compression", "Effect", "Estimate", "Overlap",
+    "RankMemory", "Ratio", "StepTimes", "Stretch", "Trend", "Verdict", "arrivals", "before_after", "break_even",
+    "breakdown", "bytes_per_step", "change_steps", "compared", "compression", "last_steps", "line", "memory", "overlap",
+    "per_rank", "ratios", "readable", "sendings", "since_met", "step_times", "straggler", "stretches", "summary",
+    "unheeded", "why_silent",
 ]

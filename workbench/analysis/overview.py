@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.analysis.memory import memory
 from workbench.analysis.steps import bytes_per_step
 from workbench.analysis.window import Window, last_steps, ranks_of
 
@@ -16,7 +17,10 @@ RECENT = 50  # steps
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps."""
+    """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps.
+
+    memory_peak: bytes, of the rank that held most at a time; None where the record does not say
+    """
     tl = run.timeline
     first, stop = last_steps(tl, RECENT)
     w = Window(tl, first, stop)
@@ -34,6 +38,7 @@ def summary(run: Run) -> dict[str, Any]:
         "seconds": round(float(tl.spans.rows().t1.max(initial=0.0)), 3),
         "step_s": round(float(np.median(times)), 6) if len(times) else None,
         "bytes_per_step": float(sent.mean()) if sent.size else None,
+        "memory_peak": max((m.peak for m in memory(tl)), default=None),
         "loss": _mean_of_last(run, "loss", stop),
         "held_out": _newest(run, "held_out"),
         "changes": len(run.changes),

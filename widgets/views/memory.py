@@ -1,0 +1,105 @@
+"""What fills each rank's memory: a stacked bar of categories, and the most of all at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Grid, Patch, View
+from workbench.analysis import RankMemory, last_steps, memory, readable
+
+STEPS = 20  # the most in the last so many
+PARTS = (
+    ("parameters", theme.BLUE, ""),
+    ("gradients", theme.ORANGE, "/"),
+    ("optimizer state", theme.GREEN, "x"),
+    ("activations", theme.SKY, ""),
+    ("strategy state", theme.PURPLE, "."),
+    ("compressor state", theme.VERMILLION, "-"),
+    ("buffers in flight", theme.GREY, "|"),
+)
+MARKED = (("peak of all together", "line-ns-open", 20), ("GPU's allocator", "diamond-open", 12))
+OTHER = ("other", theme.YELLOW, "")  # of a category that came later than this file
+
+
+class Memory(View):
+    """One stacked bar per rank, in bytes; a stroke where the peak of all together is."""
+
+    name: ClassVar[str] = "memory"
+    title: ClassVar[str] = "What fills the memory"
+    about: ClassVar[str] = (
+        "A stacked bar per rank: bytes of parameters, gradients, optimizer state, activations kept for backward, what "
+        "strategy and compressor remember, and buffers in flight; of each the most in a step, in the last 20 steps. "
+        "Not all are at their most at once: a stroke marks the peak of all together, a diamond what a GPU's allocator "
+        "says."
+    )
+    empty: ClassVar[str] = "A bar per rank appears here after the first step."
+    order: ClassVar[int] = 51
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = 0.0
+
+    def figure(self, run: Any) -> go.Figure:
+        ranks = self.ranks(run)
+        figure = go.Figure(layout=theme.layout(
+            max(170, 17 * ranks + 70),
+            barmode="stack",
+            bargap=0.3,
+            xaxis=theme.axis("most in a step", rangemode="tozero", nticks=8, tickformat="~s", ticksuffix="B"),
+            yaxis=theme.axis("", autorange="reversed", ticks="", showgrid=False,
+                             tickvals=list(range(ranks)), ticktext=[f"rank {r}" for r in range(ranks)]),
+            margin={"l": 60, "r": 24, "t": 4, "b": 44},
+        ))  # fmt: skip
+        for name, colour, shape in (*PARTS, OTHER):
+            pattern = {"shape": shape, "fillmode": "replace", "fgcolor": colour, "size": 6, "solidity": 0.5}
+            figure.add_trace(go.Bar(
+                x=[], y=[], orientation="h", name=name, showlegend=name != "other",
+                hovertemplate=f"rank %{{y}} {name}: %{{x:.4~s}}B<extra></extra>",
+                marker={"color": colour, "line": {"width": 1, "color": theme.PAPER}, "pattern": pattern},
+            ))  # fmt: skip
+        for name, symbol, size in MARKED:
+            figure.add_trace(go.Scatter(
+                x=[], y=[], mode="markers", name=name, showlegend=name[0] == "p",
+                hovertemplate=f"rank %{{y}} {name}: %{{x:.4~s}}B<extra></extra>",
+                marker={"symbol": symbol, "size": size, "color": theme.INK, "line": {"width": 3, "color": theme.INK}},
+            ))  # fmt: skip
+        return figure
+
+    def update(self, run: Any) -> Patch:
+        samples, now = run.timeline.samples, time.monotonic()
+        if len(samples) == self.cursor or (run.live and now - self._at < 0.5):
+            return Patch()
+        self.cursor, self._at = len(samples), now
+        found = [m for m in self._found(run) if m.rank < self.ranks(run)]
+        if not found:
+            return Patch()
+        y = np.array([m.rank for m in found], np.int64)
+        known = [name for name, *_ in PARTS]
+        rows = [[m.most.get(name, 0) for m in found] for name in known]
+        rows.append([sum(v for name, v in m.most.items() if name not in known) for m in found])
+        patch = Patch(replace={i: {"x": np.array(row, float), "y": y} for i, row in enumerate(rows)})
+        patch.replace[len(rows)] = {"x": np.array([m.peak for m in found], float), "y": y}
+        if beside := [m for m in found if m.allocated_peak]:
+            at = np.array([m.rank for m in beside], np.int64)
+            patch.replace[len(rows) + 1] = {"x": np.array([m.allocated_peak for m in beside], float), "y": at}
+        return patch
+
+    def table(self, run: Any) -> Grid:
+        found = self._found(run)
+        names = list(dict.fromkeys(name for m in found for name in m.most))
+        cells = [(m.rank, *(readable(m.most.get(n, 0)) for n in names), readable(m.peak), _said(m)) for m in found]
+        note = "Most in a step, last 20 steps; the peak is of all together, GPU what its allocator says"
+        return Grid(("rank", *names, "peak", "GPU"), cells, note)
+
+    def _found(self, run: Any) -> list[RankMemory]:
+        return memory(run.timeline, *last_steps(run.timeline, STEPS))
+
+
+def _said(found: RankMemory) -> str:
+    return readable(found.allocated_peak) if found.allocated_peak else ""
