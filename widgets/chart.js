@@ -163,6 +163,8 @@ function legend(figure, colours) {
   return figure.data.flatMap((trace, number) => {
     if (trace.showlegend === false || !trace.name) return [];
     const colour = themed(trace.fillcolor ?? trace.marker?.color ?? trace.line?.color, colours);
+    if (trace.marker?.symbol?.startsWith("line-ns")) // a stroke across a bar
+      return [[trace.name, `width:3px;height:16px;background:${colour}`, number]];
     if (!trace.fill && trace.type !== "bar") {
       const width = trace.line?.width ?? 2;
       const dash = { dash: "dashed", dot: "dotted" }[trace.line?.dash] ?? "solid";

@@ -92,9 +92,19 @@ class Host:
             self.compute(step, "update")
         for r in range(self.ranks):
             self.spans.append(Span(r, step, "step", self.strategy, begin[r], begin[r], self.now[r], 0))
+            if not step:
+                self.memory(r)
             loss = 2.5 + 3.0 * np.exp(-step / 80) + 0.05 * self.rng.standard_normal()
             self.samples.append(Sample(r, step, "loss", self.now[r], float(loss)))
         self.now += 2e-4
+
+    def memory(self, rank: int) -> None:
+        """What the rank's memory holds in the first step, and from then on: of a model as large as its buckets."""
+        model = BUCKETS * NBYTES
+        held = {"parameters": 1, "gradients": 1, "optimizer state": 2, "activations": 3, "buffers in flight": 0,
+                "peak": 6.5}  # fmt: skip
+        for name, times in held.items():
+            self.samples.append(Sample(rank, 0, f"memory {name}", self.now[rank], times * model))
 
     def evaluate(self, step: int) -> None:
         """Before step `step`: rank 0 evaluates the mean model while the others stand and wait."""

@@ -23,7 +23,7 @@ from widgets.wire import Packing
 from workbench import simulate
 from workbench.analysis import arrivals, bytes_per_step, since_met
 from workbench.fabric import Slow
-from workbench.record.timeline import Mark
+from workbench.record.timeline import Mark, Sample
 from workbench.run import Run
 
 VIEWS = all_views()
@@ -356,3 +356,25 @@ def test_after_a_hand_over_ranks_have_only_just_met() -> None:
     run = recorded(steps=60, ranks=2, changes=((38, "strategy", "LocalSGD"),), every=30)
     since, _ = since_met(run.timeline, np.array([38, 40, 45]))
     assert since.tolist() == [0, 2, 7]
+
+
+def test_memory_is_a_bar_of_categories_with_a_stroke_at_the_peak() -> None:
+    run, model = recorded(steps=20, ranks=2, changes=()), synthetic.BUCKETS * synthetic.NBYTES
+    figure = drawn(view("memory"), run)
+    assert figure is not None
+    shown = {trace.name: list(trace.x) for trace in figure.data if len(trace.x)}
+    assert shown["parameters"] == [model] * 2 and shown["optimizer state"] == [2 * model] * 2
+    assert shown["peak of all together"] == [6.5 * model] * 2 and "GPU's allocator" not in shown
+    assert figure.layout.xaxis.tickformat == "~s" and figure.layout.xaxis.ticksuffix == "B"
+    grid = view("memory").table(run)
+    assert grid is not None and grid.rows[1][:2] == (1, "6 MB") and grid.rows[1][-2:] == ("39 MB", "")
+
+
+def test_memory_of_a_gpu_is_marked_and_a_category_of_tomorrow_is_drawn() -> None:
+    run = recorded(steps=20, ranks=2, changes=())
+    told = {"allocated": 8e7, "allocated peak": 9e7, "moved to host": 5e6}
+    run.timeline.samples.add([Sample(1, 19, f"memory {name}", 9.0, value) for name, value in told.items()])
+    figure = drawn(view("memory"), run)
+    assert figure is not None
+    shown = {trace.name: list(trace.x) for trace in figure.data if len(trace.x)}
+    assert shown["GPU's allocator"] == [9e7] and shown["other"] == [0, 5e6]

@@ -154,6 +154,7 @@ class Ledger:
         self._most: dict[str, int] = {}  # of activations and gradients, in this step or the last that was looked at
         self._together = 0  # the most of these two at once
         self._written: dict[str, int] = {}
+        self._holds = self._held = 0  # bytes of parameters where a strategy says what it holds: now, most in the step
 
     # -- between steps --
 
@@ -166,6 +167,7 @@ class Ledger:
         """A step begins."""
         self._stands()
         self.buffers.turn(stepping=True)
+        self._held = self._holds
         self.due = self._fresh > 0 or self._run.rank.step - self._last >= EVERY
         if self.due:
             self._most, self._together, self._inputs = {}, 0, []
@@ -202,6 +204,11 @@ class Ledger:
         self._note("gradients", gradients)
         self._join(max(most(), gradients + self._counts.activations()))
 
+    def hold(self, nbytes: int) -> int:
+        """So many bytes of parameters are held from now on, by a strategy that shards them. Returns `nbytes`."""
+        self._holds, self._held = nbytes, max(self._held, nbytes)
+        return nbytes
+
     def _note(self, category: str, nbytes: int) -> None:
         self._most[category] = max(self._most.get(category, 0), nbytes)
 
@@ -233,6 +240,7 @@ class Ledger:
         room = self._standing["gradients"]
         now = self._standing | self._most
         now["gradients"] = max(room, now["gradients"])
+        now["parameters"] = self._held or now["parameters"]
         now["buffers in flight"] = self.buffers.turn(stepping=False)
         together = max(self._together, room)
         told = {category: now[category] for category in CATEGORIES if category in now}

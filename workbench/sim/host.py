@@ -188,7 +188,7 @@ class Host:
         (bucket,) = op.args
         held = self.world.held.setdefault(self.index, dict(self.body.cut.nbytes))
         held[bucket.name] = bucket.nbytes
-        self.note("held", sum(held.values()))
+        self.note("held", self.ledger.hold(sum(held.values())))
         return bucket
 
     def _batch(self, fiber: Fiber, op: Op) -> Any:

@@ -1,0 +1,229 @@
+"""What fills a rank's memory: the same numbers from both hosts, and the bounds that are known."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import experiment, run
+from tests.sim.shapes import ZeRO3
+from tests.sim.virtual import stack
+from workbench import simulate
+from workbench.analysis import memory
+from workbench.compressors import Dense, ErrorFeedback, PowerSGD, TopK
+from workbench.engine import device
+from workbench.engine.device import Chip
+from workbench.experiment import Experiment
+from workbench.host.ledger import CATEGORIES, Buffers
+from workbench.host.memory import nbytes, saved, storages
+from workbench.optimizers import SGD, AdamW
+from workbench.rank import Op, Rank
+from workbench.record.timeline import Sample, Timeline
+from workbench.run import Run
+from workbench.settings import Change
+from workbench.strategies import DDP, DiLoCo, Gossip, LocalSGD, SlowMo, Strategy
+from workbench.tasks import ByteGPT, Digits
+
+EVERY = [
+    (DDP(), Dense()), (DDP(accumulate=2), Dense()), (LocalSGD(every=3), Dense()), (SlowMo(every=4), Dense()),
+    (DDP(), TopK.usual()), (DDP(), PowerSGD.usual()), (LocalSGD(every=2), ErrorFeedback(of=TopK(density=0.1))),
+    (Gossip(), Dense()),
+]  # fmt: skip
+
+
+def engine(session: Any) -> dict[str, float]:
+    """The last Sample of each category that the engine wrote, and of the peak."""
+    return {name: value for _, name, _, value in session.record.samples if name.startswith("memory ")}
+
+
+def simulated(made: Run) -> dict[str, float]:
+    """The same of rank 0 of a simulated run."""
+    rows = made.timeline.samples.rows()
+    return {
+        str(name): float(value)
+        for name, value, rank in zip(rows.name, rows.value, rows.rank, strict=True)
+        if rank == 0 and str(name).startswith("memory ")
+    }
+
+
+def held(made: Run) -> dict[str, int]:
+    """Of rank 0, in its last steps."""
+    return made.memory(last=4)[0].most
+
+
+def sized(**settings: Any) -> Run:
+    return simulate(Experiment(task=ByteGPT(), **{"ranks": 2, "steps": 8, "pace": 5.0, **settings}))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("strategy", "compressor"), EVERY, ids=str)
+def test_the_engine_and_the_simulator_say_the_same(strategy: Strategy, compressor: Any) -> None:
+    e = experiment(2, 9, strategy=strategy, compressor=compressor)
+    said = engine(run(e)[0])
+    assert [f"memory {name}" for name in CATEGORIES] == sorted(said.keys() - {"memory peak"}, key=_place)
+    assert simulated(simulate(e.turn("pace", 5.0), real=True)) == said
+    assert simulated(simulate(e.turn("pace", 5.0))) == said
+
+
+def _place(name: str) -> int:
+    return CATEGORIES.index(name.removeprefix("memory "))
+
+
+@pytest.mark.parametrize("task", [ByteGPT(), Digits()], ids=str)
+def test_sizes_alone_know_what_real_tensors_take(task: Any) -> None:
+    """Attention too, of which torch keeps other things on the meta device than on a CPU."""
+    e = Experiment(task=task, ranks=2, steps=3, pace=5.0)
+    assert simulated(simulate(e)) == simulated(simulate(e, real=True))
+
+
+def test_optimizer_state_is_what_each_optimizer_is_known_to_take() -> None:
+    plain, momentum, adam = (held(sized(optimizer=o)) for o in (SGD(momentum=0.0), SGD(momentum=0.9), AdamW()))
+    model = plain["parameters"]
+    counters = 4 * sum(1 for _ in ByteGPT().build().model().parameters())
+    assert model == 4 * sum(p.numel() for p in ByteGPT().build().model().parameters())
+    assert (plain["optimizer state"], momentum["optimizer state"]) == (0, model)
+    assert adam["optimizer state"] == 2 * model + counters
+
+
+def test_what_is_remembered_between_steps_is_known_too() -> None:
+    ddp, topk, outer, local = (held(sized(**settings)) for settings in (
+        {}, {"compressor": TopK.usual()}, {"strategy": DiLoCo(every=4)}, {"strategy": LocalSGD(every=4)},
+    ))  # fmt: skip
+    model = ddp["parameters"]
+    assert ddp["gradients"] == model and ddp["strategy state"] == ddp["compressor state"] == 0
+    assert topk["compressor state"] == model, "one residual"
+    assert outer["strategy state"] == 2 * model, "an anchor and an outer momentum"
+    for same in ("parameters", "optimizer state", "activations"):
+        assert local[same] == ddp[same]
+
+
+def test_buffers_in_flight_are_what_a_collective_is_given_and_brings() -> None:
+    """TopK gathers values and indices: its own and those of all ranks, one bucket after the other on the lane."""
+    made = sized(compressor=TopK.usual(), ranks=4)
+    sent = made.timeline.spans.rows()
+    sent = sent[sent.equal("lane", "comm") & (sent.rank == 0)].nbytes // 3  # to each of the others
+    assert held(sized())["buffers in flight"] == 0, "buckets themselves are gradients"
+    assert held(made)["buffers in flight"] == 2 * (1 + 4) * sent.max()
+
+
+def test_activations_grow_with_the_batch_also_live() -> None:
+    few, many = (held(sized(batch=b))["activations"] for b in (4, 8))
+    assert many == pytest.approx(2 * few, rel=0.001)
+    turned = simulate(
+        Experiment(task=ByteGPT(), ranks=2, steps=8, pace=5.0, batch=4), changes=[Change(4, "batch", 8)], real=False
+    )
+    assert held(turned)["activations"] == many
+    assert turned.memory()[0].peak > sized(batch=4).memory()[0].peak
+
+
+def test_a_strategy_that_shards_parameters_holds_fewer() -> None:
+    """A shard of everything, and whole the buckets that are in use, just used and coming: three of eight."""
+    e = experiment(4, 4, pace=5.0, bucket_mb=0.04, task=stack(8))
+    whole, sharded = (simulated(simulate(e.turn("strategy", s)))["memory parameters"] for s in (DDP(), ZeRO3()))
+    assert sharded == whole * (1 / 4 + 3 / 8 * 3 / 4)
+
+
+def test_forwards_under_way_at_once_add_up() -> None:
+    class TwoOpen(Strategy):
+        """Two micro-batches whose activations are kept at once."""
+
+        exact: ClassVar[bool] = False
+
+        async def step(self, rank: Rank, state: Any) -> None:
+            for micro in (0, 1):
+                await rank.forward(micro=micro)
+            for micro in (1, 0):
+                await rank.backward(0.5, micro=micro)
+            await rank.update()
+
+    once, twice = (experiment(2, 3, strategy=s, pace=5.0) for s in (LocalSGD(), TwoOpen()))
+    for real in (True, False):
+        first, second = (simulated(simulate(e, real=real)) for e in (once, twice))
+        assert second["memory activations"] == pytest.approx(2 * first["memory activations"], rel=0.01)
+
+
+def test_a_checkpoint_keeps_less_and_is_not_computed_again_to_find_out() -> None:
+    ran = 0
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        nonlocal ran
+        ran += 1
+        return x.tanh().tanh()
+
+    x = torch.randn(1000, requires_grad=True)
+    whole, short = inside(x).sum(), checkpoint(inside, x, use_reentrant=False).sum()
+    assert nbytes(saved([whole])) == 2 * 4000 and ran == 2
+    assert nbytes(saved([short])) <= 4000 and ran == 2
+    short.backward()
+    assert ran == 3 and saved([short]) == {}
+
+
+def test_a_storage_is_counted_once_whoever_points_there() -> None:
+    flat = torch.zeros(100)
+    assert nbytes(storages({"a": flat[:50], "b": [flat[50:].view(5, 10)], "c": nn.Parameter(flat)})) == 400
+
+
+def test_a_payload_that_lies_where_a_residual_lay_is_a_payload() -> None:
+    """torch gives memory that was freed to whoever asks next."""
+
+    class Still:
+        rank = Rank(0, 2)
+        layout = type("Layout", (), {"buckets": ()})
+
+    buffers: Any = Buffers(Still())  # type: ignore[arg-type]
+    residual = torch.zeros(4096)
+    where, alive = residual.untyped_storage()._cdata, [True]
+    buffers.known = {where: lambda: residual if alive else None}
+    child = object()
+    buffers.take(child, Op("all_reduce", residual, "sum", ""))
+    assert buffers.now == 0
+    alive.clear()
+    buffers.take(child, Op("all_reduce", residual, "sum", ""))
+    assert buffers.now == 4 * 4096
+    buffers.give(child)
+    assert buffers.now == 0 and buffers.turn(stepping=False) == 4 * 4096
+
+
+def test_the_record_grows_only_when_something_changes() -> None:
+    made = sized(steps=100)
+    rows = made.timeline.samples.rows()
+    many = [name for name, rank in zip(rows.name, rows.rank, strict=True) if rank == 0 and name.startswith("memory ")]
+    assert len(many) <= 2 * len(CATEGORIES) + 2
+
+
+@pytest.mark.ranks
+def test_what_an_allocator_says_stands_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(Chip):
+        def allocated(self) -> int:
+            return 7_000_000
+
+        def peak(self) -> int:
+            return 9_000_000
+
+    assert not {name for name in engine(run(experiment(2, 3))[0]) if "allocated" in name}, "a CPU has none"
+    monkeypatch.setitem(device.CHIPS, "cpu", Counting)
+    said = engine(run(experiment(2, 3))[0])
+    assert (said["memory allocated"], said["memory allocated peak"]) == (7_000_000, 9_000_000)
+
+
+def test_a_sample_holds_until_the_next_and_the_most_is_told() -> None:
+    tl = Timeline()
+    told = [(0, 100), (5, 300), (6, 200), (9, 50)]
+    tl.samples.add([Sample(0, step, "memory activations", float(step), float(value)) for step, value in told])
+    tl.samples.add([Sample(0, 0, "memory peak", 0.0, 400.0), Sample(0, 0, "loss", 0.0, 1.0)])
+    asked = {(0, None): 300, (6, None): 200, (7, 9): 200, (3, 5): 100, (9, None): 50}
+    for (first, stop), most in asked.items():
+        (found,) = memory(tl, first, stop)
+        assert (found.most, found.peak, found.allocated) == ({"activations": most}, 400, None)
+    assert memory(Timeline()) == []
+
+
+def test_a_summary_names_the_peak_and_old_records_have_none() -> None:
+    made = sized()
+    assert made.summary()["memory_peak"] == max(m.peak for m in made.memory()) > 0
+    assert Run({"ranks": 2}).summary()["memory_peak"] is None
+    assert str(made.memory()[0]).startswith("rank 0: peak 2")
