@@ -20,18 +20,28 @@ from torch import Tensor
 
 from workbench.host import memory
 from workbench.host.changing import Changing
-from workbench.rank import Memory, Op
+from workbench.rank import Bucket, Memory, Op
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
               "buffers in flight")  # fmt: skip
 EVERY = 32  # steps between two in which activations are looked at
 FRESH = 3  # steps that are looked at in any case, at the start and after a change
 NOTICED = 0.01  # of a category: a smaller change is not written down
+_MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes, of those given and the ranks
+    "all_gather": lambda nbytes, size: size * nbytes,
+    "all_to_all": lambda nbytes, size: nbytes,
+    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # all pieces of a shard, and their sum
+}
 
 
 class Counts(Protocol):
-    """Where a host's numbers of one replica come from: its tensors, or what is known of their sizes."""
+    """Where a host's numbers of one replica come from: its tensors, or what is known of their sizes.
 
+    alike: what was found for ranks that hold the same tensors, kept by them together; nothing where each has its own
+    """
+
+    @property
+    def alike(self) -> dict[Any, Any]: ...
     def standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (the rooms), "optimizer state"
     def forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: nobody knows
     def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # gives what it took at most
@@ -45,6 +55,10 @@ class Counted:
     def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]]) -> None:
         self._run, self._opened = run, opened
         self._alive: memory.Alive = []
+
+    @property
+    def alike(self) -> dict[Any, Any]:
+        return {}
 
     def standing(self) -> dict[str, memory.Storages]:
         layout = self._run.layout
@@ -87,12 +101,16 @@ class Buffers:
         self._lock = threading.Lock()
         self._held: dict[Any, int] = {}
         self.known: dict[int, Callable[[], Any]] = {}  # storages that are counted elsewhere, weakly
+        self.rooms: set[int] = set()  # tensors of buckets that are the same in every step
+        self.alone: list[Bucket] = []  # whose gradient lies elsewhere in every backward
         self.now = self.most = 0
         self.stepping = False
 
     def take(self, who: Any, op: Op) -> None:
         """`who`, a child, asks for a collective."""
-        if not op.measures and (nbytes := self._needs(op)):
+        if (id(op.args[0]) in self.rooms and op.verb == "all_reduce") or op.measures:  # nearly always
+            return
+        if nbytes := self._needs(op):
             self._hold(who, nbytes)
 
     def _hold(self, who: Any, nbytes: int) -> None:
@@ -103,7 +121,7 @@ class Buffers:
 
     def give(self, who: Any) -> None:
         """`who` is over."""
-        if who in self._held:
+        if self._held and who in self._held:
             with self._lock:
                 self.now -= self._held.pop(who)
 
@@ -128,15 +146,17 @@ class Buffers:
             rows = sum(row.numel() for row in x)
             return int(width * (rows + rows + sum(row[me] for row in op.args[1])))
         nbytes = x.numel() * x.element_size()
-        made = {"all_gather": size * nbytes, "all_to_all": nbytes, "reduce_scatter": nbytes + nbytes // size}
-        return made.get(op.verb, 0) + (0 if self._owned(x) else nbytes)
+        made = _MADE[op.verb](nbytes, size) if op.verb in _MADE else 0
+        return made + (0 if self._owned(x) else nbytes)
 
     def _owned(self, x: Tensor) -> bool:
         where = x.untyped_storage()._cdata
         if where in self.known and self.known[where]() is not None:  # else another storage took its place
             return True
-        alone = (b.data for b in self._run.layout.buckets if len(b.parts) == 1)  # comes anew in every backward
-        return any(data is x or data.untyped_storage()._cdata == where for data in alone)
+        for bucket in self.alone:
+            if bucket.data is x:
+                return True
+        return any(bucket.data.untyped_storage()._cdata == where for bucket in self.alone)
 
 
 class Ledger:
@@ -225,15 +245,27 @@ class Ledger:
             return
         self._memories = [run.rank.memory, *memory.memories(run.state)]
         self._seen = (*seen, *map(_filled, self._memories))
-        kept = run.rank.memory
-        every = self._counts.standing()
-        every["strategy state"] = memory.storages(run.state)
-        every["compressor state"] = memory.storages([kept.slots, kept.parts])
-        known: memory.Storages = {}
+        kept, standing = run.rank.memory, self._counts.standing()
+        held = memory.storages([kept.slots, kept.parts])
+        own = {"strategy state": memory.storages(run.state), "compressor state": held}
+        key, alike = (id(standing), seen[0]), self._counts.alike if not any(own.values()) else {}
+        if key not in alike:
+            alike[key] = self._sorted(standing | own)
+        nbytes, *places = alike[key]
+        self._standing = dict(nbytes)
+        self.buffers.known, self.buffers.alone, self.buffers.rooms = places
+
+    def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:
+        """Bytes by category, each storage in the first that has it; and what `Buffers` goes by."""
+        nbytes, known = dict[str, int](), memory.Storages()
         for category, found in every.items():
-            self._standing[category] = memory.nbytes({where: s for where, s in found.items() if where not in known})
+            nbytes[category] = memory.nbytes({where: s for where, s in found.items() if where not in known})
             known |= found
-        self.buffers.known = {where: weakref.ref(storage) for where, storage in known.items()}
+        buckets = self._run.layout.buckets
+        known |= memory.storages([bucket.data for bucket in buckets])
+        alone = [bucket for bucket in buckets if len(bucket.parts) == 1]
+        rooms = {id(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
+        return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, alone, rooms
 
     def _write(self) -> None:
         self._stands()

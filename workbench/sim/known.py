@@ -37,8 +37,14 @@ class Known:
     def __init__(self, body: Any, batch: Callable[[], int]) -> None:
         self._body, self._batch = body, batch
 
+    @property
+    def alike(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = self._body.alike
+        return found
+
     def standing(self) -> dict[str, memory.Storages]:
-        return dict(self._body.standing())
+        found: dict[str, memory.Storages] = self._body.standing()
+        return found
 
     def forward(self, inputs: Any) -> int | None:
         kept = self._kept()
@@ -48,13 +54,20 @@ class Known:
     def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
         before, there, opened = self.gradients(), self._body.came is not None, self._body.opened
         layout, kept = self._body.layout, self._kept()
-        new = {p.name: 0 if there else memory.came(p, exchanged) for p in layout.order}
-        yield lambda: before + (_most(kept, new) + max(0, opened - 1) * kept.nbytes if kept is not None else 0)
+        key = "backward", id(layout), exchanged, there, id(kept)
+        if kept is not None and key not in self.alike:
+            new = {p.name: 0 if there else memory.came(p, exchanged) for p in layout.order}
+            self.alike[key] = _most(kept, new)
+        yield lambda: before + (self.alike[key] + max(0, opened - 1) * kept.nbytes if kept is not None else 0)
 
     def gradients(self) -> int:
-        came = self._body.came
-        beyond = 0 if came is None else sum(memory.came(p, came) for p in self._body.layout.order)
-        return memory.nbytes(self.standing()["gradients"]) + beyond
+        """Of all ranks that are alike, from one."""
+        layout, came = self._body.layout, self._body.came
+        key = "gradients", id(layout), came
+        if key not in self.alike:
+            beyond = 0 if came is None else sum(memory.came(p, came) for p in layout.order)
+            self.alike[key] = memory.nbytes(self.standing()["gradients"]) + beyond
+        return int(self.alike[key])
 
     def activations(self) -> int:
         kept = self._kept()

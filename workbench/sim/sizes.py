@@ -76,6 +76,7 @@ class Outline:
         self._cuts: dict[tuple[float, bool], Cut] = {}
         self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[int, Kept | None]()
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
+        self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
 
     def kept(self, batch: int) -> Kept | None:
         """What one batch keeps for its backward; None where nobody can tell."""
@@ -171,6 +172,11 @@ class Sizes:
     def kept(self, batch: int) -> Kept | None:
         """What one batch keeps for its backward."""
         return self._outline.kept(batch)
+
+    @property
+    def alike(self) -> dict[Any, Any]:
+        """What one rank found out of its memory, for the others."""
+        return self._outline.alike
 
     def standing(self) -> dict[str, memory.Storages]:
         """What stays from step to step."""

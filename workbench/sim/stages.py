@@ -26,7 +26,7 @@ class Part(Outline):
         self.optimizer = self.made(e)
         self.arrival = [n for n in whole.arrival if n in set(named)]
         self._names = named[::-1]
-        self._cuts, self._standing = {}, {}
+        self._cuts, self._standing, self.alike = {}, {}, {}
 
 
 class Stage(Sizes):
