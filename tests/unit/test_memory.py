@@ -227,3 +227,30 @@ def test_a_summary_names_the_peak_and_old_records_have_none() -> None:
     assert made.summary()["memory_peak"] == max(m.peak for m in made.memory()) > 0
     assert Run({"ranks": 2}).summary()["memory_peak"] is None
     assert str(made.memory()[0]).startswith("rank 0: peak 2")
+
+
+@pytest.mark.ranks
+def test_what_a_group_gathers_is_as_many_payloads_as_it_has_ranks() -> None:
+    class Halves(DDP):
+        """Two groups of two of four ranks; in the first one each gathers 1000 numbers, on a lane of its own."""
+
+        def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+            return ("half", 2), ("data", 2)
+
+        async def step(self, rank: Rank, state: Any) -> None:
+            await rank.forward()
+            await rank.backward()
+            group = rank.group("data")
+
+            async def child() -> None:
+                await group.all_gather(torch.zeros(1000, device=state[0].data.device), "few")
+
+            await rank.wait(await rank.start(child(), lane="aside", name="few"))
+            await rank.update()
+
+        def init(self, rank: Rank, params: Any) -> Any:
+            return params
+
+    e = experiment(4, 3, strategy=Halves())
+    for said in (engine(run(e)[0]), *(simulated(simulate(e.turn("pace", 5.0), real=real)) for real in (True, False))):
+        assert said["memory buffers in flight"] == 4000 + 2 * 4000

@@ -112,6 +112,8 @@ class Parts(Life):
         self.post.chip = self.chip
         seen = watch(self.chip, self.clock, self.record, self._look)
         self.watch = seen
+        run: Any = self  # a Training is Changing
+        self.ledger = Ledger(run, Counted(run, lambda: self.host.opened()), self._allocator)
         self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.board()), peers.arrivals))
         self.lane.before = self.tickets.ring
         self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.post,
@@ -120,9 +122,7 @@ class Parts(Life):
         self.host.still_well = lambda: self.meeting.check()
         self.host.batches = self.batches.next
         self.host.clip = lambda: self.experiment.clip
-        run: Any = self  # a Training is Changing
-        self.ledger = self.host.ledger = Ledger(run, Counted(run, self.host.opened), self._allocator)
-        self.lane.take, self.lane.give = self.ledger.buffers.take, self.ledger.buffers.give
+        self.host.ledger = self.ledger
 
     def _allocator(self) -> dict[str, int]:
         """What the allocator of this rank's chip says, where it has one that says something."""
@@ -134,7 +134,9 @@ class Parts(Life):
         kind = self.session.kind
         if kind != "gloo" and name != "comm":
             raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
-        return Lane(name, self.port, self.watch, self.chip, opener(self.peers, self.port, name, kind), whole)
+        lane = Lane(name, self.port, self.watch, self.chip, opener(self.peers, self.port, name, kind), whole)
+        lane.take, lane.give = self.ledger.buffers.take, self.ledger.buffers.give
+        return lane
 
     def _look(self) -> None:
         """Raises when this rank must leave, or a peer is gone; asked while the host waits for its chip."""

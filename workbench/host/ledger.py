@@ -140,9 +140,10 @@ class Buffers:
 
     def _needs(self, op: Op) -> int:
         """Bytes of what `op` is given, unless they are counted elsewhere, and of what it makes."""
-        x, size = op.args[0], self._run.rank.size
+        x, rank, group = op.args[0], self._run.rank, op.group
+        me, size = (rank.id, rank.size) if group is None else (group.index(rank.id), len(group))
         if op.verb == "all_to_allv":  # rows become one vector, and another comes
-            me, width = self._run.rank.index, x[0].element_size()
+            width = x[0].element_size()
             rows = sum(row.numel() for row in x)
             return int(width * (rows + rows + sum(row[me] for row in op.args[1])))
         nbytes = x.numel() * x.element_size()
