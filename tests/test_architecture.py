@@ -192,6 +192,16 @@ def test_every_public_class_says_what_it_is(path: Path) -> None:
     assert not [n.name for n in classes if not ast.get_docstring(n)]
 
 
+IN_FAMILIES = ("workbench.compressors", "workbench.strategies", "workbench.optimizers")
+MEMBERS = [p for p in SOURCES if any(within(module(p), family) for family in IN_FAMILIES)]
+
+
+def test_no_member_asks_whether_there_are_values() -> None:
+    """Sizes only are answered for below them, by `outlined` and `values_of` of workbench/rank/outline.py."""
+    words = ("is_meta", "simulated", '"meta"')
+    assert [(module(p), word) for p in MEMBERS for word in words if word in p.read_text()] == []
+
+
 REFUSED = set("Manager Trainer Node Worker Callback Hook Registry Context Helper Utils Handler Config".split())
 
 

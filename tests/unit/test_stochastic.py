@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from workbench.compressors._stochastic import BLOCK, dice_for, dithered, plain
+from workbench.compressors._stochastic import BLOCK, dithered, plain
 from workbench.rank import Memory
 
 
@@ -120,7 +120,7 @@ def test_shapes_strides_and_dtypes(dtype: torch.dtype) -> None:
 
 def test_sizes_alone_take_no_dice() -> None:
     x, memory = torch.empty(3, 5, device="meta"), Memory()
-    codes = dithered(x, dice_for(x, memory))
+    codes = dithered(x, memory.dice(x.device))
     assert codes.shape == (3, 5) and codes.dtype == torch.uint8 and codes.is_meta
 
 
@@ -128,6 +128,6 @@ def test_sizes_alone_take_no_dice() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: no NVIDIA GPU on this machine")
 def test_on_a_gpu_it_rounds_up_and_down_as_well() -> None:
     x = torch.full((1_000_000,), 2.25, device="cuda")
-    codes = dithered(x, dice_for(x, Memory(1)))
+    codes = dithered(x, Memory(1).dice(x.device))
     assert codes.device.type == "cuda" and set(codes.unique().tolist()) == {2, 3}
     assert float(codes.float().mean()) == pytest.approx(2.25, abs=0.003)

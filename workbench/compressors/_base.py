@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from workbench.rank import Bucket, Memory, Part, Rank
+from workbench.rank import Bucket, Memory, Part, Rank, each
 from workbench.settings import Family
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class Codec(Compressor):
             summed = [await rank.all_reduce(part, "sum", bucket.name) for part in payload]
             bucket.data.copy_(self.decode(tuple(summed), bucket.data))
             return own
-        rows = [await rank.all_gather(part, bucket.name) for part in payload]
+        rows = [each(await rank.all_gather(part, bucket.name)) for part in payload]
         bucket.data.zero_()
-        for j in range(rank.size):
-            bucket.data.add_(self.decode(tuple(row[j] for row in rows), bucket.data))
+        for one in zip(*rows, strict=True):
+            bucket.data.add_(self.decode(one, bucket.data))
         return own

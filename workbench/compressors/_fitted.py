@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.compressors._levels import Levels, exponential, norms
 from workbench.compressors._mixture import Mixture
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, each, outlined, values_of
 from workbench.settings import knob
 
 NUMBERS = 3  # that a block sends: its norm, and its normalised elements' mean and deviation
@@ -86,8 +86,8 @@ class Fitted(Levels):
         return fit
 
     def _serves(self, fit: _Fit) -> bool:
-        """Is what is known of the model a sample of such blocks? Where there are sizes only, having asked is enough."""
-        return fit.basis == self._basis and (fit.model.mixture is not None or fit.sizes_only)
+        """Is what is known of the model a sample of such blocks?"""
+        return fit.basis == self._basis and fit.model.mixture is not None
 
     async def _sample(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
         """What this bucket's blocks look like on all ranks, if this is a step to look or nothing is known yet."""
@@ -101,10 +101,7 @@ class Fitted(Levels):
             return
         mine = looks(self._chunks(bucket.data.float(), 1)[0], self.norm, self.samples)
         every = await rank.all_gather(mine.flatten(), bucket.name)
-        fit.sizes_only = every.is_meta
-        if every.is_meta:
-            return
-        seen = every.view(-1, NUMBERS).double().cpu()
+        seen = values_of(each(every), otherwise=1.0).view(-1, NUMBERS).double().cpu()
         fit.bucket = _Known(self._mixture([seen]))
         if fit.sampling and fit.asked == self._basis:
             fit.found.append(seen)
@@ -144,7 +141,6 @@ class _Fit:
     lead: str  # the parameter whose exchanges count the steps
     step: int = -1
     sampling: bool = False  # is the present step one in which blocks are sampled?
-    sizes_only: bool = False
     asked: tuple[int, str] | None = None  # block and norm of what is being sampled
     found: list[Tensor] = field(default_factory=list)  # (m, 3) each
     basis: tuple[int, str] | None = None  # block and norm of what was sampled last
@@ -152,10 +148,9 @@ class _Fit:
     bucket: _Known = field(default_factory=_Known)  # of the last bucket that was sampled
 
 
+@outlined(lambda x, norm, most: x.new_empty(min(most, len(x)), NUMBERS))
 def looks(x: Tensor, norm: str, most: int) -> Tensor:
     """(blocks, n) -> (min(blocks, most), 3): of the blocks with the largest norms. One that is not finite counts 0."""
-    if x.is_meta:
-        return x.new_empty(min(most, len(x)), NUMBERS)
     size = norms(x, norm)
     r = x / size.where(size != 0, 1.0)
     seen = torch.cat([size, r.mean(-1, keepdim=True), r.std(-1, correction=0, keepdim=True)], -1)

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from workbench.compressors._stochastic import dice_for, dithered
+from workbench.compressors._stochastic import dithered
 from workbench.compressors._two_hop import Coded
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 
 
@@ -81,19 +81,17 @@ class Levels(Coded):
             return await super().reduce(rank, bucket, memory)
         return await self.gathered(rank, bucket, memory)
 
+    @outlined(lambda self, x, _: (x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(*x.shape[:-1], 1)))
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        if x.is_meta:
-            return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(*x.shape[:-1], 1)
         size = norms(x, self.norm)
         levels = self.levels(memory).to(x.device)
         r = x / size.where(size != 0, 1.0)
         top = len(levels) - 1
         y = torch.add(r.new_tensor(top / 2), r, alpha=top / 2, out=r) if self.even else between(r, levels)
-        return dithered(y, dice_for(x, memory), top=top), size.where(size.isfinite(), torch.nan)
+        return dithered(y, memory.dice(x.device), top=top), size.where(size.isfinite(), torch.nan)
 
+    @outlined(lambda self, codes, scales, _: scales.new_empty(codes.shape))
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
-        if codes.is_meta:
-            return scales.new_empty(codes.shape)
         levels = self.levels(memory).to(codes.device)
         if self.even:
             half = (len(levels) - 1) / 2

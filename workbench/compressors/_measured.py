@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.compressors._base import Compressor, inside
 from workbench.compressors.dense import Dense
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.rank import Bucket, Memory, Op, Rank
+from workbench.rank import Bucket, Memory, Op, Rank, outlined
 
 
 class Measured:
@@ -35,15 +35,19 @@ class Measured:
         self._squares = {"sum": 0.0, "out": 0.0, "off": 0.0, "left": 0.0}
         self._owes = False
 
+    async def _unlooked(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        self.used = True
+        own: Tensor | None = await self.of.reduce(rank, bucket, memory)
+        return own
+
+    @outlined(_unlooked)
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """The compressor's own."""
-        self.used = True
         data: Tensor = bucket.data
-        if not self.looks or not data.numel() or data.is_meta:
-            own: Tensor | None = await self.of.reduce(rank, bucket, memory)
-            return own
+        if not self.looks or not data.numel():
+            return await self._unlooked(rank, bucket, memory)
         exact = data.to(torch.promote_types(data.dtype, torch.float32), copy=True)
-        own = await self.of.reduce(rank, bucket, memory)
+        own = await self._unlooked(rank, bucket, memory)
         await _aside(rank.all_reduce(exact, "sum", bucket.name))
         self._add("sum", exact)
         self._add("out", bucket.data)

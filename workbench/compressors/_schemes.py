@@ -99,7 +99,7 @@ def expected(scheme: str, load: Load, p: int) -> int:
     return sum(r.sent(p) for r in rounds(scheme, load, p))
 
 
-async def outlined(scheme: str, load: Load, rank: Rank, x: Tensor, name: str) -> None:
+async def exchanged(scheme: str, load: Load, rank: Rank, x: Tensor, name: str) -> None:
     """A scheme's exchanges as sizes only."""
     p = rank.size
     if scheme == "dense":

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Generator, Tensor
 
+from workbench.rank import outlined
+
 BLOCK = 2**17  # elements that are looked at together: they, their magnitudes and their flags stay in the cache
 SHARE = 0.01  # of the entries that are sampled, at least
 HITS = 64  # entries of the sample that are among the k largest, at least
@@ -21,6 +23,7 @@ LEAST, MOST = 0.98, 1.2  # how many of k `roughly` finds
 _EIGHT = 0x0101010101010101  # eight flags that are set
 
 
+@outlined(lambda x, k: x.new_empty(k, dtype=torch.int64))
 def largest(x: Tensor, k: int) -> Tensor:
     """(n,) -> indices (k,) int64 of the k entries of largest magnitude, in any order: `torch.topk`'s, found faster."""
     if not _samples(x, k):
@@ -113,7 +116,7 @@ def _size(n: int, k: int) -> int:
 def _samples(x: Tensor, k: int) -> bool:
     """Is a sample worth its while: are there many entries, and are those wanted neither too few nor too many?"""
     n = x.numel()
-    return not x.is_meta and n >= SMALL and 4 * _size(n, k) <= n and 4 * k <= n
+    return n >= SMALL and 4 * _size(n, k) <= n and 4 * k <= n
 
 
 def _sorted(x: Tensor, k: int) -> Tensor:

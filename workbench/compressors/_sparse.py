@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.compressors._base import Compressor
 from workbench.compressors._range import wide, within
 from workbench.compressors._uneven import gathered
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +31,23 @@ class Sparse(Compressor):
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """(n,) -> indices (k,) int64 without repetition, and the values (k,) that cross the wire for them."""
 
+    async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> tuple[Tensor, Tensor]:
+        """A share of `rank.density`, of sizes only."""
+        x = bucket.data
+        index = x.new_empty(max(1, round(rank.density * x.numel())), dtype=torch.int64)
+        return index, x.new_empty(index.shape)
+
+    @outlined(_supposed)
+    async def _chosen(self, rank: Rank, bucket: Bucket, memory: Memory) -> tuple[Tensor, Tensor]:
+        index, values = self.choose(bucket.data, memory, bucket)
+        await rank.sample("density", index.numel() / bucket.data.numel())
+        return index, values
+
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         x = bucket.data
         if not x.numel():
             return None
-        if x.is_meta:
-            index = x.new_empty(max(1, round(rank.density * x.numel())), dtype=torch.int64)
-            values = x.new_empty(index.shape)
-        else:
-            index, values = self.choose(x, memory, bucket)
-            await rank.sample("density", index.numel() / x.numel())
+        index, values = await self._chosen(rank, bucket, memory)
         every = await gathered(rank, message(index, values), bucket.name)
         own = torch.zeros_like(x).index_add_(0, index, values)
         total = x.zero_() if wide(x.dtype) == x.dtype else torch.zeros_like(x, dtype=wide(x.dtype))

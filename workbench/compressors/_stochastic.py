@@ -14,22 +14,21 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from workbench.rank import Memory
+from workbench.rank import outlined
 
 BLOCK, LARGE = 2**15, 2**20  # elements worked on at once; twice as many of a vector this long, whose first are few
 POINT = 23  # bits behind the point
 FACTOR, TERM = 1664525, 1013904223  # Knuth and H. W. Lewis; the upper bits are good, and only these are used
 
 
+@outlined(lambda x, *_, **__: x.new_empty(x.shape, dtype=torch.uint8))
 def dithered(x: Tensor, dice: Generator | None, scale: float = 1.0, top: int = 255) -> Tensor:
     """floor(scale * x + u) as uint8 in the shape of `x`, with u uniform in [0, 1) for each element by itself.
 
     So its mean is scale * x, to 2^-24 and the rounding of float32. scale * x belongs in [0, top], top <= 255: what
     lies beyond it by rounding is cut off; what is not finite becomes any code up to `top`. The same dice give the same
-    codes; where there are sizes only, `dice` may be None.
+    codes.
     """
-    if x.is_meta:
-        return x.new_empty(x.shape, dtype=torch.uint8)
     if x.device.type != "cpu":
         return plain(x, dice, scale, top)
     flat = x.reshape(-1).float()
@@ -50,11 +49,6 @@ def dithered(x: Tensor, dice: Generator | None, scale: float = 1.0, top: int = 2
         torch.bitwise_right_shift(state, 32 - POINT, out=dither)  # from -2^22 to 2^22 - 1: `middle` makes up for it
         codes.copy_(whole.add_(dither).bitwise_right_shift_(POINT))
     return out.view(x.shape)
-
-
-def dice_for(x: Tensor, memory: Memory) -> Generator | None:
-    """This rank's own random numbers for `x`; None where there are sizes only."""
-    return None if x.is_meta else memory.dice(x.device)
 
 
 def plain(x: Tensor, dice: Generator | None, scale: float, top: int) -> Tensor:

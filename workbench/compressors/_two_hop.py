@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.compressors._base import Compressor
 from workbench.compressors._pack import packed, unpacked
 from workbench.compressors._range import within
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, each
 from workbench.settings import knob
 
 
@@ -76,7 +76,7 @@ class Coded(Compressor):
         x = self._chunks(bucket.data.float(), 1)
         every = await rank.all_gather(self._message(x, memory)[0], bucket.name)
         own, total = x, torch.zeros_like(x)
-        for j, row in enumerate(every[:1] if x.is_meta else every):  # with sizes only, one says all
+        for j, row in enumerate(each(every)):
             one = self._opened(row[None], x, memory)
             total += one
             own = one if j == rank.index else own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.rank import Rank
+from workbench.rank import Rank, outlined
 
 WIDTH = 8  # bytes of a length on the wire
 
@@ -18,8 +18,13 @@ async def lengths_of(rank: Rank, rows: list[int], like: Tensor, name: str) -> tu
     if rank.size == 1:
         return (tuple(rows),)
     mine = torch.tensor(rows, dtype=torch.int64, device=like.device)
-    every = await rank.all_gather(mine, name)
-    return (tuple(rows),) * rank.size if like.is_meta else tuple(map(tuple, every.tolist()))
+    return _read(await rank.all_gather(mine, name), rows)
+
+
+@outlined(lambda every, rows: (tuple(rows),) * len(every))
+def _read(every: Tensor, rows: list[int]) -> tuple[tuple[int, ...], ...]:
+    """(size, m) as numbers, of which this rank said `rows`."""
+    return tuple(map(tuple, every.tolist()))
 
 
 async def gathered(rank: Rank, x: Tensor, name: str) -> list[Tensor]:

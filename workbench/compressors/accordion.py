@@ -12,7 +12,7 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._split import by_part, split_momentum, twice
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.power_sgd import PowerSGD
-from workbench.rank import Bucket, Memory, Part, Rank
+from workbench.rank import Bucket, Memory, Part, Rank, values_of
 from workbench.settings import knob
 
 
@@ -108,8 +108,8 @@ class Accordion(Compressor):
 
 def _norms(total: Tensor, parts: list[Part]) -> list[float]:
     """The norm of each part, to more digits than ranks on unlike machines may add up differently; 1 of sizes only."""
-    if total.is_meta or not parts:
-        return [1.0] * len(parts)
+    if not parts:
+        return []
     each = [torch.linalg.vector_norm(total[part.start : part.stop], dtype=torch.float64) for part in parts]
-    norms: list[float] = torch.stack(each).tolist()
+    norms: list[float] = values_of(torch.stack(each), otherwise=1.0).tolist()
     return norms

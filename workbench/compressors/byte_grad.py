@@ -8,7 +8,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from workbench.compressors._minmax import quantised, restored
-from workbench.compressors._stochastic import dice_for
 from workbench.compressors._two_hop import Coded
 from workbench.rank import Memory
 from workbench.settings import knob
@@ -68,7 +67,7 @@ class ByteGrad(Coded):
         )
 
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        return quantised(x, self.bits, dice_for(x, memory) if self.stochastic else None)
+        return quantised(x, self.bits, memory.dice(x.device) if self.stochastic else None)
 
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         return restored(codes, scales)

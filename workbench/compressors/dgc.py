@@ -108,7 +108,7 @@ class DGC(Sparse):
         return index, x[index]
 
 
-def _largest(x: Tensor, density: float, sample: float, dice: Generator) -> Tensor:
+def _largest(x: Tensor, density: float, sample: float, dice: Generator | None) -> Tensor:
     """Indices of about k = density * n entries: those above a threshold that a sample of them tells; zeros never."""
     n = x.numel()
     k = max(1, round(density * n))

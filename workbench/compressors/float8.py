@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from workbench.compressors._stochastic import dice_for, dithered
+from workbench.compressors._stochastic import dithered
 from workbench.compressors._two_hop import Coded
 from workbench.rank import Memory
 from workbench.settings import knob
@@ -66,7 +66,7 @@ class Float8(Coded):
         step = x.abs().amax(-1, keepdim=True) / form.largest
         scaled = (x / step).nan_to_num_(0.0).clamp_(-form.largest, form.largest)
         if self.stochastic:
-            scaled = _at_random(scaled, form, dice_for(x, memory))
+            scaled = _at_random(scaled, form, memory.dice(x.device))
         return scaled.to(form.dtype).view(torch.uint8), torch.where(step.isfinite(), step, torch.nan)
 
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:

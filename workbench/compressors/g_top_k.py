@@ -13,7 +13,7 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 
 Pairs = tuple[tuple[int, int], ...]  # (who sends, to whom)
@@ -65,7 +65,7 @@ class GTopK(Compressor):
         q = 1 << (rank.size.bit_length() - 1)  # the largest power of two that is not above p
         beyond = range(q, rank.size)
         if came := await _passed(rank, bucket, held.message(), tuple((r, r - q) for r in beyond)):
-            held.take_in(*opened(came[0], x.dtype), me_first=True, guest=True)
+            held.take_for(*opened(came[0], x.dtype))
         bit = 1
         while bit < q:
             if came := await _passed(rank, bucket, held.message(), tuple((r, r ^ bit) for r in range(q))):
@@ -89,13 +89,15 @@ class _Held:
     def message(self) -> Tensor:
         return message(self.index, self.values)
 
-    def take_in(self, index: Tensor, values: Tensor, me_first: bool, guest: bool = False) -> None:
+    def take_for(self, index: Tensor, values: Tensor) -> None:
+        """Adds the entries of a rank that hands them over, which will want to know what became of them."""
+        self.began.append(index)
+        self.alive.append(torch.ones_like(index, dtype=torch.bool))
+        self.take_in(index, values, me_first=True)
+
+    @outlined(lambda self, index, values, me_first: None)  # as many as before
+    def take_in(self, index: Tensor, values: Tensor, me_first: bool) -> None:
         """Adds another's entries and keeps the k largest; the lower rank comes first, so both find the same bits."""
-        if guest:
-            self.began.append(index)
-            self.alive.append(torch.ones_like(index, dtype=torch.bool))
-        if values.is_meta:
-            return
         both = [(self.index, self.values), (index, values)][:: 1 if me_first else -1]
         places, where = torch.cat([i for i, _ in both]).unique(return_inverse=True)
         sums = values.new_zeros(len(places)).index_add_(0, where, torch.cat([v for _, v in both]))

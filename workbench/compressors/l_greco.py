@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, nan
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from workbench.compressors._split import by_part, gathered_parts, twice
 from workbench.compressors._trial import tried
 from workbench.compressors.error_feedback import ErrorFeedback
 from workbench.compressors.top_k import TopK
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined, values_of
 from workbench.settings import knob
 
 BINS = 10_000  # into which the error that is allowed is divided
@@ -100,7 +100,8 @@ class LGreCo(Compressor):
         if len(every) > 1 and any(rows[name].steps >= self.every for name in names):
             table = await rank.all_reduce(_measured(bucket, every), "sum", bucket.name)
             rows.update({name: rows[name]._replace(steps=0) for name in names})
-            if not table.is_meta and bool(table.isfinite().all()):
+            table = values_of(table, otherwise=nan)
+            if bool(table.isfinite().all()):
                 errors, sizes = table.view(2, len(names), len(every)).tolist()
                 for name, error, size in zip(names, errors, sizes, strict=True):
                     kept = rows[name].choice if rows[name].ways == every else None
@@ -166,10 +167,9 @@ def cheapest(errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]]
     return picks[::-1]
 
 
+@outlined(lambda bucket, every: bucket.data.new_empty(2 * len(bucket.parts) * len(every), dtype=torch.float32))
 def _measured(bucket: Bucket, every: tuple[Way, ...]) -> Tensor:
     """Errors and bytes of every candidate on every part, (2 * parts * candidates,) float32."""
-    if bucket.data.is_meta:
-        return bucket.data.new_empty(2 * len(bucket.parts) * len(every), dtype=torch.float32)
     found = [[tried(way.of, gathered_parts(bucket, [part])) for way in every] for part in bucket.parts]
     errors = torch.stack([lost for row in found for lost, _ in row])
     return torch.cat([errors, errors.new_tensor([sent for row in found for _, sent in row])])

@@ -14,7 +14,7 @@ from workbench.compressors._base import Compressor
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._uneven import lengths_of
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 
 Lengths = tuple[tuple[int, ...], ...]
@@ -70,6 +70,24 @@ class OkTopK(Compressor):
     def usual(cls) -> Any:
         return ErrorFeedback(of=cls())
 
+    async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        """As many bytes of sizes only as a share of `rank.density` is, half before and half after selection."""
+        x, p = bucket.data, rank.size
+        if not x.numel():
+            return None
+        known = self._recalled(rank, bucket, memory)
+        if known.steps % self.region_every == 0 and p > 1:
+            await rank.all_reduce(x.new_empty(p - 1, dtype=torch.int64), "sum", bucket.name)
+        known.steps += 1
+        pairs = round(rank.density * x.numel() * _travels(rank))
+        for share, entries in ((pairs // 2, p), (pairs - pairs // 2, 2)):
+            await lengths_of(rank, [0] * entries, x, bucket.name)
+            lengths = _ring(p, share, 4 + x.element_size())
+            rows = [x.new_empty(n, dtype=torch.uint8) for n in lengths[rank.index]]
+            await rank.all_to_allv(rows, lengths, bucket.name)
+        return torch.zeros_like(x)
+
+    @outlined(_supposed)
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         x = bucket.data
         if not x.numel():
@@ -81,8 +99,6 @@ class OkTopK(Compressor):
         if known.steps % self.region_every == 0 and rank.size > 1:
             known.cuts = await _cuts(rank, bucket, chosen)
         known.steps, known.density = known.steps + 1, self.density
-        if x.is_meta:
-            return await self._outlined(rank, bucket)
         total, sent = await _added_up(rank, bucket, chosen, known.cuts)
         index, values, handed = await self._handed_round(rank, bucket, total, k, known, anew)
         if rank.size > 1:
@@ -108,8 +124,6 @@ class OkTopK(Compressor):
 
     def _chosen(self, x: Tensor, k: int, known: _Known, anew: bool) -> Tensor:
         """Indices (about k,) of this rank's own entries, ascending."""
-        if x.is_meta:
-            return x.new_empty(k, dtype=torch.int64)
         size = _magnitude(x)
         index = None if anew else _above(size, known.own)
         if index is None or _stale(len(index), k):
@@ -134,17 +148,6 @@ class OkTopK(Compressor):
         known.common = _limit(size, k)
         every = every.at(_largest(size, known.common, k))
         return every.index, every.values, (rank.size - 1) * len(most)
-
-    async def _outlined(self, rank: Rank, bucket: Bucket) -> Tensor:
-        """With sizes only: as many bytes as a share of `rank.density` is, half before and half after selection."""
-        x, p = bucket.data, rank.size
-        pairs = round(rank.density * x.numel() * _travels(rank))
-        for share, entries in ((pairs // 2, p), (pairs - pairs // 2, 2)):
-            await lengths_of(rank, [0] * entries, x, bucket.name)
-            lengths = _ring(p, share, 4 + x.element_size())
-            rows = [x.new_empty(n, dtype=torch.uint8) for n in lengths[rank.index]]
-            await rank.all_to_allv(rows, lengths, bucket.name)
-        return torch.zeros_like(x)
 
 
 class _Known:
@@ -218,7 +221,8 @@ async def _cuts(rank: Rank, bucket: Bucket, chosen: Tensor) -> list[int]:
     share = torch.arange(1, p, device=chosen.device)
     mine = chosen[share * m // p] if m else share * n // p
     total = await rank.all_reduce(mine, "sum", bucket.name)
-    return [] if total.is_meta else (total // p).tolist()
+    cuts: list[int] = (total // p).tolist()
+    return cuts
 
 
 async def _added_up(rank: Rank, bucket: Bucket, chosen: Tensor, cuts: list[int]) -> tuple[_Pairs, int]:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from workbench.compressors._base import Compressor
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 
 
@@ -86,10 +86,12 @@ class RandomK(Compressor):
         x, sent = bucket.data, memory.parts.setdefault(self.slot, {})
         count = max((sent.get(part.name, 0) for part in bucket.parts), default=0)
         sent.update((part.name, count + 1) for part in bucket.parts)
-        if x.is_meta:
-            return x.new_empty(k, dtype=torch.int64)
-        name = bucket.parts[0].name if bucket.parts else bucket.name
-        return subset(x.numel(), k, seeded(name, count)).to(x.device)
+        return _subset_of(x, k, bucket.parts[0].name if bucket.parts else bucket.name, count)
+
+
+@outlined(lambda x, k, name, count: x.new_empty(k, dtype=torch.int64))
+def _subset_of(x: Tensor, k: int, name: str, count: int) -> Tensor:
+    return subset(x.numel(), k, seeded(name, count)).to(x.device)
 
 
 def seeded(name: str, count: int) -> Generator:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._stochastic import dice_for, dithered
+from workbench.compressors._stochastic import dithered
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
@@ -111,7 +111,7 @@ def _spread(scales: Tensor, layers: list[int]) -> Tensor:
 
 def _drawn(x: Tensor, scales: Tensor, memory: Memory) -> Tensor:
     """(n,) -> 0, 1 or 2 for -1, 0 and 1: (n,) uint8."""
-    ones = dithered((x.abs() / scales).nan_to_num_(0.0), dice_for(x, memory), top=1)
+    ones = dithered((x.abs() / scales).nan_to_num_(0.0), memory.dice(x.device), top=1)
     return torch.where(x < 0, 1 - ones, 1 + ones)
 
 

@@ -16,7 +16,7 @@ from workbench.compressors._select import above, unset
 from workbench.compressors._sparse import message, opened
 from workbench.compressors._two_hop import packed, unpacked
 from workbench.compressors._uneven import gathered
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 
 
@@ -67,17 +67,23 @@ class Wangni(Compressor):
             "without, or with rule=variance and variance below 1, or TopK with error feedback"
         )
 
+    async def _supposed(self, rank: Rank, x: Tensor, memory: Memory) -> Tensor:
+        """A message of a share `rank.density` of which none cross whole, of sizes only."""
+        k = max(1, round(rank.density * x.numel()))
+        return x.new_empty(8 + 4 * k + -(-k // 8), dtype=torch.uint8)
+
+    @outlined(_supposed)
+    async def _drawn(self, rank: Rank, x: Tensor, memory: Memory) -> Tensor:
+        sent, kept, whole = self._message(x, memory)
+        await rank.sample("density", kept / x.numel())
+        await rank.sample("whole", whole / x.numel())
+        return sent
+
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         x = bucket.data
         if not x.numel():
             return None
-        if x.is_meta:
-            k = max(1, round(rank.density * x.numel()))
-            await gathered(rank, x.new_empty(8 + 4 * k + -(-k // 8), dtype=torch.uint8), bucket.name)
-            return torch.zeros_like(x)
-        sent, kept, whole = self._message(x, memory)
-        await rank.sample("density", kept / x.numel())
-        await rank.sample("whole", whole / x.numel())
+        sent = await self._drawn(rank, x, memory)
         every = await gathered(rank, sent, bucket.name)
         own = _add(torch.zeros_like(x), sent, x.dtype)
         total = torch.zeros_like(x, dtype=wide(x.dtype))
@@ -134,6 +140,7 @@ def _ratio(a: float, b: float) -> float:
     return max(a, 0.0) / b if b > 0 else math.inf
 
 
+@outlined(lambda out, *_: out)
 def _add(out: Tensor, data: Tensor, kind: torch.dtype) -> Tensor:
     """Adds to (n,) what a message of values in `kind` says."""
     u, count = data[:4].clone().view(torch.float32), int(data[4:8].clone().view(torch.int32))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._schemes import SCHEMES, Load, expected, gather, outlined, owners, pool, ring, tree
+from workbench.compressors._schemes import SCHEMES, Load, exchanged, expected, gather, owners, pool, ring, tree
 from workbench.compressors._uneven import lengths_of
 from workbench.compressors._units import Owned, Units, size
-from workbench.rank import Bucket, Memory, Rank
+from workbench.rank import Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 
 
@@ -68,10 +68,22 @@ class Zen(Compressor):
     maps: ClassVar[str] = "zen maps"  # by the first parameter of a bucket, who owns what in it
     kind: ClassVar[str] = "sparse"
 
+    async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
+        """Sizes only: a share of `rank.density` is taken not to be zero."""
+        x, p = bucket.data, rank.size
+        if p == 1 or not x.numel() or self.scheme == "dense":
+            return await self._added(rank, bucket)
+        units = Units(bucket, self._kinds[0])
+        k, v = (max(1, round(rank.density * n)) for n in (units.count, units.numel))
+        load = Load(k, v, units.count, units.numel, x.element_size(), units.count)
+        await rank.all_gather(x.new_empty(2 * len(self._kinds), dtype=torch.int64), bucket.name)
+        await exchanged(self._chosen(load, p), load, rank, x, bucket.name)
+
+    @outlined(_supposed)
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         x, p, width = bucket.data, rank.size, bucket.data.element_size()
-        if x.is_meta or self.scheme == "dense" or not x.numel():
-            await self._unlooked(rank, bucket)
+        if self.scheme == "dense" or not x.numel():
+            await self._added(rank, bucket)
             return None
         nonzero = x != 0
         kinds = [Units(bucket, rows) for rows in self._kinds]
@@ -111,19 +123,10 @@ class Zen(Compressor):
         """By rows or not: what an index may stand for."""
         return {"auto": (True, False), "rows": (True,), "elements": (False,)}[self.rows]
 
-    async def _unlooked(self, rank: Rank, bucket: Bucket) -> None:
-        """What needs no look at the values: nothing, a dense sum, or sizes only."""
-        x, p = bucket.data, rank.size
-        if not x.numel() or p == 1:
-            return
-        if self.scheme == "dense":
-            await rank.all_reduce(x, "sum", bucket.name)
-            return
-        units = Units(bucket, self._kinds[0])
-        k, v = (max(1, round(rank.density * n)) for n in (units.count, units.numel))
-        load = Load(k, v, units.count, units.numel, x.element_size(), units.count)
-        await rank.all_gather(x.new_empty(2 * len(self._kinds), dtype=torch.int64), bucket.name)
-        await outlined(self._chosen(load, p), load, rank, x, bucket.name)
+    async def _added(self, rank: Rank, bucket: Bucket) -> None:
+        """The dense sum, where there is anything to add."""
+        if bucket.data.numel() and rank.size > 1:
+            await rank.all_reduce(bucket.data, "sum", bucket.name)
 
     def _load(self, each: list[tuple[int, ...]], units: Units, width: int, memory: Memory) -> Load:
         k, v = (sum(row[i] for row in each) / len(each) for i in (0, 1))

@@ -15,8 +15,11 @@ from workbench.rank.mesh import Group as Group
 from workbench.rank.mesh import Mesh as Mesh
 from workbench.rank.ops import REDUCTIONS as REDUCTIONS
 from workbench.rank.ops import Rank as Rank
+from workbench.rank.outline import each as each
+from workbench.rank.outline import outlined as outlined
+from workbench.rank.outline import values_of as values_of
 
 __all__ = [
     "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Forward", "Group", "Handle", "Memory", "Mesh", "Op", "Part",
-    "Rank", "StrategyError", "collective", "message",
+    "Rank", "StrategyError", "collective", "each", "message", "outlined", "values_of",
 ]  # fmt: skip

@@ -70,8 +70,13 @@ class Memory:
         self._joined: dict[tuple[str, str], Tensor] = {}
         self._dice: dict[str, Generator] = {}
 
-    def dice(self, device: Any = "cpu") -> Generator:
-        """Random numbers for tensors on `device`: other ones on every rank, the same in every run of one seed."""
+    def dice(self, device: Any = "cpu") -> Generator | None:
+        """Random numbers for tensors on `device`: other ones on every rank, the same in every run of one seed.
+
+        None for tensors without values (torch's meta device), for which nothing is drawn.
+        """
+        if str(device) == "meta":
+            return None
         if str(device) not in self._dice:
             from torch import Generator
 

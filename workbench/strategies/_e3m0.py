@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from workbench.rank import Rank
+from workbench.rank import Rank, outlined
 
 BLOCK = 256
 _LEVELS = torch.tensor([0.0, *(2.0**k for k in range(-6, 1))])
@@ -28,11 +28,10 @@ def nbytes(n: int) -> int:
     return 4 * -(-n // BLOCK) + -(-n // 2)
 
 
+@outlined(lambda x: x.new_empty((*x.shape[:-1], nbytes(x.shape[-1])), dtype=torch.uint8))
 def encode(x: Tensor) -> Tensor:
     """(..., n) of any float -> (..., nbytes(n)) uint8: the blocks' scales, then the codes, first in the lower half."""
     n, blocks = x.shape[-1], -(-x.shape[-1] // BLOCK)
-    if x.is_meta:  # sizes only, for which torch's arithmetic takes milliseconds
-        return x.new_empty((*x.shape[:-1], nbytes(n)), dtype=torch.uint8)
     cut = pad(x.float(), (0, blocks * BLOCK - n)).view(*x.shape[:-1], blocks, BLOCK)
     size = cut.abs()
     scale = size.amax(-1)
@@ -44,11 +43,10 @@ def encode(x: Tensor) -> Tensor:
     return torch.cat([scale.view(torch.uint8), code[..., ::2] | code[..., 1::2] << 4], -1)
 
 
+@outlined(lambda payload, n: payload.new_empty((*payload.shape[:-1], n), dtype=torch.float32))
 def decode(payload: Tensor, n: int) -> Tensor:
     """(..., nbytes(n)) uint8 -> (..., n) float32."""
     blocks = -(-n // BLOCK)
-    if payload.is_meta:
-        return payload.new_empty((*payload.shape[:-1], n), dtype=torch.float32)
     scale = payload[..., : 4 * blocks].clone(memory_format=torch.contiguous_format).view(torch.float32)
     packed = payload[..., 4 * blocks :]
     code = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)[..., :n]

@@ -7,7 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from workbench.rank import Rank
+from workbench.rank import Rank, outlined, values_of
 
 MOMENTUM = ("keep", "average", "zero")
 
@@ -38,7 +38,7 @@ async def bring_together(rank: Rank) -> None:
     numel = sum(slot.numel() for slot in await rank.slots())
     bounds = (await rank.params())[0].data.new_tensor([numel, -numel], dtype=torch.int64)
     await rank.all_reduce(bounds, "max", "size of momentum")
-    alike = bounds.is_meta or int(bounds.sum()) == 0
+    alike = int(values_of(bounds, otherwise=0).sum()) == 0
     await settle_slots(rank, "average" if alike else "zero")
 
 
@@ -47,16 +47,20 @@ def _joined(slots: list[Tensor]) -> Tensor:
     largest = max(slots, key=Tensor.numel)
     widest = reduce(torch.promote_types, (slot.dtype for slot in slots), torch.float32)
     flat = torch.empty(sum(s.numel() for s in slots), dtype=widest, device=largest.device)
-    if not flat.is_meta:
-        for slot, piece in _pieces(flat, slots):
-            piece.copy_(slot)
+    _fill(flat, slots)
     return flat
 
 
+@outlined(lambda flat, slots: None)
+def _fill(flat: Tensor, slots: list[Tensor]) -> None:
+    for slot, piece in _pieces(flat, slots):
+        piece.copy_(slot)
+
+
+@outlined(lambda flat, slots: None)
 def _put_back(flat: Tensor, slots: list[Tensor]) -> None:
-    if not flat.is_meta:
-        for slot, piece in _pieces(flat, slots):
-            slot.copy_(piece)
+    for slot, piece in _pieces(flat, slots):
+        slot.copy_(piece)
 
 
 def _pieces(flat: Tensor, slots: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from workbench.rank import Bucket, Rank
+from workbench.rank import Bucket, Rank, outlined, values_of
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._examples import injected
@@ -91,17 +91,17 @@ class SelSync(Strategy):
 
     async def _largest_change(self, rank: Rank, state: _State, grads: list[Bucket]) -> float:
         """The largest smoothed change of any rank; infinite where one cannot tell."""
-        change, data = inf, grads[0].data
-        if not data.is_meta:
-            self._look(state, grads)
-            if state.changes:
-                smooth = self._smooth(state.changes, self.window)
-                await rank.sample("gradient change", smooth)
-                change = smooth if len(state.changes) >= self.window and isfinite(smooth) else inf
-        flag = data.new_full((1,), change, dtype=torch.float64)
+        change = inf
+        self._look(state, grads)
+        if state.changes:
+            smooth = self._smooth(state.changes, self.window)
+            await rank.sample("gradient change", smooth)
+            change = smooth if len(state.changes) >= self.window and isfinite(smooth) else inf
+        flag = grads[0].data.new_full((1,), change, dtype=torch.float64)
         await rank.all_reduce(flag, "max", "gradient change")
-        return inf if flag.is_meta else float(flag)
+        return float(values_of(flag, otherwise=inf))
 
+    @outlined(lambda self, state, grads: None)  # there is nothing to see
     def _look(self, state: _State, grads: list[Bucket]) -> None:
         """Takes one more gradient in."""
         each = [torch.linalg.vector_norm(b.data[p.start : p.stop], dtype=torch.float64) for b in grads for p in b.parts]
