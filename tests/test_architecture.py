@@ -202,6 +202,17 @@ def test_no_member_asks_whether_there_are_values() -> None:
     assert [(module(p), word) for p in MEMBERS for word in words if word in p.read_text()] == []
 
 
+def test_no_room_compares_a_members_name() -> None:
+    """What matters of a member is a claim of its family; a name is for people, and for records."""
+    compared = [
+        f"{module(p)}: {ast.unparse(n)}"
+        for p in SOURCES
+        for n in ast.walk(ast.parse(p.read_text()))
+        if isinstance(n, ast.Compare) and any(".__name__" in ast.unparse(one) for one in (n.left, *n.comparators))
+    ]
+    assert not compared
+
+
 REFUSED = set("Manager Trainer Node Worker Callback Hook Registry Context Helper Utils Handler Config".split())
 
 

@@ -206,5 +206,12 @@ LATER: dict[tuple[str, str], str] = {
     ("ErrorFeedback", "over"): "acts when the compressor is left: tests/unit/test_leaving.py",
 }
 
+# compressors that lose nothing at first, or of a small bucket: settings with which they do
+LOSING: dict[str, dict[str, Any]] = {
+    "Layers": {"smallest": 0},
+    "Threshold": {"threshold": 10.0},
+    "WarmUp": {"steps": 1},
+}
+
 # compressors whose own sum rounds, which no rank's residual knows of: what error feedback may lose, relatively
 ROUNDS: dict[str, float] = {"Cast": 5e-3}

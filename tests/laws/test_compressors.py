@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.laws.codecs import DELTA, LATER, NOTED, ROUNDS, SENT, TURNED
+from tests.laws.codecs import DELTA, LATER, LOSING, NOTED, ROUNDS, SENT, TURNED
 from tests.laws.others import others
 from tests.ranks import exchange, experiment, placed, run, shipped, together
 from tests.unbiased import assert_unbiased
 from workbench import simulate
-from workbench.compressors import Codec, Compressor, ErrorFeedback, TopK
+from workbench.analysis.settings import EXACT as SILENT
+from workbench.compressors import Codec, Compressor, Dense, ErrorFeedback, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import traffic
@@ -30,7 +31,7 @@ every_codec = pytest.mark.parametrize("name", CODECS)
 
 
 def claiming(claim: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("name", [n for n, cls in ALL.items() if getattr(cls, claim)])
+    return pytest.mark.parametrize("name", [n for n, cls in ALL.items() if getattr(cls(), claim)])
 
 
 def alone(compressor: Compressor, x: torch.Tensor, memory: Memory | None = None) -> torch.Tensor:
@@ -121,6 +122,47 @@ def test_the_simulator_knows_the_bytes_from_sizes_alone(name: str) -> None:
         assert got == sum(SENT[name](b, 4, session.rank.density) for b in session.layout.buckets)
     else:
         assert got == sum(n for step, _, n in session.record.comm() if step == 3)
+
+
+@every
+def test_what_is_lossless_gives_the_sum_and_what_is_not_does_not(name: str) -> None:
+    """Whole numbers, whose sums are exact in any order; what begins gently is given the time to lose something."""
+    parts = placed((16, 30), (20,))
+    dice = torch.Generator().manual_seed(1)
+    xs = torch.randint(-1000, 1000, (3, 500), generator=dice).float()
+    compressor = ALL[name](**LOSING.get(name, {}))
+    memories = [Memory(r) for r in range(3)]
+    found = [bool((exchange(compressor, xs.clone(), parts, memories) == xs.sum(0)).all()) for _ in range(3)]
+    assert all(found) == compressor.lossless
+
+
+@pytest.mark.parametrize("name", [n for n, cls in ALL.items() if "of" in {k.name for k in knobs(cls)}])
+def test_a_wrapper_loses_what_it_wraps_does(name: str) -> None:
+    held = {k.name: k.family for k in knobs(ALL[name]) if k.family}
+    for of in (TopK(), Dense()):
+        try:
+            made = ALL[name](**dict.fromkeys(held, of))
+        except KnobError:
+            continue
+        if made.refuses() is None:
+            assert made.lossless == of.lossless
+
+
+@claiming("immediate")
+def test_what_is_immediate_is_one_sum_of_the_bucket_as_it_is(name: str) -> None:
+    bucket = Bucket(0, torch.arange(500.0), placed((16, 30), (20,)), 0)
+    child = ALL[name]().reduce(Rank(0, 2), bucket, Memory())
+    op = child.send(None)
+    assert op.verb == "all_reduce" and op.args[0] is bucket.data and op.args[1] == "sum"
+    assert torch.equal(bucket.data, torch.arange(500.0))
+    with pytest.raises(StopIteration) as end:
+        child.send(bucket.data)
+    assert end.value.value is None
+
+
+def test_an_analysis_which_has_names_only_knows_those_that_do_nothing() -> None:
+    idle = {n for n, cls in ALL.items() if cls.immediate or (cls().lossless and cls.owes)}
+    assert set(SILENT) == idle
 
 
 @claiming("contraction")

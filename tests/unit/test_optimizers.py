@@ -37,6 +37,19 @@ ALL = shipped(Optimizer)
 MOMENTS = ["exp_avg", "exp_avg_sq", "step"]
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_what_claims_to_be_the_tasks_own_is_made_by_the_task_and_all_others_are_not(name: str) -> None:
+    asked = []
+
+    def own(lr: float) -> torch.optim.Optimizer:
+        asked.append(lr)
+        return torch.optim.SGD(params, lr or 1.0)
+
+    params = [nn.Parameter(torch.zeros(2))]
+    ALL[name]().make(params, 0.5, own)
+    assert bool(asked) == ALL[name].of_task
+
+
 def no_own(lr: float) -> Any:
     raise AssertionError("the task's own optimizer is not asked where a rate is given")
 

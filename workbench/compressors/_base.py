@@ -37,7 +37,8 @@ class Compressor(Family):
     linear:      the sum of compressed equals the compressed sum, so an all-reduce can add payloads
     unbiased:    the expected result is the input
     contraction: ||x - C(x)||^2 <= (1 - delta) ||x||^2 for some delta > 0; wants error feedback
-    immediate:   `reduce` is one collective without arithmetic, so no thread of its own is worth its while
+    immediate:   `reduce` is one sum of the bucket as it is: no thread of its own is worth its while, and a strategy
+                 with a way of its own to exchange leaves nothing out
     varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
                  share that is, and what is sent is an estimate
     assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
@@ -65,6 +66,12 @@ class Compressor(Family):
     def carries(self) -> bool:
         """Does it keep the optimizer's momentum, in its Memory's slot MOMENTUM, so that the optimizer steps without?"""
         return False
+
+    @property
+    def lossless(self) -> bool:
+        """Is the result the sum of all that was handed in, as exact as additions are? If all that it holds says so."""
+        held = [c for c in inside(self) if c is not self]
+        return bool(held) and all(c.lossless for c in held)
 
     @property
     def strays(self) -> float | None:

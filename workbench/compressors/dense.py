@@ -25,5 +25,9 @@ class Dense(Compressor):
     kind: ClassVar[str] = "none"
     starter: ClassVar[bool] = True
 
+    @property
+    def lossless(self) -> bool:
+        return True
+
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
         await rank.all_reduce(bucket.data, "sum", bucket.name)

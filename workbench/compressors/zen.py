@@ -68,6 +68,10 @@ class Zen(Compressor):
     maps: ClassVar[str] = "zen maps"  # by the first parameter of a bucket, who owns what in it
     kind: ClassVar[str] = "sparse"
 
+    @property
+    def lossless(self) -> bool:
+        return True
+
     async def _supposed(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
         """Sizes only: a share of `rank.density` is taken not to be zero."""
         x, p = bucket.data, rank.size

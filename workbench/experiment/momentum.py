@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.compressors import inside
-from workbench.optimizers import TaskOwn
 
 if TYPE_CHECKING:
     from workbench.experiment.experiment import Experiment
@@ -28,7 +27,7 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
             f"{e.strategy.exchanges}; use DDP with it, or {name}(momentum=0)"
         )
     if made is None:
-        if isinstance(e.optimizer, TaskOwn):
+        if e.optimizer.of_task:
             return None
         made = _tried(e)
     if plain(optimizer := made()):

@@ -19,9 +19,12 @@ class Optimizer(Family):
     """How a rank's gradients become a step: knobs, and `make`, which gives the torch Optimizer that makes it.
 
     The knobs are live: after a turn the optimizer is made anew and takes over what means the same (see `carry`).
+
+    of_task: `make` gives the task's own, so that what it is shows only once there is a model
     """
 
     home: ClassVar[str] = "workbench.optimizers"
+    of_task: ClassVar[bool] = False
 
     @abstractmethod
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,6 +17,8 @@ class TaskOwn(Optimizer):
     When to use it: unless the optimizer is what you want to look at. Of your own `Task` only this one keeps
     several groups of parameters with settings of their own.
     """
+
+    of_task: ClassVar[bool] = True
 
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
         return own(lr)

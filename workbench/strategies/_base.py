@@ -136,12 +136,12 @@ class Strategy(Family):
 
     def refuses(self, compressor: Any) -> str | None:
         """Why `compressor` cannot work under this strategy, in a sentence that says what would; or None."""
-        if self.opaque and type(compressor).__name__ != "Dense":
+        if self.opaque and not compressor.immediate:
             return (
                 f"{type(self).__name__} sends gradients by torch's own rules and cannot use "
                 f"{compressor}; use Dense with it, or DDP with {compressor}"
             )
-        if self.exchanges == "parameters" and type(compressor).__name__ != "Dense":
+        if self.exchanges == "parameters" and not compressor.immediate:
             return (
                 f"{type(self).__name__} exchanges raw parameters, which must not be compressed; use Dense "
                 f"with it, or a strategy that exchanges gradients or displacements (DDP, LocalSGD)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -53,8 +54,8 @@ async def taken(rank: Rank, source: int, what: str, buckets: Iterable[Bucket]) -
     return found
 
 
-def dense_only(name: str, compressor: object) -> str | None:
+def dense_only(name: str, compressor: Any) -> str | None:
     """Why `compressor` cannot work where messages carry what is exchanged; or None."""
-    if type(compressor).__name__ == "Dense":
+    if compressor.immediate:
         return None
     return f"{name} sends messages, which {compressor} cannot encode; use Dense with it, or LocalSGD or DDP"

@@ -36,7 +36,7 @@ class Hogwild(Strategy):
     exchanges: ClassVar[str] = "parameters"
 
     def refuses(self, compressor: Any) -> str | None:
-        if type(compressor).__name__ == "Dense":
+        if compressor.immediate:
             return None
         return f"Hogwild sends nothing that {compressor} could encode; use Dense with it, or DDP or LocalSGD"
 

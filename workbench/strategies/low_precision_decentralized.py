@@ -62,7 +62,7 @@ class LowPrecisionDecentralized(Strategy):
         return hops("ring", size) * self.every
 
     def refuses(self, compressor: Any) -> str | None:
-        if type(compressor).__name__ == "Dense":
+        if compressor.immediate:
             return None
         return f"LowPrecisionDecentralized has codes of its own instead of {compressor}; use Dense with it, or LocalSGD"
 

@@ -49,7 +49,7 @@ class OneBitAdam(MomentExchange):
         return self.freeze_step
 
     def refuses(self, compressor: Any) -> str | None:
-        if type(compressor).__name__ not in ("Dense", "ErrorFeedback"):
+        if not (compressor.lossless or compressor.owes):
             name = type(compressor).__name__
             return (
                 f"compressor={name}: OneBitAdam needs what a compressor loses to be fed back; use "

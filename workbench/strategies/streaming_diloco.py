@@ -96,7 +96,7 @@ class StreamingDiLoCo(Strategy):
         )
 
     def refuses(self, compressor: Any) -> str | None:
-        if type(compressor).__name__ == "Dense":
+        if compressor.immediate:
             return None
         return (
             f"StreamingDiLoCo has a format of its own (bits={self.bits}) and cannot use {compressor}; use Dense with "
