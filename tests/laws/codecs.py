@@ -54,6 +54,12 @@ def gathered_codes(bucket: Bucket, p: int, bits: int, block: int) -> int:
     return (p - 1) * (4 * blocks + -(-blocks * -(-n // blocks) * bits // 8))
 
 
+def few_bits(k: int, p: int, bits: int, block: int) -> int:
+    """Indices of k elements, and their values as codes of `bits` and 4 bytes per block, from all to all."""
+    blocks = -(-k // block)
+    return (p - 1) * (4 * k + 4 * blocks + -(-blocks * -(-k // blocks) * bits // 8))
+
+
 def sides(part: Part, worth: Callable[[int, int], bool]) -> tuple[int, int, bool]:
     """The sides of a parameter as a matrix, and whether it crosses the wire as factors."""
     n = part.shape[0]
@@ -150,6 +156,7 @@ SENT: dict[str, Callable[..., int]] = {
     "OneBit": lambda b, p, kept: two_hops(b, p, 1, 4),
     "PowerSGD": lambda b, p, kept: factors(b, p, 4),
     "QSGD": lambda b, p, kept: gathered_codes(b, p, 4, 512),
+    "Quantised": lambda b, p, kept: few_bits(largest(b), p, 4, 64),
     "RandomK": lambda b, p, kept: reduced(4 * max(1, round(0.01 * b.data.numel())), p),
     "SampledTopK": lambda b, p, kept: chosen(b, p, kept),
     "ScaleCom": lambda b, p, kept: traffic("broadcast", 4 * largest(b), p)[0] + reduced(4 * largest(b), p),
@@ -163,6 +170,7 @@ SENT: dict[str, Callable[..., int]] = {
 }
 
 FITTED = ("ALQ", "AMQ")
+ONE_HOP = ("EFSignSGD", "NUQSGD", "QSGD", "Quantised", "TopK")  # every rank's payload goes to all, and no more
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
@@ -188,6 +196,9 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("OkTopK", "threshold_every"): ({}, 1),
     ("PowerSGD", "rank"): ({}, 8),
     ("PowerSGD", "warm_start"): ({}, False),
+    ("Quantised", "by"): ({}, "ByteGrad"),
+    ("Quantised", "of"): ({}, "Cast"),
+    ("Quantised", "scaled"): ({}, True),
     ("RandomK", "scaled"): ({}, True),
     ("ScaleCom", "beta"): ({}, 0.1),
     ("TernGrad", "clip_rms"): ({}, 1.0),  # ten root mean squares cut nothing off in a small layer

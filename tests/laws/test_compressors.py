@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.laws.codecs import DELTA, LATER, LOSING, NOTED, ROUNDS, SENT, TURNED
+from tests.laws.codecs import DELTA, LATER, LOSING, NOTED, ONE_HOP, ROUNDS, SENT, TURNED
 from tests.laws.others import others
 from tests.ranks import exchange, experiment, placed, run, shipped, together
 from tests.unbiased import assert_unbiased
@@ -88,6 +88,35 @@ def test_sizes_are_known_without_the_numbers(name: str) -> None:
     real = codec.encode(torch.randn(1000))
     sizes = codec.encode(torch.empty(1000, device="meta"))
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in sizes]
+
+
+CODERS = [name for name, cls in ALL.items() if cls().coder(Memory())]
+ANY = {"scalar": torch.tensor(3.0), "none": torch.zeros(0), "matrix": torch.randn(7, 30), "cube": torch.randn(3, 5, 70),
+       "turned": torch.randn(30, 7).T, "half": torch.randn(4, 9).half(), "bf16": torch.randn(33).bfloat16(),
+       "double": torch.randn(2, 100).double()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CODERS)
+@pytest.mark.parametrize("x", ANY.values(), ids=ANY)
+def test_a_coder_takes_any_tensor_and_its_payload_depends_on_the_shape_alone(name: str, x: torch.Tensor) -> None:
+    coder, other, before = (ALL[name]().coder(Memory(seed)) for seed in (1, 1, 1))
+    kept = x.clone()
+    payload = coder.encode(x)
+    sizes = other.encode(torch.empty_like(x, device="meta"))
+    assert [(t.shape, t.dtype) for t in payload] == [(t.shape, t.dtype) for t in sizes]
+    back = coder.decode(payload, x)
+    assert back.shape == x.shape and back.dtype == x.dtype and torch.equal(x, kept)
+    flat = before.encode(x.flatten())
+    assert torch.equal(back.flatten(), before.decode(flat, x.flatten()))
+
+
+@pytest.mark.parametrize("name", ONE_HOP)
+def test_an_exchange_in_one_hop_adds_up_what_coders_say(name: str) -> None:
+    xs = torch.randn(3, 500, generator=torch.Generator().manual_seed(1))
+    coders = [ALL[name]().coder(Memory(r)) for r in range(3)]
+    want = sum(coder.decode(coder.encode(x), x) for coder, x in zip(coders, xs, strict=True))
+    got = exchange(ALL[name](), xs.clone(), placed((16, 30), (20,)), [Memory(r) for r in range(3)])
+    torch.testing.assert_close(got, want.double(), rtol=1e-5, atol=1e-5)
 
 
 @claiming("linear")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from workbench.compressors._base import Codec as Codec
+from workbench.compressors._base import Coder as Coder
 from workbench.compressors._base import Compressor as Compressor
 from workbench.compressors._base import inside as inside
 from workbench.settings import member, shipped

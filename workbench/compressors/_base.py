@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 Payload = tuple["Tensor", ...]
 
 
+class Coder(Protocol):
+    """Any tensor as what crosses the wire, and back: a gradient, an activation, a message to a server, a fragment.
+
+    Payloads compose: what one coder leaves in floats another can encode again.
+    """
+
+    def encode(self, x: Tensor) -> Payload:
+        """(...) of any float -> the tensors that cross the wire; how many and how large follows from the shape."""
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        """What `encode` made -> (...) in the shape and the dtype of `like`, about what it was."""
+
+
 class Owed(Protocol):
     """What a rank contributed, not written out: making it would take longer than taking it away."""
 
@@ -86,6 +99,10 @@ class Compressor(Family):
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
 
+    def coder(self, memory: Memory) -> Coder | None:
+        """What it makes of any tensor, with the dice and levels of `memory`; None where that takes other ranks."""
+        return None
+
     def refuses(self) -> str | None:
         """Why these knobs cannot be together, in a sentence that says what would do; or None."""
         return None
@@ -114,28 +131,42 @@ def inside(compressor: Compressor) -> Iterator[Compressor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
-    """A compressor given by a pair of pure functions; the exchange follows from them."""
+    """A compressor given by a pair of pure functions, which are its Coder; the exchange follows from them."""
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
-        """(n,) -> the tensors that cross the wire; their shapes depend only on n."""
+        """(...) -> the tensors that cross the wire; their shapes depend only on the shape of `x`."""
 
     @abstractmethod
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
-        """The tensors of `encode` -> (n,) in the dtype of `like`."""
+        """The tensors of `encode` -> (...) in the shape and the dtype of `like`."""
+
+    def coder(self, memory: Memory) -> Coder:
+        return self
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        if not self.linear:
+            return await all_told(self, rank, bucket)
         payload = self.encode(bucket.data)
-        own = self.decode(payload, bucket.data).clone() if self.linear else self.decode(payload, bucket.data)
-        if rank.size == 1:
-            bucket.data.copy_(own)
-            return own
-        if self.linear:
-            summed = [await rank.all_reduce(part, "sum", bucket.name) for part in payload]
-            bucket.data.copy_(self.decode(tuple(summed), bucket.data))
-            return own
-        rows = [each(await rank.all_gather(part, bucket.name)) for part in payload]
-        bucket.data.zero_()
-        for one in zip(*rows, strict=True):
-            bucket.data.add_(self.decode(one, bucket.data))
+        own = self.decode(payload, bucket.data).clone()
+        if rank.size > 1:
+            payload = tuple([await rank.all_reduce(part, "sum", bucket.name) for part in payload])
+        bucket.data.copy_(self.decode(payload, bucket.data))
         return own
+
+
+async def all_told(coder: Coder, rank: Rank, bucket: Bucket) -> Tensor:
+    """Every rank's payload to all, who add up what it says in rank order: `reduce` by any Coder.
+
+    Bytes sent per rank: those of a payload, (p-1) times.
+    """
+    payload = coder.encode(bucket.data)
+    own = coder.decode(payload, bucket.data)
+    if rank.size == 1:
+        bucket.data.copy_(own)
+        return own
+    rows = [each(await rank.all_gather(part, bucket.name)) for part in payload]
+    bucket.data.zero_()
+    for one in zip(*rows, strict=True):
+        bucket.data.add_(coder.decode(one, bucket.data))
+    return own

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from workbench.compressors._base import Compressor
+from workbench.compressors._base import Coder, Compressor, Payload
 from workbench.compressors._pack import packed, unpacked
 from workbench.compressors._range import within
-from workbench.rank import Bucket, Memory, Rank, each
+from workbench.rank import Bucket, Memory, Rank, each, sizes_of
 from workbench.settings import knob
 
 
@@ -49,6 +49,9 @@ class Coded(Compressor):
     @abstractmethod
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         """The way back."""
+
+    def coder(self, memory: Memory) -> Coder:
+        return _Blocks(self, memory)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         n = bucket.data.numel()
@@ -105,3 +108,21 @@ class Coded(Compressor):
         codes = unpacked(message[:, head:], self.width, blocks * n)
         return self.restore(codes.view(len(message), blocks, n), scales, memory)
 
+
+class _Blocks:
+    """A Coded's Coder: one message, of one chunk."""
+
+    def __init__(self, of: Coded, memory: Memory) -> None:
+        self._of, self._memory = of, memory
+
+    def encode(self, x: Tensor) -> Payload:
+        if not x.numel():
+            return (x.new_empty(0, dtype=torch.uint8),)
+        return (self._of._message(self._of._chunks(x.reshape(-1).float(), 1), self._memory)[0],)
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        if not like.numel():
+            return like.clone()
+        shape = self._of._chunks(sizes_of(like).reshape(-1), 1)
+        out = self._of._opened(payload[0][None], shape, self._memory)
+        return within(out.view(-1)[: like.numel()], like.dtype).view(like.shape)

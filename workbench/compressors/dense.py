@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from workbench.compressors._base import Compressor
+from workbench.compressors._base import Coder, Compressor, Payload
 from workbench.rank import Bucket, Memory, Rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,5 +32,18 @@ class Dense(Compressor):
     def lossless(self) -> bool:
         return True
 
+    def coder(self, memory: Memory) -> Coder:
+        return _AsItIs()
+
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> None:
         await rank.all_reduce(bucket.data, "sum", bucket.name)
+
+
+class _AsItIs:
+    """Every element in its own dtype."""
+
+    def encode(self, x: Tensor) -> Payload:
+        return (x,)
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        return payload[0].to(like.dtype)

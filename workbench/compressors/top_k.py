@@ -48,6 +48,7 @@ class TopK(Codec):
         return ErrorFeedback(of=cls())
 
     def encode(self, x: Tensor) -> Payload:
+        x = x.flatten()
         k = max(1, round(self.density * x.numel()))
         if k >= x.numel():
             index = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
@@ -57,4 +58,4 @@ class TopK(Codec):
 
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
         values, index = payload
-        return torch.zeros_like(like).index_add_(0, index, values)
+        return like.new_zeros(like.numel()).index_add_(0, index, values.to(like.dtype)).view(like.shape)

@@ -17,9 +17,10 @@ from workbench.rank.ops import REDUCTIONS as REDUCTIONS
 from workbench.rank.ops import Rank as Rank
 from workbench.rank.outline import each as each
 from workbench.rank.outline import outlined as outlined
+from workbench.rank.outline import sizes_of as sizes_of
 from workbench.rank.outline import values_of as values_of
 
 __all__ = [
     "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Forward", "Group", "Handle", "Memory", "Mesh", "Op", "Part",
-    "Rank", "StrategyError", "collective", "each", "message", "outlined", "values_of",
+    "Rank", "StrategyError", "collective", "each", "message", "outlined", "sizes_of", "values_of",
 ]  # fmt: skip

@@ -52,6 +52,11 @@ def each(every: Tensor) -> Tensor:
     return every[:1] if every.is_meta else every
 
 
+def sizes_of(x: Tensor) -> Tensor:
+    """`x` without its values: for asking what a function would make of it."""
+    return x.new_empty(x.shape, device="meta")
+
+
 def _sizes_only(args: tuple[Any, ...]) -> bool:
     for x in args:
         one = x[0] if isinstance(x, list) and x else x
