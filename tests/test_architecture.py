@@ -26,7 +26,7 @@ ROOMS = {
     "tasks": "settings",
     "optimizers": "settings",
     "compressors": "settings rank",
-    "strategies": "settings rank",
+    "strategies": "settings rank compressors",  # codecs, for what they send in a way of their own
     "experiment": f"settings {FAMILIES}",
     "record": "settings experiment",  # what is recorded names the experiment that it is of
     "host": "settings rank experiment compressors optimizers fabric tasks",

@@ -17,6 +17,7 @@ KINDS = ("ByteGrad", "Cast", "Dense", "ErrorFeedback", "OneBit", "PowerSGD", "To
 
 # delta of a contraction, ||x - C(x)||^2 <= (1 - delta) ||x||^2, for n elements with the usual knobs; else 1/n
 DELTA: dict[str, Callable[[Any, int], float]] = {
+    "E3M0": lambda codec, n: 1 - 1 / 9 - 1 / 64,
     "EFSignSGD": lambda codec, n: 1 / n,
     "SampledTopK": lambda codec, n: 0.98 * max(1, round(codec.density * n)) / n,
     "SIDCo": lambda codec, n: 1 / n,
@@ -170,7 +171,7 @@ SENT: dict[str, Callable[..., int]] = {
 }
 
 FITTED = ("ALQ", "AMQ")
-ONE_HOP = ("EFSignSGD", "NUQSGD", "QSGD", "Quantised", "TopK")  # every rank's payload goes to all, and no more
+ONE_HOP = ("E3M0", "EFSignSGD", "NUQSGD", "QSGD", "Quantised", "TopK")  # every rank's payload goes to all, and no more
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {

@@ -11,6 +11,7 @@ from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
 from workbench.compressors.dgc import DGC as DGC
+from workbench.compressors.e3m0 import E3M0 as E3M0
 from workbench.compressors.ef_sign_sgd import EFSignSGD as EFSignSGD
 from workbench.compressors.error_feedback import ErrorFeedback as ErrorFeedback
 from workbench.compressors.float8 import Float8 as Float8

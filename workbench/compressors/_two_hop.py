@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.compressors._base import Coder, Compressor, Payload
 from workbench.compressors._pack import packed, unpacked
 from workbench.compressors._range import within
-from workbench.rank import Bucket, Memory, Rank, each, sizes_of
+from workbench.rank import Bucket, Memory, Rank, each, outlined, sizes_of
 from workbench.settings import knob
 
 
@@ -115,11 +115,20 @@ class _Blocks:
     def __init__(self, of: Coded, memory: Memory) -> None:
         self._of, self._memory = of, memory
 
+    def _sized(self, x: Tensor) -> Payload:
+        if not (n := x.numel()):
+            return (x.new_empty(0, dtype=torch.uint8),)
+        blocks = -(-n // (self._of.block or n))
+        codes = -(-blocks * -(-n // blocks) * self._of.width // 8)
+        return (x.new_empty(4 * blocks * self._of.scalars + codes, dtype=torch.uint8),)
+
+    @outlined(_sized)
     def encode(self, x: Tensor) -> Payload:
         if not x.numel():
             return (x.new_empty(0, dtype=torch.uint8),)
         return (self._of._message(self._of._chunks(x.reshape(-1).float(), 1), self._memory)[0],)
 
+    @outlined(lambda self, payload, like: like.new_empty(like.shape))
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
         if not like.numel():
             return like.clone()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
+from workbench.compressors import ByteGrad, Coder, Dense
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import keep
 from workbench.strategies._graph import Round, hops, mixing_round
-from workbench.strategies._minmax8 import decode, encode, encoded
 
 
 class _State:
@@ -39,8 +37,8 @@ class LowPrecisionDecentralized(Strategy):
     w_i is what the neighbours know of rank i. A rank keeps copies of theirs, which equal the originals to the bit,
     for both add the same Q(z). W is 1/3 for each neighbour and the rank itself (1/2 on two ranks). The parameters
     are not rounded, only the way that they have gone since the last round; what Q gets wrong of it shrinks with the
-    way. Q sends the smallest element and the distance between two codes, then one byte per element. With `bits` = 32
-    z goes as it is, and this is gossip on a ring.
+    way. Q is ByteGrad's: the smallest element and the distance between two codes, then one byte per element. With
+    `bits` = 32 z goes as it is, and this is gossip on a ring.
 
     To each neighbour goes a byte per parameter and 8 per bucket, so a ring costs half the model's fp32 bytes, a third
     of DDP's on many ranks, in two messages. It comes after the update and hides behind nothing.
@@ -77,26 +75,27 @@ class LowPrecisionDecentralized(Strategy):
         await rank.update()
         if rank.step % self.every or not part.to:
             return
-        moved = []
+        q, letters = self._codec(rank.memory), []
         for bucket in buckets:
             own = known.flat(str(rank.index), bucket)
             z = bucket.data - own
             for r, share in part.shares.items():
                 z.add_(known.flat(str(r), bucket), alpha=share - (r == rank.index))
-            letter = encode(z) if self.bits == 8 else z
+            [letter] = q.encode(z)
             for other in part.to:
                 await rank.send(letter, other, bucket.name)
-            moved.append(self._read(letter, bucket))
-        for bucket, z in zip(buckets, moved, strict=True):
-            own = known.flat(str(rank.index), bucket).add_(z)
+            letters.append(letter)
+        for bucket, mine in zip(buckets, letters, strict=True):
+            own = known.flat(str(rank.index), bucket).add_(q.decode((mine,), bucket.data))
             bucket.data.copy_(own)
             for other in part.to:
-                room = encoded(bucket.data) if self.bits == 8 else bucket.data.new_empty(bucket.data.shape)
-                letter, _ = await rank.recv(room, other, bucket.name)
-                known.flat(str(other), bucket).add_(self._read(letter, bucket))
+                letter, _ = await rank.recv(mine.new_empty(mine.shape), other, bucket.name)
+                known.flat(str(other), bucket).add_(q.decode((letter,), bucket.data))
 
-    def _read(self, letter: Tensor, bucket: Bucket) -> Tensor:
-        return decode(letter, bucket.data) if self.bits == 8 else letter
+    def _codec(self, memory: Memory) -> Coder:
+        coder = (ByteGrad() if self.bits == 8 else Dense()).coder(memory)
+        assert coder is not None
+        return coder
 
     async def leave(self, rank: Rank, state: _State) -> None:
         await average(rank)

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.compressors import E3M0
 from workbench.rank import Bucket, Handle, Memory, Op, Part, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
+from workbench.strategies._coded import mean
 from workbench.strategies._copies import copies
-from workbench.strategies._e3m0 import mean
 from workbench.strategies._fragments import Fragment, fragment, layers
 from workbench.strategies._outer import Outer, handed, taken
 
@@ -162,7 +163,7 @@ class StreamingDiLoCo(Strategy):
 def _mean(rank: Rank, moved: Tensor, bits: int, name: str) -> Coroutine[Op, Any, Tensor]:
     async def child() -> Tensor:
         if bits == 4:
-            return await mean(rank, moved, name)
+            return await mean(rank, moved, E3M0(), name)
         await rank.all_reduce(moved.div_(rank.size), "sum", name)
         return moved
 
