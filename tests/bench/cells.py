@@ -40,7 +40,8 @@ MEANING = 1  # raised when what is read off a run changes its meaning
 RANKS, SEEDS = 4, (0, 1, 2)
 TASK = ByteGPT(layers=2, width=64, heads=4, context=32)
 STEPS, EVERY = 300, 20  # steps of a cell; steps between two evaluations
-LABELS = ("kinds", "kind", "starter")  # of a compressor, for whoever lists them
+LABELS = ("kinds", "kind", "starter", "plain")  # for whoever lists members, and for the laws
+SHOWN = ("doc", "unit", "log")  # of a knob: what only people see
 LITTLE = 0.01  # of the model's bytes: a step that sends less has not synchronised
 
 
@@ -166,6 +167,8 @@ def _without_words(tree: ast.Module) -> str:
             node
         ):
             node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "knob":
+            node.keywords = [k for k in node.keywords if k.arg not in SHOWN]
     return ast.dump(tree)
 
 
