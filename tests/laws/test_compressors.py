@@ -248,6 +248,7 @@ def fed_back(cls: type[Compressor]) -> bool:
     return cls.owes in ("", ErrorFeedback.owes) and ErrorFeedback(of=cls()).refuses() is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n for n, cls in ALL.items() if fed_back(cls)])
 def test_nothing_is_lost_under_error_feedback_over_random_live_changes(name: str) -> None:
     """Everything sent plus what is left equals the sum of all gradients, through 500 changes of everything."""
