@@ -148,6 +148,10 @@ def mixed(run: Run) -> Iterator[str]:
     lock = [s for s, row in steps.iterrows() if row["nunique"] == 1 and kinds[row["first"]].lockstep]
     yield from (f"step {s}: ranks under different strategies" for s in steps.index[steps["nunique"] > 1])
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
+    # before a switch in a step it was another strategy's background that exchanged there, each rank as often as it came
+    switched = spans[spans.lane == "switch"].groupby(["step", "rank"], observed=True).t0.max()
+    since = switched.reindex(list(zip(comm.step, comm["rank"], strict=True))).fillna(float("-inf")).to_numpy()
+    comm = comm[comm.t0.to_numpy() >= since]
     comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
     comm.loc[comm["name"].str.startswith("all_to_allv"), "nbytes"] = 0  # a choice by values: each rank's own number
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
