@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -148,10 +149,7 @@ def mixed(run: Run) -> Iterator[str]:
     lock = [s for s, row in steps.iterrows() if row["nunique"] == 1 and kinds[row["first"]].lockstep]
     yield from (f"step {s}: ranks under different strategies" for s in steps.index[steps["nunique"] > 1])
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
-    # before a switch in a step it was another strategy's background that exchanged there, each rank as often as it came
-    switched = spans[spans.lane == "switch"].groupby(["step", "rank"], observed=True).t0.max()
-    since = switched.reindex(list(zip(comm.step, comm["rank"], strict=True))).fillna(float("-inf")).to_numpy()
-    comm = comm[comm.t0.to_numpy() >= since]
+    comm = comm[~before_a_common_step(spans, comm, steps, kinds)]
     comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
     comm.loc[comm["name"].str.startswith("all_to_allv"), "nbytes"] = 0  # a choice by values: each rank's own number
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
@@ -161,6 +159,18 @@ def mixed(run: Run) -> Iterator[str]:
             here = said.loc[step]
             if here.nunique() != 1 or len(here) != steps.loc[step, "count"]:
                 yield f"step {step}: {dict(here)}"
+
+
+def before_a_common_step(spans: Any, comm: Any, steps: Any, kinds: dict[str, Any]) -> Any:
+    """A mask of `comm`: exchanges in the step of a switch, before it, by a strategy that keeps no common step.
+
+    Each rank names its own step then, and what one settles at a change in step 217 another does in 213.
+    """
+    apart = {s for last, s in pairwise(sorted(steps.index)) if not kinds[steps.loc[last, "first"]].lockstep}
+    switches = spans[(spans.lane == "switch") & spans.step.isin(apart)]
+    first = switches.groupby(["step", "rank"], observed=True).t0.min()
+    begins = first.reindex(list(zip(comm.step, comm["rank"], strict=True))).to_numpy()
+    return comm.t0.to_numpy() < begins  # of no switch: NaN, which is later than nothing
 
 
 def left_behind(lab: Lab) -> list[tuple[int, int]]:

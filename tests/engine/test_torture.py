@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pandas as pd
 import pytest
 
-from tests.torture import sequence, torture
+from tests.ranks import experiment
+from tests.torture import mixed, sequence, torture
+from workbench import simulate
+from workbench.fabric import Fabric, Link, Slow
 from workbench.lab import Lab
+from workbench.settings import Change
+from workbench.strategies import DDP, AsyncServer, LocalSGD, Strategy
 
 SEED, TURNS = 20, 100
 
@@ -15,6 +23,37 @@ SEED, TURNS = 20, 100
 def test_a_sequence_depends_on_its_seed_alone() -> None:
     assert sequence(SEED, TURNS, 4) == sequence(SEED, TURNS, 4) != sequence(SEED + 1, TURNS, 4)
     assert sum(map(len, sequence(SEED, TURNS, 4))) == TURNS
+
+
+def switched(first: Strategy, *more: Change) -> pd.DataFrame:
+    """The spans of a run with a slow rank, in which ranks go over to DDP in rank 0's step 20, after other changes."""
+    fabric = Fabric(link=Link(bandwidth=200.0), faults=(Slow(rank=2, factor=1.6),))
+    e = experiment(4, 40, strategy=first, pace=5.0, fabric=fabric)
+    return simulate(e, changes=(*more, Change(20, "strategy", DDP())), real=True).spans
+
+
+def without(spans: pd.DataFrame, place: int) -> Any:
+    """What the check says of the same record without one of rank 1's exchanges in step 20."""
+    rows = spans[(spans.lane == "comm") & (spans["rank"] == 1) & (spans.step == 20)].sort_values("t0").index
+    return list(mixed(SimpleNamespace(spans=spans.drop(rows[place]))))
+
+
+def test_what_ranks_settle_that_keep_no_common_step_is_not_taken_for_the_next_strategys() -> None:
+    """Each settles at every change in the step that it is in; those that fell behind in another than rank 0."""
+    spans = switched(AsyncServer(), Change(20, "pace", 6.0), Change(20, "clip", 0.5))
+    settled = spans[(spans.lane == "comm") & (spans.name == "all_reduce versions") & (spans.step < 20)]
+    assert 2 in set(settled["rank"]) and 0 not in set(settled["rank"])
+    assert list(mixed(SimpleNamespace(spans=spans))) == []
+    assert "step 20" in without(spans, -1)[0]
+
+
+@pytest.mark.parametrize("first", [AsyncServer(), LocalSGD(every=8)])
+@pytest.mark.parametrize("place", [0, -1], ids=["while leaving", "in the step"])
+def test_all_that_ranks_exchange_from_the_switch_on_is_compared(first: Strategy, place: int) -> None:
+    spans = switched(first)
+    assert list(mixed(SimpleNamespace(spans=spans))) == []
+    begins = spans[(spans.lane == "switch") & (spans["rank"] == 1)].t0.min()
+    assert "step 20" in without(spans[(spans.lane != "comm") | (spans.t0 >= begins) | (spans.step != 20)], place)[0]
 
 
 @pytest.mark.long
