@@ -27,7 +27,7 @@ ROOMS = {
     "optimizers": "settings",
     "compressors": "settings rank",
     "strategies": "settings rank compressors",  # codecs, for what they send in a way of their own
-    "experiment": f"settings {FAMILIES}",
+    "experiment": f"settings rank {FAMILIES}",
     "record": "settings experiment",  # what is recorded names the experiment that it is of
     "host": "settings rank experiment compressors optimizers fabric tasks",
     "engine": "settings rank fabric tasks optimizers experiment record host",

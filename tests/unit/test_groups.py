@@ -17,7 +17,7 @@ from workbench import simulate
 from workbench.fabric import Fabric, Link
 from workbench.host.canonical import state_hash
 from workbench.rank import Mesh, Op, Rank, StrategyError
-from workbench.settings import Change, knob
+from workbench.settings import Change, KnobError, knob
 from workbench.strategies import DDP, LocalSGD, Strategy
 
 pytestmark = pytest.mark.ranks
@@ -285,11 +285,12 @@ def test_a_strategy_whose_mesh_does_not_fit_is_refused_before_training() -> None
         def dims(self, size: int) -> tuple[tuple[str, int], ...]:
             return (("row", 3), ("column", 3))
 
-    sessions = live(experiment(2, 2, strategy=Misfit()))
-    ended(sessions)
-    assert {s.error["text"] for s in sessions if not s.error["consequence"]} == {
-        "mesh row 3 × column 3: makes 9 ranks, but 2 train; let the sizes of its dimensions multiply to 2"
-    }
+    words = "strategy=Misfit: mesh row 3 × column 3: makes 9 ranks, but 2 train; let the sizes of its dimensions"
+    with pytest.raises(KnobError, match=words):
+        experiment(2, 2, strategy=Misfit())
+    ddp = experiment(2, 2)
+    with pytest.raises(KnobError, match=words):  # live, too: the run goes on
+        ddp.set("strategy", Misfit())
 
 
 def test_a_member_is_the_rank_itself_but_for_index_and_size() -> None:

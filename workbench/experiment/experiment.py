@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.compressors import Compressor, Dense, inside
-from workbench.experiment import momentum, rates
+from workbench.experiment import arranged, momentum, rates
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
 from workbench.settings import KnobError, checked, from_plain, knob, settle, short, to_plain, with_value
@@ -67,7 +67,7 @@ class Experiment:
                 raise KnobError(reason)
         if reason := good.strategy.refuses(good.compressor):
             raise KnobError(reason)
-        if reason := good.strategy.refuses_size(good.ranks):
+        if reason := good.strategy.refuses_size(good.ranks) or arranged.refused(good.strategy, good.ranks):
             raise KnobError(reason)
         if reason := good.task.refuses(good.batch):
             raise KnobError(reason)

@@ -7,20 +7,20 @@ need 2 S adapters and not S squared. Afterwards a hash of the parameters must ag
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from workbench.compressors import inside
 from workbench.experiment import Experiment
+from workbench.experiment.arranged import mesh
 from workbench.fabric.load import idle
 from workbench.host import residual
 from workbench.host.canonical import buffers, check_same, flattened, optimizer_tensors, prime, scatter_back, state_hash
 from workbench.host.changing import Changing
 from workbench.host.momentum import hand_over
 from workbench.optimizers import carry
-from workbench.rank import Mesh, Part
+from workbench.rank import Part
 from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate, rate
 
@@ -83,20 +83,13 @@ def take_role(run: Changing, strategy: Any) -> None:
 def arrange(run: Changing, strategy: Any) -> bool:
     """Arranges the ranks that train as `strategy` wants them; groups of before are over if that is anew. Is it?"""
     rank = run.rank
-    wanted = _mesh(strategy, rank.size, rank.mesh.generation + 1)
+    wanted = mesh(strategy, rank.size, rank.mesh.generation + 1)
     if (wanted.dims, wanted.ranks) == (rank.mesh.dims, rank.mesh.ranks):
         return False
     rank.mesh = wanted
     if rank.id == 0:
         run.mark("mesh", {"dims": dict(wanted.dims), "ranks": wanted.ranks, "text": f"ranks are arranged as {wanted}"})
     return True
-
-
-@lru_cache(maxsize=64)
-def _mesh(strategy: Any, size: int, generation: int) -> Mesh:
-    """One for all ranks of a process: with thousands of them each would hold thousands of numbers."""
-    ranks = tuple(r for r in range(size) if strategy.trains(r, size))
-    return Mesh(strategy.dims(len(ranks)), ranks, generation)
 
 
 def note_idle(run: Changing, was: Experiment | None = None) -> None:
