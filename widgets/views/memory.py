@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets import theme
+from widgets.views._bars import add_parts, stacked
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import RankMemory, last_steps, memory, readable
 
@@ -47,22 +48,9 @@ class Memory(View):
 
     def figure(self, run: Any) -> go.Figure:
         ranks = self.ranks(run)
-        figure = go.Figure(layout=theme.layout(
-            max(170, 17 * ranks + 70),
-            barmode="stack",
-            bargap=0.3,
-            xaxis=theme.axis("most in a step", rangemode="tozero", nticks=8, tickformat="~s", ticksuffix="B"),
-            yaxis=theme.axis("", autorange="reversed", ticks="", showgrid=False,
-                             tickvals=list(range(ranks)), ticktext=[f"rank {r}" for r in range(ranks)]),
-            margin={"l": 60, "r": 24, "t": 4, "b": 44},
-        ))  # fmt: skip
-        for name, colour, shape in (*PARTS, OTHER):
-            pattern = {"shape": shape, "fillmode": "replace", "fgcolor": colour, "size": 6, "solidity": 0.5}
-            figure.add_trace(go.Bar(
-                x=[], y=[], orientation="h", name=name, showlegend=name != "other",
-                hovertemplate=f"rank %{{y}} {name}: %{{x:.4~s}}B<extra></extra>",
-                marker={"color": colour, "line": {"width": 1, "color": theme.PAPER}, "pattern": pattern},
-            ))  # fmt: skip
+        axis = theme.axis("most in a step", rangemode="tozero", nticks=8, tickformat="~s", ticksuffix="B")
+        figure = stacked(ranks, max(170, 17 * ranks + 70), axis, right=24)
+        add_parts(figure, (*PARTS, OTHER), "%{x:.4~s}B", unlisted="other")
         for name, symbol, size in MARKED:
             figure.add_trace(go.Scatter(
                 x=[], y=[], mode="markers", name=name, showlegend=name[0] == "p",

@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets import theme
+from widgets.views._bars import add_parts, stacked
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import last_steps, per_rank
 from workbench.analysis.steps import breakdown
@@ -43,22 +44,9 @@ class Ranks(View):
 
     def figure(self, run: Any) -> go.Figure:
         ranks = self.ranks(run)
-        figure = go.Figure(layout=theme.layout(
-            max(210, 17 * ranks + 56),
-            barmode="stack",
-            bargap=0.3,
-            xaxis=theme.axis("ms per step", rangemode="tozero", nticks=6),
-            yaxis=theme.axis("", autorange="reversed", ticks="", showgrid=False,
-                             tickvals=list(range(ranks)), ticktext=[f"rank {r}" for r in range(ranks)]),
-            margin={"l": 60, "r": 10, "t": 4, "b": 44},
-        ))  # fmt: skip
-        for _, name, colour, shape in PARTS:
-            pattern = {"shape": shape, "fillmode": "replace", "fgcolor": colour, "size": 6, "solidity": 0.5}
-            figure.add_trace(go.Bar(
-                x=[], y=[], orientation="h", name=name,
-                hovertemplate=f"rank %{{y}} {name}: %{{x:.3~g}} ms<extra></extra>",
-                marker={"color": colour, "line": {"width": 1, "color": theme.PAPER}, "pattern": pattern},
-            ))  # fmt: skip
+        axis = theme.axis("ms per step", rangemode="tozero", nticks=6)
+        figure = stacked(ranks, max(210, 17 * ranks + 56), axis, right=10)
+        add_parts(figure, [part[1:] for part in PARTS], "%{x:.3~g} ms")
         return figure
 
     def update(self, run: Any) -> Patch:
