@@ -239,3 +239,27 @@ def _answers(verb: str, xs: list[Any], args: tuple) -> list[Any]:
         case "all_gather":
             return [torch.stack(xs) for _ in xs]
     raise AssertionError(verb)
+
+
+def joined(ranks: int, steps: int) -> torch.Tensor:
+    """The reference: one process, the batches of all ranks together, torch's own optimizer."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for step in range(steps):
+        pairs = [batch(r, step, 0) for r in range(ranks)]
+        optimizer.zero_grad()
+        mse(model, (torch.cat([p[0] for p in pairs]), torch.cat([p[1] for p in pairs]))).backward()
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
+
+
+def poisoned(rank: int, step: int) -> Task:
+    """A task whose loss raises ValueError("a bad example") at one batch of one rank."""
+    poison = batch(rank, step, 0)[0]
+
+    def loss(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        if torch.equal(pair[0], poison):
+            raise ValueError("a bad example")
+        return mse(model, pair)
+
+    return toy(loss=loss)

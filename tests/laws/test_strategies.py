@@ -11,7 +11,7 @@ import torch
 from tests.laws.claims import AT_NEED, SENT, SILENT, TURNED, dense
 from tests.laws.codecs import KINDS
 from tests.laws.others import others
-from tests.ranks import batch, experiment, mse, net, run, shipped, weights
+from tests.ranks import experiment, joined, run, shipped, weights
 from workbench import simulate
 from workbench.compressors import Compressor
 from workbench.engine.session import Session
@@ -135,15 +135,3 @@ def test_every_pair_with_a_compressor_runs_or_is_refused_in_words(name: str, com
     if compressor in KINDS or name in ("DDP", "LocalSGD"):
         sessions = run(chosen)
         assert len({state_hash(s.layout) for s in sessions}) == 1 or ALL[name].periodic
-
-
-def joined(ranks: int, steps: int) -> torch.Tensor:
-    """The reference: one process, the batches of all ranks together, torch's own optimizer."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    for step in range(steps):
-        pairs = [batch(r, step, 0) for r in range(ranks)]
-        optimizer.zero_grad()
-        mse(model, (torch.cat([p[0] for p in pairs]), torch.cat([p[1] for p in pairs]))).backward()
-        optimizer.step()
-    return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import batch, ended, experiment, live, mse, run, toy, weights
+from tests.ranks import ended, experiment, live, poisoned, run, toy, weights
 from workbench.engine.post import Post
 from workbench.engine.session import Session
 from workbench.fabric import Slow
@@ -183,14 +183,8 @@ def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
 @apart
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, rank: int) -> None:
-    def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
-        if torch.equal(pair[0], poison):
-            raise ValueError("a bad example")
-        return mse(model, pair)
-
-    poison = batch(rank, 5, 0)[0]
     ranks = with_servers(3, strategy)
-    sessions = live(experiment(ranks, 0, task=toy(loss=loss), strategy=strategy, pace=4.0))
+    sessions = live(experiment(ranks, 0, task=poisoned(rank, 5), strategy=strategy, pace=4.0))
     ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(rank, 5, "a bad example")]
@@ -200,13 +194,7 @@ def test_a_rank_that_nobody_has_sent_a_message_to_hears_of_a_failure_too(monkeyp
     """On a busy machine rank 0 may fail before its line to the last rank is up, which then would train on for ever."""
     monkeypatch.setattr(Post, "reach", lambda post, ranks: None)
 
-    def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
-        if torch.equal(pair[0], poison):
-            raise ValueError("a bad example")
-        return mse(model, pair)
-
-    poison = batch(0, 5, 0)[0]
-    sessions = live(experiment(3, 0, task=toy(loss=loss), strategy=Hogwild(), pace=4.0))
+    sessions = live(experiment(3, 0, task=poisoned(0, 5), strategy=Hogwild(), pace=4.0))
     ended(sessions)
     assert [s.error["text"] for s in sessions if s.error and not s.error["consequence"]] == ["a bad example"]
 

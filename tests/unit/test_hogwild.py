@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tests.ranks import batch as examples
-from tests.ranks import ended, experiment, live, mse, run, toy, weights
+from tests.ranks import ended, experiment, live, mse, poisoned, run, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
@@ -372,13 +372,7 @@ def test_buckets_cut_anew_lose_nothing_of_what_was_learned(simulated: list[Simul
 
 
 def test_a_rank_that_fails_frees_the_others_and_is_named() -> None:
-    def loss(model: nn.Module, pair: tuple) -> torch.Tensor:
-        if torch.equal(pair[0], poison):
-            raise ValueError("a bad example")
-        return mse(model, pair)
-
-    poison = examples(2, 6, 0)[0]
-    sessions = live(experiment(4, 0, task=toy(loss=loss), strategy=Hogwild(), pace=3.0))
+    sessions = live(experiment(4, 0, task=poisoned(2, 6), strategy=Hogwild(), pace=3.0))
     ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
