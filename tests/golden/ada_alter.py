@@ -1,4 +1,4 @@
-"""Local AdaAlter in numpy: Xie et al., 2019, https://arxiv.org/abs/1911.09030, algorithm 4."""
+"""Local AdaAlter in numpy: Xie et al., 2019, https://arxiv.org/abs/1911.09030."""
 
 from __future__ import annotations
 
