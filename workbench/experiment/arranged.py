@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from workbench.rank import Mesh, StrategyError
 
+_MADE: WeakKeyDictionary[Any, dict[tuple[int, int], Mesh]] = WeakKeyDictionary()  # by strategy: (size, generation)
 
-@lru_cache(maxsize=64)
+
 def mesh(strategy: Any, size: int, generation: int = 0) -> Mesh:
     """Of `size` ranks those that train, as `strategy` wants them. Raises StrategyError where its dimensions do not fit.
 
-    One for all ranks of a process: with thousands of them each would hold thousands of numbers.
+    One for all ranks of a process, as long as the strategy is there: with thousands of them each would hold thousands
+    of numbers.
     """
-    ranks = tuple(r for r in range(size) if strategy.trains(r, size))
-    return Mesh(strategy.dims(len(ranks)), ranks, generation)
+    made = _MADE.setdefault(strategy, {})
+    if (size, generation) not in made:
+        ranks = tuple(r for r in range(size) if strategy.trains(r, size))
+        made[size, generation] = Mesh(strategy.dims(len(ranks)), ranks, generation)
+    return made[size, generation]
 
 
 def refused(strategy: Any, size: int) -> str | None:
