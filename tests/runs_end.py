@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from tests.ranks import mse, toy
+from tests.spinning import spinning
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
 
@@ -129,18 +128,6 @@ def play(lab: Lab, seed: int, runs: int, say: Callable[[str], None] = print) -> 
     return {"seed": seed, "ended": dict(ended), "wrong": wrong, "longest": round(longest, 1), "seconds": took}
 
 
-@contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Processes that only spin, for as long as this lasts; they are ended by their own handles."""
-    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
-
-
 def main() -> int:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--runs", type=int, default=500)
@@ -150,7 +137,7 @@ def main() -> int:
     a = ask.parse_args()
     seed = a.seed if a.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}, {a.runs} runs of {STEPS} steps on {a.ranks} ranks, {a.spinning} processes spin", flush=True)
-    with busy(a.spinning), Lab(ranks=a.ranks, name="runs-end") as lab:
+    with spinning(a.spinning), Lab(ranks=a.ranks, name="runs-end") as lab:
         found = play(lab.wait(), seed, a.runs, lambda line: print(line, flush=True))
     print(found)
     return 1 if found["wrong"] else 0

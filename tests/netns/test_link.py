@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.bench.netns import Cell, Ranks, cells, excess, in_words, ratio
+from tests.bench.netns import Cell, Ranks, awake, cells, excess, in_words, ratio
 from tests.network import Network, sweep, why_not
 
 pytestmark = pytest.mark.netns
@@ -34,7 +34,7 @@ class Both(NamedTuple):
 def both() -> Iterator[Both]:
     if reason := why_not():
         pytest.skip(reason)
-    with Network(SIZE) as network, Ranks(SIZE, network) as real, Ranks(SIZE) as modelled:
+    with awake(), Network(SIZE) as network, Ranks(SIZE, network) as real, Ranks(SIZE) as modelled:
         yield Both(real, modelled, real.run(Cell(mbit=50, width=1, layers=1, bucket_mb=0.26, pace=10, steps=STEPS)))
 
 
