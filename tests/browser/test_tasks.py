@@ -7,8 +7,6 @@ that the same lab and the same dashboard go on with a prediction and a riddle, w
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -18,6 +16,7 @@ import pytest
 
 from tests.browser.conftest import Sheet
 from tests.browser.test_first_run import applied, recorded, typed
+from tests.spinning import spinning
 from workbench.analysis import breakdown, last_steps, unheeded
 from workbench.fabric import Slow
 from workbench.run import Run
@@ -38,11 +37,8 @@ MORE = {  # cells behind the notebook's own: what the lessons after it add, besi
 @pytest.fixture
 def busy() -> Iterator[None]:
     """Two processes of low priority that never rest."""
-    spinning = [subprocess.Popen(["nice", "-n", "15", sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    yield
-    for one in spinning:
-        one.kill()
-        one.wait(10)
+    with spinning(2, nice=15):
+        yield
 
 
 class Watched:
@@ -59,6 +55,17 @@ class Watched:
         """The record `steps` steps after the change called `text`, of which nothing but that is looked at."""
         self.since = applied(self.sheet, text)
         return self.more(steps)
+
+    def turned(self, path: str, text: str) -> Run:
+        """The record STEPS steps after `text` was typed into the box of `path`, whatever was typed there before."""
+        known = len(self.run.changes)
+        typed(self.sheet, path, text)
+        end = time.monotonic() + 120
+        while len(changes := self.run.changes) == known:
+            assert time.monotonic() < end, f"{path} = {text} is not applied"
+            self.sheet.page.wait_for_timeout(300)
+        self.since = changes[-1].at_step
+        return self.more()
 
     def more(self, steps: int = STEPS) -> Run:
         end = time.monotonic() + 120
@@ -161,14 +168,18 @@ def task_5_buckets(sheet: Sheet, w: Watched) -> None:
     choose(sheet, "compressor", "Dense")
     applied(sheet, "Dense")
     typed(sheet, "fabric.link.latency", "5")
-    between = w.exposed(w.after("latency = 5"))
-    typed(sheet, "bucket_mb", "0.05")
-    tiny = w.exposed(w.after("bucket_mb = 0.05"))
-    typed(sheet, "bucket_mb", "100")
-    large = w.exposed(w.after("bucket_mb = 100"))
-    assert min(tiny, large) > between + 30
-    typed(sheet, "bucket_mb", "1")
-    w.after("bucket_mb = 1")
+    w.after("latency = 5")
+    typed(sheet, "bucket_mb", "2")
+    w.after("bucket_mb = 2")
+    longer: dict[str, list[float]] = {"0.05": [], "100": []}
+    for turn in range(5):  # side by side, since the machine's speed drifts: what others take of it comes and goes
+        for size, more in longer.items():
+            between = w.exposed(w.turned("bucket_mb", "1"))
+            more.append(w.exposed(w.turned("bucket_mb", size)) - between)
+        if turn >= 2 and min(map(np.median, longer.values())) > 30:
+            break
+    assert min(map(np.median, longer.values())) > 30, longer  # on ranks that nobody disturbs: 212 and 51 ms
+    w.turned("bucket_mb", "1")
 
 
 def task_6_slow_rank(sheet: Sheet, w: Watched) -> None:

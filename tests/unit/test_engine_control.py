@@ -194,17 +194,14 @@ def test_a_switch_is_its_own_span_with_its_bytes_and_outside_the_step() -> None:
 
 def test_a_slow_rank_is_slower_by_its_factor_and_a_frozen_one_stands_still() -> None:
     slow = Slow(rank=1, factor=3.0, phase="backward")
-    s = run(experiment(2, 8, pace=30.0).turn("faults", (slow,)))
-    length = [_median([r[5] - r[4] for r in x.record if r[2] == "backward"]) for x in s]
+    s = run(experiment(2, 8, pace=90.0).turn("faults", (slow,)))
+    # Whatever else the machine does makes a span longer, never shorter: the shortest is the one nobody disturbed.
+    length = [min(r[5] - r[4] for r in x.record if r[2] == "backward") for x in s]
     assert length[1] / length[0] == pytest.approx(3.0, rel=0.1)
     s = run(experiment(2, 8), Change(3, "faults", [{"Freeze": {"rank": 0, "seconds": 0.3}}]))
     waited = sum(r[5] - r[4] for r in s[1].record if r[0] == 3 and r[1] == "wait")
     assert waited > 0.25
     assert Freeze(rank=0, seconds=0.3).pause(0) == 0.3
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def test_the_residual_of_gradients_is_dropped_in_words_when_displacements_are_exchanged() -> None:
