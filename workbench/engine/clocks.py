@@ -37,19 +37,20 @@ def agree_on_time(wire: Wire, clock: Clock) -> tuple[bool, float]:
 
 
 def _ping(wire: Wire, other: int) -> tuple[float, float]:
-    """Between rank 0 and `other`: (other's perf_counter minus rank 0's, half the quickest round trip)."""
+    """Between rank 0 and `other`: (other's perf_counter minus rank 0's, half the quickest round trip).
+
+    By broadcasts, in which all ranks take part: what gloo sends from one to one must not be waited for in slices, for
+    each that ends closes every connection ("Application timeout caused pair closure", torch 2.13).
+    """
     best = (0.0, float("inf"))
     stamp = torch.zeros(1, dtype=torch.float64)
     for _ in range(ROUNDS):
-        if wire.rank == other:
-            sent = time.perf_counter()
-            wire.wait(wire.send(stamp, 0, 7))
-            wire.wait(wire.recv(stamp, 0, 7))
-            back = time.perf_counter()
-            if back - sent < 2 * best[1]:
-                best = ((sent + back) / 2 - float(stamp[0]), (back - sent) / 2)
-        elif wire.rank == 0:
-            wire.wait(wire.recv(stamp, other, 7))
+        sent = time.perf_counter()
+        wire.wait(wire.broadcast(stamp, other))
+        if wire.rank == 0:
             stamp[0] = time.perf_counter()
-            wire.wait(wire.send(stamp, other, 7))
+        wire.wait(wire.broadcast(stamp, 0))
+        back = time.perf_counter()
+        if back - sent < 2 * best[1]:
+            best = ((sent + back) / 2 - float(stamp[0]), (back - sent) / 2)
     return best

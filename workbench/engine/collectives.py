@@ -125,14 +125,6 @@ class Wire:
         """Equal rows, or as many elements as it says from and to each rank."""
         return self._issued(self.group.alltoall_base(out, x, list(takes), list(gives)))
 
-    def send(self, x: Tensor, to: int, tag: int) -> Any:
-        return self._issued(self.group.send([x], to, tag))
-
-    def recv(self, x: Tensor, source: int | None, tag: int) -> Any:
-        if source is None:
-            return self._issued(self.group.recv_anysource([x], tag))
-        return self._issued(self.group.recv([x], source, tag))
-
     def lend(self) -> Any:
         """The group, for torch's own DDP, which issues on it without telling."""
         self.line.lent = True

@@ -1,0 +1,71 @@
+"""Ranks of several hosts agree on one time, however long one of them keeps the others waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from typing import Any
+
+import pytest
+
+from workbench.engine import clocks
+from workbench.engine.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.shaping import Clock
+
+pytestmark = pytest.mark.ranks
+LATE = 0.3  # seconds: three times as long as a wait over gloo lasts at a time
+
+
+class Stumbling:
+    """A wire that is late with a few of its first answers."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire, self.left = wire, 3
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wire, name)
+
+    def wait(self, work: Any) -> None:
+        self.wire.wait(work)
+        if self.left:
+            self.left -= 1
+            time.sleep(LATE)
+
+
+def agreed(late: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[bool, float, float]]:
+    """By rank of three, of which one is late: (on one host?, how sure, what perf_counter showed when the run began).
+
+    All read one perf_counter here, and each believes at first that the run began at another time.
+    """
+    monkeypatch.setattr(clocks.platform, "node", lambda: threading.current_thread().name)
+    kept, host, port = host_store()
+    generation, wires, found = uuid.uuid4().hex, {}, {}
+
+    def main(rank: int) -> None:
+        wire = wires[rank] = Wire(connect_store(host, port, generation), rank, 3, "control", Leaving())
+        clock = Clock(time.time() - 10 * rank)
+        local, doubt = clocks.agree_on_time(Stumbling(wire) if rank == late else wire, clock)  # type: ignore[arg-type]
+        found[rank] = (local, doubt, clock.base)
+
+    threads = [threading.Thread(target=main, args=(r,), name=f"host {r}") for r in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    for wire in wires.values():
+        wire.cut()
+        wire.close()
+    del kept
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_the_others_wait_and_all_have_one_time(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = agreed(late, monkeypatch)
+    assert sorted(found) == [0, 1, 2], "a rank failed"
+    assert not any(local for local, _, _ in found.values())
+    for rank in (1, 2):
+        _, doubt, began = found[rank]
+        assert 0 < doubt < LATE / 2, "the quickest round trip is one in which nobody was late"
+        assert abs(began - found[0][2]) <= doubt
