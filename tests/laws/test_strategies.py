@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.laws.claims import AT_NEED, SENT, SILENT, TURNED, dense
 from tests.laws.codecs import KINDS
 from tests.laws.others import others
 from tests.ranks import experiment, joined, run, shipped, weights
+from tests.thinned import thinned
 from workbench import simulate
 from workbench.compressors import Compressor
 from workbench.engine.session import Session
@@ -123,8 +125,7 @@ def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str
             assert len(set(times.values())) <= 2, "every bucket travels equally often, but for the last round"
 
 
-@every
-@pytest.mark.parametrize("compressor", shipped(Compressor))
+@pytest.mark.parametrize(("compressor", "name"), thinned(product(shipped(Compressor), ALL), of=4))
 def test_every_pair_with_a_compressor_runs_or_is_refused_in_words(name: str, compressor: str) -> None:
     wanted = shipped(Compressor)[compressor].usual()
     try:
