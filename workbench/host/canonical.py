@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.host.layout import Layout, fingerprint
+from workbench.host.checksum import checksum
+from workbench.host.layout import Layout
+from workbench.optimizers import elementwise
+from workbench.rank import StrategyError
 
 
 class Disagreement(RuntimeError):
@@ -50,6 +53,15 @@ def prime(layout: Layout, optimizer: Any) -> None:
         group["lr"] = rate
 
 
+def require_elementwise(optimizer: Any) -> None:
+    """Refuses in words to step part of a tensor where one element's step depends on others'."""
+    if not elementwise(optimizer):
+        raise StrategyError(
+            f"update of part of a tensor: {type(optimizer).__name__} is not known to step each element by itself; take "
+            f"SGD, Adam or AdamW, let the class of your own say `elementwise = True`, or update whole buckets"
+        )
+
+
 def clipped(layout: Layout, longest: float) -> float:
     """The norm of all gradients together; where it is above `longest` they are scaled down to it first."""
     return float(nn.utils.clip_grad_norm_([place.param for place in layout.order], longest))
@@ -80,6 +92,4 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
 
 def state_hash(layout: Layout) -> int:
     """A hash of all trainable parameters; 0 where they are sizes only."""
-    if any(w.is_meta for w in layout.weights.values()):
-        return 0
-    return fingerprint(layout.weights.values())
+    return checksum({place.name: place.param for place in layout.order})

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh
 from workbench.fabric.load import idle
-from workbench.host import residual
-from workbench.host.canonical import buffers, check_same, flattened, optimizer_tensors, prime, scatter_back, state_hash
+from workbench.host import handover, residual
 from workbench.host.changing import Changing
 from workbench.host.momentum import hand_over
 from workbench.optimizers import carry
@@ -130,15 +127,15 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
             run.leave_opaque()
         else:
             await run.leave(was.strategy)
-            if was.strategy.periodic:
-                await _share_optimizer(run, was)
+            await handover.consolidate(run, was.strategy)
+            await handover.spread(run, was.strategy)
         await residual.change(run, was, wanted, _foreign(was, wanted))
         if wanted.strategy.opaque:
             run.enter_opaque()
         momentum = was.strategy.hands_on(run.rank, run.state)
         run.enter(was, wanted)
         wanted.strategy.takes(run.rank, run.state, momentum)
-        check_same(await run.gather(state_hash(run.layout)), "after the switch the parameters")
+        await handover.check(run)
 
 
 def _foreign(was: Experiment, wanted: Experiment) -> bool:
@@ -148,24 +145,6 @@ def _foreign(was: Experiment, wanted: Experiment) -> bool:
     """
     kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
     return len(kinds) > 1 or "moments" in kinds
-
-
-async def _share_optimizer(run: Changing, was: Experiment) -> None:
-    """The mean of the trainers' optimizer states everywhere: diverged momenta would pull replicas apart again."""
-    size = run.rank.size
-    if size == 1:
-        return
-    trainers = sum(was.strategy.trains(r, size) for r in range(size))
-    numbers = await run.gather(sum(t.numel() for t in optimizer_tensors(run.layout, run.optimizer)))
-    if numbers[run.rank.id] < max(numbers):
-        prime(run.layout, run.optimizer)
-    tensors = optimizer_tensors(run.layout, run.optimizer) + buffers(run.model)
-    check_same(await run.gather(sum(t.numel() for t in tensors)), "sizes of the optimizer state")
-    flat = flattened(tensors).mul_(run.rank.role == "trainer").div_(trainers)
-    if flat.numel():
-        await run.rank.all_reduce(flat, "sum", "optimizer state")
-        with torch.no_grad():
-            scatter_back(flat, tensors)
 
 
 def refuses_model(e: Experiment, parts: list[Part]) -> str | None:

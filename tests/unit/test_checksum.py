@@ -1,0 +1,76 @@
+"""A hash of state that adds up: over slices, ranks and buckets; and that tells what is not the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.spread import RANKS, local, reference, walk
+from workbench.host.checksum import MASK, checksum
+from workbench.host.placement import Placement
+from workbench.host.slices import Slice, refine
+
+
+def once(placement: Placement, rank: int) -> dict[str, tuple[Slice, ...]]:
+    """Of what a rank holds that which no rank before it holds."""
+    found = {}
+    for name in placement.at(rank):
+        sets = [placement.at(r).get(name, ()) for r in range(rank + 1)]
+        found[name] = tuple(piece for piece, members in refine(sets) if members == 1 << rank)
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_however_it_lies_on_ranks_its_parts_add_up_to_the_whole(seed: int) -> None:
+    true, shared = reference(seed), 0
+    whole = checksum(true)
+    for placement in (step.to for step in walk(seed, 30)):
+        counted = [once(placement, rank) for rank in range(RANKS)]
+        parts = [checksum({n: true[n][local(slices)] for n, slices in held.items()}, held) for held in counted]
+        assert sum(parts) & MASK == whole
+        shared += sum(placement.numel(r) for r in placement.ranks) > sum(placement.sizes.values())
+    assert shared > 5, "some placements have replicas, which count once"
+
+
+def test_its_shape_its_strides_and_the_order_of_names_do_not_matter() -> None:
+    x, y = torch.randn(300, 257), torch.randn(5)
+    one = checksum({"x": x, "y": y})
+    assert one == checksum({"y": y, "x": x.reshape(-1)}) == checksum({"x": x.t().contiguous().t(), "y": y})
+    halves = {"x": x.reshape(-1)[70_000:]}, {"x": x.reshape(-1)[:70_000]}
+    held = {"x": (Slice(70_000, x.numel() - 70_000),)}, {"x": (Slice(0, 70_000),)}
+    assert sum(map(checksum, halves, held)) + checksum({"y": y}) & MASK == one
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8,
+                                   torch.complex128, torch.float8_e4m3fn])  # fmt: skip
+def test_a_bit_a_place_and_a_name_make_a_difference(dtype: torch.dtype) -> None:
+    raw = torch.randint(0, 256, (100 * dtype.itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    x = raw.view(dtype)
+    one = checksum({"x": x})
+    assert one == checksum({"x": x.clone()}) and 0 <= one <= MASK
+    others = [checksum({"z": x}), checksum({"x": x.flip(0) if dtype.itemsize > 1 else raw.flip(0).view(dtype)})]
+    for at in (0, 37, raw.numel() - 1):
+        for bit in (0, 7):
+            flipped = raw.clone()
+            flipped[at] ^= 1 << bit
+            others.append(checksum({"x": flipped.view(dtype)}))
+    swapped = raw.view(100, -1).clone()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    others.append(checksum({"x": swapped.reshape(-1).view(dtype)}))
+    assert one not in others and len(set(others)) == len(others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_two_signs_do_not_cancel(dtype: torch.dtype) -> None:
+    """A sign is the highest bit; in a sum of whole numbers two highest bits cancel, whatever they are multiplied by."""
+    x = torch.ones(64, dtype=dtype)
+    other = x.clone()
+    other[[5, 40]] = -1
+    zeros = torch.zeros(2, dtype=dtype)
+    assert checksum({"x": x}) != checksum({"x": other})
+    assert checksum({"x": zeros}) != checksum({"x": -zeros}), "minus zero is another value"
+
+
+def test_sizes_only_have_none() -> None:
+    assert checksum({"x": torch.empty(3, device="meta")}) == 0
+    assert checksum({"x": torch.empty(0)}) == checksum({}) == 0

@@ -1,0 +1,98 @@
+"""What goes over from one strategy to the next: everything, to everybody, bit for bit, and no byte too many."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import Net, ended, experiment, live, net, run, toy
+from workbench import simulate
+from workbench.engine.session import Session
+from workbench.host import handover
+from workbench.settings import Change
+from workbench.strategies import AsyncServer
+
+pytestmark = pytest.mark.ranks
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+
+
+class Normed(Net):
+    """With running statistics, one of them a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.norm(torch.tanh(self.a(x))) + torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def held(session: Session) -> dict[str, torch.Tensor]:
+    return {**handover.parameters(session.layout), **handover.beside(session.training)}
+
+
+def seen_at_the_switch(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, torch.Tensor]]:
+    """By rank, what each has when the mean has been taken and nothing has been sent to those that served."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    spread = handover.spread
+
+    async def watched(run: Any, strategy: Any) -> None:
+        found[run.rank.id] = {name: x.clone() for name, x in handover.beside(run).items()}
+        await spread(run, strategy)
+
+    monkeypatch.setattr(handover, "spread", watched)
+    return found
+
+
+def test_who_only_served_gets_the_mean_of_those_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = seen_at_the_switch(monkeypatch)
+    task = toy(ADAM, model=partial(net, Normed))
+    sessions = run(experiment(4, 9, task=task, strategy=AsyncServer(servers=1)), Change(9, "strategy", "DDP"))
+    trained, served = [before[r] for r in range(3)], before[3]
+    assert all(torch.equal(x, other[name]) for other in trained for name, x in trained[0].items()
+               if x.is_floating_point())  # fmt: skip
+    moments = [name for name in served if name.startswith("exp_avg")]
+    assert len(moments) == 2 * len(sessions[0].layout.order) and not any(served[n].any() for n in moments)
+    assert {"norm.running_mean", "norm.num_batches_tracked"} < set(trained[0])
+    after = held(sessions[3])
+    for name, x in trained[0].items():
+        if x.is_floating_point():
+            assert torch.equal(after[name], x), name
+    assert after["norm.num_batches_tracked"] in [other["norm.num_batches_tracked"] for other in trained]
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_both_hosts_send_the_same_and_the_least(servers: int) -> None:
+    e = experiment(4, 8, task=toy(ADAM), strategy=AsyncServer(servers=servers), pace=1)
+    sessions = run(e, Change(8, "strategy", "DDP"))
+    lacks = sum(x.numel() * x.element_size() for x in handover.beside(sessions[0].training).values())
+    sent = sorted(row for s in sessions for row in moved(s.record.comm()))
+    assert sum(n for _, n in sent) == servers * lacks
+    for real in (True, False):
+        spans = simulate(e, changes=[Change(8, "strategy", "DDP")], real=real).spans
+        spans = spans[(spans.lane == "comm") & (spans.name == "all_to_allv move")]
+        assert sorted(spans.nbytes) == sorted(n for _, n in sent)
+
+
+def moved(comm: list[tuple[int, str, int]]) -> list[tuple[str, int]]:
+    return [(name, n) for _, name, n in comm if name.endswith("move")]
+
+
+def test_ranks_whose_optimizers_remember_unlike_things_do_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momenta that differ would pull replicas apart, and no one would see why."""
+    spread = handover.spread
+
+    async def spoiled(run: Any, strategy: Any) -> None:
+        await spread(run, strategy)
+        if run.rank.id == 1:
+            next(iter(handover.slots(run.layout, run.optimizer).values())).add_(1.0)
+
+    monkeypatch.setattr(handover, "spread", spoiled)
+    sessions = live(experiment(3, 8, task=toy(ADAM)), (Change(4, "strategy", "LocalSGD"),))
+    ended(sessions)
+    said = {s.error["text"] for s in sessions if s.error}
+    assert said == {"after the switch the optimizer's slots of rank 1 differ from rank 0's"}

@@ -1,0 +1,96 @@
+"""What is handed over between strategies: the one state of a run, by name; whom it lies with; and its way to others.
+
+Two steps, in this order. `consolidate` is arithmetic: where ranks drifted apart, those that trained take the mean.
+`spread` is one `move`: from where the state lies under one strategy to where it is to lie under the next. A rank that
+only served has the parameters, and lacks what training made beside them.
+
+By name: parameters, frozen ones and buffers have their own; what the optimizer remembers of a parameter is
+"exp_avg/NAME", its counter "step/NAME". What is each rank's own (residuals, a strategy's memory) is not in it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.experiment.arranged import mesh
+from workbench.host.canonical import check_same, flattened, prime, scatter_back
+from workbench.host.changing import Changing
+from workbench.host.checksum import checksum
+from workbench.host.layout import Layout
+from workbench.host.move import State, move
+from workbench.host.placement import Placement
+
+
+def parameters(layout: Layout) -> State:
+    """The trained parameters by name; writing into them changes the model."""
+    return {place.name: place.param.data for place in layout.order}
+
+
+def slots(layout: Layout, optimizer: Any) -> State:
+    """What the optimizer remembers of each parameter; writing into it changes the optimizer."""
+    return {f"{slot}/{place.name}": x for place in layout.order
+            for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
+
+
+def beside(run: Changing) -> State:
+    """What only ranks that train have besides: buffers, and what the optimizer remembers."""
+    return {**{name: b.data for name, b in run.model.named_buffers()}, **slots(run.layout, run.optimizer)}
+
+
+async def consolidate(run: Changing, strategy: Any) -> None:
+    """After `strategy` was left: the mean over the ranks that trained of what each has made beside the parameters.
+
+    Diverged momenta would pull replicas apart again. Raises Disagreement where ranks remember unlike things.
+    """
+    rank, who = run.rank, mesh(strategy, run.rank.size)
+    if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
+        return
+    numbers = await run.gather(_numel(beside(run)))
+    if numbers[rank.id] < max(numbers):  # it served, or is yet to make its first step
+        prime(run.layout, run.optimizer)
+    check_same(await run.gather(_numel(beside(run))), "sizes of the optimizer state")
+    drifted = [x for x in beside(run).values() if x.is_floating_point()] if strategy.periodic else []
+    if not drifted or rank.id not in who.ranks or len(who.ranks) == 1:
+        return
+    group = rank if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
+    flat = flattened(drifted).div_(group.size)
+    await group.all_reduce(flat, "sum", "optimizer state")
+    with torch.no_grad():
+        scatter_back(flat, drifted)
+
+
+async def spread(run: Changing, strategy: Any) -> None:
+    """After `consolidate`: every rank gets what it lacks of the state. Nothing is sent where nobody does."""
+    rank, trained = run.rank, mesh(strategy, run.rank.size).ranks
+    if len(trained) == rank.size:
+        return
+    here, more = parameters(run.layout), beside(run)
+    state = {**here, **more}
+    sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
+    was, to = (_placed(sizes, len(here), those, rank.size) for those in (trained, everyone))
+    given = await move(rank, state if rank.id in trained else here, was, to, everyone, state)
+    with torch.no_grad():
+        for name, x in state.items():
+            if not x.is_meta and given[name] is not x:
+                x.copy_(given[name].view(x.shape))
+
+
+async def check(run: Changing) -> None:
+    """All ranks hold the same parameters, and their optimizers the same of them. Raises Disagreement."""
+    check_same(await run.gather(checksum(parameters(run.layout))), "after the switch the parameters")
+    check_same(await run.gather(checksum(slots(run.layout, run.optimizer))), "after the switch the optimizer's slots")
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int) -> Placement:
+    """The first tensors, so many of them, on every rank; the others on those that trained."""
+    first, others = dict(sizes[:everywhere]), dict(sizes[everywhere:])
+    return Placement.whole(first, range(size)) | Placement.whole(others, trained)
+
+
+def _numel(state: State) -> int:
+    return sum(x.numel() for x in state.values())
