@@ -2,6 +2,7 @@
 from workbench.optimizers._base import Optimizer as Optimizer
 from workbench.optimizers._base import built as built
 from workbench.optimizers._slots import carry as carry
+from workbench.optimizers._slots import elementwise as elementwise
 from workbench.optimizers.adam import Adam as Adam
 from workbench.optimizers.adamw import AdamW as AdamW
 from workbench.optimizers.lamb import LAMB as LAMB

@@ -13,6 +13,20 @@ from workbench.optimizers.lars import Lars
 # A slot means the same in all optimizers of one line: a running sum of steps' directions, or Adam's two moments.
 MOMENTUM = (torch.optim.SGD, Lars)
 MOMENTS = (torch.optim.Adam, torch.optim.AdamW, Lamb)
+# Each element's step is a function of that element's gradients alone, so part of a tensor can be stepped by itself.
+ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
+)  # fmt: skip
+
+
+def elementwise(optimizer: Any) -> bool:
+    """Does `optimizer` step each element by itself? If so its state can be cut anywhere, as ZeRO wants.
+
+    One of your own says so by an attribute `elementwise = True` of its class; LARS and LAMB, which look at the norm of
+    a whole tensor, cannot.
+    """
+    return type(optimizer) in ELEMENTWISE or bool(getattr(type(optimizer), "elementwise", False))
 
 
 def slots(optimizer: Any) -> tuple[str, ...]:

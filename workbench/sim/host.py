@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.experiment import Experiment
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
-from workbench.host.canonical import optimizer_tensors
+from workbench.host.canonical import optimizer_tensors, require_elementwise
 from workbench.rank import Handle, Op, Rank, StrategyError
 from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.meeting import Meeting
@@ -103,6 +103,8 @@ class Host:
         self.body.turn(fiber.origin)
         if bucket is not None and self.experiment.clip:
             raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
+        if bucket is not None and bucket.nbytes < self.body.cut.buckets[bucket.index].nbytes:
+            require_elementwise(self.body.optimizer)
         norm = self.body.update(bucket, self.experiment.clip, by)
         if norm is not None:
             self.note("grad_norm", norm)
