@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from workbench.engine.session import Session
 from workbench.fabric import Freeze, Slow
 from workbench.host.canonical import optimizer_tensors
 from workbench.host.layout import fingerprint
+from workbench.rank import Rank
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy, StreamingDiLoCo
 
@@ -172,6 +174,23 @@ def test_a_loss_that_is_not_finite_pauses_the_run_and_names_rank_and_step() -> N
     for s in sessions:
         s.abort()
         assert s.join(20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryOther(Strategy):
+    """Computes in every second step only, as a stage of a pipeline that has no loss, or a rank that catches up."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        if rank.step % 2 == 0:
+            await rank.forward()
+            await rank.backward()
+            await rank.update()
+
+
+def test_a_step_without_a_forward_has_no_loss_and_is_no_cause_for_alarm() -> None:
+    for s in run(experiment(2, 6, strategy=EveryOther())):
+        assert s.phase == "done" and not s.record.noted("nan")
+        assert [step for step, name, *_ in s.record.samples if name == "loss"] == [0, 2, 4]
 
 
 def test_planned_changes_repeat_a_run_bit_for_bit() -> None:

@@ -37,11 +37,9 @@ class StepEnd:
 
     def close_step(self, alarm: Callable[[float], None]) -> None:
         """The step is done, as far as this thread is concerned: what is known of it and of the pace is written down."""
-        if self.losses:
+        if self.losses:  # a step without a forward has none
             self.watch.loss(self.rank.step, self.losses)
-        else:
-            self.watch.losses.append((self.rank.step, math.nan))
-        self.losses.clear()
+            self.losses.clear()
         if self.lane.chip.runs_ahead:
             self.at("its chip", waits=True)
         self.watch.settle()
