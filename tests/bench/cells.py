@@ -7,23 +7,19 @@ Knows neither the campaign that it is part of nor the page that shows it.
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from tests.bench.methods import FAST, LINK, SLOW, SLOW_RANK, STUMBLE, method
+from tests.bench.source import code
 from workbench import analysis, simulate
 from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
@@ -40,8 +36,6 @@ MEANING = 1  # raised when what is read off a run changes its meaning
 RANKS, SEEDS = 4, (0, 1, 2)
 TASK = ByteGPT(layers=2, width=64, heads=4, context=32)
 STEPS, EVERY = 300, 20  # steps of a cell; steps between two evaluations
-LABELS = ("kinds", "kind", "starter", "plain")  # for whoever lists members, and for the laws
-SHOWN = ("doc", "unit", "log")  # of a knob: what only people see
 LITTLE = 0.01  # of the model's bytes: a step that sends less has not synchronised
 
 
@@ -139,44 +133,6 @@ def told(value: Any) -> Any:
     usual = {k.name: k.default for k in knobs(type(value))}
     mine = {f.name: getattr(value, f.name) for f in fields(value)}
     return {type(value).__name__: {k: told(v) for k, v in mine.items() if k not in usual or v != usual[k]}}
-
-
-@cache
-def code(cls: type) -> str:
-    """A hash of a strategy's file and of the private files of its family that it imports, without their words."""
-    todo, seen = [sys.modules[cls.__module__]], dict[str, str]()
-    while todo:
-        module = todo.pop()
-        if module.__name__ in seen:
-            continue
-        tree = ast.parse(inspect.getsource(module))
-        seen[module.__name__] = _without_words(tree)
-        for node in ast.walk(tree):
-            name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-            if re.search(r"\._(?!base$)\w+$", name) and isinstance(found := sys.modules.get(name), ModuleType):
-                todo.append(found)
-    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _without_words(tree: ast.Module) -> str:
-    """The syntax without docstrings and comments, and without what only a list of compressors shows."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef):
-            node.body = [one for one in node.body if not _said(one)]
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
-            node.body = node.body[1:] or [ast.Pass()]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "knob":
-            node.keywords = [k for k in node.keywords if k.arg not in SHOWN]
-    return ast.dump(tree)
-
-
-def _said(node: ast.stmt) -> bool:
-    """A label that nothing is computed from, or an import: it says where a thing lies, not what it does."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return True
-    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in LABELS
 
 
 # -- running and keeping --

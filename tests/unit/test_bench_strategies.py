@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench import cells, claims, strategies, strategies_page, words
+from tests.bench import cells, claims, source, strategies, strategies_page, words
 from tests.bench.cells import FABRICS, SEEDS, STEPS, Cell, fabric, keep, kept, key, reached, read
 from tests.bench.methods import FAST, LINK, METHODS, SLOW, STUMBLE, Method
 from workbench import simulate
@@ -56,7 +56,7 @@ def test_a_cell_is_run_again_when_anything_that_matters_is_other() -> None:
 
 
 def test_words_in_a_strategys_file_do_not_matter_and_its_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = cells.inspect.getsource(cells.sys.modules["workbench.strategies.local_sgd"])
+    text = source.inspect.getsource(source.sys.modules["workbench.strategies.local_sgd"])
     hashes = []
     for changed in (
         text,
@@ -66,10 +66,10 @@ def test_words_in_a_strategys_file_do_not_matter_and_its_code_does(monkeypatch: 
         text.replace('doc="H: steps', 'doc="every so many steps'),
         text.replace("since += 1", "since += 2"),
     ):
-        cells.code.cache_clear()
-        monkeypatch.setattr(cells.inspect, "getsource", lambda _, changed=changed: changed)
-        hashes.append(cells.code(LocalSGD))
-    cells.code.cache_clear()
+        source.code.cache_clear()
+        monkeypatch.setattr(source.inspect, "getsource", lambda _, changed=changed: changed)
+        hashes.append(source.code(LocalSGD))
+    source.code.cache_clear()
     assert len(set(hashes[:-1])) == 1 and hashes[-1] != hashes[0]
     assert 'doc="H: steps' in text
 
