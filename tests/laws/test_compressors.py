@@ -47,6 +47,7 @@ def test_the_result_is_bit_for_bit_the_same_on_all_ranks(name: str) -> None:
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
+@pytest.mark.long
 @every
 def test_every_live_knob_changes_bytes_or_result(name: str) -> None:
     unturned: dict[str, Any] = {}

@@ -63,6 +63,7 @@ def test_exact_ones_equal_the_joined_batch(name: str, ranks: int) -> None:
         torch.testing.assert_close(weights(session), joined(ranks, 10), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @claiming("lockstep")
 def test_every_live_knob_changes_operations_or_parameters(name: str) -> None:
     for k in knobs(ALL[name]):

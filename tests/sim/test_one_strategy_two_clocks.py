@@ -8,6 +8,7 @@ import pytest
 from tests.laws.codecs import KINDS
 from tests.ranks import experiment, run, shipped
 from tests.sim.virtual import begun, comm, rows, samples
+from tests.thinned import thinned
 from workbench import simulate
 from workbench.compressors import Compressor, inside
 from workbench.settings import Change, KnobError, to_plain
@@ -20,7 +21,7 @@ COMPRESSORS = shipped(Compressor)
 PAIRS = [(n, c) for n in LOCKSTEP for c in COMPRESSORS if c in KINDS or n in ("DDP", "LocalSGD")]
 
 
-@pytest.mark.parametrize(("name", "compressor"), PAIRS)
+@pytest.mark.parametrize(("name", "compressor"), thinned(PAIRS, of=3))
 def test_both_hosts_are_asked_the_same_operations(name: str, compressor: str) -> None:
     try:
         e = experiment(3, 9, strategy=LOCKSTEP[name](), compressor=COMPRESSORS[compressor].usual(), eval_every=4)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from tests.ranks import ended, experiment, live, poisoned, run, toy, weights
+from tests.thinned import thinned
 from workbench.engine.post import Post
 from workbench.engine.session import Session
 from workbench.fabric import Slow
@@ -180,8 +182,7 @@ def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
     ended(sessions)
 
 
-@apart
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("strategy", "rank"), thinned(product(APART, [0, 2]), of=3))
 def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, rank: int) -> None:
     ranks = with_servers(3, strategy)
     sessions = live(experiment(ranks, 0, task=poisoned(rank, 5), strategy=strategy, pace=4.0))
