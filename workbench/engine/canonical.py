@@ -11,6 +11,7 @@ from torch import nn
 
 from workbench.engine.collectives import Wire
 from workbench.host.canonical import Disagreement, buffers, check_same
+from workbench.host.evaluating import distance, holding
 from workbench.host.layout import Layout, description, difference, signature
 
 
@@ -57,7 +58,7 @@ def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None
     if wire is None:
         return
     frozen = [p.data for p in model.parameters() if not p.requires_grad]
-    for x in [*layout.weights.values(), *frozen, *model.buffers()]:
+    for x in [*layout.weights, *frozen, *model.buffers()]:
         flat = x.detach().contiguous().view(-1)
         if flat.numel():
             wire.wait(wire.broadcast(flat, 0))
@@ -70,19 +71,12 @@ def mean_model(wire: Wire | None, layout: Layout, model: nn.Module) -> Iterator[
     if wire is None:
         yield 0.0
         return
-    kept, squares = [], 0.0
-    for x in [*layout.weights.values(), *buffers(model)]:
-        mean = x.detach().clone()
-        if mean.numel() == 0:
-            continue
+    live = [x for x in [*layout.weights, *buffers(model)] if x.numel()]
+    means = [x.detach().clone() for x in live]
+    for mean in means:
         wire.wait(wire.all_reduce(mean.view(-1)))
         mean.div_(wire.size)
-        kept.append((x, x.detach().clone()))
-        x.data.copy_(mean)
-    for x, own in kept[: len(layout.weights)]:
-        squares += float((x - own).float().square().sum())
-    try:
-        yield (squares / max(1, layout.numel)) ** 0.5
-    finally:
-        for x, own in kept:
-            x.data.copy_(own)
+    count = sum(w.numel() > 0 for w in layout.weights)
+    drift = distance(live[:count], means[:count], layout.numel)
+    with holding(live, means):
+        yield drift

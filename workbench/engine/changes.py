@@ -43,6 +43,7 @@ class Turnable(Parts):
     async def leave(self, strategy: Any) -> None:
         await strategy.leave(self.rank, self.state)
         self.commons.leave()
+        self.layout.clear()
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
         """Another strategy takes over."""
@@ -69,13 +70,12 @@ class Turnable(Parts):
         if in_step(was):
             self.meeting.latest = self.rank.step
         self.rank.step = self.meeting.latest
-        began, sent = self.clock.now(), self.host.lanes.sent
+        began, sent = self.now, self.host.lanes.sent
         self.lane.step = self.rank.step
         self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
         yield
         self.host.forget_hooks()
-        self.record.span(self.rank.step, "switch", type(wanted.strategy).__name__, began, began, self.clock.now(),
-                         self.host.lanes.sent - sent)
+        self.span("switch", type(wanted.strategy).__name__, began, self.host.lanes.sent - sent)
 
     def enter_opaque(self) -> None:
         """Wraps the model in torch's own DDP; on an emulated Link its buckets go over our lane."""

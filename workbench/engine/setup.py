@@ -164,6 +164,13 @@ class Parts(Life):
 
     # -- saying --
 
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
+    def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
+        self.record.span(self.rank.step, lane, name, began, began, self.now, nbytes)
+
     def mark(self, name: str, detail: dict[str, Any]) -> None:
         self.session.mark(name, detail)
 
@@ -177,8 +184,3 @@ class Parts(Life):
             "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
             "parameters": self.layout.numel, "nbytes": self.layout.nbytes,
         })  # fmt: skip
-
-    def mark_buckets(self) -> None:
-        """The buckets as they are now, in bytes each, into rank 0's record."""
-        if self.rank.id == 0:
-            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
-from workbench.engine.evaluate import evaluate
+from workbench.engine.evaluate import known_evaluated, mean_evaluated
 from workbench.host import changes, residual
-from workbench.rank import Op
+from workbench.host.evaluating import Evaluated
+from workbench.rank import Bucket, Op
 from workbench.settings import Change
 
 if TYPE_CHECKING:
@@ -94,7 +95,16 @@ class Training(Turnable):
     # -- between steps --
 
     async def evaluate(self, together: bool) -> None:
-        await Op("do", partial(evaluate, self, together))
+        began = self.now
+        self.host.at("evaluate")
+        await super().evaluate(together)
+        self.evaluated = max(self.evaluated, self.now - began)
+
+    async def mean_evaluated(self) -> Evaluated:
+        return await Op("do", partial(mean_evaluated, self))
+
+    async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
+        return await Op("do", partial(known_evaluated, self, known))
 
     async def boundary(self) -> None:
         self.host.at("between two steps")

@@ -11,10 +11,11 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, residual
+from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
-from workbench.rank import Op, Rank
+from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
 
@@ -27,6 +28,7 @@ class Life(ABC):
 
     experiment: Experiment
     rank: Rank
+    layout: Any
     state: Any  # what the strategy remembers
     rate: Rate
     planned: list[Change]
@@ -106,7 +108,31 @@ class Life(ABC):
         self.rank.step += made
         self.moved(made)
 
+    async def evaluate(self, together: bool) -> None:
+        """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
+        began = self.now
+        if together:
+            numbers, drift = await self.mean_evaluated()
+        else:
+            known = await self.experiment.strategy.known(self.rank, self.state)
+            numbers, drift = await self.known_evaluated(known or self.layout.params())
+        self.span("eval", "evaluate", began)
+        if drift is not None:
+            self.sample("drift", drift)
+        for name, value in numbers.items():
+            self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
+
+    def mark_buckets(self) -> None:
+        """The buckets as they are now, in bytes each, into rank 0's record."""
+        if self.rank.id == 0:
+            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
+
     # -- what only a host can do or say --
+
+    @property
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the run began."""
 
     @property
     @abstractmethod
@@ -132,8 +158,12 @@ class Life(ABC):
         """After the first exchanged backward: cuts buckets in the order in which gradients came."""
 
     @abstractmethod
-    async def evaluate(self, together: bool) -> None:
-        """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
+    async def mean_evaluated(self) -> Evaluated:
+        """The held-out numbers of the mean of all ranks' models, on rank 0; how far this rank is from it, on each."""
+
+    @abstractmethod
+    async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
+        """The same of the parameters in `known`; nobody waits for anybody."""
 
     @abstractmethod
     async def called(self) -> bool:
@@ -159,6 +189,12 @@ class Life(ABC):
     def go_on(self) -> None:
         """What runs beside the steps begins, or begins again after a meeting."""
 
+    @abstractmethod
+    def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
+        """What has lasted since `began` and is over now."""
+
+    @abstractmethod
+    def sample(self, name: str, value: float) -> None: ...
     @abstractmethod
     def mark(self, name: str, detail: dict[str, Any]) -> None: ...
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,8 @@ from workbench.compressors import inside
 from workbench.experiment import Experiment, momentum
 from workbench.fabric.load import pauses
 from workbench.host.changes import in_step, refuses_model, take_role
-from workbench.host.rate import Rate
-from workbench.rank import Op, Rank
+from workbench.host.life import Life
+from workbench.rank import Op
 from workbench.settings import KnobError
 from workbench.sim.costs import Costs
 from workbench.sim.host import Host
@@ -23,17 +22,12 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Turnable(ABC):
+class Turnable(Life):
     """The part of a Session that changes reach into."""
 
     world: World
     host: Host
-    rank: Rank
     body: Any
-    state: Any
-    rate: Rate
-    flushing: int
-    pending_pause: float
     common: bool = False  # are the parameters the same memory on all ranks?
 
     @property
@@ -111,16 +105,13 @@ class Turnable(ABC):
         if self.world.real:
             self.body.lie_with(self.world.sessions[0].body)
 
-    @abstractmethod
-    async def rest(self) -> None:
-        """Lets the background take in what was sent, and end."""
-
     async def leave(self, strategy: Any) -> None:
         await self.rest()
         await strategy.leave(self.rank, self.state)
         if self.common and self.world.real:
             self.body.lie_alone()
         self.common = False
+        self.body.clear()
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
         """A strategy takes over."""
@@ -144,10 +135,9 @@ class Turnable(ABC):
         if in_step(was):
             self.world.latest = self.rank.step
         self.rank.step = self.world.latest
-        began, sent = self.host.clock.now, self.host.sent
+        began, sent = self.now, self.host.sent
         yield
-        name = type(wanted.strategy).__name__
-        self.host.span("switch", name, began, began, self.host.clock.now, self.host.sent - sent)
+        self.span("switch", type(wanted.strategy).__name__, began, self.host.sent - sent)
 
     async def gather(self, number: int) -> list[int]:
         """Every rank's number, by rank."""
@@ -156,12 +146,15 @@ class Turnable(ABC):
 
     # -- saying --
 
+    @property
+    def now(self) -> float:
+        return self.host.clock.now
+
+    def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
+        self.host.span(lane, name, began, began, self.now, nbytes)
+
     def mark(self, name: str, detail: dict[str, Any]) -> None:
         self.world.record.mark(self.rank.id, self.rank.step, name, self.host.clock.now, json.dumps(detail))
-
-    def mark_buckets(self) -> None:
-        if self.rank.id == 0:
-            self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
 
     def say(self, phase: str) -> None:
         if self.rank.id == 0:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, residual
+from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Counted, Ledger
-from workbench.host.life import Life
 from workbench.host.measuring import Measuring
 from workbench.host.momentum import stilled
 from workbench.host.rate import Rate
-from workbench.rank import Op
+from workbench.rank import Bucket, Op
 from workbench.sim.changes import Turnable
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Session(Turnable, Life):
+class Session(Turnable):
     """A run as one virtual rank lives it. Part of it is what a change sees (workbench.host.changes.Changing)."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
@@ -178,31 +178,15 @@ class Session(Turnable, Life):
         self.background.lane = host.lane("background ")
         host.clock.at(host.clock.now, self.background)
 
-    async def evaluate(self, together: bool) -> None:
-        """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
-        began, costs = self.host.clock.now, self.world.costs
-        if together:
-            lasts = costs.evaluate if costs else 0.0
-            numbers, drift = await Op("together", "evaluate", self.body, self._mean, lasts)
-        else:
-            numbers, drift = await self._known()
-        record, step, now = self.world.record, self.rank.step, self.host.clock.now
-        self.host.span("eval", "evaluate", began, began, now, 0)
-        if self.world.real:
-            record.sample(self.rank.id, step, "drift", now, drift)
-        for name, value in numbers.items():
-            record.sample(self.rank.id, step, "held_out" if name == "loss" else f"held_out:{name}", now, value)
+    async def mean_evaluated(self) -> Evaluated:
+        lasts = costs.evaluate if (costs := self.world.costs) else 0.0
+        return await Op("together", "evaluate", self.body, self._mean, lasts)
 
-    def _mean(self, bodies: list[Any]) -> list[Any]:
-        if not self.world.real:
-            return [({}, 0.0)] * len(bodies)
-        numbers, drifts = mean_evaluated(bodies)
-        return [(numbers if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
+    def _mean(self, bodies: list[Any]) -> list[Evaluated]:
+        return mean_evaluated(bodies) if self.world.real else [({}, None)] * len(bodies)
 
-    async def _known(self) -> tuple[dict[str, float], float]:
-        """As on the engine: rank 0 evaluates what its strategy knows, and nobody waits."""
-        known = await self.experiment.strategy.known(self.rank, self.state) or self.body.params()
-        return known_evaluated(self.body, known, self.rank.id == 0) if self.world.real else ({}, 0.0)
+    async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
+        return known_evaluated(self.body, known, self.rank.id == 0) if self.world.real else ({}, None)
 
     def _await(self, fiber: Fiber) -> None:
         self._awaiting = fiber

@@ -13,6 +13,7 @@ from torch import Tensor
 from workbench.experiment import Experiment
 from workbench.host.batches import Batches
 from workbench.host.canonical import buffers, clipped
+from workbench.host.evaluating import Evaluated, distance, holding, numbers
 from workbench.host.layout import Layout
 from workbench.optimizers import built
 from workbench.rank import Bucket, StrategyError
@@ -75,7 +76,7 @@ class Tensors:
 
     def lie_alone(self) -> None:
         """The parameters are this rank's own again."""
-        self.layout.lie_in({dtype: w.clone() for dtype, w in self.layout.weights.items()})
+        self.layout.lie_in([w.clone() for w in self.layout.weights])
         self._cut()
 
     @property
@@ -122,6 +123,8 @@ class Tensors:
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         """Gradients of a forward; if they are `exchanged` they go into the buckets."""
+        if exchanged:
+            self.layout.make_room()
         with self.ledger.backward(exchanged):
             self._backward(grad, micro, exchanged)
 
@@ -154,6 +157,10 @@ class Tensors:
         for hook in hooks:
             hook.remove()
         return names + [p.name for p in self.layout.order if p.name not in set(names)]
+
+    def clear(self) -> None:
+        """No bucket keeps room for gradients."""
+        self.layout.clear()
 
     def full(self, index: int) -> Bucket:
         return self.layout.full(index)
@@ -210,50 +217,24 @@ def _run(loss: Tensor, grad: float | None) -> None:
     loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
 
 
-def mean_evaluated(ranks: list[Tensors]) -> tuple[dict[str, float], list[float]]:
-    """(held-out numbers of the mean model, each rank's RMS distance from it)."""
-    evaluate = ranks[0].learner.evaluate
-    every = [[*r.layout.weights.values(), *buffers(r.model)] for r in ranks]
-    if len(ranks) == 1:
-        return evaluated(evaluate, ranks[0].model), [0.0]
-    means = [torch.stack(list(same)).sum(0).div_(len(ranks)) for same in zip(*every, strict=True)]
-    count = len(ranks[0].layout.weights)
-    drifts = []
-    for own in every:
-        squares = sum(float((x - m).float().square().sum()) for x, m in zip(own[:count], means[:count], strict=True))
-        drifts.append((squares / max(1, ranks[0].layout.numel)) ** 0.5)
-    kept = [x.clone() for x in every[0]]
-    for x, mean in zip(every[0], means, strict=True):
-        x.data.copy_(mean)
-    numbers = evaluated(evaluate, ranks[0].model)
-    for x, before in zip(every[0], kept, strict=True):
-        x.data.copy_(before)
-    return numbers, drifts
+def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
+    """By rank: the held-out numbers of the mean model, on the first; the rank's RMS distance from it."""
+    first = ranks[0]
+    every = [[*r.layout.weights, *buffers(r.model)] for r in ranks]
+    means = [torch.stack(same).sum(0).div_(len(ranks)) if len(ranks) > 1 else same[0].clone()
+             for same in zip(*every, strict=True)]  # fmt: skip
+    count = len(first.layout.weights)
+    drifts = [distance(own[:count], means[:count], first.layout.numel) for own in every]
+    with holding(every[0], means):
+        found = numbers(first.learner.evaluate, first.model)
+    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
-def evaluated(evaluate: Any, model: torch.nn.Module) -> dict[str, float]:
-    """What a task's `evaluate` says of a model, as numbers by name."""
-    if evaluate is None:
-        return {}
-    model.eval()
-    with torch.no_grad():
-        answer = evaluate(model)
-    model.train()
-    numbers = dict(answer) if isinstance(answer, dict) else {"loss": answer}
-    return {k: float(v) for k, v in numbers.items()}
-
-
-def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> tuple[dict[str, float], float]:
-    """(held-out numbers of the parameters in `known` if `evaluate`, this rank's RMS distance from them)."""
-    own = rank.layout.params()
-    squares = sum(float((k.data - o.data).float().square().sum()) for k, o in zip(known, own, strict=True))
-    drift = (squares / max(1, rank.layout.numel)) ** 0.5
+def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> Evaluated:
+    """The held-out numbers of the parameters in `known` if `evaluate`; this rank's RMS distance from them."""
+    own, values = [b.data for b in rank.layout.params()], [b.data.clone() for b in known]
+    drift = distance(own, values, rank.layout.numel)
     if not evaluate:
         return {}, drift
-    kept = [bucket.data.clone() for bucket in own]
-    for bucket, other in zip(own, [k.data.clone() for k in known], strict=True):
-        bucket.data.copy_(other)
-    numbers = evaluated(rank.learner.evaluate, rank.model)
-    for bucket, data in zip(own, kept, strict=True):
-        bucket.data.copy_(data)
-    return numbers, drift
+    with holding(own, values):
+        return numbers(rank.learner.evaluate, rank.model), drift
