@@ -63,7 +63,8 @@ class Drift(View):
         if within.any():
             self._since |= set(since[within].tolist())
             self._round = int(length[within][-1])
-            patch.layout["xaxis.title.text"] = f"step; points: {_taken(self._since, self._round)}"
+            patch.layout["xaxis.title.text"] = f"step<br>points: {_taken(self._since, self._round)}"
+            patch.layout["margin.b"] = 64  # room for the second line
         return patch
 
     def table(self, run: Any) -> Grid:
