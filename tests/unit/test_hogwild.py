@@ -102,7 +102,7 @@ sgd = partial(torch.optim.SGD, lr=0.05)
 def test_all_ranks_have_one_vector_and_its_memory_is_there_once() -> None:
     sessions = run(experiment(4, 6, strategy=Hogwild()))
     assert len(blocks()) == 4 and len(set(blocks())) == 1, "four mappings of one block"
-    first, last = (s.layout.weights[torch.float32] for s in (sessions[0], sessions[3]))
+    first, last = (s.layout.weights[0] for s in (sessions[0], sessions[3]))
     first[7] = 42.0
     assert last[7] == 42.0
     assert all(p.data.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -123,14 +123,15 @@ def test_vectors_of_several_dtypes_lie_in_one_block() -> None:
             return x @ self.wide.T + self.narrow.sum().float() + self.exact.sum().float()
 
     sessions = run(experiment(2, 4, task=toy(sgd, model=Mixed), strategy=Hogwild()))
-    assert len(set(blocks())) == 1 and set(sessions[0].layout.weights) == {torch.float32, torch.bfloat16, torch.float64}
-    for dtype, w in sessions[0].layout.weights.items():
-        assert torch.equal(w, sessions[1].layout.weights[dtype]) and float(w[0]) != 1.0
-    held = {dtype: w.clone() for dtype, w in sessions[1].layout.weights.items()}
-    sessions[0].layout.weights[torch.bfloat16].fill_(9.0)
-    sessions[0].layout.weights[torch.float64].fill_(7.0)
-    assert torch.equal(sessions[1].layout.weights[torch.float32], held[torch.float32]), "they do not overlap"
-    assert set(sessions[1].layout.weights[torch.bfloat16].tolist()) == {9.0}
+    first, second = ({w.dtype: w for w in one.layout.weights} for one in sessions)
+    assert len(set(blocks())) == 1 and set(first) == {torch.float32, torch.bfloat16, torch.float64}
+    for dtype, w in first.items():
+        assert torch.equal(w, second[dtype]) and float(w[0]) != 1.0
+    held = second[torch.float32].clone()
+    first[torch.bfloat16].fill_(9.0)
+    first[torch.float64].fill_(7.0)
+    assert torch.equal(second[torch.float32], held), "they do not overlap"
+    assert set(second[torch.bfloat16].tolist()) == {9.0}
 
 
 # -- what it computes
@@ -308,7 +309,7 @@ def test_in_and_out_live_leaves_ranks_equal(optimizer: Any, simulated: list[Simu
     for ranks in (sessions, simulated):
         assert len({state_hash(s.layout) for s in ranks}) == 1
         assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
-        assert len({s.layout.weights[torch.float32].data_ptr() for s in ranks}) == 4
+        assert len({s.layout.weights[0].data_ptr() for s in ranks}) == 4
         assert len({s.rank.step for s in ranks}) == 1
 
 
@@ -361,7 +362,7 @@ def test_buckets_cut_anew_lose_nothing_of_what_was_learned(simulated: list[Simul
         found = simulate(chosen, changes=changes, real=True)
         held = samples(found, "held_out", 0)
         assert list(held[5:]) == [held[5]] * 8 and held[0] != held[5]
-    assert len({s.layout.weights[torch.float32].data_ptr() for s in simulated[:3]}) == 1
+    assert len({s.layout.weights[0].data_ptr() for s in simulated[:3]}) == 1
     assert torch.equal(weights(simulated[0]), weights(simulated[3]))
     sessions = run(chosen, *plan)
     held = [v for step, name, _, v in sessions[0].record.samples if name == "held_out" and step > 5]

@@ -60,7 +60,7 @@ class Commons:
         if not self.held:
             return
         layout = self.layout
-        layout.lie_in({dtype: w.clone() for dtype, w in layout.weights.items()})
+        layout.lie_in([w.clone() for w in layout.weights])
         self.held = False
         check_equal(self.control, state_hash(layout), "no longer shared, the parameters")
 
@@ -91,31 +91,29 @@ def refused(strategy: Any, size: int, device: str, local: bool) -> str | None:
     return None
 
 
-def _places(weights: dict[torch.dtype, Tensor]) -> tuple[dict[torch.dtype, int], int]:
-    """Where in the block each dtype's vector begins, and how long the block is; in bytes."""
-    at, places = 0, {}
-    for dtype, w in weights.items():
-        places[dtype] = at
+def _places(weights: list[Tensor]) -> tuple[list[int], int]:
+    """Where in the block each vector begins, and how long the block is; in bytes."""
+    at, places = 0, []
+    for w in weights:
+        places.append(at)
         at += -(-w.numel() * w.element_size() // ALIGNED) * ALIGNED
     return places, max(at, ALIGNED)
 
 
-def _write(path: Path, weights: dict[torch.dtype, Tensor]) -> None:
+def _write(path: Path, weights: list[Tensor]) -> None:
     """Makes the block with the values of `weights`, readable by this user only; a full disk is an error here."""
     places, nbytes = _places(weights)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(bytes(nbytes))
-        for dtype, w in weights.items():
-            file.seek(places[dtype])
+        for at, w in zip(places, weights, strict=True):
+            file.seek(at)
             file.write(w.detach().view(torch.uint8).numpy().data)
 
 
-def _mapped(path: Path, weights: dict[torch.dtype, Tensor]) -> dict[torch.dtype, Tensor]:
+def _mapped(path: Path, weights: list[Tensor]) -> list[Tensor]:
     """Vectors like `weights` in the block at `path`."""
     places, nbytes = _places(weights)
     block = torch.UntypedStorage.from_file(str(path), True, nbytes)
     assert isinstance(block, torch.UntypedStorage)  # torch's annotation leaves that open
-    found = {}
-    for dtype, w in weights.items():
-        found[dtype] = torch.empty(0, dtype=dtype).set_(block, places[dtype] // w.element_size(), w.shape, (1,))
-    return found
+    return [torch.empty(0, dtype=w.dtype).set_(block, at // w.element_size(), w.shape, (1,))
+            for at, w in zip(places, weights, strict=True)]  # fmt: skip

@@ -37,6 +37,7 @@ class Tap:
             self._learn = learn
         if not self._removers:
             self._attach()
+        self.host.layout.make_room()
         self.arrived, self._next = [], 0
         self._left = [len(b.parts) for b in self.host.layout.buckets]
         self._round = next(_ROUNDS)

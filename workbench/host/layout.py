@@ -1,8 +1,9 @@
-"""Where every parameter and gradient lies: flat vectors, and buckets that are slices of them.
+"""Where every parameter and gradient lies: in flat vectors, two for each bucket.
 
-No wire and no clock here. Parameters live as views of one flat vector per dtype, so that averaging, hashing and
-handing over never copy. Gradients are copied once, as they appear, into their bucket's vector; the gradient of a
-parameter that is a bucket of its own already is that vector, and is not copied at all.
+No wire and no clock here. Parameters live as views of their bucket's vector, so that averaging and handing over never
+copy, and what a rank holds of one bucket can go without the others. Gradients are copied once, as they appear, into
+their bucket's other vector; the gradient of a parameter that is a bucket of its own already is that vector, and is not
+copied at all.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ ALONE = 0.5  # of a bucket's size: a parameter from there on is a bucket of its 
 class Place:
     """One parameter: its name and where it lies."""
 
-    __slots__ = ("bucket", "grad", "name", "numel", "param", "round", "small")
+    __slots__ = ("alone", "bucket", "grad", "name", "numel", "param", "round", "small")
 
     def __init__(self, name: str, param: nn.Parameter) -> None:
         self.name, self.param, self.numel = name, param, param.numel()
         self.bucket = 0
-        self.grad: Tensor | None = None  # where its gradient is copied to; None: nowhere, the bucket takes it as it is
+        self.alone = False  # is it a bucket of its own, which takes its gradient as it is?
+        self.grad: Tensor | None = None  # where its gradient is copied to, once its bucket has room for it
         self.small = False  # is its gradient copied with the others of its bucket?
         self.round = 0  # the backward in which its gradient came last
 
@@ -45,7 +47,8 @@ class Layout:
             raise ValueError("the model has no trainable parameters")
         self.bucket_mb = bucket_mb
         self.order = [Place(n, p) for n, p in reversed(named)]
-        self.weights: dict[torch.dtype, Tensor] = {}
+        self.weights: list[Tensor] = []
+        self.roomy = False  # is there room for gradients that are to be exchanged?
         self._place()
 
     def reorder(self, names: Iterable[str]) -> None:
@@ -60,62 +63,70 @@ class Layout:
         self._place()
 
     def _place(self) -> None:
-        """Moves the parameters into vectors in which every bucket is one slice."""
-        self._slices, self.buckets = [], []
+        """Moves the parameters into a vector for each bucket."""
+        self._slices, self.buckets, self.roomy = [], [], False
         for place in self.order:
             place.grad = None  # the old vectors go before the new ones come
         self.groups = grouped(self.order, self.bucket_mb * 1e6)
-        total: dict[torch.dtype, int] = {}
-        for group in self.groups:
-            total[_dtype(group)] = total.get(_dtype(group), 0) + _numel(group)
-        weights = {d: torch.empty(n, dtype=d, device=self.order[0].param.device) for d, n in total.items()}
-        at = dict.fromkeys(total, 0)
+        at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
-            dtype, begin = _dtype(group), at[_dtype(group)]
-            at[dtype] = begin + _numel(group)
-            whole = weights[dtype][begin : at[dtype]]
-            parts = tuple(_parts(group))
+            dtype, parts = _dtype(group), tuple(_parts(group))
+            whole = torch.empty(_numel(group), dtype=dtype, device=group[0].param.device)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
                 view.copy_(place.param.data)
                 place.param.data = view
                 place.bucket = index
-            self._slices.append(Bucket(index, whole, parts, begin))
-            self.buckets.append(Bucket(index, self._home(group, parts), parts, begin))
-        self.weights = weights
+            offset = at.get(dtype, 0)
+            at[dtype] = offset + whole.numel()
+            self._slices.append(Bucket(index, whole, parts, offset))
+            self.buckets.append(Bucket(index, self._stand_in(group), parts, offset))
+        self.weights = [bucket.data for bucket in self._slices]
 
-    def lie_in(self, weights: dict[torch.dtype, Tensor]) -> None:
-        """The parameters lie in these vectors from now on, laid out as before, and take the values that are there."""
-        for group, bucket in zip(self.groups, self._slices, strict=True):
-            end = bucket.offset + bucket.data.numel()
-            bucket.data = weights[bucket.data.dtype][bucket.offset : end]
+    def lie_in(self, weights: list[Tensor]) -> None:
+        """The parameters lie in these vectors, one for each bucket, from now on, and take the values that are there."""
+        for group, bucket, whole in zip(self.groups, self._slices, weights, strict=True):
+            bucket.data = whole
             for place, part in zip(group, bucket.parts, strict=True):
-                place.param.data = bucket.data[part.start : part.stop].view(place.param.shape)
-        self.weights = dict(weights)
+                place.param.data = whole[part.start : part.stop].view(place.param.shape)
+        self.weights = list(weights)
 
-    def _home(self, group: list[Place], parts: tuple[Part, ...]) -> Tensor:
-        """Where the gradients of a group go, and for one that goes nowhere a stand-in of its size without memory."""
-        param = group[0].param
-        if len(group) == 1:
-            group[0].grad, group[0].small = None, False
-            return torch.zeros(1, dtype=param.dtype, device=param.device).expand(param.numel())
-        home = torch.zeros(_numel(group), dtype=param.dtype, device=param.device)
-        for place, part in zip(group, parts, strict=True):
-            place.grad = home[part.start : part.stop].view(place.param.shape)
-            place.small = home.element_size() * place.numel <= SMALL
-        return home
+    def _stand_in(self, group: list[Place]) -> Tensor:
+        """A vector of a group's size without memory: where no gradients are, or one that lies elsewhere."""
+        for place in group:
+            nbytes = place.param.element_size() * place.numel
+            place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL
+        return torch.zeros(1, dtype=_dtype(group), device=group[0].param.device).expand(_numel(group))
+
+    def make_room(self) -> None:
+        """Every bucket of several parameters has a vector for their gradients, from now on until `clear`."""
+        if self.roomy:
+            return
+        self.roomy = True
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            if len(group) == 1:
+                continue
+            bucket.data = torch.zeros(_numel(group), dtype=_dtype(group), device=group[0].param.device)
+            for place, part in zip(group, bucket.parts, strict=True):
+                place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
+
+    def clear(self) -> None:
+        """Between steps: no bucket keeps room for gradients, as where they are not exchanged."""
+        self.roomy = False
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            bucket.data = self._stand_in(group)
 
     def keep(self, place: Place, grad: Tensor) -> None:
         """The gradient of `place` has come: it goes into its bucket, and `param.grad` is what lies there."""
         if grad.is_sparse:
             grad = grad.to_dense()
-        home = place.grad
-        if home is not None:
-            home.copy_(grad)
-            place.param.grad = home
-        else:
+        if place.alone:
             place.param.grad = grad = grad.contiguous()
             self.buckets[place.bucket].data = grad.view(-1)
+        else:
+            home = cast(Tensor, place.grad)
+            home.copy_(grad)
+            place.param.grad = home
 
     def full(self, index: int) -> Bucket:
         """Bucket `index`, whose gradients have all come: the small ones are copied now, in one call."""
@@ -130,6 +141,7 @@ class Layout:
 
     def grads(self) -> list[Bucket]:
         """All gradients, each in its bucket's vector, zero where none has come; writing into them changes the step."""
+        self.make_room()
         for place in self.order:
             if place.param.grad is None:
                 place.param.grad = torch.zeros_like(place.param)

@@ -42,6 +42,8 @@ class Counts(Protocol):
 
     @property
     def alike(self) -> dict[Any, Any]: ...
+    @property
+    def roomy(self) -> bool: ...  # do buckets keep room for gradients?
     def standing(self) -> dict[str, memory.Storages]: ...  # "parameters", "gradients" (the rooms), "optimizer state"
     def forward(self, inputs: Any) -> int | None: ...  # bytes kept for backwards to come; None: nobody knows
     def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # gives what it took at most
@@ -59,6 +61,10 @@ class Counted:
     @property
     def alike(self) -> dict[Any, Any]:
         return {}
+
+    @property
+    def roomy(self) -> bool:
+        return bool(self._run.layout.roomy)
 
     def standing(self) -> dict[str, memory.Storages]:
         layout = self._run.layout
@@ -102,7 +108,7 @@ class Buffers:
         self._held: dict[Any, int] = {}
         self.known: dict[int, Callable[[], Any]] = {}  # storages that are counted elsewhere, weakly
         self.rooms: set[int] = set()  # tensors of buckets that are the same in every step
-        self.alone: list[Bucket] = []  # whose gradient lies elsewhere in every backward
+        self.buckets: list[Bucket] = []  # where gradients lie, some of them elsewhere in every backward
         self.now = self.most = 0
         self.stepping = False
 
@@ -154,10 +160,10 @@ class Buffers:
         where = x.untyped_storage()._cdata
         if where in self.known and self.known[where]() is not None:  # else another storage took its place
             return True
-        for bucket in self.alone:
+        for bucket in self.buckets:
             if bucket.data is x:
                 return True
-        return any(bucket.data.untyped_storage()._cdata == where for bucket in self.alone)
+        return any(bucket.data.untyped_storage()._cdata == where for bucket in self.buckets)
 
 
 class Ledger:
@@ -241,7 +247,7 @@ class Ledger:
     def _stands(self) -> None:
         """Counts what stays from step to step, where something may have changed it."""
         run = self._run
-        seen = (id(run.layout.buckets), id(run.optimizer), len(run.optimizer.state), id(run.state))
+        seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state))
         if (*seen, *map(_filled, self._memories)) == self._seen:
             return
         self._memories = [run.rank.memory, *memory.memories(run.state)]
@@ -254,7 +260,7 @@ class Ledger:
             alike[key] = self._sorted(standing | own)
         nbytes, *places = alike[key]
         self._standing = dict(nbytes)
-        self.buffers.known, self.buffers.alone, self.buffers.rooms = places
+        self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
 
     def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:
         """Bytes by category, each storage in the first that has it; and what `Buffers` goes by."""
@@ -264,9 +270,8 @@ class Ledger:
             known |= found
         buckets = self._run.layout.buckets
         known |= memory.storages([bucket.data for bucket in buckets])
-        alone = [bucket for bucket in buckets if len(bucket.parts) == 1]
         rooms = {id(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
-        return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, alone, rooms
+        return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, list(buckets), rooms
 
     def _write(self) -> None:
         self._stands()

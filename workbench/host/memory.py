@@ -92,8 +92,8 @@ def gradients(layout: Layout) -> Storages:
 
 
 def rooms(layout: Layout) -> list[Tensor]:
-    """The vectors of the buckets but those of one parameter, which take its gradient as it comes and keep no room."""
-    return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1]
+    """The vectors of the buckets, if they have any, but those of one parameter, which take its gradient as it comes."""
+    return [bucket.data for bucket in layout.buckets if len(bucket.parts) > 1] if layout.roomy else []
 
 
 def optimizer_state(optimizer: Any) -> Storages:
@@ -186,4 +186,4 @@ def coming(layout: Layout, exchanged: bool) -> Callable[[Place], int]:
 
 def came(place: Place, exchanged: bool) -> int:
     """Bytes of a gradient beyond the room of its bucket; autograd's own copy is gone once that has taken it."""
-    return 0 if exchanged and place.grad is not None else place.numel * place.param.element_size()
+    return 0 if exchanged and not place.alone else place.numel * place.param.element_size()

@@ -42,6 +42,10 @@ class Known:
         found: dict[Any, Any] = self._body.alike
         return found
 
+    @property
+    def roomy(self) -> bool:
+        return bool(self._body.roomy)
+
     def standing(self) -> dict[str, memory.Storages]:
         found: dict[str, memory.Storages] = self._body.standing()
         return found
@@ -63,7 +67,7 @@ class Known:
     def gradients(self) -> int:
         """Of all ranks that are alike, from one."""
         layout, came = self._body.layout, self._body.came
-        key = "gradients", id(layout), came
+        key = "gradients", id(layout), self.roomy, came
         if key not in self.alike:
             beyond = 0 if came is None else sum(memory.came(p, came) for p in layout.order)
             self.alike[key] = memory.nbytes(self.standing()["gradients"]) + beyond

@@ -84,13 +84,13 @@ class Outline:
             self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch)
         return self._kept[batch]
 
-    def standing(self, layout: Layout, optimizer: Any) -> dict[str, memory.Storages]:
+    def standing(self, layout: Layout, optimizer: Any, roomy: bool) -> dict[str, memory.Storages]:
         """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped."""
-        key = id(layout), id(optimizer), len(optimizer.state) if optimizer else 0
+        key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0
         if key not in self._standing:
             self._standing[key] = {
                 "parameters": memory.parameters(self.model, layout),
-                "gradients": memory.storages(memory.rooms(layout)),
+                "gradients": memory.storages(memory.rooms(layout)) if roomy else {},
                 "optimizer state": memory.optimizer_state(optimizer) if optimizer else {},
             }
         return self._standing[key]
@@ -109,6 +109,7 @@ class Outline:
         if key not in self._cuts:
             layout = Layout(self.model, bucket_mb)
             layout.reorder(self.arrival if learned else self._names)
+            layout.make_room()
             for place in layout.order:
                 layout.keep(place, torch.empty_like(place.param))
             self._cuts[key] = Cut(layout, self.arrival)
@@ -126,7 +127,7 @@ class Sizes:
         self._outline, self._bucket_mb, self._learned = whole, bucket_mb, False
         self.model, self.optimizer = whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
-        self.learning = False
+        self.learning = self.roomy = False
         self._begun = True  # has the optimizer made a step?
         self.stepped = False  # the same, on this rank
         self.opened = 0  # forwards whose backward is to come
@@ -137,7 +138,7 @@ class Sizes:
         return self.cut.layout
 
     def rebucket(self, bucket_mb: float) -> None:
-        self._bucket_mb = bucket_mb
+        self._bucket_mb, self.roomy = bucket_mb, False
         self.cut = self._outline.cut(bucket_mb, self._learned)
 
     @property
@@ -147,7 +148,7 @@ class Sizes:
 
     def learn(self) -> None:
         """Takes the order of gradients over; the buckets may differ from now on."""
-        self._learned = True
+        self._learned, self.roomy = True, False
         self.cut = self._outline.cut(self._bucket_mb, True)
 
     def restart_data(self, batch: int, seed: int, step: int) -> None:
@@ -165,7 +166,7 @@ class Sizes:
         return x
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> Any:
-        self.learning = self.learning or exchanged
+        self.learning, self.roomy = self.learning or exchanged, self.roomy or exchanged
         with self.ledger.backward(exchanged):
             self.opened, self.came = self.opened - 1, exchanged
 
@@ -180,7 +181,7 @@ class Sizes:
 
     def standing(self) -> dict[str, memory.Storages]:
         """What stays from step to step."""
-        return self._outline.standing(self.layout, self.optimizer if self.stepped else None)
+        return self._outline.standing(self.layout, self.optimizer if self.stepped else None, self.roomy)
 
     def full(self, index: int) -> Bucket:
         return self.cut.buckets[index]
@@ -200,7 +201,12 @@ class Sizes:
             self._begun = True
 
     def grads(self) -> list[Bucket]:
+        self.roomy = True
         return self.cut.buckets
+
+    def clear(self) -> None:
+        """No bucket keeps room for gradients."""
+        self.roomy = False
 
     def params(self) -> list[Bucket]:
         return self.cut.params

@@ -1,0 +1,76 @@
+"""Buckets keep room for gradients only where these are exchanged; each bucket's parameters lie by themselves."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.ranks import experiment, run, toy
+from workbench import simulate
+from workbench.host.layout import Layout
+from workbench.host.memory import gradients, nbytes
+from workbench.run import Run
+from workbench.settings import Change
+from workbench.strategies import DDP, LocalSGD, Strategy
+
+pytestmark = pytest.mark.ranks
+
+
+def stack() -> torch.nn.Module:
+    width = (8, 16, 16, 16, 16, 4)
+    return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in pairwise(width)))
+
+
+def model_bytes() -> int:
+    return sum(p.numel() * p.element_size() for p in stack().parameters())
+
+
+@pytest.mark.parametrize("bucket_mb", [0.001, 0.003, 1.0])
+def test_every_bucket_has_a_storage_of_its_own(bucket_mb: float) -> None:
+    model = stack()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    layout = Layout(model, bucket_mb)
+    where = [b.data.untyped_storage().data_ptr() for b in layout.params()]
+    assert len(set(where)) == len(layout.buckets)
+    assert all(w.untyped_storage().nbytes() == b.nbytes for w, b in zip(layout.weights, layout.params(), strict=True))
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    for bucket, own in zip(layout.params(), where, strict=True):
+        names = {part.name for part in bucket.parts}
+        assert {p.data.untyped_storage().data_ptr() for n, p in model.named_parameters() if n in names} == {own}
+
+
+def test_room_is_made_once_and_given_back() -> None:
+    layout = Layout(stack(), 1.0)
+    assert nbytes(gradients(layout)) == 0 and [b.nbytes for b in layout.buckets] == [model_bytes()]
+    layout.make_room()
+    rooms = [b.data for b in layout.buckets]
+    layout.make_room()
+    assert all(b.data is room for b, room in zip(layout.buckets, rooms, strict=True))
+    assert nbytes(gradients(layout)) == model_bytes()
+    layout.clear()
+    assert nbytes(gradients(layout)) == 0 and [b.nbytes for b in layout.buckets] == [model_bytes()]
+
+
+@pytest.mark.parametrize(("strategy", "changes"), [
+    (DDP(), ()), (LocalSGD(every=3), ()), (DDP(), (Change(6, "strategy", "LocalSGD"),)),
+    (LocalSGD(every=3), (Change(6, "strategy", "DDP"),)),
+], ids=str)  # fmt: skip
+def test_gradients_take_no_more_than_the_model_where_they_are_not_exchanged(
+    strategy: Strategy, changes: tuple[Change, ...]
+) -> None:
+    """A whole model's room for nothing, it was before; on every host the same, and after a live switch, too."""
+    e = experiment(2, 12, task=toy(model=stack), strategy=strategy, pace=1)
+    found = [run(e, *changes)[0].record.samples]
+    found += [[(0, *row) for row in rows(simulate(e, changes=changes, real=real))] for real in (True, False)]
+    said = [[value for _, name, _, value in samples if name == "memory gradients"] for samples in found]
+    assert said[0] == said[1] == said[2]
+    assert said[0][-1] == model_bytes()
+
+
+def rows(made: Run) -> list[tuple[str, float, float]]:
+    """(name, time, value) of rank 0's samples."""
+    found = made.timeline.samples.rows()
+    found = found[found.rank == 0]
+    return list(zip(map(str, found.name), found.t.tolist(), found.value.tolist(), strict=True))
