@@ -87,23 +87,21 @@ def test_left_between_two_pushes_the_trainers_share_their_moves_and_the_server_h
 
 
 def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> None:
-    """Step times of the fast ranks against a run without a slow one, each measured twice, in turn."""
+    """Step times of the fast ranks beside a run without a slow one, in turn: who waited for it would take three times
+    as long. Whatever else the machine does makes a step longer, so the quickest quarter of them is looked at.
+    """
     def step_time(slow: bool) -> tuple[float, list[Session]]:
         chosen = experiment(4, 20, strategy=AsyncServer(), pace=30.0)
         sessions = run(chosen.turn("faults", SLOW) if slow else chosen)
         fast = sorted(r[5] - r[4] for s in sessions if s.rank.index != 1 for r in s.record if r[1] == "step")
-        return fast[len(fast) // 2], sessions
+        return fast[len(fast) // 4], sessions
 
-    for _ in range(4):  # a machine that is busy with other things is not asked
-        plain, slow = [], []
-        for _ in range(2):
-            plain.append(step_time(slow=False)[0])
-            lasted, sessions = step_time(slow=True)
-            slow.append(lasted)
-        if max(plain) / min(plain) < 1.1:
-            break
-    assert max(plain) / min(plain) < 1.1, f"too noisy to tell: {plain}"
-    assert sum(slow) / sum(plain) < 1.1
+    plain, slow = [], []
+    for _ in range(3):
+        plain.append(step_time(slow=False)[0])
+        lasted, sessions = step_time(slow=True)
+        slow.append(lasted)
+    assert min(slow) / min(plain) < 1.3
     every = staleness(sessions)
     assert [len(pushes) for pushes in every] == [20] * 4
     assert len(set(every[1])) > 1 and len({v for pushes in every for v in pushes}) > 3
