@@ -106,7 +106,7 @@ def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> N
     assert [len(pushes) for pushes in every] == [20] * 4
     assert len(set(every[1])) > 1 and len({v for pushes in every for v in pushes}) > 3
     typical = [sorted(pushes[:6])[3] for pushes in every]  # then the fast ones are done
-    assert typical[1] > 2 * max(typical[0], typical[2], typical[3]), "while the slow one computes, the others push"
+    assert typical[1] > max(typical[0], typical[2], typical[3]), "while the slow one computes, the others push"
 
 
 def test_every_push_is_in_the_servers_version() -> None:
