@@ -20,7 +20,7 @@ def test_the_panels_appear_with_the_first_compression_and_follow_it(browser: Any
     author = Author(DENSE, measure_every=5)
     author.steps(30, WHOLE)
     dense = author.now
-    author.turn("compressor", TOPK)
+    author.set("compressor", TOPK)
     for k in range(8):
         author.steps(5, SLOW._replace(sent=10_000 * (1 + k)), 5, (0.9 - 0.05 * k, 0.5 + 0.05 * k, 1.0 + k))
     live = Run(author.run.settings, live=True)

@@ -283,4 +283,4 @@ def test_turning_compression_off_sends_the_residual_once_and_forgets_it() -> Non
 @pytest.mark.parametrize("value", [0, 1.5, -1, "many"])
 def test_a_ratio_that_cannot_be_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(KnobError, match=r"compressor.of.density=.*\[0.0001, 1\]"):
-        experiment(compressor=TopK.usual()).turn("density", value)
+        experiment(compressor=TopK.usual()).set("density", value)

@@ -93,7 +93,7 @@ def test_the_walk_has_ranks_that_join_leave_and_are_lost_and_placements_on_one_t
 @pytest.mark.ranks
 def test_twenty_of_them_on_real_ranks_send_the_same_and_keep_every_bit() -> None:
     steps, e = walking(11, LIVE)
-    sessions = run(e.turn("pace", 0))
+    sessions = run(e.set("pace", 0))
     for i, step in enumerate(steps):
         sent = [n for s in sessions for at, _, n in s.record.comm() if at == i]
         assert sum(sent) == (0 if step.lost else least(step))

@@ -76,7 +76,7 @@ class TwoAtOnce(Strategy):
 def test_workers_add_to_one_vector_without_waiting_for_each_other(ranks: int) -> None:
     plain = toy(partial(torch.optim.SGD, lr=0.02))
     chosen = experiment(ranks, 1, strategy=TwoAtOnce(), pace=10.0, eval_every=1, task=plain)
-    run = simulate(chosen.turn("faults", [Slow(rank=0, factor=2.0)]), real=True)
+    run = simulate(chosen.set("faults", [Slow(rank=0, factor=2.0)]), real=True)
     assert lasted(run, "step", 0) == pytest.approx([20e-3]), "as long as one worker alone"
     model = net()
     grads: list[list[torch.Tensor]] = []

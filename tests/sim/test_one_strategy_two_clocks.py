@@ -31,7 +31,7 @@ def test_both_hosts_are_asked_the_same_operations(name: str, compressor: str) ->
     sessions = run(e)
     guessed = any(c.varies for c in inside(e.compressor))  # how much is sent depends on numbers that sizes only lack
     for real in (True,) if guessed else (False, True):
-        simulated = simulate(e.turn("pace", 5.0), real=real)
+        simulated = simulate(e.set("pace", 5.0), real=real)
         for s in sessions:
             assert comm(simulated, s.rank.index) == begun(s.record)
 
@@ -45,7 +45,7 @@ def test_and_across_every_kind_of_change(strategy: Strategy, other: Strategy) ->
     )  # fmt: skip
     e = experiment(3, 14, strategy=strategy, eval_every=5)
     sessions = run(e, *changes)
-    simulated = simulate(e.turn("pace", 5.0), changes=changes, real=True)
+    simulated = simulate(e.set("pace", 5.0), changes=changes, real=True)
     for s in sessions:
         assert comm(simulated, s.rank.index) == begun(s.record)
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4)
@@ -58,7 +58,7 @@ def test_and_across_every_kind_of_change(strategy: Strategy, other: Strategy) ->
 def test_with_real_tensors_losses_are_the_engines(strategy: Strategy) -> None:
     e = experiment(4, 12, strategy=strategy, eval_every=4)
     sessions = run(e)
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in sessions:
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5, atol=1e-6)
     for name in ("held_out", "drift"):
@@ -67,7 +67,7 @@ def test_with_real_tensors_losses_are_the_engines(strategy: Strategy) -> None:
 
 
 def test_both_hosts_write_the_same_kinds_of_rows() -> None:
-    e = experiment(2, 6, strategy=DDP(), pace=5.0, eval_every=3).turn("fabric.link.bandwidth", 50.0)
+    e = experiment(2, 6, strategy=DDP(), pace=5.0, eval_every=3).set("fabric.link.bandwidth", 50.0)
     (first, _) = run(e)
     simulated = simulate(e, real=True)
     engine = {(r[1], r[2]) for r in first.record if r[1] != "codec"}
@@ -80,7 +80,7 @@ def test_both_hosts_write_the_same_kinds_of_rows() -> None:
 
 def test_paced_on_a_link_both_hosts_take_about_the_same_time() -> None:
     """Asked of the step that was disturbed least: what else the machine does makes steps longer, and never shorter."""
-    e = experiment(3, 10, strategy=DDP(), pace=60.0).turn("fabric.link.bandwidth", 5.0)
+    e = experiment(3, 10, strategy=DDP(), pace=60.0).set("fabric.link.bandwidth", 5.0)
     steps = rows(simulate(e), "step", 0)
     least = np.inf
     for _ in range(4):

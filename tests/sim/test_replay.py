@@ -83,7 +83,7 @@ def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
     name: str, tensors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(monkeypatch, APART[name])
-    e = experiment(4, 16, strategy=APART[name](), pace=4.0).turn("faults", SLOW)
+    e = experiment(4, 16, strategy=APART[name](), pace=4.0).set("faults", SLOW)
     sessions = run(e)
     engine = asked.taken()
     assert sum(map(len, engine.values())) > 4 * 16 * (2 if name in SILENT else 4), "a silent one only computes"
@@ -101,10 +101,10 @@ def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
 def test_without_the_record_the_virtual_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the law above can fail: the same ranks with another one slow are asked for something else."""
     asked = Asked(monkeypatch, AsyncServer)
-    e = experiment(4, 16, strategy=AsyncServer(), pace=4.0).turn("faults", SLOW)
+    e = experiment(4, 16, strategy=AsyncServer(), pace=4.0).set("faults", SLOW)
     recorded = simulate(e)
     first = asked.taken()
-    other = e.turn("faults", [Slow(rank=3, factor=3.0)])
+    other = e.set("faults", [Slow(rank=3, factor=3.0)])
     simulate(other)
     assert asked.taken() != first
     simulate(other, replay=recorded)

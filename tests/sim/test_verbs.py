@@ -240,7 +240,7 @@ def test_a_deadlock_says_who_waits_for_whom_where() -> None:
 
 def test_what_does_not_match_is_named_with_both_ranks() -> None:
     with pytest.raises(Mismatch, match=r"all_reduce most of 40000 bytes in step 2.*but rank \d for all_reduce all"):
-        simulate(paced(3, 4, strategy=OneSkips(), eval_every=0).turn("strategy", OtherSizes()))
+        simulate(paced(3, 4, strategy=OneSkips(), eval_every=0).set("strategy", OtherSizes()))
 
 
 @dataclass(frozen=True, kw_only=True)

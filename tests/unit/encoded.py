@@ -42,7 +42,7 @@ class Author:
     def mark(self, name: str, **detail: Any) -> None:
         self.run.timeline.marks.add([Mark(0, self.step, name, self.now, json.dumps(detail))])
 
-    def turn(self, path: str, value: Any) -> None:
+    def set(self, path: str, value: Any) -> None:
         self.mark("change", path=path, value=value, text=f"{path} = {value}")
 
     def steps(self, n: int, e: Exchange, measure: int = 0, found: tuple[float, float, float] = (0.5, 0.8, 2.0)) -> None:

@@ -247,7 +247,7 @@ def test_with_sizes_only_it_is_harsh_from_the_second_check_on() -> None:
 
 def test_engine_and_simulator_decide_alike() -> None:
     e = experiment(3, 16, compressor=ErrorFeedback(of=Accordion(every=2, threshold=0.3)))
-    rows = simulate(e.turn("pace", 10), real=True).samples
+    rows = simulate(e.set("pace", 10), real=True).samples
     mine = rows[(rows["rank"] == 0) & rows.name.str.startswith("level ")]
     real = [(step, what, v) for step, what, _, v in run(e)[0].record.samples if what.startswith("level ")]
     assert sorted(real) == sorted(zip(mine.step, mine.name, mine.value, strict=True))

@@ -221,7 +221,7 @@ def test_both_hosts_agree_through_live_changes_of_everything(strategy: object) -
     sessions = run(e, *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
     for real in (True, False):
-        found, ranks = simulated(e.turn("pace", 1), *changes, real=real)
+        found, ranks = simulated(e.set("pace", 1), *changes, real=real)
         for s in sessions:
             assert comm(found, s.rank.index) == begun(s.record)
         if real:

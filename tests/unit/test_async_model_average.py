@@ -40,14 +40,14 @@ def test_at_a_wire_five_times_slower_than_compute_it_costs_no_time(every_ms: flo
     """One averaging of ten buckets takes 5 x 20 ms; a step takes as long as one that never exchanges."""
     mbit = 1.5 * 10 * 40_000 * 8e-6 / 0.100
     e = paced(4, 40, 20.0, mbit, task=stack(10, 100), faults=(Noisy(spread=0.2),))
-    alone, beside = (simulate(e.turn("strategy", s)) for s in (ALONE, AsyncModelAverage(every_ms=every_ms)))
+    alone, beside = (simulate(e.set("strategy", s)) for s in (ALONE, AsyncModelAverage(every_ms=every_ms)))
     for r in range(4):
         assert seconds(beside, r).sum() <= 1.05 * seconds(alone, r).sum()
         assert seconds(beside, r).max() <= 1.05 * seconds(alone, r).max()
     lasted = averagings(beside)
     np.testing.assert_allclose(lasted[:, 1] - lasted[:, 0], 0.100, rtol=0.01)
     assert len(lasted) >= (7 if every_ms == 0 else 4)
-    ddp = simulate(e.turn("strategy", DDP()))
+    ddp = simulate(e.set("strategy", DDP()))
     assert seconds(ddp)[1:].min() > 5 * 0.020
 
 
@@ -96,7 +96,7 @@ def test_the_sum_of_all_parameters_is_moved_by_the_optimizers_alone() -> None:
     e = experiment(3, steps, task=task, strategy=AT_ONCE, bucket_mb=0.4)
     engine = run(e)
     assert sum(name == "all_reduce average bucket 0" for _, name, _ in engine[0].record.comm()) >= 2
-    for sessions in (engine, simulated(e.turn("pace", 2.0).turn("bandwidth", 1000.0))[1]):
+    for sessions in (engine, simulated(e.set("pace", 2.0).set("bandwidth", 1000.0))[1]):
         pending = [s.state for s in sessions]
         found = parameters(sessions).sum(0)
         for memory in pending:
@@ -110,11 +110,11 @@ def test_corrections_wait_until_the_gradient_is_there_and_are_the_rule() -> None
     """Against the rule in one process, with the times of the simulator: a wire of 2.5 steps, equal ranks."""
     e = paced(3, 12, 10.0, 1000.0, strategy=AT_ONCE, task=exact_task())
     nbytes = sum(simulate(e).details("buckets")[-1][2]["nbytes"])
-    e = e.turn("bandwidth", 2 * 2 / 3 * nbytes * 8e-6 / 0.025)
+    e = e.set("bandwidth", 2 * 2 / 3 * nbytes * 8e-6 / 0.025)
     run_, sessions = simulated(e)
     began = rows(run_, "compute", 0, "update").t0  # a correction that has come is added just before
-    x = parameters(simulated(e.turn("steps", 1))[1])
-    _, alone = simulated(e.turn("strategy", ALONE).turn("steps", 1))
+    x = parameters(simulated(e.set("steps", 1))[1])
+    _, alone = simulated(e.set("strategy", ALONE).set("steps", 1))
     torch.testing.assert_close(x, parameters(alone), rtol=0, atol=0)
     plain = _Plain(x)
     buckets = [b.data.numel() for b in sessions[0].layout.params()]
@@ -172,13 +172,13 @@ def test_without_averagings_ranks_train_alone() -> None:
     """The first averaging comes after the first step and takes away what they differ by; after it there is none."""
     e = paced(3, 10, strategy=AsyncModelAverage(every_ms=600000.0))
     assert len(averagings(simulate(e))) == 1
-    spread = [parameters(simulated(e.turn("steps", n))[1]).std(0).max() for n in (2, 10)]
+    spread = [parameters(simulated(e.set("steps", n))[1]).std(0).max() for n in (2, 10)]
     assert spread[1] > 2 * spread[0] > 0
 
 
 def test_without_learning_an_averaging_makes_the_ranks_equal() -> None:
     e = paced(3, 16, 10.0, strategy=AT_ONCE, task=toy(partial(torch.optim.SGD, lr=0.3)))
-    _, before = simulated(e.turn("steps", 6))
+    _, before = simulated(e.set("steps", 6))
     found = parameters(simulated(e, Change(6, "lr", 1e-30))[1])
     assert parameters(before).std(0).max() > 1e-3
     torch.testing.assert_close(found, found.mean(0).expand(3, -1), rtol=0, atol=1e-6)
@@ -193,8 +193,8 @@ WARM = AsyncModelAverage(every_ms=20.0, warmup=12)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_its_warm_up_is_data_parallelism(ranks: int) -> None:
     e = paced(ranks, 12, strategy=WARM, task=exact_task(momentum=0.9))
-    want = parameters(simulated(e.turn("strategy", "DDP"))[1])[0].sort().values
-    for sessions in (simulated(e)[1], run(e.turn("pace", 0.0))):
+    want = parameters(simulated(e.set("strategy", "DDP"))[1])[0].sort().values
+    for sessions in (simulated(e)[1], run(e.set("pace", 0.0))):
         assert len({state_hash(s.layout) for s in sessions}) == 1
         torch.testing.assert_close(parameters(sessions)[0].sort().values, want, rtol=0, atol=1e-12)
 
@@ -251,7 +251,7 @@ def test_what_has_not_been_added_yet_is_not_lost_when_it_is_left() -> None:
     e = paced(3, 6, strategy=AT_ONCE, task=exact_task())
     _, before = simulated(e)
     want = torch.stack([weights(s) for s in before]).mean(0)
-    _, sessions = simulated(e.turn("steps", 10), *still)
+    _, sessions = simulated(e.set("steps", 10), *still)
     for s in sessions:
         torch.testing.assert_close(weights(s), want, rtol=0, atol=1e-12)
 

@@ -92,7 +92,7 @@ def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> N
     """
     def step_time(slow: bool) -> tuple[float, list[Session]]:
         chosen = experiment(4, 20, strategy=AsyncServer(), pace=30.0)
-        sessions = run(chosen.turn("faults", SLOW) if slow else chosen)
+        sessions = run(chosen.set("faults", SLOW) if slow else chosen)
         fast = sorted(r[5] - r[4] for s in sessions if s.rank.index != 1 for r in s.record if r[1] == "step")
         return fast[len(fast) // 4], sessions
 
@@ -110,7 +110,7 @@ def test_with_a_slow_rank_the_others_keep_their_pace_and_staleness_varies() -> N
 
 
 def test_every_push_is_in_the_servers_version() -> None:
-    sessions = run(experiment(3, 20, strategy=AsyncServer(push=2, fetch=5), pace=2.0).turn("faults", SLOW))
+    sessions = run(experiment(3, 20, strategy=AsyncServer(push=2, fetch=5), pace=2.0).set("faults", SLOW))
     assert sessions[0].state.version == 3 * 10
     assert sum(map(len, staleness(sessions))) >= 3 * 9, "the answer to a last push may be left unread"
 

@@ -152,7 +152,7 @@ def test_servers_that_share_other_buckets_than_before_hold_what_they_share(serve
     e = paced(3 + servers, 40, strategy=AsyncServer(servers=servers), faults=(Noisy(spread=1.0),))
     still = [Change(15, "lr", 1e-12), Change(24, "bucket_mb", 1.0), Change(30, "bucket_mb", 0.01)]
     for changes in (still[:1], still):
-        done = simulate(e.turn("eval_every", 1), changes=changes, real=True)
+        done = simulate(e.set("eval_every", 1), changes=changes, real=True)
         found = done.timeline.samples.rows()
         found = found[found.equal("name", "held_out")]
         held = dict(zip(found.step.tolist(), found.value.tolist(), strict=True))

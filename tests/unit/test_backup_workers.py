@@ -141,7 +141,7 @@ def test_each_version_is_the_mean_of_the_first_gradients_made_with_it(backup: in
 
 def test_the_engines_ranks_agree_whoever_was_late() -> None:
     e = experiment(4, 40, strategy=BackupWorkers(backup=1), pace=4.0, task=toy(adam))
-    ranks = run(e.turn("faults", [Noisy(spread=3.0)]))
+    ranks = run(e.set("faults", [Noisy(spread=3.0)]))
     assert len({state(s) for s in ranks}) == 1 and {s.rank.step for s in ranks} == {40}
     dropped = [[int(v) for _, name, _, v in s.record.samples if name == "late"] for s in ranks]
     assert sum(map(sum, dropped)) > 5
@@ -201,7 +201,7 @@ def drawn(rank: int, version: int) -> float:
 
 def timed(backup: int, steps: int, *changes: Change) -> tuple[Run, dict[int, float]]:
     """A run with nothing but compute, and when each version was closed."""
-    e = experiment(8, steps, strategy=BackupWorkers(backup=backup), bucket_mb=10.0).turn("faults", [Exponential()])
+    e = experiment(8, steps, strategy=BackupWorkers(backup=backup), bucket_mb=10.0).set("faults", [Exponential()])
     done = simulate(e, costs=Costs(backward=(Duration(1.0),)), changes=changes)
     who, steps_made = pushed(done), rows(done, "step")
     ends = zip(steps_made.step.tolist(), steps_made.rank.tolist(), steps_made.t1.tolist(), strict=True)
@@ -283,7 +283,7 @@ SLOW_FIRST = (Slow(rank=0, factor=6.0), Slow(rank=2, factor=3.0))
 
 def test_a_change_acts_on_all_before_the_same_step_and_late_ranks_do_not_jump_over_it() -> None:
     """The slowest of all is rank 0, which names the step; others are far ahead of it."""
-    e = experiment(5, 0, strategy=BackupWorkers(backup=2), pace=5.0).turn("faults", SLOW_FIRST)
+    e = experiment(5, 0, strategy=BackupWorkers(backup=2), pace=5.0).set("faults", SLOW_FIRST)
     ranks = live(e)
     try:
         until(lambda: ranks[0].rank.step > 12, ranks)

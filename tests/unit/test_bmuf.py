@@ -78,7 +78,7 @@ def test_a_begun_block_ends_in_the_mean_when_it_is_left(form: str) -> None:
 @every_form
 def test_the_simulator_trains_the_same(form: str) -> None:
     e = experiment(3, 10, strategy=BMUF(every=3, form=form))
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in run(e):
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5)
 
@@ -86,4 +86,4 @@ def test_the_simulator_trains_the_same(form: str) -> None:
 @pytest.mark.parametrize(("knob", "value"), [("every", 0), ("eta", 1.0), ("zeta", -1), ("form", "heavy")])
 def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
     with pytest.raises(KnobError, match=f"strategy.{knob}=.*must be"):
-        experiment(2, strategy=BMUF()).turn(f"strategy.{knob}", value)
+        experiment(2, strategy=BMUF()).set(f"strategy.{knob}", value)

@@ -71,7 +71,7 @@ def test_one_rank_is_never_more_than_the_bound_and_one_ahead_and_gets_there(boun
 
 
 def test_on_the_engine_too() -> None:
-    ranks = run(experiment(3, 40, strategy=BoundedStaleness(bound=2), pace=4.0).turn("faults", LAST))
+    ranks = run(experiment(3, 40, strategy=BoundedStaleness(bound=2), pace=4.0).set("faults", LAST))
     ends = sorted((r[5], s.rank.index) for s in ranks for r in s.record if r[1] == "step")
     clocks, leads = [0] * 3, []
     for _, r in ends:
@@ -207,7 +207,7 @@ def test_the_bound_acts_live() -> None:
 def test_changes_pauses_single_steps_and_a_stop_reach_all_while_some_wait(bound: int, slow: int) -> None:
     """Rank 0 names the step at which all meet, also where the others are as far ahead of it as can be."""
     e = experiment(3, 0, strategy=BoundedStaleness(bound=bound), pace=5.0)
-    ranks = live(e.turn("faults", [Slow(rank=slow, factor=5.0)]))
+    ranks = live(e.set("faults", [Slow(rank=slow, factor=5.0)]))
     try:
         until(lambda: ranks[0].rank.step > 6, ranks)
         again = to_plain(BoundedStaleness(bound=bound))

@@ -86,14 +86,14 @@ def test_what_hides_beside_computing_pays_only_where_cores_are_idle() -> None:
 def test_steps_with_dense_under_the_same_settings_are_compared_with_whole_steps() -> None:
     author = Author(DENSE)
     author.steps(30, WHOLE)
-    author.turn("compressor", TOPK)
+    author.set("compressor", TOPK)
     author.steps(30, SLOW)
     found = told(author.run)
     assert (found.verdict, found.known, found.dense) == ("costs", "measured", pytest.approx(0.006))
     assert "Measured: a step takes 67 ms and took 41 ms with Dense, in steps 2 to 29." in found.text
     again = Author(DENSE)
     again.steps(30, WHOLE)
-    again.turn("compressor", TOPK)
+    again.set("compressor", TOPK)
     again.steps(30, WHOLE._replace(codec=(0.0, 0.1), wire=5.9))
     assert told(again.run).verdict == "even" and "no clear difference from Dense" in told(again.run).text
 
@@ -101,8 +101,8 @@ def test_steps_with_dense_under_the_same_settings_are_compared_with_whole_steps(
 def test_dense_on_another_link_says_nothing() -> None:
     author = Author(DENSE)
     author.steps(30, WHOLE)
-    author.turn("fabric.link.bandwidth", 50.0)
-    author.turn("compressor", TOPK)
+    author.set("fabric.link.bandwidth", 50.0)
+    author.set("compressor", TOPK)
     author.steps(30, SLOW)
     found = told(author.run)
     assert (found.verdict, found.known) == ("unknown", "") and np.isnan(found.dense)
@@ -116,7 +116,7 @@ def test_nothing_is_said_where_nothing_is_compressed_or_just_after_a_change() ->
     assert break_even(Run({"ranks": 2})) is None
     fresh = Author(DENSE)
     fresh.steps(20, WHOLE)
-    fresh.turn("compressor", TOPK)
+    fresh.set("compressor", TOPK)
     fresh.steps(1, SLOW)
     assert break_even(fresh.run) is None
 
@@ -138,7 +138,7 @@ def test_measured_steps_are_left_out_of_every_comparison() -> None:
 def test_measured_steps_are_left_out_of_the_card_of_a_change() -> None:
     author = Author(TOPK)
     author.steps(36, SLOW, 3)
-    author.turn("lr", 0.1)
+    author.set("lr", 0.1)
     author.steps(31, SLOW)
     card = analysis.before_after(author.run.timeline, 36)
     step = card.rows[0]
@@ -189,10 +189,10 @@ def test_a_changed_knob_is_found_among_plain_settings(path: str, value: object, 
 def test_the_steps_between_two_changes_know_their_compressor() -> None:
     author = Author(DENSE)
     author.steps(3, WHOLE)
-    author.turn("compressor", TOPK)
-    author.turn("compressor.of.density", 0.1)
+    author.set("compressor", TOPK)
+    author.set("compressor.of.density", 0.1)
     author.steps(3, SLOW)
-    author.turn("compressor", {"PowerSGD": {"rank": 4}})
+    author.set("compressor", {"PowerSGD": {"rank": 4}})
     found = [(s.first, s.compressor) for s in analysis.stretches(author.run)]
     assert found == [(0, ""), (3, "TopK(density=0.1)"), (6, "PowerSGD(rank=4)")]
 
@@ -206,7 +206,7 @@ def test_the_card_of_a_change_and_the_panel_say_the_same_of_the_same_steps(times
         author = Author(DENSE)
         for k in range(80):
             if k == 40:
-                author.turn("compressor", TOPK)
+                author.set("compressor", TOPK)
             noise = 0.5 * noise + rng.normal(0, 1.5)
             wire = max(20.0 * (times if k >= 40 else 1.0) + noise, 1.0)
             author.steps(1, WHOLE._replace(wire=wire, codec=(0.1, 0.1) if k >= 40 else (0.0, 0.0)))
@@ -217,7 +217,7 @@ def test_the_card_of_a_change_and_the_panel_say_the_same_of_the_same_steps(times
 def test_of_a_few_steps_the_panel_gives_numbers_and_no_verdict() -> None:
     author = Author(DENSE)
     author.steps(40, WHOLE)
-    author.turn("compressor", TOPK)
+    author.set("compressor", TOPK)
     author.steps(4, SLOW)
     found = told(author.run)
     assert found.verdict == "short" and found.codec == pytest.approx(0.040)

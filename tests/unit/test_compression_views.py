@@ -92,9 +92,9 @@ def test_it_is_fed_only_what_is_new() -> None:
 def test_it_begins_with_the_first_compression_and_goes_on_when_it_is_off_again() -> None:
     author = Author(DENSE)
     author.steps(10, WHOLE)
-    author.turn("compressor", TOPK)
+    author.set("compressor", TOPK)
     author.steps(10, SLOW)
-    author.turn("compressor", DENSE)
+    author.set("compressor", DENSE)
     author.steps(5, WHOLE)
     patch = Compressed().update(author.run)
     assert patch.append[0]["x"].tolist() == list(range(10, 25))

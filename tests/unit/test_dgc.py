@@ -216,7 +216,7 @@ def test_turned_on_or_off_live_it_goes_on_as_sgd_with_momentum(turn: str, decay:
     sessions = run(e, *changes)
     agree(sessions, run(experiment(2, 12, **sgd(weight_decay=decay))))
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    _, virtual = simulated(e.turn("pace", 5.0), *changes)
+    _, virtual = simulated(e.set("pace", 5.0), *changes)
     for s, row in zip(sessions, parameters(virtual), strict=True):
         mine = torch.cat([b.data.double() for b in s.layout.params()])
         torch.testing.assert_close(row, mine, rtol=1e-5, atol=1e-7)
@@ -301,7 +301,7 @@ def test_where_the_momentum_cannot_be_kept_it_is_refused_in_words(beside: dict[s
         experiment(compressor=DGC(), **beside)
     assert experiment(compressor=DGC(momentum=0.0), **beside)
     with pytest.raises(KnobError, match="compressor=DGC"):
-        experiment(**beside).turn("compressor", "DGC")
+        experiment(**beside).set("compressor", "DGC")
 
 
 @pytest.mark.parametrize("strategy", [OneBitAdam()], ids=str)
@@ -314,7 +314,7 @@ def test_a_strategy_with_moments_of_its_own_refuses_it(strategy: Strategy) -> No
 def test_an_optimizer_of_the_tasks_own_is_looked_at_once_it_is_there(own: Any) -> None:
     e = Experiment(ranks=2, steps=6, eval_every=0, pace=5.0, task=toy(partial(own, lr=0.01)))
     with pytest.raises(KnobError, match="compressor=DGC: it keeps the momentum itself"):
-        simulate(e.turn("compressor", "DGC"), real=True)
+        simulate(e.set("compressor", "DGC"), real=True)
     change = Change(3, "compressor", "DGC")
     assert "no plain sum" in run(e, change)[0].record.noted("refused")[0][3]
     assert "no plain sum" in simulate(e, changes=[change]).details("refused")[0][2]["reason"]

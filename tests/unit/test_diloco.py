@@ -159,7 +159,7 @@ def test_compressed_displacements_have_the_sign_of_local_sgds() -> None:
 
 def test_the_simulator_trains_the_same() -> None:
     e = experiment(3, 10, strategy=DiLoCo(every=3))
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in run(e):
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5)
 
@@ -167,4 +167,4 @@ def test_the_simulator_trains_the_same() -> None:
 @pytest.mark.parametrize(("knob", "value"), [("every", 0), ("outer_lr", 0), ("outer_momentum", 1), ("form", "adam")])
 def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
     with pytest.raises(KnobError, match=f"strategy.{knob}=.*must be"):
-        experiment(2, strategy=DiLoCo()).turn(f"strategy.{knob}", value)
+        experiment(2, strategy=DiLoCo()).set(f"strategy.{knob}", value)

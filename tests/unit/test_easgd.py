@@ -82,7 +82,7 @@ def test_it_is_the_papers_algorithm_on_both_hosts(ranks: int, every: int, beta: 
         torch.testing.assert_close(weights(s), flat(model), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(centre(s), paper.outcome, rtol=1e-4, atol=1e-5)
         assert torch.equal(centre(s), centre(sessions[0]))
-    simulated, sizes = simulate(e.turn("pace", 5.0), real=True), simulate(e.turn("pace", 5.0))
+    simulated, sizes = simulate(e.set("pace", 5.0), real=True), simulate(e.set("pace", 5.0))
     for s in sessions:
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4, atol=1e-5)
         assert comm(simulated, s.rank.index) == comm(sizes, s.rank.index) == begun(s.record)
@@ -142,7 +142,7 @@ def test_a_pull_too_strong_to_settle_is_refused_in_words() -> None:
     with pytest.raises(KnobError, match=r"beta=1.6 moves the centre of 4 ranks .* use less than 1.6, such as 0.8"):
         experiment(4, strategy=EASGD(beta=1.6))
     with pytest.raises(KnobError, match=r"use less than 1, such as 0\.5"):
-        experiment(1).turn("strategy", {"EASGD": {"beta": 1.0}})
+        experiment(1).set("strategy", {"EASGD": {"beta": 1.0}})
 
 
 def test_from_that_limit_on_it_does_swing_apart() -> None:
@@ -193,7 +193,7 @@ def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
     )  # fmt: skip
     e = experiment(3, 20, strategy=EASGD(every=3), eval_every=5)
     sessions = run(e, *changes)
-    simulated = simulate(e.turn("pace", 5.0), changes=changes, real=True)
+    simulated = simulate(e.set("pace", 5.0), changes=changes, real=True)
     for s in sessions:
         assert comm(simulated, s.rank.index) == begun(s.record)
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-3, atol=1e-5)
@@ -211,5 +211,5 @@ def test_the_exchange_hides_behind_forward_and_backward() -> None:
     exchange = sum(traffic("all_reduce", b, 4)[0] for b in [4 * 64 * 64, 4 * 8 * 64, 4 * 64 * 4]) * 8e-6 / 10
     assert 0.01 < exchange < 0.08, "long enough to be seen"
     assert lasts[3] == pytest.approx(lasts[2], rel=1e-6) and lasts[7] == pytest.approx(lasts[2], rel=1e-6)
-    local = seconds(simulate(e.turn("strategy", {"LocalSGD": {"every": 4}})))
+    local = seconds(simulate(e.set("strategy", {"LocalSGD": {"every": 4}})))
     assert local[3] > local[2] + 0.9 * exchange

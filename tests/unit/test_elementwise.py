@@ -67,11 +67,11 @@ class Sharded(Strategy):
 
 @pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
 def test_a_shard_is_not_stepped_by_another(optimizer: str) -> None:
-    e = experiment(2, 3, task=toy(), strategy=Sharded(), pace=5).turn("optimizer", optimizer)
+    e = experiment(2, 3, task=toy(), strategy=Sharded(), pace=5).set("optimizer", optimizer)
     with pytest.raises(StrategyError, match="not known to step each element by itself; take SGD, Adam or AdamW"):
         simulate(e)
 
 
 def test_a_shard_is_stepped_by_adamw() -> None:
-    e = experiment(2, 3, task=toy(), strategy=Sharded(), pace=5).turn("optimizer", "AdamW")
+    e = experiment(2, 3, task=toy(), strategy=Sharded(), pace=5).set("optimizer", "AdamW")
     assert simulate(e).state == "done"

@@ -71,7 +71,7 @@ def _nothing_is_left_behind(_opened_once: None) -> Iterator[None]:
 def steered(strategy: Strategy, ranks: int = 3, steps: int = 0, **rest: Any) -> list[Session]:
     """Ranks under way, of which one is three times slower than the others."""
     rest = {"pace": 6.0, **rest}
-    sessions = live(experiment(ranks, steps, strategy=strategy, **rest).turn("faults", SLOW))
+    sessions = live(experiment(ranks, steps, strategy=strategy, **rest).set("faults", SLOW))
     until(lambda: sessions[0].rank.step > 6, sessions)
     return sessions
 
@@ -93,7 +93,7 @@ def over(sessions: list[Session]) -> None:
 
 @pytest.mark.parametrize("strategy", [s for s in APART if not getattr(s, "synchronous", False)], ids=str)
 def test_nobody_waits_for_the_slow_one_and_all_make_their_steps(strategy: Strategy) -> None:
-    sessions = run(experiment(with_servers(3, strategy), 24, strategy=strategy, pace=20.0).turn("faults", SLOW))
+    sessions = run(experiment(with_servers(3, strategy), 24, strategy=strategy, pace=20.0).set("faults", SLOW))
     sessions = [s for s in sessions if s.rank.role == "trainer"]
     ends = [max(r[5] for r in s.record if r[1] == "step") for s in sessions]
     begins = [min(r[4] for r in s.record if r[1] == "step") for s in sessions]
@@ -153,7 +153,7 @@ def test_it_is_left_and_entered_live_with_equal_parameters(strategy: Strategy) -
 def test_planned_changes_act_where_ranks_are_apart(strategy: Strategy) -> None:
     plan = (Change(4, "lr", 0.01), Change(9, "strategy", "DDP"), Change(12, "strategy", plain(strategy)),
             Change(15, "lr", 0.02))  # fmt: skip
-    sessions = run(experiment(3, 25, pace=4.0, strategy=strategy).turn("faults", SLOW), *plan)
+    sessions = run(experiment(3, 25, pace=4.0, strategy=strategy).set("faults", SLOW), *plan)
     told = [json.loads(m[3])["id"] for m in sessions[0].record.noted("change")]
     assert told == ["planned 4", "planned 9", "planned 12", "planned 15"]
     assert {s.experiment.lr for s in sessions} == {0.02} and {s.phase for s in sessions} == {"done"}
@@ -296,7 +296,7 @@ def test_evaluation_waits_for_nobody_and_takes_the_last_average() -> None:
 def test_at_a_wire_five_times_slower_than_compute_the_shadow_costs_no_time() -> None:
     """Against ranks that never exchange, alternating, with the control compared to itself."""
     def step_time(strategy: Strategy) -> float:
-        sessions = run(experiment(4, 24, strategy=strategy, pace=30.0).turn("bandwidth", 1.6))
+        sessions = run(experiment(4, 24, strategy=strategy, pace=30.0).set("bandwidth", 1.6))
         lasted = sorted(r[5] - r[4] for s in sessions for r in s.record if r[1] == "step" and r[0] >= 4)
         if isinstance(strategy, ShadowMA):
             rounds = [r for r in sessions[0].record if r[1] == "comm"]

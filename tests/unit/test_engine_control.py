@@ -213,7 +213,7 @@ def test_a_switch_is_its_own_span_with_its_bytes_and_outside_the_step() -> None:
 
 def test_a_slow_rank_is_slower_by_its_factor_and_a_frozen_one_stands_still() -> None:
     slow = Slow(rank=1, factor=3.0, phase="backward")
-    s = run(experiment(2, 8, pace=90.0).turn("faults", (slow,)))
+    s = run(experiment(2, 8, pace=90.0).set("faults", (slow,)))
     # Whatever else the machine does makes a span longer, never shorter: the shortest is the one nobody disturbed.
     length = [min(r[5] - r[4] for r in x.record if r[2] == "backward") for x in s]
     assert length[1] / length[0] == pytest.approx(3.0, rel=0.1)

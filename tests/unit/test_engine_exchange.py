@@ -26,7 +26,7 @@ def test_two_ranks_equal_torch_ddp_bit_for_bit() -> None:
 
 
 def test_torch_ddp_on_an_emulated_link_learns_the_same_and_is_on_the_record() -> None:
-    linked = experiment(2, 8, task=toy(adamw), strategy=TorchDDP()).turn("bandwidth", 50)
+    linked = experiment(2, 8, task=toy(adamw), strategy=TorchDDP()).set("bandwidth", 50)
     sessions = run(linked, Change(6, "strategy", "LocalSGD"))
     plain = run(experiment(2, 8, task=toy(adamw), strategy=TorchDDP()), Change(6, "strategy", "LocalSGD"))
     torch.testing.assert_close(weights(sessions[0]), weights(plain[0]), rtol=1e-5, atol=1e-7)

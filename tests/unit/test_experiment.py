@@ -12,6 +12,7 @@ from workbench.compressors import Compressor, Dense, ErrorFeedback, TopK
 from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipe, recipes
 from workbench.fabric import Fabric, Link, Slow
+from workbench.lab import Lab
 from workbench.settings import KnobError, members, walk
 from workbench.strategies import LocalSGD, Strategy, TorchDDP
 from workbench.tasks import ByteGPT, Digits
@@ -86,3 +87,8 @@ def test_every_recipe_can_be(name: str) -> None:
 def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
     with pytest.raises(KnobError, match="did you mean slow_link"):
         recipe("slowlink")
+
+
+def test_the_old_names_of_setting_go_on_for_a_release() -> None:
+    assert Experiment().turn("lr", 0.1) == Experiment().set("lr", 0.1) != Experiment()
+    assert Lab.turn is Lab.set

@@ -64,7 +64,7 @@ def test_an_empty_run_and_a_compressed_trace_are_written(tmp_path: Path) -> None
 def test_the_code_of_a_run_rebuilds_its_experiment_and_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     from workbench.experiment import Experiment
 
-    experiment = Experiment().turn("strategy", "LocalSGD").turn("compressor", "TopK").turn("steps", 100)
+    experiment = Experiment().set("strategy", "LocalSGD").set("compressor", "TopK").set("steps", 100)
     experiment = experiment.set("fabric.faults", [{"Slow": {"rank": 1, "factor": 2.0}}])
     run = Run(experiment.plain())
     detail = {"id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 4}}}

@@ -151,12 +151,12 @@ def test_after_a_butterfly_all_ranks_are_equal_to_the_bit(size: int) -> None:
     turns = size.bit_length() - 1
     e = paced(size, 6 + turns, strategy=Gossip(mix=0.0), task=toy(partial(torch.optim.SGD, lr=0.3)))
     plan = (Change(6, "lr", 1e-30), Change(6, "mix", 1.0), Change(6, "graph", "butterfly"))
-    before = parameters(simulated(e.turn("steps", 6))[1])
+    before = parameters(simulated(e.set("steps", 6))[1])
     assert len({tuple(row.tolist()) for row in before}) == size, "each on its own at first"
     _, sessions = simulated(e, *plan)
     assert len({state_hash(s.layout) for s in sessions}) == 1
     torch.testing.assert_close(parameters(sessions)[0], before.mean(0), rtol=0, atol=1e-6)
-    _, earlier = simulated(e.turn("steps", 5 + turns), *plan)
+    _, earlier = simulated(e.set("steps", 5 + turns), *plan)
     assert len({state_hash(s.layout) for s in earlier}) > 1, "not one round sooner"
 
 
@@ -211,7 +211,7 @@ def test_it_is_the_papers_rule(order: str, text: str, every: int) -> None:
     plain = Plain(matrix(text, 3), adapt_first=order == "adapt-then-combine", momentum=0.9)
     for step in range(10):
         plain.step(step, mixes=step % every == 0)
-    for sessions in (simulated(e)[1], run(e.turn("pace", 0))):
+    for sessions in (simulated(e)[1], run(e.set("pace", 0))):
         found = torch.stack([weights(s) for s in sessions])
         torch.testing.assert_close(found, plain.parameters(), rtol=0, atol=1e-12)
 
@@ -220,7 +220,7 @@ def test_it_is_the_papers_rule(order: str, text: str, every: int) -> None:
 @pytest.mark.parametrize("text", [KITE, "1/2 0 1/2 0 0; 0 1/2 0 0 1/2; 1/2 0 0 1/2 0; 0 1/2 0 1/2 0; 0 0 1/2 0 1/2"])
 def test_the_mean_moves_by_the_mean_of_the_gradients_and_nothing_else(order: str, text: str) -> None:
     e = paced(5, 7, strategy=Gossip(edges=text, order=order), task=exact_task())
-    (_, before), (_, after) = simulated(e), simulated(e.turn("steps", 8))
+    (_, before), (_, after) = simulated(e), simulated(e.set("steps", 8))
     pulled = []
     for r, s in enumerate(before):
         s.model.zero_grad()

@@ -314,7 +314,7 @@ def test_a_background_and_the_step_never_have_two_communicators_on_one_gpu(gpus:
 
 def test_arrivals_on_a_link_between_hosts_never_go_over_nccl(gpus: list[Gpu], monkeypatch: Any) -> None:
     monkeypatch.setattr(peers, "agree_on_time", lambda wire, clock: (False, 0.0))
-    sessions = on_gpus(experiment(2, 4).turn("bandwidth", 100))
+    sessions = on_gpus(experiment(2, 4).set("bandwidth", 100))
     assert [r for r in sessions[0].record if r[1] == "port"]
 
 

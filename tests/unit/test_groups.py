@@ -84,7 +84,7 @@ def test_every_verb_acts_among_the_group_alone(host: str) -> None:
     if host == "engine":
         run(e)
     else:
-        simulate(e.turn("pace", 5.0), real=True)
+        simulate(e.set("pace", 5.0), real=True)
     assert set(SEEN) == {(r, s) for r in range(4) for s in range(2)}
     for (rank, _), found in SEEN.items():
         assert found == by_hand(rank)
@@ -92,7 +92,7 @@ def test_every_verb_acts_among_the_group_alone(host: str) -> None:
 
 def test_both_hosts_write_down_the_same_operations_and_name_the_group() -> None:
     e = experiment(4, 2, strategy=Grid())
-    real, virtual = run(e), simulate(e.turn("pace", 5.0), real=True)
+    real, virtual = run(e), simulate(e.set("pace", 5.0), real=True)
     for s in real:
         mine = s.record.comm()
         assert comm(virtual, s.rank.id) == mine

@@ -185,7 +185,7 @@ def test_disjoint_supports_equal_any_serial_order_to_the_bit(simulated: list[Sim
     assert all(torch.equal(found[0], other) for other in found[1:]), "so one reference will do"
     for s in run(chosen):
         assert torch.equal(s.model.rows.weight, found[0])
-    simulate(chosen.turn("pace", 5.0).turn("faults", [Slow(rank=2, factor=1.7)]), real=True)
+    simulate(chosen.set("pace", 5.0).set("faults", [Slow(rank=2, factor=1.7)]), real=True)
     assert torch.equal(simulated[3].model.rows.weight, found[0])
 
 
@@ -214,7 +214,7 @@ def test_overlapping_increments_are_lost_at_times_and_never_made_up(
     record_property("lost", lost)
     print(f"{lost:.2g} of all increments were lost, and at the worst element {ranks * steps - float(sums.min()):g} of "
           f"{ranks * steps}")
-    simulate(chosen.turn("pace", 5.0), real=True)
+    simulate(chosen.set("pace", 5.0), real=True)
     assert set(simulated[0].model.sums.tolist()) == {ranks * steps}, "an update of the simulator is one moment"
 
 
@@ -302,7 +302,7 @@ OPTIMIZERS = [partial(torch.optim.SGD, lr=0.02, momentum=0.9), partial(torch.opt
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "Adam"])
 def test_in_and_out_live_leaves_ranks_equal(optimizer: Any, simulated: list[Simulated]) -> None:
-    chosen = experiment(4, 20, task=toy(optimizer), pace=2.0).turn("faults", [Slow(rank=1, factor=2.0)])
+    chosen = experiment(4, 20, task=toy(optimizer), pace=2.0).set("faults", [Slow(rank=1, factor=2.0)])
     sessions = run(chosen, *CHAIN)
     assert not blocks(), "each rank's memory is its own again"
     simulate(chosen, changes=CHAIN, real=True)
@@ -334,7 +334,7 @@ def sized(rank: int, ranks: int, seed: int, batch: int = 4) -> list[tuple[torch.
 
 def test_buckets_rate_and_batch_turned_while_it_lasts_keep_the_one_vector() -> None:
     chosen = experiment(3, 0, task=toy(sgd, data=sized), strategy=Hogwild(), pace=4.0, eval_every=5)
-    sessions = live(chosen.turn("faults", [Slow(rank=1, factor=3.0)]))
+    sessions = live(chosen.set("faults", [Slow(rank=1, factor=3.0)]))
     try:
         turns = [("bucket_mb", 0.02), ("lr", 0.005), ("bucket_mb", 1.0), ("batch", 2), ("bucket_mb", 0.01)]
         for k, (path, value) in enumerate(turns):

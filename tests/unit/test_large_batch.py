@@ -89,12 +89,12 @@ def test_it_rises_from_lr_to_k_times_lr_in_equal_parts_on_both_hosts(strategy: S
     sessions = run(e)
     assert [rates(s, 9) for s in sessions] == [expected] * 4
     assert sessions[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.04) == sessions[0].rank.lr
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in sessions:
         lr = samples(simulated, "lr", s.rank.index).tolist()
         assert lr == [v for _, v in noted(s, "lr")] == expected.expected[:6]
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5, atol=1e-6)
-    assert samples(simulate(e.turn("pace", 5.0)), "lr", 2).tolist() == lr
+    assert samples(simulate(e.set("pace", 5.0)), "lr", 2).tolist() == lr
 
 
 def test_without_scaling_a_warm_up_begins_at_an_equal_part_of_lr() -> None:
@@ -135,7 +135,7 @@ def test_a_live_turn_rises_from_the_present_rate_and_lr_acts_at_once() -> None:
     expected = [0.01] * 5 + [0.01, 0.0175, 0.05, 0.065] + [0.08] * 5 + [0.02 * f for f in reversed(up)] + [0.02]
     assert rates(sessions[0], 20) == pytest.approx(expected)
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    simulated = simulate(e.turn("pace", 5.0), changes=turns, real=True)
+    simulated = simulate(e.set("pace", 5.0), changes=turns, real=True)
     assert samples(simulated, "lr", 3).tolist() == [v for _, v in noted(sessions[3], "lr")]
 
 
@@ -213,7 +213,7 @@ def test_under_ddp_the_gradient_of_all_ranks_is_shortened_to_the_limit_on_both_h
     assert min(norms) < 1.8 < max(norms), "some are shortened and some are not"
     e = experiment(3, 8, clip=1.8)
     sessions = run(e)
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in sessions:
         torch.testing.assert_close(weights(s), whole, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose([v for _, v in noted(s, "grad_norm")], norms, rtol=1e-4)
@@ -262,7 +262,7 @@ def test_where_there_is_no_norm_a_limit_is_refused_before_it_is_applied() -> Non
     e = paced(2, 4, strategy=DDP(), clip=1.0)
     for before, path, value in ((e, "strategy", "Piecemeal"), (Experiment(strategy=Piecemeal()), "clip", 1.0)):
         with pytest.raises(KnobError, match="under Piecemeal no update has all gradients before it"):
-            before.turn(path, value)
+            before.set(path, value)
     run = simulate(e, changes=[Change(2, "strategy", "Piecemeal")], real=True)
     (refusal,) = run.details("refused")
     assert "use clip=0 with it, or DDP" in refusal[2]["reason"]

@@ -131,7 +131,7 @@ def test_bytes_are_those_of_both_sides_before_and_after_a_live_change() -> None:
 
 def test_it_is_the_same_on_sizes_alone() -> None:
     e = experiment(3, 4, compressor=Layers.usual(), bucket_mb=0.05)
-    real, sizes = run(e)[0].record.comm(), simulate(e.turn("pace", 10), real=False).spans
+    real, sizes = run(e)[0].record.comm(), simulate(e.set("pace", 10), real=False).spans
     mine = sizes[(sizes["rank"] == 0) & (sizes.lane == "comm") & (sizes.step == 3)].sort_values("t0", kind="stable")
     assert [(what, n) for step, what, n in real if step == 3] == list(zip(mine.name, mine.nbytes, strict=True))
 
@@ -147,5 +147,5 @@ def test_sixteen_bits_stay_sixteen_bits(dtype: torch.dtype) -> None:
 def test_a_rule_that_is_no_regular_expression_is_refused_in_words_and_changes_nothing() -> None:
     good = experiment(2, 4, compressor=Layers.usual())
     with pytest.raises(KnobError, match=r"only='\(': is no regular expression \(.*\); use a piece of"):
-        good.turn("only", "(")
+        good.set("only", "(")
     assert good.compressor == Layers.usual()

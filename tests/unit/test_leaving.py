@@ -218,7 +218,7 @@ def test_the_engine_does_what_the_simulator_does_and_sizes_alone_know_the_bytes(
     turns = [Change(6, "compressor", "Dense")]
     sessions = run(e, *turns)
     for real in (True, False):
-        found, _ = simulated(e.turn("pace", 1), *turns, real=real)
+        found, _ = simulated(e.set("pace", 1), *turns, real=real)
         for s in sessions:
             assert comm(found, s.rank.index) == begun(s.record)
         if real:
@@ -248,13 +248,13 @@ def test_a_residual_that_is_foreign_to_what_is_exchanged_next_is_dropped_whateve
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_would_be_allowed(knob: str, value: object, words: str) -> None:
     with pytest.raises(KnobError, match=rf"{knob}={value!r}: must be {words}"):
-        experiment(compressor=TopK.usual()).turn(knob, value)
+        experiment(compressor=TopK.usual()).set(knob, value)
 
 
 def test_the_steps_that_send_what_is_left_are_no_choice_of_anybody() -> None:
     assert _Leaving.__name__ not in shipped(Compressor)
     with pytest.raises(KnobError, match="no such compressor"):
-        experiment().turn("compressor", "_Leaving")
+        experiment().set("compressor", "_Leaving")
 
 
 def rank_one(n: int, m: int) -> torch.Tensor:

@@ -99,8 +99,8 @@ def test_every_variant_is_the_plain_loop_on_both_hosts(ranks: int, strategy: Loc
     sessions = run(e)
     for s, model in zip(sessions, reference(ranks, 14, strategy, optimizer), strict=True):
         torch.testing.assert_close(weights(s), flat(model), rtol=1e-4, atol=1e-5)
-    simulated = simulate(e.turn("pace", 5.0), real=True)
-    sizes = simulate(e.turn("pace", 5.0))
+    simulated = simulate(e.set("pace", 5.0), real=True)
+    sizes = simulate(e.set("pace", 5.0))
     for s in sessions:
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4, atol=1e-5)
         assert comm(simulated, s.rank.index) == comm(sizes, s.rank.index) == begun(s.record)
@@ -112,7 +112,7 @@ def test_every_variant_is_the_plain_loop_on_both_hosts(ranks: int, strategy: Loc
 ], ids=["all", "both", "one group"])  # fmt: skip
 def test_averaging_after_each_step_is_data_parallelism(strategy: LocalSGD, optimizer: Any) -> None:
     e = experiment(4, 9, task=toy(optimizer), pace=5.0, eval_every=1)
-    ours, want = (simulate(e.turn("strategy", to_plain(one)), real=True) for one in (strategy, DDP()))
+    ours, want = (simulate(e.set("strategy", to_plain(one)), real=True) for one in (strategy, DDP()))
     for rank in range(4):
         np.testing.assert_allclose(samples(ours, "loss", rank), samples(want, "loss", rank), rtol=1e-5, atol=1e-6)
     assert samples(ours, "drift").max() < 1e-7
@@ -237,7 +237,7 @@ def test_bytes_of_a_group_are_the_formula(ranks: int, group: int) -> None:
         assert among == {f"within [{', '.join(map(str, mine))}]"}
         assert {step for step, _, _ in s.record.comm()} == {1, 3}
     for real in (False, True):
-        simulated = simulate(e.turn("pace", 5.0), real=real)
+        simulated = simulate(e.set("pace", 5.0), real=real)
         for s in sessions:
             assert comm(simulated, s.rank.index) == begun(s.record)
 
@@ -315,7 +315,7 @@ def test_pieces_need_not_be_equal(group: int) -> None:
 
     task = toy(plain, model=lambda: net(Few), loss=loss, evaluate=None)
     e = experiment(4, 5, task=task, strategy=LocalSGD(every=64, group=group, group_every=5))
-    apart = run(e.turn("strategy.group", 1))
+    apart = run(e.set("strategy.group", 1))
     for s in run(e):
         mean = torch.stack([weights(apart[r]) for r in neighbours(s.rank.index, group)]).mean(0)
         torch.testing.assert_close(weights(s), mean, rtol=1e-6, atol=1e-7)
@@ -336,7 +336,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_in_words() -> None:
         experiment(6, strategy=LocalSGD(group=4))
     chosen = experiment(6, strategy=LocalSGD(group=3))
     with pytest.raises(KnobError, match="group=5 does not divide"):
-        chosen.turn("strategy.group", 5)
+        chosen.set("strategy.group", 5)
 
 
 def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
@@ -349,7 +349,7 @@ def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
     )  # fmt: skip
     e = experiment(4, 28, strategy=LocalSGD(every=3), eval_every=7)
     sessions = run(e, *changes)
-    simulated = simulate(e.turn("pace", 5.0), changes=changes, real=True)
+    simulated = simulate(e.set("pace", 5.0), changes=changes, real=True)
     for s in sessions:
         assert comm(simulated, s.rank.index) == begun(s.record)
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-3, atol=1e-5)

@@ -30,7 +30,7 @@ def test_without_rounding_it_is_gossip_on_a_ring_of_thirds(ranks: int) -> None:
     plain = Plain(matrix("ring", ranks), adapt_first=False, momentum=0.9)
     for step in range(10):
         plain.step(step)
-    for sessions in (simulated(e)[1], run(e.turn("pace", 0.0))):
+    for sessions in (simulated(e)[1], run(e.set("pace", 0.0))):
         found = torch.stack([weights(s) for s in sessions])
         torch.testing.assert_close(found, plain.parameters(), rtol=0, atol=1e-13)
 
@@ -54,7 +54,7 @@ def test_after_many_rounds_copies_equal_what_they_are_copies_of_to_the_bit(host:
     """Through changes of bucket size, too: copies lie by place in the model."""
     e = paced(4, 100, strategy=LowPrecisionDecentralized(every=every))
     plan = (Change(40, "bucket_mb", 0.02), Change(70, "bucket_mb", 0.01))
-    sessions = simulated(e, *plan)[1] if host == "simulator" else run(e.turn("pace", 0.0), *plan)
+    sessions = simulated(e, *plan)[1] if host == "simulator" else run(e.set("pace", 0.0), *plan)
     copies, originals = of_neighbours(sessions)
     assert len(copies) == 4 * 2 * 6 and all(torch.equal(a, b) for a, b in zip(copies, originals, strict=True))
     if every == 1:  # else the last steps have moved the parameters further than anybody knows
@@ -71,7 +71,7 @@ def test_ranks_come_together_though_they_round(bits: int) -> None:
     still = Change(6, "lr", 1e-30)
     spread = []
     for steps in (6, 8, 10, 12):
-        found = parameters(simulated(e.turn("steps", steps), still)[1])
+        found = parameters(simulated(e.set("steps", steps), still)[1])
         spread.append(float((found - found.mean(0)).norm()))
     assert spread[0] > 1e-2
     for a, b in pairwise(spread):
@@ -91,7 +91,7 @@ def test_it_learns_as_gossip_does() -> None:
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_on_the_wire_it_is_a_byte_per_parameter_and_a_heading_per_bucket(bits: int, ranks: int) -> None:
     e = paced(ranks, 9, strategy=LowPrecisionDecentralized(bits=bits, every=4))
-    sessions = run(e.turn("pace", 0.0))
+    sessions = run(e.set("pace", 0.0))
     sizes = [b.nbytes // 4 for b in sessions[0].layout.buckets]
     once = sum(n + 8 if bits == 8 else 4 * n for n in sizes)
     neighbours = min(2, ranks - 1)

@@ -46,7 +46,7 @@ def noted(sessions: list[Any]) -> list[tuple[int, str, float]]:
 
 def virtual(e: Experiment, *changes: Change) -> list[tuple[int, str, float]]:
     """The same of a simulation with real tensors."""
-    rows = simulate(e.turn("pace", 5.0), changes=changes, real=True).samples
+    rows = simulate(e.set("pace", 5.0), changes=changes, real=True).samples
     rows = rows[rows.name.isin(NAMES)]
     assert (rows["rank"] == 0).all()
     return list(zip(rows.step.tolist(), rows.name.tolist(), rows.value.tolist(), strict=True))
@@ -105,7 +105,7 @@ def test_buckets_in_16_bits_are_measured_in_32() -> None:
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=str)
 def test_training_is_the_same_to_the_bit_with_and_without(strategy: Strategy, compressor: Compressor) -> None:
     e = experiment(2, 12, strategy=strategy, compressor=compressor)
-    without, with_ = run(e), run(e.turn("measure_every", 2))
+    without, with_ = run(e), run(e.set("measure_every", 2))
     for a, b in zip(without, with_, strict=True):
         assert a.record.losses() == b.record.losses() and torch.equal(weights(a), weights(b))
         assert sorted(a.record.comm()) == sorted(b.record.comm()), "and so is what is sent, measuring aside"
@@ -140,7 +140,7 @@ def test_both_hosts_find_the_same_across_live_changes() -> None:
 
 
 def test_its_bytes_and_its_time_lie_in_a_lane_of_their_own() -> None:
-    e = experiment(2, 8, compressor=SPARSE, measure_every=4).turn("fabric.link.bandwidth", 20.0)
+    e = experiment(2, 8, compressor=SPARSE, measure_every=4).set("fabric.link.bandwidth", 20.0)
     (session, _) = run(e)
     aside = [r for r in session.record if r[1] == "measuring" and r[6]]
     assert {r[0] for r in aside} == {4}
@@ -149,7 +149,7 @@ def test_its_bytes_and_its_time_lie_in_a_lane_of_their_own() -> None:
     assert min(r[5] - r[4] for r in aside) > 0
     ports = [(r[0], r[2]) for r in session.record if r[1] == "port"]
     assert sorted(ports) == sorted((step, name) for step, name, _ in session.record.comm())
-    spans = simulate(e.turn("pace", 5.0), real=True).spans
+    spans = simulate(e.set("pace", 5.0), real=True).spans
     spans = spans[(spans["rank"] == 0) & (spans.lane == "measuring")]
     assert set(spans.step) == {4} and spans.nbytes.sum() == 2 * dense
 
@@ -168,13 +168,13 @@ def test_only_what_loses_something_in_steps_that_all_ranks_share_is_measured() -
     assert not lossy(Dense()) and not lossy(ErrorFeedback(of=Dense()))
     assert lossy(Cast()) and lossy(SPARSE) and lossy(TopK())
     e = experiment(2, 4, compressor=SPARSE, measure_every=2)
-    assert measurable(e) and not measurable(e.turn("measure_every", 0))
-    assert not measurable(e.turn("compressor", "Dense"))
+    assert measurable(e) and not measurable(e.set("measure_every", 0))
+    assert not measurable(e.set("compressor", "Dense"))
     for name, cls in shipped(Strategy).items():
         if cls.lockstep and not cls.crosses:
             continue
         try:
-            assert not measurable(e.turn("strategy", name)), name
+            assert not measurable(e.set("strategy", name)), name
         except KnobError as refusal:
             assert "use " in str(refusal)
 
@@ -182,8 +182,8 @@ def test_only_what_loses_something_in_steps_that_all_ranks_share_is_measured() -
 def test_what_costs_are_measured_does_not_depend_on_measuring() -> None:
     codec = {"ErrorFeedback(TopK)": (3e-7, 1e-7, 2e-7)}
     given = Costs(forward=2e-3, backward=4e-3, update=1e-3, codec=codec, between=5e-4)
-    e = experiment(2, 24, compressor=SPARSE).turn("fabric.link.bandwidth", 50.0)
-    runs = [simulate(e.turn("measure_every", every), costs=given, real=True) for every in (0, 2)]
+    e = experiment(2, 24, compressor=SPARSE).set("fabric.link.bandwidth", 50.0)
+    runs = [simulate(e.set("measure_every", every), costs=given, real=True) for every in (0, 2)]
     assert [bool((r.spans.lane == "measuring").any()) for r in runs] == [False, True]
     without, with_ = map(Costs.measured, runs)
     (kind,) = codec
@@ -197,20 +197,20 @@ def test_what_costs_are_measured_does_not_depend_on_measuring() -> None:
 @pytest.mark.parametrize("wrong", [-1, 1.5, "often"])
 def test_a_number_of_steps_that_cannot_be_is_refused(wrong: object) -> None:
     with pytest.raises(KnobError, match=r"measure_every=.*: must be an integer in \[0, 1e\+06\] steps"):
-        experiment(2, 4).turn("measure_every", wrong)
+        experiment(2, 4).set("measure_every", wrong)
 
 
 @pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=str)
 def test_what_is_predicted_for_dense_is_what_dense_then_takes(strategy: Strategy) -> None:
     e = experiment(3, 90, strategy=strategy, compressor=SPARSE, pace=20.0, measure_every=4)
-    e = e.turn("fabric.link.bandwidth", 5.0)
+    e = e.set("fabric.link.bandwidth", 5.0)
     found = break_even(simulate(e, real=True))
-    alone = simulate(e.turn("compressor", "Dense"), real=True)
+    alone = simulate(e.set("compressor", "Dense"), real=True)
     every = e.strategy.every if isinstance(e.strategy, LocalSGD) else 1
     exposed = breakdown(alone.timeline, 4 - 4 % every, 90 - 90 % every).exposed.mean()
     assert found is not None and (found.known, found.verdict) == ("predicted", "pays")
     assert found.dense == pytest.approx(float(exposed), rel=0.02) and exposed > 1e-3
-    both = simulate(e.turn("compressor", "Dense"), changes=[Change(42, "compressor", to_plain(SPARSE))], real=True)
+    both = simulate(e.set("compressor", "Dense"), changes=[Change(42, "compressor", to_plain(SPARSE))], real=True)
     measured = break_even(both)
     assert measured is not None and measured.known == "measured"
     assert measured.dense == pytest.approx(found.dense, rel=0.02)

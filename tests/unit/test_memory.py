@@ -65,8 +65,8 @@ def test_the_engine_and_the_simulator_say_the_same(strategy: Strategy, compresso
     e = experiment(2, 9, strategy=strategy, compressor=compressor)
     said = engine(run(e)[0])
     assert [f"memory {name}" for name in CATEGORIES] == sorted(said.keys() - {"memory peak"}, key=_place)
-    assert simulated(simulate(e.turn("pace", 5.0), real=True)) == said
-    assert simulated(simulate(e.turn("pace", 5.0))) == said
+    assert simulated(simulate(e.set("pace", 5.0), real=True)) == said
+    assert simulated(simulate(e.set("pace", 5.0))) == said
 
 
 def _place(name: str) -> int:
@@ -123,7 +123,7 @@ def test_activations_grow_with_the_batch_also_live() -> None:
 def test_a_strategy_that_shards_parameters_holds_fewer() -> None:
     """A shard of everything, and whole the buckets that are in use, just used and coming: three of eight."""
     e = experiment(4, 4, pace=5.0, bucket_mb=0.04, task=stack(8))
-    whole, sharded = (simulated(simulate(e.turn("strategy", s)))["memory parameters"] for s in (DDP(), ZeRO3()))
+    whole, sharded = (simulated(simulate(e.set("strategy", s)))["memory parameters"] for s in (DDP(), ZeRO3()))
     assert sharded == whole * (1 / 4 + 3 / 8 * 3 / 4)
 
 
@@ -252,5 +252,5 @@ def test_what_a_group_gathers_is_as_many_payloads_as_it_has_ranks() -> None:
             return params
 
     e = experiment(4, 3, strategy=Halves())
-    for said in (engine(run(e)[0]), *(simulated(simulate(e.turn("pace", 5.0), real=real)) for real in (True, False))):
+    for said in (engine(run(e)[0]), *(simulated(simulate(e.set("pace", 5.0), real=real)) for real in (True, False))):
         assert said["memory buffers in flight"] == 4000 + 2 * 4000

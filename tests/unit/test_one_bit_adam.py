@@ -111,7 +111,7 @@ def test_all_ranks_hold_the_same_bits_in_both_phases(ranks: int) -> None:
     sessions = run(e, *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
     for real in (False, True):
-        simulated = simulate(e.turn("pace", 1.0), changes=changes, real=real)
+        simulated = simulate(e.set("pace", 1.0), changes=changes, real=real)
         for s in sessions:
             assert comm(simulated, s.rank.index) == begun(s.record)
 
@@ -175,7 +175,7 @@ def test_a_compressor_without_error_feedback_is_refused_in_words(compressor: Com
     with pytest.raises(KnobError, match=words):
         experiment(strategy=OneBitAdam(), compressor=compressor)
     with pytest.raises(KnobError, match=words):
-        experiment(strategy=LocalSGD(), compressor=compressor).turn("strategy", "OneBitAdam")
+        experiment(strategy=LocalSGD(), compressor=compressor).set("strategy", "OneBitAdam")
     experiment(strategy=OneBitAdam(), compressor=ErrorFeedback(of=compressor))
 
 

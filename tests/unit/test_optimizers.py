@@ -178,7 +178,7 @@ def test_biases_take_the_plain_optimizers_steps() -> None:
 def test_each_optimizer_is_a_choice_with_its_knobs_and_its_words() -> None:
     assert set(ALL) == {"Adam", "AdamW", "LAMB", "LARS", "SGD", "TaskOwn"}
     for name, cls in ALL.items():
-        e = Experiment().turn("optimizer", name)
+        e = Experiment().set("optimizer", name)
         assert type(e.optimizer) is cls and Experiment.read(e.plain()) == e
         assert "When to use it" in (cls.__doc__ or "")
     assert Experiment().optimizer == TaskOwn()
@@ -194,7 +194,7 @@ def test_each_optimizer_is_a_choice_with_its_knobs_and_its_words() -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_words(settings: Any, words: str) -> None:
     with pytest.raises(KnobError, match=words):
-        Experiment().turn("optimizer", settings)
+        Experiment().set("optimizer", settings)
 
 
 def test_without_a_rate_the_tasks_own_is_taken() -> None:
@@ -216,7 +216,7 @@ def test_a_run_with_an_optimizer_is_code_that_can_be_run_again() -> None:
 def test_both_hosts_train_alike_with_each(name: str, strategy: Strategy) -> None:
     e = experiment(3, 8, strategy=strategy, optimizer=ALL[name](), lr=0.01)
     sessions = run(e)
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in sessions:
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5, atol=1e-6)
 
@@ -236,7 +236,7 @@ def test_under_ddp_a_chosen_optimizer_is_torchs_on_the_joined_batch() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_controls_and_the_command_line_find_it_and_its_knobs(name: str) -> None:
-    e = Experiment().turn(*setting(f"optimizer={name}"))
+    e = Experiment().set(*setting(f"optimizer={name}"))
     made = {r["path"]: r for r in rows(e, Now(live=True))}
     assert {o["text"] for o in made["optimizer"]["options"]} == set(ALL) and made["optimizer"]["value"] == name
     assert not any(made["optimizer"][k] for k in ("disabled", "why"))
@@ -244,7 +244,7 @@ def test_controls_and_the_command_line_find_it_and_its_knobs(name: str) -> None:
         assert made[path]["doc"] == k.doc and not made[path]["disabled"]
         if k.kind is float:
             assert all(k.check(v) == v for v in stops(k)) and len(stops(k)) > 5
-            assert e.turn(*setting(f"{path}={stops(k)[3]}")).optimizer != e.optimizer
+            assert e.set(*setting(f"{path}={stops(k)[3]}")).optimizer != e.optimizer
 
 
 def test_the_log_says_what_was_carried_over() -> None:
@@ -315,7 +315,7 @@ def test_a_live_change_keeps_ranks_equal_on_both_hosts_and_says_what_was_carried
     said = ["carried: momentum_buffer; fresh: none"] * 2
     said += ["carried: none; fresh: exp_avg, exp_avg_sq, step; dropped: momentum_buffer"]
     assert marks(sessions[0]) == said and not marks(sessions[1])
-    simulated = simulate(e.turn("pace", 5.0), changes=changes, real=True)
+    simulated = simulate(e.set("pace", 5.0), changes=changes, real=True)
     assert [d["text"] for _, _, d in simulated.details("optimizer")] == said
     for s in sessions:
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5, atol=1e-6)

@@ -103,7 +103,7 @@ def forwards(record: Rows) -> np.ndarray:
 
 
 def test_on_real_ranks_a_slow_rank_is_slow_where_the_pace_is_not_met() -> None:
-    e = experiment(2, 6, task=toy(loss=sleepy), pace=100.0).turn("faults", [Slow(rank=1, factor=3.0)])
+    e = experiment(2, 6, task=toy(loss=sleepy), pace=100.0).set("faults", [Slow(rank=1, factor=3.0)])
     healthy, slow = (forwards(s.record) for s in run(e))
     assert healthy.min() >= LATE and slow.min() >= 3 * LATE, "not 3 x 30 ms, which 80 ms of computing would fill"
 
@@ -126,7 +126,7 @@ def test_the_simulator_says_the_same_of_what_it_was_told() -> None:
     assert [d["met"] for d in said] == [False, True]
     assert said[0]["takes_ms"] == pytest.approx(1e3 * LATE + 70)
     assert not simulate(e).details("pace")
-    slow = simulate(e.turn("faults", [Slow(rank=1, factor=3.0)]), costs=told)
+    slow = simulate(e.set("faults", [Slow(rank=1, factor=3.0)]), costs=told)
     found = rows(slow, "compute", 1, "forward")
     assert found.t1 - found.t0 == pytest.approx(3 * LATE)
 
@@ -163,17 +163,17 @@ def test_what_is_said_follows_the_pace_and_one_slow_step_is_not_news() -> None:
     (Freeze(seconds=0.0), "0 s is no pause"),
 ])  # fmt: skip
 def test_a_fault_without_an_effect_says_so_on_both_hosts(fault: Fault, why: str) -> None:
-    e = experiment(2, 8).turn("faults", [fault])
+    e = experiment(2, 8).set("faults", [fault])
     real = [json.loads(detail) for _, _, _, detail in run(e)[0].record.noted("no effect")]
-    simulated = [d for _, _, d in simulate(e.turn("pace", 5.0)).details("no effect")]
+    simulated = [d for _, _, d in simulate(e.set("pace", 5.0)).details("no effect")]
     assert real == simulated and len(real) == 1
     (text,) = real[0]["texts"]
     assert text.startswith(f"{fault} has no effect: ") and why in text
 
 
 def test_it_is_withdrawn_when_the_fault_has_an_effect() -> None:
-    e = experiment(2, 12).turn("faults", [Slow(rank=1, phase="link")])
-    found = simulate(e.turn("pace", 5.0), changes=[Change(6, "fabric.link", Link(bandwidth=100.0))])
+    e = experiment(2, 12).set("faults", [Slow(rank=1, phase="link")])
+    found = simulate(e.set("pace", 5.0), changes=[Change(6, "fabric.link", Link(bandwidth=100.0))])
     assert [(step, len(d["texts"])) for step, _, d in found.details("no effect")] == [(0, 1), (6, 0)]
 
 

@@ -90,7 +90,7 @@ def test_momenta_cross_through_any_compressor_and_ranks_stay_equal_to_the_bit(co
     assert torch.equal(moments[0], moments[1]) and torch.equal(moments[0], moments[2])
     assert not torch.equal(weights(sessions[0]), joined(3, 10, 4))
     for real in (False, True):
-        simulated = simulate(e.turn("pace", 1.0), real=real)
+        simulated = simulate(e.set("pace", 1.0), real=real)
         for s in sessions:
             assert comm(simulated, s.rank.index) == begun(s.record)
     np.testing.assert_allclose(samples(simulated, "loss", 1)[:5], sessions[1].record.losses()[:5], rtol=1e-4)
@@ -193,7 +193,7 @@ def test_the_exchange_hides_behind_backward_as_that_of_ddp() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_range(knob: str, value: float, allowed: str) -> None:
     with pytest.raises(KnobError, match=rf"strategy.{knob}={value}.*{allowed}"):
-        experiment(strategy=QAdam()).turn(f"strategy.{knob}", value)
+        experiment(strategy=QAdam()).set(f"strategy.{knob}", value)
 
 
 def test_any_compressor_fits_it_but_1_bit_adam_wants_error_feedback() -> None:
@@ -201,5 +201,5 @@ def test_any_compressor_fits_it_but_1_bit_adam_wants_error_feedback() -> None:
         experiment(strategy=QAdam(), compressor=c)
     e = experiment(strategy=QAdam(), compressor=ByteGrad())
     with pytest.raises(KnobError, match=r"compressor=ByteGrad: OneBitAdam needs .* use ErrorFeedback\(of=ByteGrad"):
-        e.turn("strategy", OneBitAdam())
-    e.turn("compressor", ErrorFeedback(of=ByteGrad())).turn("strategy", OneBitAdam())
+        e.set("strategy", OneBitAdam())
+    e.set("compressor", ErrorFeedback(of=ByteGrad())).set("strategy", OneBitAdam())

@@ -228,4 +228,4 @@ def test_eight_bits_train_like_dense_and_all_ranks_hold_the_same(ranks: int, hop
 ])
 def test_a_setting_that_cannot_be_is_refused_with_what_can(knob: str, value: object, allowed: str) -> None:
     with pytest.raises(KnobError, match=f"compressor.{knob}=.*: must be {allowed}"):
-        experiment(compressor=QSGD()).turn(f"compressor.{knob}", value)
+        experiment(compressor=QSGD()).set(f"compressor.{knob}", value)

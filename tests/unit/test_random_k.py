@@ -148,10 +148,10 @@ def test_sixteen_bit_gradients_stay_sixteen_bits_on_the_wire(dtype: torch.dtype)
 @pytest.mark.parametrize("value", [0, 1.5, "many"])
 def test_a_ratio_that_cannot_be_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(KnobError, match=r"compressor.of.density=.*\[0.0001, 1\]"):
-        experiment(compressor=RandomK.usual()).turn("density", value)
+        experiment(compressor=RandomK.usual()).set("density", value)
 
 
 def test_scaled_under_error_feedback_is_refused_with_what_could_be() -> None:
     with pytest.raises(KnobError, match=r"scaled=True: under error feedback .* use scaled=False with it, or .*out"):
-        experiment(compressor=RandomK.usual()).turn("scaled", True)
-    assert experiment(compressor=RandomK()).turn("scaled", True).compressor == RandomK(scaled=True)
+        experiment(compressor=RandomK.usual()).set("scaled", True)
+    assert experiment(compressor=RandomK()).set("scaled", True).compressor == RandomK(scaled=True)

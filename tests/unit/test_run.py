@@ -147,7 +147,7 @@ def test_a_widget_is_shown_as_it_shows_itself(monkeypatch: pytest.MonkeyPatch) -
 def test_the_experiment_of_a_recorded_run_is_read_back() -> None:
     from workbench.experiment import Experiment
 
-    run = Run(Experiment().turn("ranks", 2).plain())
+    run = Run(Experiment().set("ranks", 2).plain())
     assert run.experiment.ranks == 2 and run.experiment.plain() == run.settings
 
 

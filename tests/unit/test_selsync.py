@@ -99,7 +99,7 @@ def test_it_is_the_plain_loop_on_both_hosts(ranks: int, strategy: SelSync, optim
     e = experiment(ranks, 24, strategy=strategy, task=toy(optimizer))
     sessions, (models, done) = run(e), reference(ranks, 24, strategy, optimizer)
     assert strategy.window + 2 < len(done) < 20, "some steps beyond the first synchronise, and some do not"
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s, model in zip(sessions, models, strict=True):
         assert synchronised(s) == done
         assert noted(s, "synchronised") == [float(k in done) for k in range(24)]
@@ -243,7 +243,7 @@ def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
     )  # fmt: skip
     e = experiment(3, 22, strategy=SelSync(window=3), eval_every=5)
     sessions = run(e, *changes)
-    simulated = simulate(e.turn("pace", 5.0), changes=changes, real=True)
+    simulated = simulate(e.set("pace", 5.0), changes=changes, real=True)
     for s in sessions:
         assert by_step(comm(simulated, s.rank.index)) == by_step(begun(s.record))
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-3, atol=1e-5)
@@ -299,7 +299,7 @@ def test_shared_examples_come_to_all_others_in_turn_and_cost_their_bytes() -> No
             sent = [n for k, what, n in s.record.comm() if k == step and what.startswith("send examples")]
             assert sorted(sent) == sorted([2 * n for _, n in SHARED] * 3 if rank in giving else [])
     assert sorted(g for step in range(2) for g in strategy.givers(step, 4)) == [0, 1, 2, 3]
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in sessions:
         assert by_step(comm(simulated, s.rank.index)) == by_step(begun(s.record))
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4, atol=1e-5)

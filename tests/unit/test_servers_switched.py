@@ -116,7 +116,7 @@ def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
 ) -> None:
     """As the law of the usual settings: who is late, and who waits for whom, follows from that order alone."""
     asked = Asked(monkeypatch, type(strategy))
-    e = experiment(4, 20, strategy=strategy, pace=4.0).turn("faults", [Slow(rank=1, factor=3.0), Noisy(spread=1.0)])
+    e = experiment(4, 20, strategy=strategy, pace=4.0).set("faults", [Slow(rank=1, factor=3.0), Noisy(spread=1.0)])
     ranks = run(e)
     engine = asked.taken()
     simulated = simulate(e, real=True, replay=engines(ranks))

@@ -213,7 +213,7 @@ def test_turned_live_its_knobs_act_on_the_next_step_and_ranks_agree() -> None:
 def test_engine_and_simulator_send_the_same() -> None:
     e = experiment(3, 8, compressor=SIDCo.usual())
     session = run(e)[0]
-    spans = simulate(e.turn("pace", 10), real=True).spans
+    spans = simulate(e.set("pace", 10), real=True).spans
     mine = spans[(spans["rank"] == 0) & (spans.lane == "comm")].sort_values("t0", kind="stable")
     assert [n for _, _, n in session.record.comm()] == mine.nbytes.tolist()
 
@@ -224,4 +224,4 @@ def test_engine_and_simulator_send_the_same() -> None:
 ])
 def test_knobs_that_cannot_be_are_refused_with_what_could(path: str, value: object, allowed: str) -> None:
     with pytest.raises(KnobError, match=f"compressor.of.{path}=.*must be {allowed}"):
-        experiment(compressor=SIDCo.usual()).turn(path, value)
+        experiment(compressor=SIDCo.usual()).set(path, value)

@@ -145,7 +145,7 @@ def test_other_buckets_do_not_disturb_a_round() -> None:
 @pytest.mark.parametrize("buffers", ["keep", "zero", "average"])
 def test_the_simulator_trains_the_same(buffers: str) -> None:
     e = experiment(3, 10, strategy=SlowMo(every=3, buffers=buffers))
-    simulated = simulate(e.turn("pace", 5.0), real=True)
+    simulated = simulate(e.set("pace", 5.0), real=True)
     for s in run(e):
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-5)
 
@@ -160,4 +160,4 @@ def test_adam_inside_is_zeroed_to_a_fresh_start() -> None:
 @pytest.mark.parametrize(("knob", "value"), [("every", 0), ("beta", 1.0), ("alpha", -1), ("buffers", "drop")])
 def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
     with pytest.raises(KnobError, match=f"strategy.{knob}=.*must be"):
-        experiment(2, strategy=SlowMo()).turn(f"strategy.{knob}", value)
+        experiment(2, strategy=SlowMo()).set(f"strategy.{knob}", value)

@@ -39,7 +39,7 @@ def test_both_hosts_number_evaluate_and_end_alike() -> None:
         assert [r[0] for r in s.record if r[1] == "eval"] == [0, 5, 9], "after the steps that passed 4 and 8"
         assert s.rank.step == 11 and s.phase == "done"
         assert [m[0] for m in s.record.noted("change")] == ([5] if s.rank.index == 0 else [])
-    simulated = simulate(e.turn("pace", 1.0), changes=[Change(4, "lr", 0.01)], real=True)
+    simulated = simulate(e.set("pace", 1.0), changes=[Change(4, "lr", 0.01)], real=True)
     for r in range(2):
         assert rows(simulated, "step", r).step.tolist() == want
         assert rows(simulated, "eval", r).step.tolist() == [0, 5, 9]
@@ -66,6 +66,6 @@ def test_a_server_makes_no_step_though_it_comes_to_every_change(synchronous: boo
     changes = [Change(6, "lr", 0.01), Change(12, "bucket_mb", 0.03)]
     sessions = run(e, *changes)
     assert [sum(r[1] == "step" for r in s.record) for s in sessions] == [20, 20, 20, 0]
-    simulated = simulate(e.turn("pace", 5.0), changes=changes)
+    simulated = simulate(e.set("pace", 5.0), changes=changes)
     assert [len(rows(simulated, "step", r)) for r in range(4)] == [20, 20, 20, 0]
     assert len(simulated.changes) == 2

@@ -133,7 +133,7 @@ def test_it_is_the_papers_rule(chosen: StochasticGradientPush, size: int) -> Non
     _, sessions = simulated(e)
     torch.testing.assert_close(torch.stack([weights(s) for s in sessions]), plain.z(), rtol=0, atol=1e-12)
     torch.testing.assert_close(push_weights(sessions), plain.w, rtol=0, atol=1e-12)
-    engine = run(e.turn("steps", 12).turn("pace", 0.0), Change(11, "lr", 1e-30), Change(11, "strategy", "DDP"))
+    engine = run(e.set("steps", 12).set("pace", 0.0), Change(11, "lr", 1e-30), Change(11, "strategy", "DDP"))
     for s in engine:
         torch.testing.assert_close(weights(s), plain.mean(), rtol=0, atol=1e-12)
 
@@ -142,7 +142,7 @@ def test_it_is_the_papers_rule(chosen: StochasticGradientPush, size: int) -> Non
 def test_mass_is_conserved_and_z_comes_to_the_true_mean_though_x_does_not(text: str, size: int) -> None:
     chosen = StochasticGradientPush(graph=text) if text in PUSHES else StochasticGradientPush(edges=text)
     e, still = paced(size, 6, strategy=chosen, task=exact_task()), Change(6, "lr", 1e-30)
-    (_, before), (_, after) = simulated(e), simulated(e.turn("steps", 150), still)
+    (_, before), (_, after) = simulated(e), simulated(e.set("steps", 150), still)
     w0, w1 = push_weights(before), push_weights(after)
     x0, x1 = parameters(before) * w0[:, None], parameters(after) * w1[:, None]
     assert w0.sum() == pytest.approx(size, abs=1e-13) and w1.sum() == pytest.approx(size, abs=1e-12)
@@ -170,7 +170,7 @@ def test_left_with_uneven_weights_it_gives_the_true_mean(overlap: int) -> None:
     for step in range(8):
         plain.step(step)
     assert (plain.z().mean(0) - plain.mean()).abs().max() > 1e-3, "the mean of the z is something else"
-    _, sessions = simulated(e.turn("steps", 9), Change(8, "lr", 1e-30), Change(8, "strategy", "DDP"))
+    _, sessions = simulated(e.set("steps", 9), Change(8, "lr", 1e-30), Change(8, "strategy", "DDP"))
     for s in sessions:
         torch.testing.assert_close(weights(s), plain.mean(), rtol=0, atol=1e-13)
     assert len({state_hash(s.layout) for s in sessions}) == 1
@@ -194,7 +194,7 @@ def test_through_live_changes_with_messages_under_way_nothing_is_lost() -> None:
         plain.step(step)
     still = Change(6, "lr", 1e-30)
     want = plain.mean()
-    for sessions in (simulated(e, still, *CHANGES)[1], run(e.turn("pace", 0.0), still, *CHANGES)):
+    for sessions in (simulated(e, still, *CHANGES)[1], run(e.set("pace", 0.0), still, *CHANGES)):
         for s in sessions:
             torch.testing.assert_close(weights(s), want, rtol=0, atol=1e-12)
 
@@ -271,4 +271,4 @@ def test_what_gossip_must_refuse_it_takes() -> None:
     uneven = partial(experiment, 3, 4, task=toy(), strategy=StochasticGradientPush(edges=SHARES))
     assert {s.phase for s in run(uneven())} == {"done"}
     with pytest.raises(KnobError, match=r"row 0 adds up to 0\.8"):
-        uneven().turn("strategy", {"Gossip": {"edges": SHARES}})
+        uneven().set("strategy", {"Gossip": {"edges": SHARES}})

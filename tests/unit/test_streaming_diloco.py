@@ -276,14 +276,14 @@ def test_it_leaves_the_ranks_mean(steps: int) -> None:
 def test_both_hosts_train_and_send_the_same(bits: int, delay: int) -> None:
     e = experiment(3, 14, strategy=StreamingDiLoCo(every=6, delay=delay, bits=bits), eval_every=5)
     changes = Change(5, "bucket_mb", 1.0), Change(9, "alpha", 0.2)
-    simulated = simulate(e.turn("pace", 5.0), changes=changes, real=True)
+    simulated = simulate(e.set("pace", 5.0), changes=changes, real=True)
     for s in run(e, *changes):
         np.testing.assert_allclose(samples(simulated, "loss", s.rank.index), s.record.losses(), rtol=1e-4)
         assert sorted(comm(simulated, s.rank.index)) == sorted(s.record.comm())
 
 
 def test_it_runs_over_a_link_and_a_stop_finds_nothing_hanging() -> None:
-    e = experiment(3, 0, pace=5.0, strategy=StreamingDiLoCo(delay=2)).turn("fabric.link.bandwidth", 5.0)
+    e = experiment(3, 0, pace=5.0, strategy=StreamingDiLoCo(delay=2)).set("fabric.link.bandwidth", 5.0)
     sessions = live(e)
     try:
         while min(s.rank.step for s in sessions) < 15:
@@ -325,7 +325,7 @@ def test_and_before_a_change_is_applied_on_both_hosts(change: tuple[str, Any]) -
     assert mark[0] == 4 and "use at most 3" in mark[3]
     assert not session.record.noted("change") and session.experiment.strategy == first
     for real in (False, True):
-        (refusal,) = simulate(e.turn("pace", 5.0), changes=[Change(4, *change)], real=real).details("refused")
+        (refusal,) = simulate(e.set("pace", 5.0), changes=[Change(4, *change)], real=real).details("refused")
         assert "use at most 3" in refusal[2]["reason"]
 
 
@@ -360,7 +360,7 @@ def test_compressors_of_others_are_refused_in_words() -> None:
 @pytest.mark.parametrize(("knob", "value"), [("every", 0), ("fragments", 0), ("delay", -1), ("alpha", 2), ("bits", 8)])
 def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
     with pytest.raises(KnobError, match=f"strategy.{knob}=.*must be"):
-        experiment(2, strategy=StreamingDiLoCo()).turn(f"strategy.{knob}", value)
+        experiment(2, strategy=StreamingDiLoCo()).set(f"strategy.{knob}", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +384,7 @@ def test_it_is_settled_at_each_change_and_at_the_end_and_left_only_for_another_s
     ]:
         e = experiment(2, 8, strategy=SaysWhenSettled())
         s = run(e, *changes)[0]
-        simulated = simulate(e.turn("pace", 5.0), changes=changes)
+        simulated = simulate(e.set("pace", 5.0), changes=changes)
         for name, steps in (("settled", settled), ("left", left)):
             assert [v for _, what, _, v in s.record.samples if what == name] == steps
             assert samples(simulated, name, 0).tolist() == steps

@@ -207,7 +207,7 @@ def test_the_same_seed_draws_the_same_on_engine_and_simulator(shared: bool) -> N
     e = experiment(3, 6, compressor=TernGrad(one_scale=shared))
     first, again = (run(e)[0] for _ in range(2))
     assert state_hash(first.layout) == state_hash(again.layout)
-    samples = simulate(e.turn("pace", 10), real=True).samples
+    samples = simulate(e.set("pace", 10), real=True).samples
     losses = samples[(samples["rank"] == 0) & (samples.name == "loss")].value.tolist()
     assert first.record.losses() == pytest.approx(losses, rel=1e-5)
 

@@ -94,7 +94,7 @@ def test_turned_live_it_acts_on_the_next_step_and_keeps_what_is_owed() -> None:
 def test_engine_and_simulator_send_the_same() -> None:
     e = experiment(3, 5, compressor=Threshold.usual())
     session = run(e)[0]
-    spans = simulate(e.turn("pace", 10), real=True).spans
+    spans = simulate(e.set("pace", 10), real=True).spans
     mine = spans[(spans["rank"] == 0) & (spans.lane == "comm")].sort_values("t0", kind="stable")
     assert [n for _, _, n in session.record.comm()] == mine.nbytes.tolist()
 
@@ -102,4 +102,4 @@ def test_engine_and_simulator_send_the_same() -> None:
 @pytest.mark.parametrize("v", [0, -1, "much", float("nan")])
 def test_a_threshold_that_cannot_be_is_refused_with_the_range(v: object) -> None:
     with pytest.raises(KnobError, match=r"compressor.of.threshold=.*\[1e-12, 1e\+06\]"):
-        experiment(compressor=Threshold.usual()).turn("threshold", v)
+        experiment(compressor=Threshold.usual()).set("threshold", v)

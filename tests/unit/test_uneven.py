@@ -80,7 +80,7 @@ def test_a_choice_by_values_gives_the_same_on_engine_and_simulator() -> None:
     e = experiment(3, 6, compressor=KeepsLarge())
     sessions = run(e)
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    simulated = simulate(e.turn("pace", 10), real=True)
+    simulated = simulate(e.set("pace", 10), real=True)
     losses = simulated.samples[(simulated.samples["rank"] == 0) & (simulated.samples.name == "loss")].value.tolist()
     assert sessions[0].record.losses() == pytest.approx(losses, rel=1e-5)
     spans = simulated.spans

@@ -102,12 +102,12 @@ def test_what_is_written_is_what_update_uses(own: type[Strategy], model: Any, bu
     want = run(experiment(2, 6, strategy=DDP(), task=toy(plain, model=model), bucket_mb=bucket_mb))
     for s in sessions:
         torch.testing.assert_close(weights(s), weights(want[0]), rtol=1e-6, atol=1e-7)
-    simulated = simulate(e.turn("pace", 1.0), real=True)
+    simulated = simulate(e.set("pace", 1.0), real=True)
     torch.testing.assert_close(
         torch.tensor(samples(simulated, "loss", 1)), torch.tensor(sessions[1].record.losses()).double(),
         rtol=1e-5, atol=1e-6,
     )  # fmt: skip
-    simulate(e.turn("pace", 1.0))  # sizes only
+    simulate(e.set("pace", 1.0))  # sizes only
 
 
 def test_slots_are_what_the_optimizer_remembers() -> None:
@@ -118,7 +118,7 @@ def test_slots_are_what_the_optimizer_remembers() -> None:
         mine, theirs = (x.optimizer.state_dict()["state"] for x in (s, want))
         for k, state in theirs.items():
             torch.testing.assert_close(mine[k]["momentum_buffer"], state["momentum_buffer"], rtol=1e-4, atol=1e-6)
-    simulate(e.turn("pace", 1.0))
+    simulate(e.set("pace", 1.0))
 
 
 def test_a_step_in_the_optimizers_place_moves_by_itself_and_clears_gradients() -> None:

@@ -209,7 +209,7 @@ def test_turned_live_its_knobs_act_on_the_next_step() -> None:
 def test_engine_and_simulator_draw_and_send_the_same() -> None:
     e = experiment(3, 5, compressor=Wangni())
     session = run(e)[0]
-    simulated = simulate(e.turn("pace", 10), real=True)
+    simulated = simulate(e.set("pace", 10), real=True)
     mine = simulated.spans[(simulated.spans["rank"] == 0) & (simulated.spans.lane == "comm")]
     assert [n for _, _, n in session.record.comm()] == mine.sort_values("t0", kind="stable").nbytes.tolist()
     losses = simulated.samples[(simulated.samples["rank"] == 0) & (simulated.samples.name == "loss")].value.tolist()
@@ -219,13 +219,13 @@ def test_engine_and_simulator_draw_and_send_the_same() -> None:
 @pytest.mark.parametrize(("path", "value"), [("rule", "best"), ("density", 0), ("density", 2), ("variance", 0)])
 def test_knobs_that_cannot_be_are_refused_with_what_could(path: str, value: object) -> None:
     with pytest.raises(KnobError, match=rf"compressor.{path}=.*must be (one of density, variance|a number in \[0\.)"):
-        experiment(compressor=Wangni()).turn(f"compressor.{path}", value)
+        experiment(compressor=Wangni()).set(f"compressor.{path}", value)
 
 
 def test_under_error_feedback_much_noise_is_refused_with_what_could_be() -> None:
     with pytest.raises(KnobError, match=r"of=Wangni: under error feedback .* use it without, .* or TopK with error"):
-        experiment(compressor=ErrorFeedback.usual()).turn("of", "Wangni")
-    assert experiment(compressor=ErrorFeedback.usual()).turn("compressor", "Wangni").compressor == Wangni()
+        experiment(compressor=ErrorFeedback.usual()).set("of", "Wangni")
+    assert experiment(compressor=ErrorFeedback.usual()).set("compressor", "Wangni").compressor == Wangni()
     experiment(compressor=ErrorFeedback(of=Wangni(rule="variance", variance=0.5)))
 
 

@@ -121,7 +121,7 @@ def test_nothing_is_lost_through_random_live_changes() -> None:
 
 def test_it_is_the_same_on_sizes_alone() -> None:
     e = experiment(3, 8, compressor=ErrorFeedback(of=WarmUp(steps=6, schedule="exponential", stages=2)))
-    session, sizes = run(e)[0], simulate(e.turn("pace", 10), real=False).spans
+    session, sizes = run(e)[0], simulate(e.set("pace", 10), real=False).spans
     for step in range(1, 8):
         assert sent(session, step) == int(sizes[(sizes["rank"] == 0) & (sizes.step == step)].nbytes.sum())
 
@@ -130,9 +130,9 @@ def test_it_is_the_same_on_sizes_alone() -> None:
 def test_falling_densities_of_what_has_none_are_refused_in_words_and_nothing_changes(of: Compressor) -> None:
     good = experiment(2, 4, compressor=ErrorFeedback(of=WarmUp(of=of)))
     with pytest.raises(KnobError, match=r"schedule='exponential': .* has no density, or more than one, .*use "):
-        good.turn("schedule", "exponential")
+        good.set("schedule", "exponential")
     with pytest.raises(KnobError, match="has no density"):
-        experiment(2, 4, compressor=WarmUp(schedule="exponential")).turn("compressor.of", "PowerSGD")
+        experiment(2, 4, compressor=WarmUp(schedule="exponential")).set("compressor.of", "PowerSGD")
     assert good.compressor.of.schedule == "dense"
 
 

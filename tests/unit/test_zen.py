@@ -408,7 +408,7 @@ def test_live_changes_of_everything_train_to_the_very_parameters_of_dense(ranks:
 def test_engine_and_simulator_send_the_same_bytes(ranks: int) -> None:
     e = experiment(ranks, 14, task=sparse_task(), compressor=Zen())
     sessions = run(e, *CHANGES[:6])
-    spans = simulate(e.turn("pace", 10), changes=CHANGES[:6], real=True).spans
+    spans = simulate(e.set("pace", 10), changes=CHANGES[:6], real=True).spans
     for s in sessions:
         mine = spans[(spans["rank"] == s.rank.index) & (spans.lane == "comm")].sort_values("t0", kind="stable")
         assert [n for _, _, n in s.record.comm()] == mine.nbytes.tolist()

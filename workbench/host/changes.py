@@ -25,7 +25,7 @@ from workbench.tasks import at_rate, rate
 async def obey(run: Changing, change: Change) -> None:
     """Makes one change, on all ranks between the same two steps, or refuses it in words; the record says which."""
     try:
-        wanted = run.able(run.experiment.turn(change.path, change.value))
+        wanted = run.able(run.experiment.set(change.path, change.value))
     except KnobError as reason:
         if run.rank.id == 0:
             run.mark("refused", {**change.plain(), "reason": str(reason)})
