@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.bench.netns import Cell, Ranks, awake, cells, excess, in_words, ratio
+from tests.bench.netns import Cell, Ranks, awake, cells, excess, in_words, ratio, step
 from tests.network import Network, sweep, why_not
 
 pytestmark = pytest.mark.netns
@@ -40,14 +40,19 @@ def both() -> Iterator[Both]:
 
 @pytest.mark.parametrize("cell", cells(50, 200, 1000, steps=STEPS), ids=lambda c: f"{c.mbit} Mbit/s, {c.bucket_mb} MB")
 def test_paced_ddp_takes_as_long_on_the_link_as_on_a_network_and_sends_as_many_bytes(both: Both, cell: Cell) -> None:
-    """Within a tenth; headers add at most a twentieth. Measured again if something else took the cores meanwhile."""
-    tries = []
-    for _ in range(2):
+    """Within a tenth; headers add at most a twentieth.
+
+    Measured again, in turn, if something else took the cores meanwhile: that makes a step longer on either side, and
+    shorter on none, so the shortest of each side is compared.
+    """
+    tries: list[dict[str, Any]] = []
+    for _ in range(5):
         tries.append(both.measured(cell))
-        if abs(ratio(tries[-1]) - 1) <= 0.1:
+        modelled, real = (min(step(found[side]) for found in tries) for side in ("modelled", "real"))
+        if abs(modelled / real - 1) <= 0.1:
             break
     said = "; ".join(map(in_words, tries))
-    assert abs(ratio(tries[-1]) - 1) <= 0.1, said
+    assert abs(modelled / real - 1) <= 0.1, said
     assert all(0 <= share <= 0.05 for share in excess(tries[-1])), said
 
 
