@@ -28,7 +28,7 @@ GROUPS = {
 LONG = ("netns", "long", "slow")  # the groups behind `long`: `make test` is to take at most WANTED
 WANTED = 20 * 60  # seconds that `make test` may take on two quiet cores
 BESIDE = ("quick", "ranks", "slow", "long", "engine", "browser")  # several at a time: much of their time they wait
-AT_A_TIME = 3
+AT_A_TIME = 2
 NOTHING_FOUND = 5  # pytest's exit code
 
 
