@@ -12,6 +12,7 @@ from torch import nn
 from tests.ranks import Net, ended, experiment, live, net, run, toy
 from workbench import simulate
 from workbench.engine.session import Session
+from workbench.fabric import Slow
 from workbench.host import handover
 from workbench.settings import Change
 from workbench.strategies import AsyncServer
@@ -26,6 +27,7 @@ class Normed(Net):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("nothing", torch.zeros(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(self.norm(torch.tanh(self.a(x))) + torch.tanh(self.b(torch.tanh(self.a(x)))))
@@ -62,7 +64,28 @@ def test_who_only_served_gets_the_mean_of_those_that_trained(monkeypatch: pytest
     for name, x in trained[0].items():
         if x.is_floating_point():
             assert torch.equal(after[name], x), name
-    assert after["norm.num_batches_tracked"] in [other["norm.num_batches_tracked"] for other in trained]
+    assert {int(held(s)["norm.num_batches_tracked"]) for s in sessions} == {int(trained[0]["norm.num_batches_tracked"])}
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in whole numbers, as some of people's own do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("steps", torch.zeros((), dtype=torch.int64)).add_(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("real", [None, True, False])
+def test_counters_that_went_apart_are_one_afterwards(real: bool | None) -> None:
+    """Ranks without a common step have made different numbers of them; a mean of those is no number of steps."""
+    fast = experiment(3, 12, task=toy(partial(Counting, lr=0.01)), strategy=AsyncServer(), pace=3)
+    chosen, change = fast.set("faults", [Slow(rank=1, factor=3.0)]), Change(8, "strategy", "DDP")
+    if real is not None:
+        assert simulate(chosen, changes=[change], real=real).state == "done"
+        return
+    counts = {int(x) for s in run(chosen, change) for n, x in held(s).items() if n.startswith("steps/")}
+    assert len(counts) == 1
 
 
 @pytest.mark.parametrize("servers", [0, 1, 2])

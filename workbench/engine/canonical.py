@@ -11,7 +11,7 @@ from torch import nn
 
 from workbench.engine.collectives import Wire
 from workbench.host.canonical import Disagreement, buffers, check_same
-from workbench.host.evaluating import distance, holding
+from workbench.host.evaluating import distance
 from workbench.host.layout import Layout, description, difference, signature
 
 
@@ -72,11 +72,14 @@ def mean_model(wire: Wire | None, layout: Layout, model: nn.Module) -> Iterator[
         yield 0.0
         return
     live = [x for x in [*layout.weights, *buffers(model)] if x.numel()]
-    means = [x.detach().clone() for x in live]
-    for mean in means:
+    kept = [x.detach().clone() for x in live]
+    for x in live:
+        mean = x.detach().clone()
         wire.wait(wire.all_reduce(mean.view(-1)))
-        mean.div_(wire.size)
+        x.data.copy_(mean.div_(wire.size))
     count = sum(w.numel() > 0 for w in layout.weights)
-    drift = distance(live[:count], means[:count], layout.numel)
-    with holding(live, means):
-        yield drift
+    try:
+        yield distance(kept[:count], live[:count], layout.numel)
+    finally:
+        for x, own in zip(live, kept, strict=True):
+            x.data.copy_(own)

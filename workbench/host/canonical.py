@@ -77,7 +77,10 @@ def flattened(tensors: list[Tensor]) -> Tensor:
     widest = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     if any(t.is_meta for t in tensors):
         return torch.empty(sum(t.numel() for t in tensors), dtype=widest, device="meta")
-    return torch.cat([t.detach().reshape(-1).to(widest) for t in tensors]) if tensors else torch.zeros(0)
+    if not tensors:
+        return torch.zeros(0)
+    where = max(tensors, key=Tensor.numel).device  # on a GPU an optimizer's counters lie with the host
+    return torch.cat([t.detach().reshape(-1).to(where, widest) for t in tensors])
 
 
 def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:

@@ -44,6 +44,7 @@ def beside(run: Changing) -> State:
 async def consolidate(run: Changing, strategy: Any) -> None:
     """After `strategy` was left: the mean over the ranks that trained of what each has made beside the parameters.
 
+    Of whole numbers (counters, quantised moments) the first one's are taken.
     Diverged momenta would pull replicas apart again. Raises Disagreement where ranks remember unlike things.
     """
     rank, who = run.rank, mesh(strategy, run.rank.size)
@@ -53,14 +54,21 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     if numbers[rank.id] < max(numbers):  # it served, or is yet to make its first step
         prime(run.layout, run.optimizer)
     check_same(await run.gather(_numel(beside(run))), "sizes of the optimizer state")
-    drifted = [x for x in beside(run).values() if x.is_floating_point()] if strategy.periodic else []
-    if not drifted or rank.id not in who.ranks or len(who.ranks) == 1:
+    if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
-    flat = flattened(drifted).div_(group.size)
-    await group.all_reduce(flat, "sum", "optimizer state")
+    drifted = [x for x in beside(run).values() if x.numel()]
+    floats = [x for x in drifted if x.is_floating_point()]
     with torch.no_grad():
-        scatter_back(flat, drifted)
+        if floats:
+            flat = flattened(floats).div_(group.size)
+            await group.all_reduce(flat, "sum", "optimizer state")
+            scatter_back(flat, floats)
+        for x in drifted:  # a mean of whole numbers is none
+            if not x.is_floating_point():
+                whole = x.detach().reshape(-1).clone().view(torch.uint8)
+                await group.broadcast(whole, 0, "counters")
+                scatter_back(whole.view(x.dtype), [x])
 
 
 async def spread(run: Changing, strategy: Any) -> None:
@@ -68,7 +76,7 @@ async def spread(run: Changing, strategy: Any) -> None:
     rank, trained = run.rank, mesh(strategy, run.rank.size).ranks
     if len(trained) == rank.size:
         return
-    here, more = parameters(run.layout), beside(run)
+    here, more = ({name: x for name, x in each.items() if x.numel()} for each in (parameters(run.layout), beside(run)))
     state = {**here, **more}
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
     was, to = (_placed(sizes, len(here), those, rank.size) for those in (trained, everyone))
