@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -167,13 +168,27 @@ def test_a_storage_is_counted_once_whoever_points_there() -> None:
     assert nbytes(storages({"a": flat[:50], "b": [flat[50:].view(5, 10)], "c": nn.Parameter(flat)})) == 400
 
 
+class Still:
+    """A run of which nothing is known but its rank."""
+
+    rank = Rank(0, 2)
+    layout = type("Layout", (), {"buckets": ()})
+
+
+def test_a_payload_that_has_the_id_of_a_bucket_that_is_gone_is_a_payload() -> None:
+    """Python gives the id of what was freed to whoever comes next."""
+    buffers: Any = Buffers(Still())  # type: ignore[arg-type]
+    room, payload = torch.zeros(4096), torch.zeros(4096)
+    buffers.rooms = {id(room): weakref.ref(room), id(payload): weakref.ref(room)}
+    child = object()
+    buffers.take(child, Op("all_reduce", room, "sum", ""))
+    assert buffers.now == 0
+    buffers.take(child, Op("all_reduce", payload, "sum", ""))
+    assert buffers.now == 4 * 4096
+
+
 def test_a_payload_that_lies_where_a_residual_lay_is_a_payload() -> None:
     """torch gives memory that was freed to whoever asks next."""
-
-    class Still:
-        rank = Rank(0, 2)
-        layout = type("Layout", (), {"buckets": ()})
-
     buffers: Any = Buffers(Still())  # type: ignore[arg-type]
     residual = torch.zeros(4096)
     where, alive = residual.untyped_storage()._cdata, [True]

@@ -107,14 +107,15 @@ class Buffers:
         self._lock = threading.Lock()
         self._held: dict[Any, int] = {}
         self.known: dict[int, Callable[[], Any]] = {}  # storages that are counted elsewhere, weakly
-        self.rooms: set[int] = set()  # tensors of buckets that are the same in every step
+        self.rooms: dict[int, Any] = {}  # tensors of buckets that are the same in every step, weakly, by their ids
         self.buckets: list[Bucket] = []  # where gradients lie, some of them elsewhere in every backward
         self.now = self.most = 0
         self.stepping = False
 
     def take(self, who: Any, op: Op) -> None:
         """`who`, a child, asks for a collective."""
-        if (id(op.args[0]) in self.rooms and op.verb == "all_reduce") or op.measures:  # nearly always
+        room = self.rooms.get(id(op.args[0]))  # an id is soon another tensor's, once a room is given back
+        if (room is not None and room() is op.args[0] and op.verb == "all_reduce") or op.measures:  # nearly always
             return
         if nbytes := self._needs(op):
             self._hold(who, nbytes)
@@ -270,7 +271,7 @@ class Ledger:
             known |= found
         buckets = self._run.layout.buckets
         known |= memory.storages([bucket.data for bucket in buckets])
-        rooms = {id(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
+        rooms = {id(b.data): weakref.ref(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
         return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, list(buckets), rooms
 
     def _write(self) -> None:
