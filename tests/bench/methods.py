@@ -130,6 +130,10 @@ METHODS = (
         paper="Near-linear scaling to 256 GPUs (Li et al., VLDB 2020).",
     ),
     Method(
+        name="AdaAlter", rate=400.0,  # of 30, 100, 200, 400, 800 and 1600, by one seed: its root begins near 1
+        see="Each rank steps on its own with the denominators that all agreed upon last; parameters and sums of squares are averaged together.",
+    ),
+    Method(
         name="BackupWorkers", knobs=({"backup": 1},), shown={"backup": 1}, mbit=1600.0, **_ONE_SLOW,
         see="The server beside rank 0 takes the first three gradients and answers; the slow rank's comes too late and is dropped. What the others still wait for is the server's port.",
         paper="Converges faster and to better accuracy than asynchronous and than plain synchronous training (abstract of Chen et al., 2016).",
