@@ -181,7 +181,7 @@ def awake() -> AbstractContextManager[None]:
 
     A virtual machine's core that halts is given back to its host, and comes again late, the later the busier the host
     is. Every frame between two namespaces wakes one: ports of 1000 Mbit/s then carry 750 or less, with both cores
-    three quarters idle. Awake they carry 940, and the emulated Link is within 8 % at each rate.
+    three quarters idle. Awake they carry more than 900, and the emulated Link is within 8 % at each rate.
     """
     return spinning(os.cpu_count() or 1, nice=19)
 

@@ -88,9 +88,10 @@ def scatter_back(flat: Tensor, tensors: list[Tensor]) -> None:
     if flat.is_meta:
         return
     at = 0
-    for t in tensors:
-        t.copy_(flat[at : at + t.numel()].view(t.shape))
-        at += t.numel()
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(flat[at : at + t.numel()].view(t.shape))
+            at += t.numel()
 
 
 def state_hash(layout: Layout) -> int:

@@ -15,7 +15,7 @@ from workbench.experiment.arranged import mesh
 from workbench.fabric.load import idle
 from workbench.host import handover, residual
 from workbench.host.changing import Changing
-from workbench.host.momentum import hand_over
+from workbench.host.momentum import move_momentum
 from workbench.optimizers import carry
 from workbench.rank import Part
 from workbench.settings import Change, KnobError
@@ -62,7 +62,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         run.regrouped()
         await run.gather(0)  # nobody goes on before all have closed what is over
     if not run.flushing:
-        await hand_over(run)
+        await move_momentum(run)
     run.choose_lane()
 
 

@@ -4,8 +4,9 @@ Two steps, in this order. `consolidate` is arithmetic: where ranks drifted apart
 `spread` is one `move`: from where the state lies under one strategy to where it is to lie under the next. A rank that
 only served has the parameters, and lacks what training made beside them.
 
-By name: parameters, frozen ones and buffers have their own; what the optimizer remembers of a parameter is
-"exp_avg/NAME", its counter "step/NAME". What is each rank's own (residuals, a strategy's memory) is not in it.
+By name: parameters and buffers have their own; what the optimizer remembers of a parameter is "exp_avg/NAME", its
+counter "step/NAME". Frozen parameters are not in it, since nothing makes them differ, nor is what is each rank's own
+(residuals, a strategy's memory).
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def beside(run: Changing) -> State:
 async def consolidate(run: Changing, strategy: Any) -> None:
     """After `strategy` was left: the mean over the ranks that trained of what each has made beside the parameters.
 
-    Of whole numbers (counters, quantised moments) the first one's are taken.
-    Diverged momenta would pull replicas apart again. Raises Disagreement where ranks remember unlike things.
+    Of whole numbers (counters, quantised moments) the first one's are taken. Diverged momenta would pull replicas
+    apart again. Raises Disagreement where ranks remember unlike things.
     """
     rank, who = run.rank, mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
@@ -59,16 +60,15 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     group = rank if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
     drifted = [x for x in beside(run).values() if x.numel()]
     floats = [x for x in drifted if x.is_floating_point()]
-    with torch.no_grad():
-        if floats:
-            flat = flattened(floats).div_(group.size)
-            await group.all_reduce(flat, "sum", "optimizer state")
-            scatter_back(flat, floats)
-        for x in drifted:  # a mean of whole numbers is none
-            if not x.is_floating_point():
-                whole = x.detach().reshape(-1).clone().view(torch.uint8)
-                await group.broadcast(whole, 0, "counters")
-                scatter_back(whole.view(x.dtype), [x])
+    if floats:
+        flat = flattened(floats).div_(group.size)
+        await group.all_reduce(flat, "sum", "optimizer state")
+        scatter_back(flat, floats)
+    for x in drifted:  # a mean of whole numbers is none
+        if not x.is_floating_point():
+            whole = x.detach().reshape(-1).clone().view(torch.uint8)
+            await group.broadcast(whole, 0, "counters")
+            scatter_back(whole.view(x.dtype), [x])
 
 
 async def spread(run: Changing, strategy: Any) -> None:

@@ -32,7 +32,7 @@ def stilled(layout: Layout, optimizer: Any, memory: Memory) -> None:
         torch._foreach_sub_(*map(list, zip(*pairs, strict=True)))
 
 
-async def hand_over(run: Changing) -> None:
+async def move_momentum(run: Changing) -> None:
     """The momentum goes where it is kept from now on: into the compressor's memory, or back. A Mark says so."""
     memory = run.rank.memory
     here = MOMENTUM in memory.slots

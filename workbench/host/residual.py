@@ -12,7 +12,7 @@ from workbench.compressors._leaving import _Leaving as Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.experiment import Experiment
 from workbench.host.changing import Changing
-from workbench.host.momentum import hand_over
+from workbench.host.momentum import move_momentum
 
 LONG = 3.0  # times a gradient's length: a residual that is sent at once and is longer makes a step worth a warning
 
@@ -72,7 +72,7 @@ async def flushed(run: Changing) -> None:
         begin(run)
     if not run.flushing:
         run.rank.memory.drop(sent.owes)
-        await hand_over(run)
+        await move_momentum(run)
         run.choose_lane()
 
 
