@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import importlib
 import math
 import os
 import time
 import uuid
+from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -108,6 +110,14 @@ def weights(session: Session) -> torch.Tensor:
     """All parameters in the order of their names: (n,) float64."""
     named = sorted(session.model.named_parameters())
     return torch.cat([p.detach().reshape(-1).double() for _, p in named])
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
+    """A 63-bit hash of the bits of `tensors`."""
+    digest = hashlib.blake2b(digest_size=8)
+    for t in tensors:
+        digest.update(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return int.from_bytes(digest.digest(), "big") >> 1
 
 
 class Net(nn.Module):

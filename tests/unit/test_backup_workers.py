@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import batch, ended, experiment, live, mse, net, run, shipped, toy, weights
+from tests.ranks import batch, ended, experiment, fingerprint, live, mse, net, run, shipped, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import Fault, Noisy, Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
-from workbench.host.layout import fingerprint
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain
 from workbench.sim import Costs, Duration

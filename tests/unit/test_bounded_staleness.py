@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import ended, experiment, live, net, run, shipped, toy, weights
+from tests.ranks import ended, experiment, fingerprint, live, net, run, shipped, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_backup_workers import sessions as sessions
 from tests.unit.test_engine_apart import over, until
@@ -18,7 +18,6 @@ from workbench import simulate
 from workbench.compressors import TopK
 from workbench.fabric import Noisy, Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
-from workbench.host.layout import fingerprint
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain
 from workbench.sim.session import Session

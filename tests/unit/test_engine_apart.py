@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import ended, experiment, live, poisoned, run, toy, weights
+from tests.ranks import ended, experiment, fingerprint, live, poisoned, run, toy, weights
 from tests.thinned import thinned
 from workbench.engine.post import Post
 from workbench.engine.session import Session
 from workbench.fabric import Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
-from workbench.host.layout import fingerprint
 from workbench.rank import Rank
 from workbench.settings import Change, to_plain
 from workbench.strategies import AsyncServer, Hogwild, LocalSGD, ShadowMA, Strategy

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tests.ranks import batch as examples
-from tests.ranks import ended, experiment, live, mse, poisoned, run, toy, weights
+from tests.ranks import ended, experiment, fingerprint, live, mse, poisoned, run, toy, weights
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
@@ -30,7 +30,7 @@ from workbench.engine import clocks
 from workbench.engine.session import Session
 from workbench.fabric import Freeze, Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
-from workbench.host.layout import Layout, fingerprint
+from workbench.host.layout import Layout
 from workbench.settings import Change, KnobError
 from workbench.sim.session import Session as Simulated
 from workbench.strategies import DDP, Hogwild

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import torture
-from tests.ranks import batch, ended, experiment, live, mse, run, toy
+from tests.ranks import batch, ended, experiment, fingerprint, live, mse, run, toy
 from tests.sim.test_replay import Asked, engines
 from tests.sim.virtual import samples
 from tests.unit.test_engine_apart import over, until
@@ -19,7 +19,6 @@ from workbench import simulate
 from workbench.engine.session import Session
 from workbench.fabric import Fabric, Noisy, Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
-from workbench.host.layout import fingerprint
 from workbench.settings import to_plain
 from workbench.strategies import DDP, AsyncServer, BackupWorkers, BoundedStaleness, Gossip, LocalSGD, Strategy
 

@@ -238,11 +238,3 @@ def difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str
 def _in_words(about: list[Any]) -> str:
     _, shape, dtype, trained = about
     return f"{dtype} of shape {tuple(shape)}{'' if trained else ', frozen'}"
-
-
-def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A 63-bit hash of the bits of `tensors`."""
-    digest = hashlib.blake2b(digest_size=8)
-    for t in tensors:
-        digest.update(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
-    return int.from_bytes(digest.digest(), "big") >> 1
