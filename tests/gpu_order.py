@@ -138,7 +138,7 @@ class Gpu:
     def __init__(self, seed: int = 0) -> None:
         self.known: dict[int, int] = {}  # up to where the host has seen each stream to be
         self.compute = Stream(self, "compute")
-        self.dice, self.streams = random.Random(seed), [self.compute]
+        self.rng, self.streams = random.Random(seed), [self.compute]
         self.syncs = self.items = 0
         self.communicators: list[Any] = []
         self.seen: dict[int, StorageWeakRef] = {}  # storages that something is known of, gone or not
@@ -147,7 +147,7 @@ class Gpu:
         self.touched: dict[int, list[Touch]] = {}  # by storage: who read or wrote which bytes, and when on its stream
 
     def lateness(self) -> float:
-        return self.dice.random() * LATE
+        return self.rng.random() * LATE
 
     def set_device(self, name: str) -> None:
         if getattr(_HERE, "order", None) is None:

@@ -134,17 +134,17 @@ class Net(nn.Module):
 def net(make: Any = None) -> nn.Module:
     """The same first parameters in every thread: torch's own random numbers belong to the whole process."""
     model = (make or Net)()
-    dice = torch.Generator().manual_seed(5)
+    rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=dice) * 0.5 / p.shape[-1] ** 0.5)
+            p.copy_(torch.randn(p.shape, generator=rng) * 0.5 / p.shape[-1] ** 0.5)
     return model
 
 
 def batch(rank: int, step: int, seed: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank's examples of a step, a function of its arguments only."""
-    dice = torch.Generator().manual_seed(seed * 1_000_003 + step * 101 + rank)
-    x = torch.randn(size, 8, generator=dice)
+    rng = torch.Generator().manual_seed(seed * 1_000_003 + step * 101 + rank)
+    x = torch.randn(size, 8, generator=rng)
     return x, torch.stack([x[:, 0], x[:, 1] * x[:, 2], x.sum(1), x[:, 3].abs()], 1)
 
 

@@ -42,12 +42,12 @@ class Kind(NamedTuple):
 
 def kinds(seed: int, runs: int, ranks: int) -> list[Kind]:
     """What becomes of each run: most are done, a fifth is stopped, a tenth each meets a NaN or raises."""
-    dice, out = random.Random(seed), []
+    rng, out = random.Random(seed), []
     for _ in range(runs):
-        what = dice.choices(("done", "stop", "nan", "raise"), (6, 2, 1, 1))[0]
-        after = dice.choice((0.0, dice.uniform(0.0, 0.1), dice.uniform(0.0, 1.5)))
-        endless = what == "stop" and dice.random() < 0.5
-        out.append(Kind(what, dice.randrange(ranks), dice.randrange(STEPS), after, 0 if endless else STEPS))
+        what = rng.choices(("done", "stop", "nan", "raise"), (6, 2, 1, 1))[0]
+        after = rng.choice((0.0, rng.uniform(0.0, 0.1), rng.uniform(0.0, 1.5)))
+        endless = what == "stop" and rng.random() < 0.5
+        out.append(Kind(what, rng.randrange(ranks), rng.randrange(STEPS), after, 0 if endless else STEPS))
     return out
 
 

@@ -18,12 +18,12 @@ SHAPES = {
     "embed": (6, 8), "qkv": (3, 4, 5), "up": (9, 4), "norm": (7,), "down": (4, 9), "ids": (5, 3), "mask": (6, 2),
     "wave": (3, 5), "exp_avg/embed": (6, 8), "exp_avg/qkv": (3, 4, 5), "exp_avg/up": (9, 4), "exp_avg/norm": (7,),
 }  # fmt: skip
-WHOLE = {"step": 1, "dice": 13, "running_mean": 7}  # what is not elementwise lies whole wherever it lies
+WHOLE = {"step": 1, "rng": 13, "running_mean": 7}  # what is not elementwise lies whole wherever it lies
 DTYPES = {
     "embed": torch.float32, "qkv": torch.bfloat16, "up": torch.float64, "norm": torch.float16, "down": torch.float32,
     "ids": torch.int64, "mask": torch.bool, "wave": torch.complex128, "exp_avg/embed": torch.float32,
     "exp_avg/qkv": torch.float32, "exp_avg/up": torch.float64, "exp_avg/norm": torch.float8_e4m3fn,
-    "step": torch.int64, "dice": torch.uint8, "running_mean": torch.float64,
+    "step": torch.int64, "rng": torch.uint8, "running_mean": torch.float64,
 }  # fmt: skip
 SIZES = {**{name: math.prod(shape) for name, shape in SHAPES.items()}, **WHOLE}
 WIDTHS = {name: dtype.itemsize for name, dtype in DTYPES.items()}
@@ -33,8 +33,8 @@ Names = Collection[str]
 
 def reference(seed: int) -> dict[str, torch.Tensor]:
     """Every tensor whole and flat, of random bits, NaNs among them."""
-    dice = torch.Generator().manual_seed(seed)
-    raw = {n: torch.randint(0, 256, (SIZES[n] * WIDTHS[n],), generator=dice, dtype=torch.uint8) for n in SIZES}
+    rng = torch.Generator().manual_seed(seed)
+    raw = {n: torch.randint(0, 256, (SIZES[n] * WIDTHS[n],), generator=rng, dtype=torch.uint8) for n in SIZES}
     return {n: x > 127 if DTYPES[n] is torch.bool else x.view(DTYPES[n]) for n, x in raw.items()}
 
 
@@ -102,12 +102,12 @@ def lost(was: Placement, to: Placement, alive: Collection[int]) -> dict[str, int
 @cache
 def walk(seed: int, moves: int) -> tuple[Step, ...]:
     """So many moves that can be made, among random placements; between them some that cannot, as too many died."""
-    dice = random.Random(seed)
-    was, found, made = placement(dice), list[Step](), 0
+    rng = random.Random(seed)
+    was, found, made = placement(rng), list[Step](), 0
     while made < moves:
-        to = placement(dice)
-        few = 0 if found and found[-1].lost else dice.choice([0, 1, 1, 2])  # who died once too often is back
-        dead = dice.sample(was.ranks, min(few, len(was.ranks) - 1))
+        to = placement(rng)
+        few = 0 if found and found[-1].lost else rng.choice([0, 1, 1, 2])  # who died once too often is back
+        dead = rng.sample(was.ranks, min(few, len(was.ranks) - 1))
         alive = tuple(r for r in range(RANKS) if r not in dead)
         found.append(Step(was, to, alive, lost(was, to, alive)))
         if not found[-1].lost:
@@ -115,61 +115,61 @@ def walk(seed: int, moves: int) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def placement(dice: random.Random) -> Placement:
+def placement(rng: random.Random) -> Placement:
     """Any of the ways to spread the state over any of the ranks; the moments may be spread another way."""
-    ranks = dice.sample(range(RANKS), dice.randint(1, RANKS))
+    ranks = rng.sample(range(RANKS), rng.randint(1, RANKS))
     params = [n for n in SHAPES if "/" not in n]
     moments = [n for n in SHAPES if "/" in n]
-    if dice.random() < 0.5:
-        spread = _any(dice, [*params, *moments], ranks)
+    if rng.random() < 0.5:
+        spread = _any(rng, [*params, *moments], ranks)
     else:
-        spread = _any(dice, params, ranks) | _any(dice, moments, ranks)
+        spread = _any(rng, params, ranks) | _any(rng, moments, ranks)
     return spread | Placement.whole(WHOLE, ranks)
 
 
-def _any(dice: random.Random, names: Sequence[str], ranks: list[int]) -> Placement:
+def _any(rng: random.Random, names: Sequence[str], ranks: list[int]) -> Placement:
     kinds = [_whole, _sharded, _shared_out, _layers, _split]
-    one = dice.choice(kinds)
-    if len(ranks) % 2 or dice.random() < 0.5:
-        return one(dice, names, ranks)
+    one = rng.choice(kinds)
+    if len(ranks) % 2 or rng.random() < 0.5:
+        return one(rng, names, ranks)
     first, other = ranks[::2], ranks[1::2]
-    spread, groups = one(dice, names, first), {r: [r, s] for r, s in zip(first, other, strict=True)}
-    how = dice.random()
+    spread, groups = one(rng, names, first), {r: [r, s] for r, s in zip(first, other, strict=True)}
+    how = rng.random()
     if how < 0.6:
         return spread.copied(groups)
     if how < 0.8:
         return spread.dealt(groups)
-    middle = dice.randint(1, len(names) - 1)
-    return one(dice, names[:middle], first) | dice.choice(kinds)(dice, names[middle:], other)
+    middle = rng.randint(1, len(names) - 1)
+    return one(rng, names[:middle], first) | rng.choice(kinds)(rng, names[middle:], other)
 
 
 def _sizes(names: Names) -> dict[str, int]:
     return {name: SIZES[name] for name in names}
 
 
-def _whole(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+def _whole(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
     return Placement.whole(_sizes(names), ranks)
 
 
-def _sharded(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+def _sharded(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
     return Placement.sharded(_sizes(names), ranks)
 
 
-def _shared_out(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
-    return Placement.sharded(_sizes(names), ranks, [dice.randint(1, 5) for _ in ranks])
+def _shared_out(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
+    return Placement.sharded(_sizes(names), ranks, [rng.randint(1, 5) for _ in ranks])
 
 
-def _layers(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
-    parts: list[list[str]] = [[] for _ in range(dice.randint(1, 2) * len(ranks))]
+def _layers(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
+    parts: list[list[str]] = [[] for _ in range(rng.randint(1, 2) * len(ranks))]
     for name in names:
-        for part in dice.sample(parts, 1 if dice.random() < 0.8 or len(parts) == 1 else 2):
+        for part in rng.sample(parts, 1 if rng.random() < 0.8 or len(parts) == 1 else 2):
             part.append(name)
     return Placement.layers(_sizes(names), ranks, parts)
 
 
-def _split(dice: random.Random, names: Names, ranks: list[int]) -> Placement:
+def _split(rng: random.Random, names: Names, ranks: list[int]) -> Placement:
     found = Placement.whole({}, ranks)
     for name in names:
         shape = SHAPES[name]
-        found |= Placement.split({name: shape}, ranks, dice.randint(0, len(shape) - 1))
+        found |= Placement.split({name: shape}, ranks, rng.randint(0, len(shape) - 1))
     return found

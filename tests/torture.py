@@ -40,42 +40,42 @@ Turn = tuple[str, Any]  # (what, value): a knob's path, or "pause", "step", "res
 
 def sequence(seed: int, turns: int, ranks: int) -> list[list[Turn]]:
     """Bursts of turns that are asked at once."""
-    dice, left, out = random.Random(seed), turns, []
+    rng, left, out = random.Random(seed), turns, []
     while left:
-        burst = min(left, dice.choice((1, 1, 1, 2, 3)))
-        out.append([one(dice, ranks) for _ in range(burst)])
+        burst = min(left, rng.choice((1, 1, 1, 2, 3)))
+        out.append([one(rng, ranks) for _ in range(burst)])
         left -= burst
     return out
 
 
-def one(dice: random.Random, ranks: int) -> Turn:
-    match dice.choice(KINDS):
+def one(rng: random.Random, ranks: int) -> Turn:
+    match rng.choice(KINDS):
         case "strategy":
-            return "strategy", settings(dice, shipped(Strategy))
+            return "strategy", settings(rng, shipped(Strategy))
         case "compressor":
-            return "compressor", settings(dice, shipped(Compressor))
+            return "compressor", settings(rng, shipped(Compressor))
         case "knob":
-            return dice.choice((("density", dice.uniform(0.01, 1.0)), ("every", dice.randint(1, 12)),
-                                ("accumulate", dice.randint(1, 3))))
+            return rng.choice((("density", rng.uniform(0.01, 1.0)), ("every", rng.randint(1, 12)),
+                                ("accumulate", rng.randint(1, 3))))
         case "bucket":
-            return "bucket_mb", 10 ** dice.uniform(-2, 0.5)
+            return "bucket_mb", 10 ** rng.uniform(-2, 0.5)
         case "link":
-            return dice.choice((("link.bandwidth", dice.choice((0.0, dice.uniform(100, 2000)))),
-                                ("link.latency", dice.choice((0.0, dice.uniform(0.0, 1.0)))),
-                                ("pace", dice.choice((0.0, dice.uniform(1, 20))))))
+            return rng.choice((("link.bandwidth", rng.choice((0.0, rng.uniform(100, 2000)))),
+                                ("link.latency", rng.choice((0.0, rng.uniform(0.0, 1.0)))),
+                                ("pace", rng.choice((0.0, rng.uniform(1, 20))))))
         case "lr":
-            return "lr", 10 ** dice.uniform(-4, -2.5)
+            return "lr", 10 ** rng.uniform(-4, -2.5)
         case "batch":
-            return "batch", dice.randint(1, 32)
+            return "batch", rng.randint(1, 32)
         case "optimizer":
-            return "optimizer", dice.choice(shipped(Optimizer)).usual()  # others might diverge
+            return "optimizer", rng.choice(shipped(Optimizer)).usual()  # others might diverge
         case "large":
-            return dice.choice((("clip", dice.choice((0.0, 10 ** dice.uniform(-1, 1)))),
-                                ("lr_scaled", dice.random() < 0.5), ("lr_warmup", dice.randint(0, 30))))
+            return rng.choice((("clip", rng.choice((0.0, 10 ** rng.uniform(-1, 1)))),
+                                ("lr_scaled", rng.random() < 0.5), ("lr_warmup", rng.randint(0, 30))))
         case "pause":
-            return dice.choice((("pause", dice.uniform(0, 0.3)), ("step", dice.randint(1, 3))))
-    rank = dice.randrange(ranks)
-    return "faults", dice.choice(((), (Slow(rank=rank, factor=dice.uniform(1, 3)),), (Noisy(spread=0.5),),
+            return rng.choice((("pause", rng.uniform(0, 0.3)), ("step", rng.randint(1, 3))))
+    rank = rng.randrange(ranks)
+    return "faults", rng.choice(((), (Slow(rank=rank, factor=rng.uniform(1, 3)),), (Noisy(spread=0.5),),
                                   (Freeze(rank=rank, seconds=0.2),)))
 
 
@@ -83,21 +83,21 @@ def shipped(family: Any) -> list[type]:
     return [m for m in members(family).values() if m.__module__.startswith("workbench.")]
 
 
-def settings(dice: random.Random, family: list[type]) -> Any:
+def settings(rng: random.Random, family: list[type]) -> Any:
     """One member with one of its knobs turned, as a person would name it."""
-    member = dice.choice(family)
+    member = rng.choice(family)
     usual = member.usual()
     own = [k for k in knobs(member) if k.kind in (int, float) and k.live]
     if type(usual) is not member or not own:
         return usual
-    k = dice.choice(own)
+    k = rng.choice(own)
     if k.choices:
-        return member(**{k.name: dice.choice(k.choices)})
+        return member(**{k.name: rng.choice(k.choices)})
     low, high = k.low or 0, min(k.high if k.high is not None else 16, (k.low or 0) + 16)
-    return member(**{k.name: dice.randint(int(low), int(high)) if k.kind is int else dice.uniform(low, high)})
+    return member(**{k.name: rng.randint(int(low), int(high)) if k.kind is int else rng.uniform(low, high)})
 
 
-def play(lab: Lab, run: Run, bursts: list[list[Turn]], dice: random.Random, say: Any) -> dict[str, int]:
+def play(lab: Lab, run: Run, bursts: list[list[Turn]], rng: random.Random, say: Any) -> dict[str, int]:
     """Turns everything; returns how many turns were applied and how many refused in words."""
     count = {"applied": 0, "refused": 0, "others": 0}
     for number, burst in enumerate(bursts):
@@ -121,7 +121,7 @@ def play(lab: Lab, run: Run, bursts: list[list[Turn]], dice: random.Random, say:
                     run.wait(5)
                     raise
                 count["refused"] += 1
-        time.sleep(dice.uniform(0, 0.15))
+        time.sleep(rng.uniform(0, 0.15))
     return count
 
 

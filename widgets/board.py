@@ -147,9 +147,9 @@ class Board(anywidget.AnyWidget):
                 case "away":
                     self._pages.pop(page, None)
                     self._waiting.discard(page)
-                case "turn":
+                case "ask":
                     if self._feed and (view := self._feed.view(said["view"])):
-                        view.turn(said["request"])
+                        view.ask(said["request"])
                 case "table":
                     self._show_table(said["view"], said["open"])
         self._answer()

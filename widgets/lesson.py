@@ -47,8 +47,8 @@ class Riddle:
     """
 
     def __init__(self, lab: Any, experiment: Any, seed: int) -> None:
-        dice = Random(seed)
-        self._rank, self._phase = dice.randrange(lab.ranks), dice.choice(PHASES)
+        generator = Random(seed)
+        self._rank, self._phase = generator.randrange(lab.ranks), generator.choice(PHASES)
         fault = {"Slow": {"rank": self._rank, "factor": FACTOR, "phase": self._phase}}
         self.run = lab.run(experiment.set("ranks", lab.ranks).set("fabric.faults", [fault]), secret=HUSH)
         self.run.secret = HUSH  # also where the cell is run again, and the run was there

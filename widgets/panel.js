@@ -119,7 +119,7 @@ class Panel {
   // Follow the run or hold a step still; hover names the span under the pointer.
   steps() {
     const { spec } = this.holding;
-    const ask = (request) => this.hub.say({ kind: "turn", view: this.holding.spec.name, request });
+    const ask = (request) => this.hub.say({ kind: "ask", view: this.holding.spec.name, request });
     const button = element("button", { type: "button", className: "wb-button wb-follow", textContent: "Hold" });
     const slider = element("input", { type: "range", min: 0, max: 0, step: 1, className: "wb-slider" });
     const box = element("input", { type: "number", min: 0, step: 1, className: "wb-step" });
@@ -185,7 +185,7 @@ class Panel {
       if (event.key === "Escape") stop();
       if (along === undefined) return;
       event.preventDefault();
-      if (this.holding.facts.follow) this.hub.say({ kind: "turn", view: this.holding.spec.name, request: { at: this.holding.facts.first } });
+      if (this.holding.facts.follow) this.hub.say({ kind: "ask", view: this.holding.spec.name, request: { at: this.holding.facts.first } });
       this.box = this.beside(picture.rows(), along, across);
       if (!this.box) return stop();
       const { xaxis, yaxis } = picture.div._fullLayout, middle = (Math.max(this.box.x0, xaxis.range[0]) + this.box.x1) / 2;

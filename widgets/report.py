@@ -62,7 +62,7 @@ const answers = {
   here: () => tell([{ kind: "alive" }, null]),
   plotly: () => tell([{ kind: "plotly" }, document.getElementById("plotly").textContent]),
   table: ({ view, open }) => open && tell([{ kind: "tables", tables: { [view]: kept.tables[view] } }, null]),
-  turn: ({ request: { at } }) => {
+  ask: ({ request: { at } }) => {
     if (at === undefined) return;
     const near = kept.windows.reduce((a, b) => (Math.abs(b.first - at) < Math.abs(a.first - at) ? b : a));
     tell(near.message);
@@ -113,7 +113,7 @@ def _windows(feed: Feed) -> list[tuple[int, Message]]:
     near = [max(first, change.at_step + d) for change in feed.run.changes[:WINDOWS] for d in (-2, -1, 0, 2)]
     out = []
     for at in sorted(set(even) | set(near)):
-        view.turn({"at": at})
+        view.ask({"at": at})
         if patch := view.update(feed.run):
             out.append((at, feed.message({view.name: patch})))
     return out

@@ -40,9 +40,9 @@ LAYERS: dict[str, list[tuple[int, ...]]] = {
 
 def inputs(n: int = ELEMENTS) -> dict[str, Tensor]:
     """(n,) float32: Gaussian, and heavy-tailed (normal times log-normal)."""
-    dice = torch.Generator().manual_seed(0)
-    x = torch.randn(n, generator=dice)
-    return {"Gaussian": x, "heavy-tailed": x * torch.randn(n, generator=dice).mul_(1.5).exp_()}
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(n, generator=rng)
+    return {"Gaussian": x, "heavy-tailed": x * torch.randn(n, generator=rng).mul_(1.5).exp_()}
 
 
 def once(run: Callable[[], Any]) -> float:
@@ -102,25 +102,25 @@ def kernels(n: int, rounds: int) -> list[dict[str, Any]]:
     """The kernels that have to beat the plain torch expression, and by how much."""
     rows = []
     for name, x in inputs(n).items():
-        k, dice = round(DENSITY * n), torch.Generator().manual_seed(1)
+        k, rng = round(DENSITY * n), torch.Generator().manual_seed(1)
         sides = {
-            "plain": partial(lambda x, k: x.abs().topk(k), x, k), "ours": partial(roughly, x, k, dice),
+            "plain": partial(lambda x, k: x.abs().topk(k), x, k), "ours": partial(roughly, x, k, rng),
             "plain again": partial(lambda x, k: x.abs().topk(k), x, k),
         }  # fmt: skip
-        found, best = x[roughly(x, k, dice)], x.abs().topk(k).values
+        found, best = x[roughly(x, k, rng)], x.abs().topk(k).values
         kept = float(found.double().square().sum() / best.double().square().sum())
         quality = f"{found.numel() / k:.3f} of the count, {kept:.2%} of the energy"
         rows.append({"part": "kernel", "name": "top-k by a sampled threshold, 1 %", "input": name, "asked": 4.0,
                      "quality": quality, **alternating(sides, rounds)})  # fmt: skip
     unit = torch.rand(n, generator=torch.Generator().manual_seed(0))
-    dice = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
 
     def plain() -> Tensor:
         return torch.floor(unit * 255 + torch.rand_like(unit)).to(torch.uint8)
 
-    codes = dithered(unit, dice, 255.0)
+    codes = dithered(unit, rng, 255.0)
     quality = f"mean off by {float((codes.double() / 255 - unit.double()).mean()):+.1e}"
-    sides = {"plain": plain, "ours": partial(dithered, unit, dice, 255.0), "plain again": plain}
+    sides = {"plain": plain, "ours": partial(dithered, unit, rng, 255.0), "plain again": plain}
     rows.append({"part": "kernel", "name": "8-bit stochastic rounding", "input": "uniform", "asked": 3.0,
                  "quality": quality, **alternating(sides, rounds)})  # fmt: skip
     rows += [low_rank(name, shapes, rounds) for name, shapes in LAYERS.items()]

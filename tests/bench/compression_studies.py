@@ -98,9 +98,9 @@ def variances(grads: list[Tensor], last: int = 10) -> dict[str, list[float]]:
 
 def tails(n: int = 2**17, bits: int = BITS, block: int = 8192) -> dict[str, dict[str, float]]:
     """||C(x) - x||^2 / ||x||^2 of the fitted ones once they have fitted, on normal numbers and on long-tailed ones."""
-    dice = torch.Generator().manual_seed(0)
-    normal = torch.randn(n, generator=dice)
-    chi = torch.randn(3, n, generator=dice).square().mean(0)
+    rng = torch.Generator().manual_seed(0)
+    normal = torch.randn(n, generator=rng)
+    chi = torch.randn(3, n, generator=rng).square().mean(0)
     found: dict[str, dict[str, float]] = {}
     for kind, x in (("normal", normal), ("Student's t, 3 degrees of freedom,", normal / chi.sqrt())):
         for label in ("ALQ", "AMQ"):

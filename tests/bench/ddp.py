@@ -41,8 +41,8 @@ class MLP(nn.Sequential):
 
 
 def mlp_data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    dice = torch.Generator().manual_seed(seed + rank)
-    return [(torch.randn(32, 1000, generator=dice), torch.randint(10, (32,), generator=dice)) for _ in range(8)]
+    rng = torch.Generator().manual_seed(seed + rank)
+    return [(torch.randn(32, 1000, generator=rng), torch.randint(10, (32,), generator=rng)) for _ in range(8)]
 
 
 def mlp_loss(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -78,8 +78,8 @@ def task() -> Task:
 
 
 def _data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
-    dice = torch.Generator().manual_seed(seed + rank)
-    return [torch.randn(8, SIDE, generator=dice) for _ in range(16)]
+    rng = torch.Generator().manual_seed(seed + rank)
+    return [torch.randn(8, SIDE, generator=rng) for _ in range(16)]
 
 
 def experiment(strategy: Strategy, method: Method) -> Experiment:

@@ -41,15 +41,15 @@ def latencies(lab: Lab, strategy: Any, count: int, out: Path) -> dict[str, Any]:
     """From the call of `lab.set` to the step of effect, by the record's own clock; and the steps' lengths."""
     run = lab.run(Experiment(task=ByteGPT(), strategy=strategy), out=out)
     _until(lambda: (run.timeline.samples.rows().name == "loss").sum() > 40)
-    dice = random.Random(1)
+    rng = random.Random(1)
     turns = []
     for _ in range(count):
-        path, (low, high) = dice.choice(PATHS)
-        change = lab.set(path, dice.uniform(low, high))
+        path, (low, high) = rng.choice(PATHS)
+        change = lab.set(path, rng.uniform(low, high))
         if not change.wait(30):
             raise RuntimeError(f"not answered: {change}")
         turns.append(change.id)
-        time.sleep(dice.uniform(0.0, 0.15))
+        time.sleep(rng.uniform(0.0, 0.15))
     lab.stop()
     run.wait(30)
     rows = run.marks[run.marks.name == "change"]

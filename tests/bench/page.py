@@ -41,8 +41,8 @@ def text(data: Path) -> str:
 
 def interval(values: list[float]) -> tuple[float, float, float]:
     """(median, low, high): the bootstrap's 95 % interval of the median."""
-    x, dice = np.array(values), np.random.default_rng(0)
-    medians = np.median(dice.choice(x, (2000, len(x))), axis=1)
+    x, rng = np.array(values), np.random.default_rng(0)
+    medians = np.median(rng.choice(x, (2000, len(x))), axis=1)
     return float(np.median(x)), *map(float, np.quantile(medians, [0.025, 0.975]))
 
 

@@ -77,16 +77,16 @@ def files(folders: list[str]) -> tuple[list[str], list[str]]:
 
 def said(names: list[str]) -> Iterator[bytes]:
     """What a listener is told: nothing, noise, claims to be a rank with what a stranger can know as its proof."""
-    dice = random.Random(7)
+    rng = random.Random(7)
     yield b""
     yield HUGE
-    yield dice.randbytes(3000)
+    yield rng.randbytes(3000)
     for rank in (0, 1, 2, 2**32 - 1):
         yield struct.pack("<I", rank) + bytes(64) + HUGE
         for name in names[-20:]:
             yield struct.pack("<I", rank) + name.encode() + HUGE
     for n in range(8):  # a gloo peer begins with a number
-        yield struct.pack("<q", n) + dice.randbytes(64)
+        yield struct.pack("<q", n) + rng.randbytes(64)
 
 
 def knock(port: int, words: bytes) -> bytes:

@@ -84,8 +84,8 @@ def gpt2() -> Any:
 def tokens(rank: int, ranks: int, seed: int) -> list[Any]:
     import torch
 
-    dice = torch.Generator().manual_seed(seed + rank)
-    return [torch.randint(0, 8, (2, 32), generator=dice) for _ in range(4)]
+    rng = torch.Generator().manual_seed(seed + rank)
+    return [torch.randint(0, 8, (2, 32), generator=rng) for _ in range(4)]
 
 
 def causal(model: Any, batch: Any) -> Any:

@@ -33,7 +33,7 @@ def test_the_table_gives_the_links_rate_however_long_ranks_wait_for_a_late_one()
     wanted = paced(2, 6, 60.0, 40.0, task=stack(2, 300), faults=late, eval_every=0)
     shown, result = Timeline(), recorded(run(wanted, within=120))
     shown.update(result)
-    shown.turn({"at": 3, "steps": 3})
+    shown.ask({"at": 3, "steps": 3})
     shown.update(result)
     grid = shown.table(result)
     rates = [float(r[-1]) for r in grid.rows if r[2] == "comm"]

@@ -22,13 +22,13 @@ class Problem:
     """
 
     def __init__(self, ranks: int) -> None:
-        dice = np.random.default_rng(11)
+        rng = np.random.default_rng(11)
         self.ranks = ranks
-        self.start = 0.3 * dice.standard_normal(NUMEL)
+        self.start = 0.3 * rng.standard_normal(NUMEL)
         at = ranks, STEPS + 1
-        best = dice.standard_normal((ranks, OUTPUTS, LAYERS * INPUTS))
-        self.x = 0.5 * dice.standard_normal((*at, EXAMPLES, LAYERS * INPUTS)) * dice.uniform(0.7, 1.2, (*at, 1, 1))
-        self.y = np.einsum("roi,rtei->rteo", best, self.x) + 0.3 * dice.standard_normal((*at, EXAMPLES, OUTPUTS))
+        best = rng.standard_normal((ranks, OUTPUTS, LAYERS * INPUTS))
+        self.x = 0.5 * rng.standard_normal((*at, EXAMPLES, LAYERS * INPUTS)) * rng.uniform(0.7, 1.2, (*at, 1, 1))
+        self.y = np.einsum("roi,rtei->rteo", best, self.x) + 0.3 * rng.standard_normal((*at, EXAMPLES, OUTPUTS))
 
     def grad(self, rank: int, step: int, theta: np.ndarray) -> np.ndarray:
         """(NUMEL,): the gradient at theta of the examples of one rank in one step, counted from 0."""

@@ -124,8 +124,8 @@ def test_an_exchange_in_one_hop_adds_up_what_coders_say(name: str) -> None:
 def test_what_is_linear_adds_up(name: str) -> None:
     """The sum of two ranks' compressed is one rank's compressed sum."""
     codec, parts = ALL[name](), placed((16, 30), (20,))
-    dice = torch.Generator().manual_seed(1)
-    x, y = (torch.randint(-64, 64, (500,), generator=dice).float() for _ in range(2))
+    rng = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(-64, 64, (500,), generator=rng).float() for _ in range(2))
     both = exchange(codec, torch.stack([x, y]), parts, [Memory(7), Memory(7)])
     sums = exchange(codec, (x + y)[None], parts, [Memory(7)])
     torch.testing.assert_close(both, sums, rtol=1e-5, atol=1e-4)
@@ -158,8 +158,8 @@ def test_the_simulator_knows_the_bytes_from_sizes_alone(name: str) -> None:
 def test_what_is_lossless_gives_the_sum_and_what_is_not_does_not(name: str) -> None:
     """Whole numbers, whose sums are exact in any order; what begins gently is given the time to lose something."""
     parts = placed((16, 30), (20,))
-    dice = torch.Generator().manual_seed(1)
-    xs = torch.randint(-1000, 1000, (3, 500), generator=dice).float()
+    rng = torch.Generator().manual_seed(1)
+    xs = torch.randint(-1000, 1000, (3, 500), generator=rng).float()
     compressor = ALL[name](**LOSING.get(name, {}))
     memories = [Memory(r) for r in range(3)]
     found = [bool((exchange(compressor, xs.clone(), parts, memories) == xs.sum(0)).all()) for _ in range(3)]
@@ -191,7 +191,7 @@ def test_what_is_immediate_is_one_sum_of_the_bucket_as_it_is(name: str) -> None:
 
 
 def test_an_analysis_which_has_names_only_knows_those_that_do_nothing() -> None:
-    idle = {n for n, cls in ALL.items() if cls.immediate or (cls().lossless and cls.owes)}
+    idle = {n for n, cls in ALL.items() if cls.immediate or (cls().lossless and cls.residual)}
     assert set(SILENT) == idle
 
 
@@ -241,41 +241,41 @@ def test_one_bad_step_is_over_with_the_next(name: str, bad: float) -> None:
     for _ in range(3):
         assert bool(exchange(compressor, good, parts, memories).isfinite().all())
     for memory in memories:
-        assert all(bool(v.isfinite().all()) for slot in memory.slots.values() for v in slot.values())
+        assert all(bool(v.isfinite().all()) for slot in memory.buffers.values() for v in slot.values())
 
 
 def fed_back(cls: type[Compressor]) -> bool:
     """Is what it leaves unsent to be found in error feedback's residual?"""
-    return cls.owes in ("", ErrorFeedback.owes) and ErrorFeedback(of=cls()).refuses() is None
+    return cls.residual in ("", ErrorFeedback.residual) and ErrorFeedback(of=cls()).refuses() is None
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [n for n, cls in ALL.items() if fed_back(cls)])
 def test_nothing_is_lost_under_error_feedback_over_random_live_changes(name: str) -> None:
     """Everything sent plus what is left equals the sum of all gradients, through 500 changes of everything."""
-    dice = random.Random(name)
+    rng = random.Random(name)
     ranks, parts = 3, placed(*[(12, 16), (8,)] * 6)
     n = parts[-1].stop
     memories = [Memory(r) for r in range(ranks)]
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     of = ALL[name]()
     for step in range(500):
-        cut = dice.choice([1, 2, 3, 4, 6, 12])
-        if dice.random() < 0.3:
-            of = TopK(density=dice.uniform(0.02, 1.0)) if dice.random() < 0.5 else ALL[name]()
+        cut = rng.choice([1, 2, 3, 4, 6, 12])
+        if rng.random() < 0.3:
+            of = TopK(density=rng.uniform(0.02, 1.0)) if rng.random() < 0.5 else ALL[name]()
         g = torch.randn(ranks, n, generator=torch.Generator().manual_seed(step))
         owed += g.double().sum(0)
         for b in range(0, len(parts), cut):
             group = parts[b : b + cut]
             sent[group[0].start : group[-1].stop] += exchange(ErrorFeedback(of=of), g, group, memories)
-    left = sum(torch.cat([m.slots["residual"][p.name] for p in parts]).double() for m in memories)
+    left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]).double() for m in memories)
     assert (sent + left - owed).norm() <= ROUNDS.get(name, 1e-4) * owed.norm()
 
 
 def test_turning_compression_off_sends_the_residual_once_and_forgets_it() -> None:
     sessions = run(experiment(2, 10, compressor=ErrorFeedback(of=TopK(density=0.1))), Change(6, "compressor", "Dense"))
     for s in sessions:
-        assert "residual" not in s.rank.memory.slots
+        assert "residual" not in s.rank.memory.buffers
         names = [name for step, name, _ in s.record.comm() if step == 7]
         assert names and all(name.startswith("all_reduce") for name in names)
 

@@ -148,7 +148,7 @@ class DABMD(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         return size // 2  # the word goes round the ring one rank per step
 
     async def step(self, rank: Rank, state: Any) -> None:

@@ -28,7 +28,7 @@ class ByteScheduler(Strategy):
     """
 
     exact: ClassVar[bool] = True
-    crosses: ClassVar[bool] = True
+    in_flight: ClassVar[bool] = True
 
     def init(self, rank: Rank, params: list[Bucket]) -> dict[int, Handle]:
         return {}  # bucket -> its exchange, under way across the step's end
@@ -91,7 +91,7 @@ class ZeRO3(Strategy):
     """
 
     exact: ClassVar[bool] = True
-    crosses: ClassVar[bool] = True
+    in_flight: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
     def init(self, rank: Rank, params: list[Bucket]) -> list[Bucket]:
@@ -172,7 +172,7 @@ class OneFOneB(Strategy):
     staged: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         return 1  # the word goes down the stages with a step's activations
 
     async def step(self, rank: Rank, state: Any) -> None:

@@ -96,8 +96,8 @@ def test_workers_add_to_one_vector_without_waiting_for_each_other(ranks: int) ->
 
 def clicks(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What each of twenty ids is worth has to be learned by its embedding."""
-    dice = torch.Generator().manual_seed(100 * seed + rank)
-    ids = [torch.randint(0, 20, (8,), generator=dice) for _ in range(32)]
+    rng = torch.Generator().manual_seed(100 * seed + rank)
+    ids = [torch.randint(0, 20, (8,), generator=rng) for _ in range(32)]
     return [(i, (i.float() / 10 - 1)[:, None]) for i in ids]
 
 

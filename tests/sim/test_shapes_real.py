@@ -59,14 +59,14 @@ def test_wavelet_trains_as_ddp_with_two_batches_does() -> None:
 class LateByOne(DDP):
     """DDP that waits for a step's exchange when the next step begins: what crosses a step's end, on the engine."""
 
-    crosses: ClassVar[bool] = True
+    in_flight: ClassVar[bool] = True
     left: ClassVar[list[int]] = []
 
     def init(self, rank: Rank, params: list[Bucket]) -> list[Any]:
         return []
 
     async def step(self, rank: Rank, state: Any) -> None:
-        await self._settle(rank, state)
+        await self._drain(rank, state)
         await rank.forward()
         async for bucket in rank.backward(1 / rank.size):
             state.append(await rank.start(rank.compressor.reduce(rank, bucket, rank.memory), name=bucket.name))
@@ -74,9 +74,9 @@ class LateByOne(DDP):
     async def leave(self, rank: Rank, state: Any) -> None:
         if rank.index == 0 and state:
             self.left.append(rank.step)
-        await self._settle(rank, state)
+        await self._drain(rank, state)
 
-    async def _settle(self, rank: Rank, state: Any) -> None:
+    async def _drain(self, rank: Rank, state: Any) -> None:
         if state:
             for handle in state:
                 await rank.wait(handle)

@@ -17,9 +17,9 @@ STEP = 1 / 254  # half a code, as a share of a row's largest magnitude
 
 
 def test_two_hops_stay_within_half_a_code_per_quantisation() -> None:
-    dice = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     size, n = 3, 100
-    inputs = [torch.randn(n, generator=dice) for _ in range(size)]
+    inputs = [torch.randn(n, generator=rng) for _ in range(size)]
     outputs = in_turns([bucket_of(x.clone()) for x in inputs])
     exact = sum(inputs)
     assert isinstance(exact, torch.Tensor)

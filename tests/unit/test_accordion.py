@@ -103,7 +103,7 @@ def test_levels_are_those_of_the_rule_written_out(threshold: float) -> None:
             norm = float(total[p.start : p.stop].norm())
             old = before.get(p.name, 0.0)
             gentle = old == 0 or abs(old - norm) / old >= threshold
-            assert memories[0].parts[Accordion.slot][p.name].gentle == gentle, (step, p.name)
+            assert memories[0].parts[Accordion.buffer][p.name].gentle == gentle, (step, p.name)
             before[p.name] = norm
             found.add(gentle)
         total.zero_()
@@ -149,7 +149,7 @@ def test_bytes_are_those_of_the_level_in_force_of_every_layer_and_all_ranks_have
                     seen.add((len(parts) == len(bucket.parts), gentle))
         assert sum(n for s, _, n in first.record.comm() if s == step) == want, step
     assert {gentle for _, gentle in seen} == {0.0, 1.0} and (False, 0.0) in seen, "both levels, and within one bucket"
-    known = [s.rank.memory.parts[Accordion.slot] for s in sessions]
+    known = [s.rank.memory.parts[Accordion.buffer] for s in sessions]
     assert known[0] == known[1] == known[2] == known[3] and len(known[0]) == 6
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert not any("level" in what for s in sessions[1:] for _, what, _, _ in s.record.samples), "said once"
@@ -183,27 +183,27 @@ def test_what_it_knows_of_a_layer_does_not_depend_on_buckets() -> None:
         exchange(accordion, g, parts, one)
         for group in ((parts[:1], parts[1:]), (parts[:2], parts[2:]), (parts,))[step % 3]:
             exchange(accordion, g, group, cut)
-    assert one[0].parts[Accordion.slot] == cut[0].parts[Accordion.slot]
-    assert {one.gentle for one in cut[0].parts[Accordion.slot].values()} == {True, False}
+    assert one[0].parts[Accordion.buffer] == cut[0].parts[Accordion.buffer]
+    assert {one.gentle for one in cut[0].parts[Accordion.buffer].values()} == {True, False}
 
 
 def test_nothing_is_lost_through_random_live_changes() -> None:
-    dice, ranks, parts = random.Random(3), 2, placed(*[(12, 16), (8,)] * 3)
+    rng, ranks, parts = random.Random(3), 2, placed(*[(12, 16), (8,)] * 3)
     memories, n, used = [Memory(r) for r in range(ranks)], parts[-1].stop, set()
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(500):
         if not step % 5:
-            pair = dice.choice([(PowerSGD(rank=2), PowerSGD(rank=1)), (TopK(density=0.5), TopK(density=0.02)),
+            pair = rng.choice([(PowerSGD(rank=2), PowerSGD(rank=1)), (TopK(density=0.5), TopK(density=0.02)),
                                 (Dense(), TopK.usual()), (Layers(smallest=9), PowerSGD())])
-            accordion = Accordion(gentle=pair[0], harsh=pair[1], every=dice.randint(1, 3), threshold=dice.random())
-        g = noise(step, ranks, n) * dice.choice([0.3, 1.0, 1.0, 3.0])
+            accordion = Accordion(gentle=pair[0], harsh=pair[1], every=rng.randint(1, 3), threshold=rng.random())
+        g = noise(step, ranks, n) * rng.choice([0.3, 1.0, 1.0, 3.0])
         owed += g.double().sum(0)
-        cut = dice.choice([2, 3, 6])
+        cut = rng.choice([2, 3, 6])
         for b in range(0, len(parts), cut):
             group = parts[b : b + cut]
             sent[group[0].start : group[-1].stop] += exchange(ErrorFeedback(of=accordion), g, group, memories)
-        used |= {one.gentle for one in memories[0].parts[Accordion.slot].values()}
-    left = sum(torch.cat([m.slots["residual"][p.name] for p in parts]).double() for m in memories)
+        used |= {one.gentle for one in memories[0].parts[Accordion.buffer].values()}
+    left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]).double() for m in memories)
     assert (sent + left - owed).norm() <= 1e-4 * owed.norm() and used == {True, False}
 
 
@@ -224,7 +224,7 @@ def test_numbers_that_are_not_finite_are_left_out_of_the_sum() -> None:
     accordion = Accordion(gentle=PAIR.gentle, harsh=PAIR.harsh, every=2)
     for x in (g, g, bad, g, g):
         exchange(accordion, x, parts, memories)
-    known = memories[0].parts[Accordion.slot]["p0"]
+    known = memories[0].parts[Accordion.buffer]["p0"]
     assert known.norm == pytest.approx((63 * 16 + 4) ** 0.5) and not known.gentle
 
 
@@ -233,7 +233,7 @@ def test_many_small_gradients_of_sixteen_bits_add_up(dtype: torch.dtype) -> None
     memories, g = [Memory()], torch.full((1, 64), 0.01, dtype=dtype)
     for _ in range(1000):
         exchange(Accordion(gentle=Dense(), harsh=Dense(), every=1000), g, placed((8, 8)), memories)
-    assert memories[0].parts[Accordion.slot]["p0"].norm == pytest.approx(1000 * float(g[0, 0]) * 8, rel=1e-4)
+    assert memories[0].parts[Accordion.buffer]["p0"].norm == pytest.approx(1000 * float(g[0, 0]) * 8, rel=1e-4)
 
 
 def test_with_sizes_only_it_is_harsh_from_the_second_check_on() -> None:
@@ -256,7 +256,7 @@ def test_engine_and_simulator_decide_alike() -> None:
 
 def test_one_rank_trains_and_decides_alone() -> None:
     (session,) = run(experiment(1, 9, compressor=ErrorFeedback(of=Accordion(every=2))))
-    assert bool(weights(session).isfinite().all()) and len(session.rank.memory.parts[Accordion.slot]) == 6
+    assert bool(weights(session).isfinite().all()) and len(session.rank.memory.parts[Accordion.buffer]) == 6
 
 
 def test_one_within_another_is_refused() -> None:

@@ -110,7 +110,7 @@ def test_what_the_ranks_contribute_adds_up_to_the_result_in_every_step() -> None
     for step in range(4):
         g = noise(5 + step, 3, SEVERAL[-1].stop)
         owed, sent = owed + g.sum(0), sent + exchange(ErrorFeedback(of=ACPSGD(rank=2)), g, SEVERAL, memories)
-        left = torch.cat([sum(m.slots["residual"][p.name] for m in memories) for p in SEVERAL])
+        left = torch.cat([sum(m.buffers["residual"][p.name] for m in memories) for p in SEVERAL])
         torch.testing.assert_close(sent + left, owed)
         for p in SEVERAL:
             whole = p.shape in [(7,), (3, 2), ()]
@@ -118,10 +118,10 @@ def test_what_the_ranks_contribute_adds_up_to_the_result_in_every_step() -> None
 
 
 def test_nothing_is_lost_while_rank_rate_buckets_and_power_sgd_come_and_go() -> None:
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
 
     def among(n: int) -> int:
-        return int(torch.randint(n, (), generator=dice))
+        return int(torch.randint(n, (), generator=rng))
 
     memories, parts = [Memory(), Memory()], placed((40, 30), (9,), (12, 50), (30, 40))
     sent = owed = torch.zeros(parts[-1].stop, dtype=torch.float64)
@@ -135,7 +135,7 @@ def test_nothing_is_lost_while_rank_rate_buckets_and_power_sgd_come_and_go() -> 
             out = exchange(ErrorFeedback(of=of), g, group, memories)
             sent = sent + torch.cat([g.new_zeros(group[0].start), out, g.new_zeros(owed.numel() - group[-1].stop)])
         mixed += 0 < len(memories[0].parts.get(LEFT_IS_NEWER, ())) < 3
-    left = sum(torch.cat([m.slots["residual"][p.name] for p in parts]) for m in memories)
+    left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]) for m in memories)
     torch.testing.assert_close(sent + left, owed)
     assert mixed > 5, "whose turn it is was never another among the parameters of one bucket"
 

@@ -148,11 +148,11 @@ def test_gradient_descent_on_the_multiplier_comes_near_the_best(bits: int, ends:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_rounding_to_fitted_levels_keeps_the_mean_and_costs_what_was_reckoned(cls: type, bits: int) -> None:
     levels = cls(bits=bits).solved(MANY).float()
-    dice = torch.Generator().manual_seed(bits)
-    which = torch.multinomial(MANY.weight, 400_000, replacement=True, generator=dice)
-    r = MANY.mean[which] + MANY.sigma[which] * torch.randn(len(which), generator=dice, dtype=F64)
+    rng = torch.Generator().manual_seed(bits)
+    which = torch.multinomial(MANY.weight, 400_000, replacement=True, generator=rng)
+    r = MANY.mean[which] + MANY.sigma[which] * torch.randn(len(which), generator=rng, dtype=F64)
     r = r[r.abs() <= 1].float()  # of these a share of exp(-5) at most is cut off, from the widest: reckoned below
-    off = (levels[dithered(between(r.clone(), levels), dice).int()] - r).double()
+    off = (levels[dithered(between(r.clone(), levels), rng).int()] - r).double()
     inside = torch.special.ndtr((1 - MANY.mean) / MANY.sigma) - torch.special.ndtr((-1 - MANY.mean) / MANY.sigma)
     drawn_from = Mixture(MANY.weight * inside / (MANY.weight * inside).sum(), MANY.mean, MANY.sigma)
     each = off.square()

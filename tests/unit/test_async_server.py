@@ -144,7 +144,7 @@ def test_dedicated_servers_only_serve_and_share_the_buckets() -> None:
         assert buckets == {str(b.index) for b in s.layout.buckets[s.rank.index - 3 :: 2]}
     held_out = [v for _, name, _, v in sessions[0].record.samples if name == "held_out"]
     assert held_out[-1] < held_out[0]
-    partners = [s.training.post.partners for s in sessions[1:3]]
+    partners = [s.training.mailbox.partners for s in sessions[1:3]]
     assert all(found <= {0, 3, 4} for found in partners), "trainers talk to servers and rank 0's engine"
 
 

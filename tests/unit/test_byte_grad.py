@@ -129,7 +129,7 @@ def test_what_is_not_finite_spoils_its_block_and_no_other(codec: Compressor, bad
     assert bool(out[:spoilt].isnan().all()) and bool(out[spoilt:].isfinite().all())
     memories = [Memory(), Memory()]
     exchange(ErrorFeedback(of=codec), g, placed((512,)), memories)
-    assert all(bool(m.slots["residual"]["p0"].isfinite().all()) for m in memories)
+    assert all(bool(m.buffers["residual"]["p0"].isfinite().all()) for m in memories)
     g[1, 5] = 0.0
     assert bool(exchange(ErrorFeedback(of=codec), g, placed((512,)), memories).isfinite().all())
 
@@ -168,7 +168,7 @@ def test_codes_are_packed_to_their_bits(width: int, n: int) -> None:
 def test_what_ranks_contribute_adds_up_to_the_result(codec: Compressor) -> None:
     memories, g = [Memory() for _ in range(3)], noise(6, 3, 500)
     out = exchange(ErrorFeedback(of=codec), g, placed((500,)), memories)
-    left = sum(m.slots["residual"]["p0"] for m in memories)
+    left = sum(m.buffers["residual"]["p0"] for m in memories)
     torch.testing.assert_close(out.float() + left, g.sum(0), rtol=1e-5, atol=1e-5)
 
 

@@ -152,9 +152,9 @@ def test_a_step_and_an_evaluation_are_quick() -> None:
 
 @pytest.mark.parametrize("levels", [2, 5, 1000])
 def test_auc_counts_pairs_and_halves_of_those_that_tie(levels: int) -> None:
-    dice = torch.Generator().manual_seed(levels)
-    scores = torch.randint(0, levels, (300,), generator=dice).double()
-    clicked = (torch.rand(300, generator=dice) < 0.3).float()
+    rng = torch.Generator().manual_seed(levels)
+    scores = torch.randint(0, levels, (300,), generator=rng).double()
+    clicked = (torch.rand(300, generator=rng) < 0.3).float()
     yes, no = scores[clicked > 0.5], scores[clicked < 0.5]
     above = (yes[:, None] > no).double() + 0.5 * (yes[:, None] == no)
     assert auc(scores, clicked) == pytest.approx(float(above.mean()), rel=1e-12)

@@ -216,7 +216,7 @@ def test_a_hook_that_is_async_and_should_not_be_is_refused_when_it_is_written() 
             type("Wrong", (Strategy,), {name: hook})
 
 
-@pytest.mark.parametrize("name", ["step", "leave", "settle", "background", "known"])
+@pytest.mark.parametrize("name", ["step", "leave", "drain", "background", "known"])
 def test_a_hook_that_is_awaited_must_be_async(name: str) -> None:
     async def yields(self: Any, rank: Any, state: Any) -> Any:
         yield 1

@@ -38,7 +38,7 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 def held(memories: list[Memory], slot: str) -> torch.Tensor:
     """(ranks, n): what each rank keeps in a slot."""
-    return torch.stack([torch.cat([x for _, x in sorted(m.slots[slot].items())]) for m in memories])
+    return torch.stack([torch.cat([x for _, x in sorted(m.buffers[slot].items())]) for m in memories])
 
 
 def plain(steps: list[np.ndarray], k: int, m: float, nesterov: bool, masking: bool) -> tuple[list[np.ndarray], ...]:
@@ -76,21 +76,21 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, nesterov: bool, masking: b
 
 def test_nothing_is_lost_of_the_velocity_over_500_live_changes() -> None:
     """Everything sent plus every rank's velocity equals the sum of all that momenta added to it."""
-    dice = random.Random(5)
+    rng = random.Random(5)
     ranks, parts = 3, placed(*[(12, 16), (8,)] * 6)
     n = parts[-1].stop
     memories = [Memory(r) for r in range(ranks)]
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     of: Any = DGC()
     for step in range(500):
-        cut = dice.choice([1, 2, 3, 4, 6, 12])
-        if dice.random() < 0.3:
+        cut = rng.choice([1, 2, 3, 4, 6, 12])
+        if rng.random() < 0.3:
             of = DGC(
-                density=dice.choice([1.0, dice.uniform(0.001, 1.0)]), momentum=dice.choice([0.3, 0.9, 0.99]),
-                nesterov=dice.random() < 0.5, masking=dice.random() < 0.5, sample=dice.choice([0.01, 0.3, 1.0]),
+                density=rng.choice([1.0, rng.uniform(0.001, 1.0)]), momentum=rng.choice([0.3, 0.9, 0.99]),
+                nesterov=rng.random() < 0.5, masking=rng.random() < 0.5, sample=rng.choice([0.01, 0.3, 1.0]),
             )  # fmt: skip
         g = torch.randn(ranks, n, generator=torch.Generator().manual_seed(step))
-        before = [m.slots.get("momentum", {}) for m in memories]
+        before = [m.buffers.get("momentum", {}) for m in memories]
         for row, kept in zip(g, before, strict=True):
             u = torch.cat([kept[p.name] if p.name in kept else torch.zeros(p.stop - p.start) for p in parts])
             now = of.momentum * u + row
@@ -98,7 +98,7 @@ def test_nothing_is_lost_of_the_velocity_over_500_live_changes() -> None:
         for b in range(0, len(parts), cut):
             group = parts[b : b + cut]
             sent[group[0].start : group[-1].stop] += exchange(of, g, group, memories)
-    left = sum(torch.cat([m.slots["velocity"][p.name] for p in parts]).double() for m in memories)
+    left = sum(torch.cat([m.buffers["velocity"][p.name] for p in parts]).double() for m in memories)
     assert (sent + left - owed).norm() <= 1e-4 * owed.norm()
 
 
@@ -126,18 +126,18 @@ def test_nothing_of_nothing_is_sent() -> None:
 @pytest.mark.parametrize("heavy", [False, True], ids=["normal", "heavy tails"])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
 def test_the_sampled_threshold_lets_about_as_many_through_as_wanted(density: float, heavy: bool) -> None:
-    n, dice = 100_000, torch.Generator().manual_seed(3)
+    n, rng = 100_000, torch.Generator().manual_seed(3)
     for seed in range(5):
         x = noise(seed, n).float() ** (3 if heavy else 1)
-        index = _largest(x, density, 0.01, dice)
+        index = _largest(x, density, 0.01, rng)
         assert 0.8 * density * n <= len(index) <= 1.3 * density * n and len(set(index.tolist())) == len(index)
         best = x.square().topk(len(index)).values.sum()
         torch.testing.assert_close(x[index].square().sum(), best)  # these are the largest there are
 
 
 def test_early_entries_do_not_go_first() -> None:
-    dice = torch.Generator().manual_seed(0)
-    places = torch.cat([_largest(noise(s, 20_000).float(), 0.01, 0.02, dice) for s in range(40)]).double()
+    rng = torch.Generator().manual_seed(0)
+    places = torch.cat([_largest(noise(s, 20_000).float(), 0.01, 0.02, rng) for s in range(40)]).double()
     spread = 20_000 / 12**0.5 / len(places) ** 0.5
     assert abs(float(places.mean()) - 10_000) < 4 * spread
 
@@ -155,8 +155,8 @@ def test_each_gradient_is_clipped_on_its_rank_to_the_limit_over_the_root_of_thei
     memories = [Memory() for _ in range(p)]
     exchange(DGC(local_clip=2.0), g / p, parts, memories)
     for r, memory in enumerate(memories):
-        first, second = (memory.slots["velocity"][name] + 0 for name in ("p0", "p1"))
-        u = memory.slots["momentum"]["p1"]
+        first, second = (memory.buffers["velocity"][name] + 0 for name in ("p0", "p1"))
+        u = memory.buffers["momentum"]["p1"]
         rest = first != 0  # the others have been sent
         scale = 2.0 / p**0.5 / float(g[r, :200].norm())
         torch.testing.assert_close(first[rest], (g[r, :200] / p * scale)[rest])
@@ -232,7 +232,7 @@ def test_turned_off_the_optimizer_has_the_momentum_that_it_would_have_had(densit
     rest = {"optimizer": SGD(), "lr": 1e-12}
     turns = [Change(4, "compressor", {"DGC": {"density": density, "masking": False}}), Change(9, "compressor", "Dense")]
     for s, t in zip(run(experiment(3, 13, **rest), *turns), run(experiment(3, 13, **rest)), strict=True):
-        assert not {"velocity", "momentum"} & set(s.rank.memory.slots) and not s.training.flushing
+        assert not {"velocity", "momentum"} & set(s.rank.memory.buffers) and not s.training.flushing
         for name, p in s.model.named_parameters():
             other = dict(t.model.named_parameters())[name]
             mine, want = (o.optimizer.state[q]["momentum_buffer"] for o, q in ((s, p), (t, other)))
@@ -249,7 +249,7 @@ def test_a_mark_says_who_keeps_the_momentum() -> None:
 def test_from_error_feedback_and_back_each_sends_once_what_it_owes() -> None:
     turns = [Change(4, "compressor", "DGC"), Change(8, "compressor", "TopK")]
     for s in run(experiment(2, 12, compressor=TopK.usual(), **sgd()), *turns):
-        slots = set(s.rank.memory.slots)
+        slots = set(s.rank.memory.buffers)
         assert "residual" in slots and not {"velocity", "momentum"} & slots
         whole = sum(traffic("all_reduce", b.nbytes, 2)[0] for b in s.layout.buckets)
         sent = [sum(n for k, _, n in s.record.comm() if k == step) for step in range(12)]
@@ -260,7 +260,7 @@ def test_from_error_feedback_and_back_each_sends_once_what_it_owes() -> None:
 def test_an_optimizer_without_momentum_has_none_afterwards() -> None:
     turns = [Change(4, "compressor", "DGC"), Change(8, "compressor", "Dense")]
     for s in run(experiment(2, 12, **sgd(momentum=0.0)), *turns):
-        assert not s.rank.memory.slots
+        assert not s.rank.memory.buffers
         assert all("momentum_buffer" not in state for state in s.optimizer.state.values())
 
 
@@ -268,7 +268,7 @@ def test_turned_off_together_with_a_change_of_strategy_what_it_owes_is_dropped_a
     turns = [Change(6, "compressor", "Dense"), Change(6, "strategy", "LocalSGD")]
     sessions = run(experiment(3, 8, compressor=DGC(), **sgd()), *turns)
     for s in sessions:
-        assert not {"velocity", "momentum"} & set(s.rank.memory.slots)
+        assert not {"velocity", "momentum"} & set(s.rank.memory.buffers)
         assert len(s.record.noted("residual")) == 1
         assert all(bool(state["momentum_buffer"].any()) for state in s.optimizer.state.values())
 

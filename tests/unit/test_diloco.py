@@ -67,11 +67,11 @@ def test_heavy_ball_outside_is_slowmo_at_a_constant_rate() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_an_outer_step_is_torchs_sgd_with_the_displacement_as_its_gradient(nesterov: bool) -> None:
-    dice = torch.Generator().manual_seed(3)
-    anchor = torch.randn(50, generator=dice, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(3)
+    anchor = torch.randn(50, generator=rng, dtype=torch.float64)
     momentum, step = torch.zeros_like(anchor), outer_sgd(anchor, lr=0.7, momentum=0.9, nesterov=nesterov)
     for _ in range(6):
-        gradient = torch.randn(50, generator=dice, dtype=torch.float64)
+        gradient = torch.randn(50, generator=rng, dtype=torch.float64)
         want = step(gradient)
         Outer(0.9, rate=0.7, nesterov=nesterov).step(anchor, momentum, -gradient)
         torch.testing.assert_close(anchor, want, rtol=1e-14, atol=1e-14)
@@ -153,8 +153,8 @@ def test_compressed_displacements_have_the_sign_of_local_sgds() -> None:
     assert torch.equal(weights(mine[0]), weights(plain[0]))
     rest = ErrorFeedback(of=TopK(density=0.1))
     mine, plain = (run(experiment(2, 4, strategy=s, compressor=rest)) for s in (DiLoCo(every=4), LocalSGD(every=4)))
-    for name, left in mine[0].rank.memory.slots["residual"].items():
-        assert torch.equal(left, plain[0].rank.memory.slots["residual"][name])
+    for name, left in mine[0].rank.memory.buffers["residual"].items():
+        assert torch.equal(left, plain[0].rank.memory.buffers["residual"][name])
 
 
 def test_the_simulator_trains_the_same() -> None:

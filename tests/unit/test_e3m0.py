@@ -26,8 +26,8 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 def noise(n: int, seed: int = 0) -> torch.Tensor:
     """Numbers of all magnitudes."""
-    dice = torch.Generator().manual_seed(seed)
-    return torch.randn(n, generator=dice) * torch.exp2(torch.randint(-12, 3, (n,), generator=dice).float())
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=rng) * torch.exp2(torch.randint(-12, 3, (n,), generator=rng).float())
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 1000])

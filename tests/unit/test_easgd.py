@@ -67,7 +67,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 
 def centre(session: Any) -> torch.Tensor:
     """What a rank holds as the centre, as tests.ranks.weights orders it."""
-    return torch.cat([x.double() for _, x in sorted(session.state.memory.slots["centre"].items())])
+    return torch.cat([x.double() for _, x in sorted(session.state.memory.buffers["centre"].items())])
 
 
 @pytest.mark.parametrize(("ranks", "every", "beta", "optimizer"), [

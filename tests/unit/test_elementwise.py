@@ -25,13 +25,13 @@ TORCHS = {cls.__name__: lambda params, cls=cls: cls(params, lr=0.01) for cls in 
 
 def stepped(make: Maker, cuts: list[int]) -> torch.Tensor:
     """(64,): one tensor after five steps with the same gradients, kept in pieces that end at `cuts`."""
-    dice = torch.Generator().manual_seed(1)
-    start = torch.randn(64, 1, generator=dice)
+    rng = torch.Generator().manual_seed(1)
+    start = torch.randn(64, 1, generator=rng)
     ends = [*cuts, 64]
     pieces = [nn.Parameter(start[a:b].clone()) for a, b in zip([0, *cuts], ends, strict=True)]
     optimizer = make(pieces)
     for _ in range(5):
-        grad = torch.randn(64, 1, generator=dice)
+        grad = torch.randn(64, 1, generator=rng)
         for piece, part in zip(pieces, grad.split([len(p) for p in pieces]), strict=True):
             piece.grad = part.clone()
         optimizer.step()

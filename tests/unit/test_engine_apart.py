@@ -19,7 +19,8 @@ from torch import nn
 
 from tests.ranks import ended, experiment, fingerprint, live, poisoned, run, toy, weights
 from tests.thinned import thinned
-from workbench.engine.post import Post
+from workbench.engine.background import Background
+from workbench.engine.mailbox import Mailbox
 from workbench.engine.session import Session
 from workbench.fabric import Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
@@ -192,7 +193,7 @@ def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, ran
 
 def test_a_rank_that_nobody_has_sent_a_message_to_hears_of_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine rank 0 may fail before its line to the last rank is up, which then would train on for ever."""
-    monkeypatch.setattr(Post, "reach", lambda post, ranks: None)
+    monkeypatch.setattr(Mailbox, "reach", lambda mailbox, ranks: None)
 
     sessions = live(experiment(3, 0, task=poisoned(0, 5), strategy=Hogwild(), pace=4.0))
     ended(sessions)
@@ -218,6 +219,29 @@ def test_a_background_that_fails_fails_the_run() -> None:
     ended(sessions)
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["text"]) for e in causes] == [(1, "stumbled")]
+
+
+def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo may not hear that a group was cut in the middle of a round, and then keeps its thread for ten minutes."""
+    ends, cuts, again, cut = [], [], Background._again, Session._cut
+
+    def late(background: Background, rest: float) -> bool:
+        goes_on = again(background, rest)
+        if not goes_on and background.run.rank.id == 1:
+            time.sleep(0.7)  # as if the word that its bytes are out came late
+        if not goes_on:
+            ends.append(time.monotonic())
+        return goes_on
+
+    def noted(session: Session) -> None:
+        cuts.append(time.monotonic())
+        cut(session)
+
+    monkeypatch.setattr(Background, "_again", late)
+    monkeypatch.setattr(Session, "_cut", noted)
+    sessions = live(experiment(3, 0, task=poisoned(2, 5), strategy=ShadowMA(), pace=4.0))
+    ended(sessions)
+    assert len(ends) == len(cuts) == 3 and min(cuts) > max(ends)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from tests.waiting import until
 from workbench.engine import door, greeting, sockets
 from workbench.engine.collectives import Leaving, connect_store, host_store
 from workbench.engine.lane import StrategyError
-from workbench.engine.post import Post
+from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Clock, Naps, Port
 from workbench.engine.sockets import HEAD
 from workbench.rank import Rank
@@ -31,23 +31,23 @@ RUN = "a0b1c2d3e4f5"  # the run's name, which may be known to anybody
 
 
 @pytest.fixture
-def posts() -> Iterator[list[Post]]:
-    """Two ranks' posts, whose messages may have a megabyte."""
+def boxes() -> Iterator[list[Mailbox]]:
+    """Two ranks' boxes, whose messages may have a megabyte."""
     store, host, port = host_store()
     made = []
     for r in range(2):
         link, into = Port(r, 2, Naps(Clock(time.time())), 0), connect_store(host, port, RUN)
-        made.append(Post(Rank(r, 2), into, (host, port), SECRET, link, Leaving(), lambda *row: None, True, 2**20))
+        made.append(Mailbox(Rank(r, 2), into, (host, port), SECRET, link, Leaving(), lambda *row: None, True, 2**20))
         made[-1].open()
     yield made
-    for post in made:
-        post.close()
+    for mailbox in made:
+        mailbox.close()
     del store
 
 
-def stranger(post: Post) -> socket.socket:
+def stranger(mailbox: Mailbox) -> socket.socket:
     """A caller at a rank's door."""
-    host, port = post.door.where.split()
+    host, port = mailbox.door.where.split()
     return socket.create_connection((host, int(port)), timeout=5)
 
 
@@ -61,10 +61,10 @@ def is_closed(s: socket.socket) -> bool:
     return True
 
 
-def letters_still_pass(posts: list[Post]) -> None:
-    posts[1].send(torch.full((2,), 5.0), 0, "x")
-    got = posts[0].recv(torch.empty(2), 1, "x")
-    assert got is not None and got[0].tolist() == [5.0, 5.0] and posts[0].gone == set()
+def messages_still_pass(boxes: list[Mailbox]) -> None:
+    boxes[1].send(torch.full((2,), 5.0), 0, "x")
+    got = boxes[0].recv(torch.empty(2), 1, "x")
+    assert got is not None and got[0].tolist() == [5.0, 5.0] and boxes[0].gone == set()
 
 
 HUGE = HEAD.pack(1, 1, 0, -1, 0.0, 0.0, 2**62)
@@ -78,39 +78,39 @@ SAID = {
 
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_a_stranger_is_closed_and_counted_and_the_letters_pass(posts: list[Post], said: bytes) -> None:
-    with stranger(posts[0]) as s:
+def test_a_stranger_is_closed_and_counted_and_the_messages_pass(boxes: list[Mailbox], said: bytes) -> None:
+    with stranger(boxes[0]) as s:
         assert len(s.recv(100)) == greeting.RANDOM, "it is asked for a proof"
         s.sendall(said)
         if len(said) < greeting.HELLO.size:
             s.shutdown(socket.SHUT_WR)
         assert is_closed(s)
-    assert until(lambda: posts[0].strangers == 1)
-    letters_still_pass(posts)
+    assert until(lambda: boxes[0].strangers == 1)
+    messages_still_pass(boxes)
 
 
-def test_a_proof_is_worth_nothing_a_second_time_or_at_another_door(posts: list[Post]) -> None:
+def test_a_proof_is_worth_nothing_a_second_time_or_at_another_door(boxes: list[Mailbox]) -> None:
     mine = os.urandom(greeting.RANDOM)
-    here, there = posts[0].door.where, posts[1].door.where
-    with stranger(posts[0]) as s:
+    here, there = boxes[0].door.where, boxes[1].door.where
+    with stranger(boxes[0]) as s:
         good = greeting._proof(SECRET, b"caller", 1, 0, here, s.recv(greeting.RANDOM), mine)
         s.sendall(greeting.HELLO.pack(1, mine, good))
         assert len(s.recv(greeting.PROOF)) == greeting.PROOF, "this one is as a rank's"
     for where in (here, there):
-        with stranger(posts[0]) as s:
+        with stranger(boxes[0]) as s:
             theirs = s.recv(greeting.RANDOM)
             stolen = good if where == here else greeting._proof(SECRET, b"caller", 1, 0, where, theirs, mine)
             s.sendall(greeting.HELLO.pack(1, mine, stolen))
             assert is_closed(s)
-    assert until(lambda: posts[0].strangers == 2)
+    assert until(lambda: boxes[0].strangers == 2)
 
 
-def test_a_rank_does_not_send_to_who_cannot_prove_that_it_was_meant(posts: list[Post]) -> None:
-    """A stranger that listens where a door is said to be hears a proof, and none of a letter."""
+def test_a_rank_does_not_send_to_who_cannot_prove_that_it_was_meant(boxes: list[Mailbox]) -> None:
+    """A stranger that listens where a door is said to be hears a proof, and none of a message."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        posts[0].store.set("post/1", f"127.0.0.1 {listener.getsockname()[1]}")
-        posts[0].send(torch.full((100,), 7.0), 1, "weights")
+        boxes[0].store.set("mailbox/1", f"127.0.0.1 {listener.getsockname()[1]}")
+        boxes[0].send(torch.full((100,), 7.0), 1, "weights")
         s, _ = listener.accept()
         s.settimeout(5)
         s.sendall(bytes(greeting.RANDOM))
@@ -121,16 +121,16 @@ def test_a_rank_does_not_send_to_who_cannot_prove_that_it_was_meant(posts: list[
         s.close()
     assert len(heard) == greeting.HELLO.size and SECRET not in heard
     with pytest.raises(StrategyError, match="is not rank 1 of this run"):
-        posts[0].recv(None, 1, "answer")
+        boxes[0].recv(None, 1, "answer")
 
 
-def test_a_crowd_at_the_door_keeps_no_rank_out(posts: list[Post]) -> None:
+def test_a_crowd_at_the_door_keeps_no_rank_out(boxes: list[Mailbox]) -> None:
     crowd = []
     stop = threading.Event()
 
     def press() -> None:
         while not stop.is_set():
-            crowd.append(stranger(posts[0]))
+            crowd.append(stranger(boxes[0]))
             if len(crowd) > 300:
                 crowd.pop(0).close()
 
@@ -139,68 +139,68 @@ def test_a_crowd_at_the_door_keeps_no_rank_out(posts: list[Post]) -> None:
     try:
         assert until(lambda: len(crowd) > 3 * (door.PENDING + 2))
         for _ in range(5):
-            letters_still_pass(posts)
+            messages_still_pass(boxes)
     finally:
         stop.set()
         thread.join()
         for s in crowd:
             s.close()
-    assert len(posts[0].door._unknown) <= door.PENDING + 2 and posts[0].strangers > 0
+    assert len(boxes[0].door._unknown) <= door.PENDING + 2 and boxes[0].strangers > 0
 
 
-def test_a_rank_that_announces_more_than_can_be_is_named_and_nothing_is_allocated(posts: list[Post]) -> None:
-    letters_still_pass(posts)
-    posts[1]._out[0].put(HUGE, b"", lambda: None)
+def test_a_rank_that_announces_more_than_can_be_is_named_and_nothing_is_allocated(boxes: list[Mailbox]) -> None:
+    messages_still_pass(boxes)
+    boxes[1]._out[0].put(HUGE, b"", lambda: None)
     with pytest.raises(StrategyError, match=r"rank 1's line to rank 0 was closed: .* 4611686018427387904 bytes"):
-        posts[0].recv(None, 1, "x")
+        boxes[0].recv(None, 1, "x")
     with pytest.raises(StrategyError, match="at most 1048576 here"):
-        posts[0].send(torch.zeros(2**20), 1)
+        boxes[0].send(torch.zeros(2**20), 1)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("no such text")])
 def test_what_goes_wrong_on_the_posts_thread_is_said_where_messages_are_awaited(
-    posts: list[Post], error: Exception, monkeypatch: pytest.MonkeyPatch
+    boxes: list[Mailbox], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*rest: object) -> None:
         raise error
 
-    letters_still_pass(posts)
-    monkeypatch.setattr(posts[0], "arrived", fails)
-    posts[1].send(torch.ones(1), 0, "x")
+    messages_still_pass(boxes)
+    monkeypatch.setattr(boxes[0], "arrived", fails)
+    boxes[1].send(torch.ones(1), 0, "x")
     with pytest.raises(StrategyError, match=type(error).__name__):
-        posts[0].recv(None, 1, "x")
-    assert posts[0]._thread is not None and posts[0]._thread.is_alive()
+        boxes[0].recv(None, 1, "x")
+    assert boxes[0]._thread is not None and boxes[0]._thread.is_alive()
 
 
-def test_a_rank_that_is_turned_away_for_a_while_calls_again_and_lets_letters_pass_meanwhile(posts: list[Post]) -> None:
+def test_a_rank_turned_away_for_a_while_calls_again_and_lets_messages_pass_meanwhile(boxes: list[Mailbox]) -> None:
     turned: list[float] = []
     shut, opened = threading.Event(), threading.Event()
 
     def admit() -> None:
         if opened.is_set():
-            return posts[0].door.admit()
+            return boxes[0].door.admit()
         turned.append(time.monotonic())
-        posts[0].door.socket.accept()[0].close()
+        boxes[0].door.socket.accept()[0].close()
 
-    posts[0].do(lambda: posts[0].selector.modify(posts[0].door.socket, selectors.EVENT_READ, admit))
-    posts[0].do(shut.set)
+    boxes[0].do(lambda: boxes[0].selector.modify(boxes[0].door.socket, selectors.EVENT_READ, admit))
+    boxes[0].do(shut.set)
     assert shut.wait(20)
-    posts[1].send(torch.full((2,), 5.0), 0, "x")
+    boxes[1].send(torch.full((2,), 5.0), 0, "x")
     assert until(lambda: len(turned) > 2)
-    posts[0].send(torch.ones(2), 1, "y")
-    assert posts[1].recv(torch.empty(2), 0, "y") is not None and not posts[0].heard_from
+    boxes[0].send(torch.ones(2), 1, "y")
+    assert boxes[1].recv(torch.empty(2), 0, "y") is not None and not boxes[0].heard_from
     opened.set()
-    assert until(lambda: posts[0].heard_from == {1}) and posts[1].gone == set()
-    assert posts[0].recv(torch.empty(2), 1, "x") is not None
+    assert until(lambda: boxes[0].heard_from == {1}) and boxes[1].gone == set()
+    assert boxes[0].recv(torch.empty(2), 1, "x") is not None
     assert min(b - a for a, b in pairwise(turned)) > sockets.PAUSE, "it does not press"
 
 
-def test_a_rank_that_is_turned_away_for_ever_gives_up(posts: list[Post], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_turned_away_for_ever_gives_up(boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "TRIES", 5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        posts[0].store.set("post/1", f"127.0.0.1 {listener.getsockname()[1]}")
-        posts[0].send(torch.ones(1), 1, "x")
+        boxes[0].store.set("mailbox/1", f"127.0.0.1 {listener.getsockname()[1]}")
+        boxes[0].send(torch.ones(1), 1, "x")
         for _ in range(5):
             listener.accept()[0].close()
-        assert until(lambda: posts[0].gone == {1}, 5)
+        assert until(lambda: boxes[0].gone == {1}, 5)
     assert sum(sockets.pause(k) for k in range(1, 400)) == pytest.approx(20.0, abs=1.0)

@@ -30,7 +30,7 @@ def test_with_narrow_gradients_nothing_is_lost(of: Compressor, dtype: torch.dtyp
         g = gradients(step, n).to(dtype)
         owed = owed + g[0].double()
         sent = sent + exchange(ErrorFeedback(of=of), g, parts, [memory])
-    left = torch.cat([memory.slots["residual"][p.name] for p in parts])
+    left = torch.cat([memory.buffers["residual"][p.name] for p in parts])
     assert left.dtype == torch.float32
     assert (sent + left - owed).norm() < 1e-5 * owed.norm()
 
@@ -63,10 +63,10 @@ def test_a_residual_in_bf16_would_swallow_what_is_small_beside_it() -> None:
 def test_the_residual_of_narrow_gradients_stays_wide_when_buckets_are_cut_anew(dtype: torch.dtype) -> None:
     parts, memory, of = placed((30,), (50,)), Memory(), ErrorFeedback(of=TopK(density=0.1))
     exchange(of, gradients(0, 80).to(dtype), parts, [memory])
-    before = torch.cat([memory.slots["residual"][p.name] for p in parts])
+    before = torch.cat([memory.buffers["residual"][p.name] for p in parts])
     for group in (parts[:1], parts[1:]):
         exchange(ErrorFeedback(of=TopK(density=0.0001)), torch.zeros(1, 80, dtype=dtype), group, [memory])
-    after = torch.cat([memory.slots["residual"][p.name] for p in parts])
+    after = torch.cat([memory.buffers["residual"][p.name] for p in parts])
     assert after.dtype == wide(dtype) == torch.float32 and float((after - before).abs().max()) > 0
     assert int((after != before).sum()) == 2, "of each bucket one element was sent"
     assert wide(torch.float64) == torch.float64
@@ -77,7 +77,7 @@ def test_what_does_not_fit_into_fp16_waits_in_the_residual() -> None:
     g = torch.tensor([[60000.0, 50000.0, 1.0, 0.0]], dtype=torch.float16)
     outs = [exchange(of, x, parts, [memory]) for x in (g, g, 0 * g, 0 * g, 0 * g)]
     assert all(bool(out.isfinite().all()) for out in outs)
-    left = memory.slots["residual"]["p0"].double()
+    left = memory.buffers["residual"]["p0"].double()
     assert (sum(outs) + left).tolist() == (2 * g[0].double()).tolist()
     assert not exchange(of, g * INF, parts, [memory]).isfinite().all(), "what is infinite is passed on, for AMP to see"
 
@@ -87,18 +87,18 @@ def test_what_does_not_fit_into_fp16_waits_in_the_residual() -> None:
 def test_where_a_step_is_not_finite_the_residual_stays_what_it_was_on_all_ranks(of: Compressor, bad: float) -> None:
     parts, memories, n = placed((20, 24), (40,)), [Memory(), Memory()], 520
     exchange(ErrorFeedback(of=TopK(density=0.05)), gradients(0, n, 2), parts, memories)
-    before = [torch.cat([m.slots["residual"][p.name] for p in parts]) for m in memories]
+    before = [torch.cat([m.buffers["residual"][p.name] for p in parts]) for m in memories]
     g = gradients(1, n, 2)
     g[1, 7] = bad
     out = exchange(ErrorFeedback(of=of), g, parts, memories)
     lost = ~out.isfinite()
     assert bool(lost[7])
     for memory, old, mine in zip(memories, before, g, strict=True):
-        left = torch.cat([memory.slots["residual"][p.name] for p in parts])
+        left = torch.cat([memory.buffers["residual"][p.name] for p in parts])
         assert torch.equal(left[lost], old[lost]), "nothing of it was delivered"
         assert bool(left.isfinite().all()) and bool(mine[~lost].isfinite().all())
     # where it is finite the step was as any other
-    now = sum(torch.cat([m.slots["residual"][p.name] for p in parts]) for m in memories)
+    now = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]) for m in memories)
     torch.testing.assert_close((out + now)[~lost].float(), (g.sum(0) + sum(before))[~lost], rtol=1e-4, atol=1e-4)
 
 
@@ -123,8 +123,8 @@ def test_a_huge_but_finite_gradient_is_a_step_like_any_other() -> None:
     memory, parts = Memory(), placed((4,))
     g = torch.tensor([[3e38, 3e38, 2e38, 0.0]])
     out = exchange(ErrorFeedback(of=TopK(density=0.5)), g, parts, [memory])
-    torch.testing.assert_close((out + memory.slots["residual"]["p0"].double()).float(), g[0])
-    assert memory.slots["residual"]["p0"].tolist() == pytest.approx([0.0, 0.0, 2e38, 0.0])
+    torch.testing.assert_close((out + memory.buffers["residual"]["p0"].double()).float(), g[0])
+    assert memory.buffers["residual"]["p0"].tolist() == pytest.approx([0.0, 0.0, 2e38, 0.0])
 
 
 def test_what_is_kept_takes_the_place_without_a_copy_and_is_cut_anew_with_the_buckets() -> None:
@@ -146,4 +146,4 @@ def test_what_narrow_gradients_round_off_waits_in_the_residual(dtype: torch.dtyp
     g = torch.ones(1, n).to(dtype)
     out = exchange(of, g, parts, [memory])
     assert torch.equal(out, torch.ones(n).double()), "2^-12 is too little for 1 in either type"
-    assert torch.equal(memory.slots["residual"]["p0"], torch.full((n,), 2.0**-12))
+    assert torch.equal(memory.buffers["residual"]["p0"], torch.full((n,), 2.0**-12))

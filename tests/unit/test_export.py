@@ -98,7 +98,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a family's name": {"strategy": {f"DDP({EVIL}) or DDP": {}}},
     "a builtin": {"strategy": {"SystemExit": {}}},
     "a knob": {"compressor": {"TopK": {f"density={EVIL}, d": 0.1}}},
-    "letters that look alike": {"strategy": {"DDP": {"\uff45very": 1}}},
+    "messages that look alike": {"strategy": {"DDP": {"\uff45very": 1}}},
 }
 
 

@@ -75,12 +75,12 @@ def test_the_error_is_never_longer_than_claimed(of: Levels) -> None:
 
 def residual(of: Compressor, steps: int, n: int = 2 * 8192) -> tuple[float, float]:
     """(what is left unsent after so many steps, the longest gradient) of rank 0, unchecked."""
-    memories, dice, longest = [Memory(0), Memory(1)], torch.Generator().manual_seed(3), 0.0
+    memories, rng, longest = [Memory(0), Memory(1)], torch.Generator().manual_seed(3), 0.0
     for _ in range(steps):
-        g = torch.randn(2, n, generator=dice)
+        g = torch.randn(2, n, generator=rng)
         longest = max(longest, float(g[0].norm()))
         exchange(ErrorFeedback(of=of), g, placed((n,)), memories)
-    return float(memories[0].slots["residual"]["p0"].norm()), longest
+    return float(memories[0].buffers["residual"]["p0"].norm()), longest
 
 
 @pytest.mark.parametrize("of", SETTLES, ids=str)

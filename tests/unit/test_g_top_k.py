@@ -20,8 +20,8 @@ Entries = dict[int, dict[int, float]]  # index -> what each rank put into the su
 
 def whole(seed: int, ranks: int, n: int) -> torch.Tensor:
     """Integers, so that sums are exact in any order; hardly two of one magnitude."""
-    dice = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**18), 2**18, (ranks, n), generator=dice).float()
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**18), 2**18, (ranks, n), generator=rng).float()
 
 
 def kept(entries: Entries, k: int) -> Entries:
@@ -58,7 +58,7 @@ def test_result_and_contributions_are_those_of_a_plain_merge(ranks: int) -> None
         out = exchange(ErrorFeedback(of=GTopK(density=0.1)), g, placed((60,)), memories)
         want, given = plain(g, 6)
         assert torch.equal(out.float(), want) and int((out != 0).sum()) <= 6
-        left = torch.stack([m.slots["residual"]["p0"] for m in memories])
+        left = torch.stack([m.buffers["residual"]["p0"] for m in memories])
         assert torch.equal(left, g - given)
 
 
@@ -88,7 +88,7 @@ def test_what_was_dropped_goes_back_even_where_the_same_entry_comes_in_again_fro
     want[result[0]] = result[1]
     assert torch.equal(out, want)
     for r, memory in enumerate(memories):
-        left = memory.slots["residual"]["p0"]
+        left = memory.buffers["residual"]["p0"]
         assert torch.equal(left, g[r] if r in owing else torch.zeros(4)), r
 
 
@@ -110,14 +110,14 @@ def test_all_of_it_is_the_whole_sum() -> None:
 
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_nothing_is_lost_over_many_steps_and_live_densities(ranks: int) -> None:
-    memories, dice = [Memory() for _ in range(ranks)], torch.Generator().manual_seed(0)
+    memories, rng = [Memory() for _ in range(ranks)], torch.Generator().manual_seed(0)
     sent = owed = torch.zeros(200, dtype=torch.float64)
     for _ in range(80):
-        density = float(torch.rand((), generator=dice)) ** 3 + 0.005
-        g = torch.randn(ranks, 200, generator=dice)
+        density = float(torch.rand((), generator=rng)) ** 3 + 0.005
+        g = torch.randn(ranks, 200, generator=rng)
         owed = owed + g.double().sum(0)
         sent = sent + exchange(ErrorFeedback(of=GTopK(density=min(1.0, density))), g, placed((200,)), memories)
-    left = sum(m.slots["residual"]["p0"].double() for m in memories)
+    left = sum(m.buffers["residual"]["p0"].double() for m in memories)
     assert (sent + left - owed).norm() <= 1e-5 * owed.norm()
 
 
@@ -146,7 +146,7 @@ def test_ranks_agree_through_live_changes(ranks: int) -> None:
     changes = [Change(3, "density", 0.5), Change(5, "bucket_mb", 0.05), Change(7, "compressor", "Dense")]
     sessions = run(experiment(ranks, 10, compressor=GTopK.usual()), *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    assert all("residual" not in s.rank.memory.slots for s in sessions)
+    assert all("residual" not in s.rank.memory.buffers for s in sessions)
 
 
 def test_it_trains_as_far_as_plain_averaging() -> None:

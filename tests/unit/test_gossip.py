@@ -126,9 +126,9 @@ def test_ranks_connect_to_their_neighbours_only(graph: str, ranks: int) -> None:
     sessions = run(experiment(ranks, steps, strategy=Gossip(graph=graph)))
     for r, s in enumerate(sessions):
         rounds = [set(mixing_round(graph, 1.0, ranks, r, k).to) for k in range(steps)]
-        assert s.training.post.partners == set().union(*rounds)
+        assert s.training.mailbox.partners == set().union(*rounds)
         if graph != "exponential":
-            assert s.training.post.partners == neighbours(graph, ranks, r)
+            assert s.training.mailbox.partners == neighbours(graph, ranks, r)
         assert not [name for _, name, _ in s.record.comm() if "send" not in name], "no collective"
 
 

@@ -59,7 +59,7 @@ def test_hops_of_an_own_graph_is_how_long_a_word_of_rank_0_travels(text: str, si
     while len(know) < size:
         know |= {to for i in know for to in mixing_round(text, 1.0, size, i, rounds).to}
         rounds += 1
-    assert hops(text, size) == rounds == Gossip(edges=text, every=4).heard(size) / 4
+    assert hops(text, size) == rounds == Gossip(edges=text, every=4).propagation(size) / 4
 
 
 @pytest.mark.parametrize(("text", "size"), [("0-1 1-2 2-3 3-0", 4), (KITE, 5)])

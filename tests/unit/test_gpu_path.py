@@ -380,7 +380,7 @@ def test_a_backward_on_a_thread_of_autograds_own_is_the_same(gpus: list[Gpu], mo
     assert torch.equal(weights(late[0]), weights(run(experiment(2, 5))[0]))
 
 
-def test_letters_of_ranks_on_gpus_equal_those_of_cpus(gpus: list[Gpu], monkeypatch: Any) -> None:
+def test_messages_of_ranks_on_gpus_equal_those_of_cpus(gpus: list[Gpu], monkeypatch: Any) -> None:
     copies = []
     plainly = Cuda.to_host
     monkeypatch.setattr(Cuda, "to_host", lambda cuda, x: copies.append(x.numel()) or plainly(cuda, x))

@@ -155,8 +155,8 @@ class Table(nn.Module):
 
 def looked_up(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
     """Rows that no other rank looks up, in an order of its own."""
-    dice = torch.Generator().manual_seed(rank)
-    return [torch.randint(0, 8, (3,), generator=dice) + 8 * rank for _ in range(16)]
+    rng = torch.Generator().manual_seed(rank)
+    return [torch.randint(0, 8, (3,), generator=rng) + 8 * rank for _ in range(16)]
 
 
 def bent(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -54,11 +54,11 @@ def best(errors: list[list[float]], sizes: list[list[float]], allowed: float) ->
 @pytest.mark.parametrize("seed", range(20))
 def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
     """Errors are whole parts of what is allowed, so nothing is lost by rounding them up."""
-    dice = random.Random(seed)
-    layers, ways_, allowed = dice.randint(1, 5), dice.randint(1, 4), 64.0
+    rng = random.Random(seed)
+    layers, ways_, allowed = rng.randint(1, 5), rng.randint(1, 4), 64.0
     unit = allowed / BINS
-    errors = [sorted(unit * dice.randint(0, BINS // 2) for _ in range(ways_)) for _ in range(layers)]
-    sizes = [sorted((float(dice.randint(1, 999)) for _ in range(ways_)), reverse=True) for _ in range(layers)]
+    errors = [sorted(unit * rng.randint(0, BINS // 2) for _ in range(ways_)) for _ in range(layers)]
+    sizes = [sorted((float(rng.randint(1, 999)) for _ in range(ways_)), reverse=True) for _ in range(layers)]
     # a thousandth of room, for a product with a rounded unit may come out a digit above a whole part
     picks, want = cheapest(errors, sizes, allowed * 1.001), best(errors, sizes, allowed)
     if picks is None:
@@ -71,9 +71,9 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_choice_is_worse_than_one_ratio_for_all(seed: int) -> None:
-    dice = random.Random(seed)
-    errors = [sorted(dice.random() for _ in range(5)) for _ in range(40)]
-    sizes = [sorted((dice.uniform(1, 999) for _ in range(5)), reverse=True) for _ in range(40)]
+    rng = random.Random(seed)
+    errors = [sorted(rng.random() for _ in range(5)) for _ in range(40)]
+    sizes = [sorted((rng.uniform(1, 999) for _ in range(5)), reverse=True) for _ in range(40)]
     for budget in (1.0, 2.0):
         picks = chosen(errors, sizes, budget, usual=2)
         assert sum(e[j] for e, j in zip(errors, picks, strict=True)) <= budget * sum(e[2] for e in errors)
@@ -235,22 +235,22 @@ def test_choices_survive_other_buckets() -> None:
 
 
 def test_nothing_is_lost_through_random_live_changes() -> None:
-    dice, ranks, parts = random.Random(5), 2, placed(*[(12, 16), (8,)] * 3)
+    rng, ranks, parts = random.Random(5), 2, placed(*[(12, 16), (8,)] * 3)
     memories, n, used = [Memory(r) for r in range(ranks)], parts[-1].stop, set()
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(500):
         if not step % 10:
-            of = dice.choice([TopK(density=dice.uniform(0.02, 0.9)), PowerSGD(rank=dice.randint(1, 4)), ByteGrad()])
-            policy = LGreCo(of=of, every=dice.choice([6, 15]), spread=dice.choice([2.0, 8.0]),
-                            budget=dice.choice([0.5, 1.0, 2.0]))
+            of = rng.choice([TopK(density=rng.uniform(0.02, 0.9)), PowerSGD(rank=rng.randint(1, 4)), ByteGrad()])
+            policy = LGreCo(of=of, every=rng.choice([6, 15]), spread=rng.choice([2.0, 8.0]),
+                            budget=rng.choice([0.5, 1.0, 2.0]))
         g = noise(step, ranks, n)
         owed += g.double().sum(0)
-        cut = dice.choice([3, 6])
+        cut = rng.choice([3, 6])
         for b in range(0, len(parts), cut):
             group = parts[b : b + cut]
             sent[group[0].start : group[-1].stop] += exchange(ErrorFeedback(of=policy), g, group, memories)
         used |= {row.choice for row in memories[0].parts[LGreCo.slot].values()}
-    left = sum(torch.cat([m.slots["residual"][p.name] for p in parts]).double() for m in memories)
+    left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]).double() for m in memories)
     assert (sent + left - owed).norm() <= 1e-4 * owed.norm() and len(used) > 10
 
 

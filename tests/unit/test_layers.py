@@ -66,21 +66,21 @@ def test_a_piece_keeps_the_buckets_name_and_the_parameters_places() -> None:
 
 @pytest.mark.parametrize("of", [TopK(density=0.2), PowerSGD(rank=2), OneBit()], ids=str)
 def test_nothing_is_lost_while_parameters_change_sides(of: Compressor) -> None:
-    dice, ranks = random.Random(str(of)), 2
+    rng, ranks = random.Random(str(of)), 2
     memories, n = [Memory(r) for r in range(ranks)], MIXED[-1].stop
     sent, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(500):
         if not step % 3:
-            sides = [of, TopK(density=dice.uniform(0.05, 1.0)), Dense()]
-            rule = Layers(of=dice.choice(sides), rest=dice.choice(sides), smallest=dice.choice([0, 10, 100, 200]),
-                          vectors=dice.random() < 0.5, only=dice.choice(["", "p[024]", "5"]))
+            sides = [of, TopK(density=rng.uniform(0.05, 1.0)), Dense()]
+            rule = Layers(of=rng.choice(sides), rest=rng.choice(sides), smallest=rng.choice([0, 10, 100, 200]),
+                          vectors=rng.random() < 0.5, only=rng.choice(["", "p[024]", "5"]))
         g = noise(step, ranks, n)
         owed += g.double().sum(0)
-        cut = dice.choice([2, 3, 6])
+        cut = rng.choice([2, 3, 6])
         for b in range(0, len(MIXED), cut):
             group = MIXED[b : b + cut]
             sent[group[0].start : group[-1].stop] += exchange(ErrorFeedback(of=rule), g, group, memories)
-    left = sum(torch.cat([m.slots["residual"][p.name] for p in MIXED]).double() for m in memories)
+    left = sum(torch.cat([m.buffers["residual"][p.name] for p in MIXED]).double() for m in memories)
     assert (sent + left - owed).norm() <= 1e-4 * owed.norm()
 
 
@@ -88,7 +88,7 @@ def test_only_the_chosen_leave_a_residual() -> None:
     memories, rule = [Memory(), Memory()], ErrorFeedback(of=Layers(of=TopK(density=0.05), smallest=100))
     exchange(rule, noise(2, 2, MIXED[-1].stop), MIXED, memories)
     for part in MIXED:
-        assert bool(memories[0].slots["residual"][part.name].any()) == rule.of.chosen(part), part
+        assert bool(memories[0].buffers["residual"][part.name].any()) == rule.of.chosen(part), part
 
 
 def test_error_feedback_within_is_not_fed_back_twice() -> None:

@@ -55,7 +55,7 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
     plain = residual._dropped
 
     def noting(run: Any, was: Any, slot: str, owed: Any) -> None:
-        for name, piece in run.rank.memory.slots.get(slot, {}).items():
+        for name, piece in run.rank.memory.buffers.get(slot, {}).items():
             if not piece.is_meta:
                 BOOKS.add(BOOKS.dropped, name, piece)
         plain(run, was, slot, owed)
@@ -89,7 +89,7 @@ class BookkeepingDDP(DDP):
         for part in bucket.parts:
             if rank.index == 0:
                 BOOKS.add(BOOKS.got, part.name, bucket.data[part.start : part.stop])
-            BOOKS.add(owed, part.name, rank.memory.slots.get("residual", {}).get(part.name, torch.zeros(())))
+            BOOKS.add(owed, part.name, rank.memory.buffers.get("residual", {}).get(part.name, torch.zeros(())))
 
 
 def length(column: dict[str, Any]) -> float:
@@ -99,7 +99,7 @@ def length(column: dict[str, Any]) -> float:
 def left(sessions: list[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for s in sessions:
-        for name, piece in s.rank.memory.slots.get("residual", {}).items():
+        for name, piece in s.rank.memory.buffers.get("residual", {}).items():
             BOOKS.add(found, name, piece)
     return found
 
@@ -196,16 +196,16 @@ def test_where_nothing_has_been_left_unsent_the_next_compressor_begins_at_once()
 @pytest.mark.parametrize("seed", [1, 2])
 def test_nothing_is_lost_through_random_live_changes_with_every_way_of_leaving(seed: int) -> None:
     """The master invariant, dropped ones counted in, over 250 changes in each of two sequences."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     lossless = [Dense(), ErrorFeedback(of=Dense())]
     turns: list[Change] = []
     for step in range(2, 252):
-        if dice.random() < 0.2:
-            turns.append(Change(step, "bucket_mb", dice.choice([0.02, 0.05, 1.0])))
+        if rng.random() < 0.2:
+            turns.append(Change(step, "bucket_mb", rng.choice([0.02, 0.05, 1.0])))
             continue
-        of = dice.choice([TopK(density=dice.uniform(0.01, 0.3)), PowerSGD(rank=dice.randint(1, 9)), ACPSGD(rank=2)])
-        feeding = ErrorFeedback(of=of, off=dice.choice(["flush", "bleed", "drop"]), over=dice.randint(2, 4))
-        turns.append(Change(step, "compressor", to_plain(dice.choice([*lossless, feeding, feeding]))))
+        of = rng.choice([TopK(density=rng.uniform(0.01, 0.3)), PowerSGD(rank=rng.randint(1, 9)), ACPSGD(rank=2)])
+        feeding = ErrorFeedback(of=of, off=rng.choice(["flush", "bleed", "drop"]), over=rng.randint(2, 4))
+        turns.append(Change(step, "compressor", to_plain(rng.choice([*lossless, feeding, feeding]))))
     found, sessions = kept(2, 256, TopK.usual(), *turns, bucket_mb=1.0)
     assert found.state == "done" and not found.details("refused")
     assert {*("dropped" if "dropped" in m else m["steps"] for m in marks(found))} >= {"dropped", 1, 2, 3}
@@ -258,8 +258,8 @@ def test_the_steps_that_send_what_is_left_are_no_choice_of_anybody() -> None:
 
 
 def rank_one(n: int, m: int) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(1)
-    return (torch.randn(n, 1, generator=dice) * torch.randn(1, m, generator=dice)).view(-1)
+    rng = torch.Generator().manual_seed(1)
+    return (torch.randn(n, 1, generator=rng) * torch.randn(1, m, generator=rng)).view(-1)
 
 
 @pytest.mark.parametrize(("x", "spread"), [

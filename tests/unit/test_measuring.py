@@ -58,10 +58,10 @@ def steps_of(found: list[tuple[int, str, float]]) -> list[int]:
 
 @pytest.mark.parametrize("of", [SPARSE, ErrorFeedback(of=ByteGrad(bits=4)), TopK(density=0.2), Cast()], ids=str)
 def test_error_cosine_and_residual_are_the_formulas(of: Compressor) -> None:
-    dice = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(1)
     ours, theirs = [[Memory(r) for r in range(3)] for _ in range(2)]
     for _ in range(4):
-        g = torch.randn(3, 400, generator=dice) ** 3
+        g = torch.randn(3, 400, generator=rng) ** 3
         out, found = measured(of, g, ours)
         assert torch.equal(out.double(), exchange(of, g, placed((400,)), theirs)), "it is the same exchange"
         exact, out = g.double().sum(0), out.double()
@@ -70,7 +70,7 @@ def test_error_cosine_and_residual_are_the_formulas(of: Compressor) -> None:
         if not isinstance(of, ErrorFeedback):
             assert "residual_ratio" not in found
             continue
-        left = torch.stack([m.slots["residual"]["p0"].double() for m in ours]).sum(0)
+        left = torch.stack([m.buffers["residual"]["p0"].double() for m in ours]).sum(0)
         assert found["residual_ratio"] == pytest.approx(float(left.norm() / exact.norm()), rel=1e-4)
 
 
@@ -78,7 +78,7 @@ def test_residuals_that_cancel_are_no_loss() -> None:
     g = torch.tensor([[10.0, 1.0], [10.0, -1.0]])
     memories = [Memory(0), Memory(1)]
     _, found = measured(ErrorFeedback(of=TopK(density=0.5)), g, memories)
-    assert all(float(m.slots["residual"]["p0"].norm()) == 1.0 for m in memories)
+    assert all(float(m.buffers["residual"]["p0"].norm()) == 1.0 for m in memories)
     assert found == {"compression_error": 0.0, "compression_cosine": 1.0, "residual_ratio": 0.0}
 
 
@@ -171,7 +171,7 @@ def test_only_what_loses_something_in_steps_that_all_ranks_share_is_measured() -
     assert measurable(e) and not measurable(e.set("measure_every", 0))
     assert not measurable(e.set("compressor", "Dense"))
     for name, cls in shipped(Strategy).items():
-        if cls.lockstep and not cls.crosses:
+        if cls.lockstep and not cls.in_flight:
             continue
         try:
             assert not measurable(e.set("strategy", name)), name

@@ -49,7 +49,7 @@ def test_dgc_swallows_nothing_of_narrow_gradients(momentum: float, dtype: torch.
         u = momentum * u + g[0].double()
         owed = owed + u
         sent = sent + exchange(of, g, placed((n,)), [memory])
-    left = memory.slots["velocity"]["p0"]
+    left = memory.buffers["velocity"]["p0"]
     assert left.dtype == torch.float32
     assert float((sent + left - owed).norm() / owed.norm()) < 1e-5
 
@@ -60,7 +60,7 @@ def test_dgc_beyond_the_range_of_fp16_waits_and_is_not_lost() -> None:
     out = [exchange(of, g, placed((n,)), [memory]) for _ in range(5)]
     u = [20_000 * (1 - 0.9**k) / 0.1 for k in range(1, 6)]
     assert max(float(x.max()) for x in out) == 65504.0
-    left = memory.slots["velocity"]["p0"]
+    left = memory.buffers["velocity"]["p0"]
     assert (sum(out) + left.double()).tolist() == pytest.approx([sum(u)] * n, rel=1e-4)
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def costs(of: Levels, x: torch.Tensor, block: int) -> float:
-    """E |C(x) - x|^2 / |x|^2 by the definition, without any dice."""
+    """E |C(x) - x|^2 / |x|^2 by the definition, without any rng."""
     rows = x.double().numpy().reshape(-1, block)
     size = np.linalg.norm(rows, axis=1) if of.norm == "l2" else np.abs(rows).max(1)
     r, levels = rows / size[:, None], of.levels(Memory()).double().numpy()

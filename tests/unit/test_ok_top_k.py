@@ -54,7 +54,7 @@ def test_with_thresholds_found_in_every_step_it_is_the_exact_algorithm(ranks: in
     got = [exchange(of, g, placed((400,)), memories) for g in steps]
     want, left = plain([g.numpy() for g in steps], 20)
     np.testing.assert_allclose(torch.stack(got).numpy(), want, rtol=1e-12, atol=1e-12)
-    held = torch.stack([m.slots["residual"]["p0"] for m in memories]).numpy()
+    held = torch.stack([m.buffers["residual"]["p0"] for m in memories]).numpy()
     np.testing.assert_allclose(held, left, rtol=1e-12, atol=1e-12)
 
 
@@ -178,7 +178,7 @@ def test_ranks_agree_through_live_changes(ranks: int) -> None:
     ]  # fmt: skip
     sessions = run(experiment(ranks, 14, compressor=OkTopK.usual()), *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    assert all("residual" not in s.rank.memory.slots for s in sessions)
+    assert all("residual" not in s.rank.memory.buffers for s in sessions)
 
 
 def test_all_of_it_is_the_whole_sum() -> None:

@@ -92,28 +92,28 @@ def test_one_residual_leaves_at_most_a_fifth_more_unsent_than_two(ranks: int, sc
     memories, left = [Memory() for _ in range(ranks)], []
     for g in steps:
         exchange(ErrorFeedback(of=OneBit(scale=scale)), torch.tensor(g).float(), placed((512,)), memories)
-        left.append(float(sum(m.slots["residual"]["p0"] for m in memories).norm()))
+        left.append(float(sum(m.buffers["residual"]["p0"] for m in memories).norm()))
     assert np.mean(left[50:]) < 1.2 * np.mean(two[50:])
 
 
 @pytest.mark.parametrize("block", [0, 64])
 def test_nothing_is_lost_over_both_hops_while_everything_changes(block: int) -> None:
     """The master invariant, with chunks that change their owner: ranks and buckets are cut anew all the time."""
-    dice, parts, ranks = random.Random(block), placed(*[(31,), (6, 7)] * 4), 4
+    rng, parts, ranks = random.Random(block), placed(*[(31,), (6, 7)] * 4), 4
     n = parts[-1].stop
     memories, sent, owed = [Memory() for _ in range(ranks)], torch.zeros(n).double(), torch.zeros(n).double()
     for step in range(100):
         g = noise(step, ranks, n)
         owed += g.double().sum(0)
-        cut = dice.choice([1, 2, 3, 8])
-        of = ErrorFeedback(of=OneBit(scale=dice.choice(["mean", "rms"]), block=block))
+        cut = rng.choice([1, 2, 3, 8])
+        of = ErrorFeedback(of=OneBit(scale=rng.choice(["mean", "rms"]), block=block))
         for b in range(0, len(parts), cut):
             group = parts[b : b + cut]
             sent[group[0].start : group[-1].stop] += exchange(of, g, group, memories)
-    left = torch.cat([sum(m.slots["residual"][p.name] for m in memories) for p in parts]).double()
+    left = torch.cat([sum(m.buffers["residual"][p.name] for m in memories) for p in parts]).double()
     torch.testing.assert_close(sent + left, owed, rtol=1e-4, atol=1e-2)
     exchange(ErrorFeedback(of=Dense()), torch.zeros(ranks, n), parts, memories)
-    assert not any(m.slots["residual"][p.name].any() for m in memories for p in parts), "one dense step sends it all"
+    assert not any(m.buffers["residual"][p.name].any() for m in memories for p in parts), "one dense step sends it all"
 
 
 def test_what_stays_the_same_arrives_on_average() -> None:
@@ -158,7 +158,7 @@ def test_zero_counts_as_positive_and_a_bucket_of_zeros_stays_zero() -> None:
 def test_turned_off_it_sends_the_residual_once_and_forgets_it() -> None:
     sessions = run(experiment(3, 10, compressor=OneBit.usual()), Change(6, "compressor", "Dense"))
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    assert all("residual" not in s.rank.memory.slots for s in sessions)
+    assert all("residual" not in s.rank.memory.buffers for s in sessions)
     assert not torch.equal(weights(sessions[0]), weights(run(experiment(3, 10))[0]))
 
 

@@ -99,7 +99,7 @@ def test_nothing_of_the_momenta_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
     sessions = run(e, Change(8, "bucket_mb", 0.02), Change(12, "block", 64), sparse)
     assert len(put) == 3 * len(got[0]) > 0
     for name, out in got[0].items():
-        left = sum(s.rank.memory.slots["residual"][name].double() for s in sessions)
+        left = sum(s.rank.memory.buffers["residual"][name].double() for s in sessions)
         owed = sum(put[f"{r} {name}"] for r in range(3))
         assert float((out + left - owed).norm() / owed.norm()) < 1e-4 and float(left.norm()) > 0
 

@@ -50,8 +50,8 @@ def test_the_momentum_of_a_round_cut_short_is_that_of_the_round_before() -> None
     e = experiment(2, 9, task=toy(SGD), strategy=CLASSICAL[0])
     short = run(e, Change(8, "strategy", to_plain(CLASSICAL[2])), Change(8, "lr", 1e-30))
     kept = run(experiment(2, 6, task=toy(SGD), strategy=CLASSICAL[0]))
-    for name, u in kept[0].state.memory.slots["momentum"].items():
-        torch.testing.assert_close(short[0].state.memory.slots["momentum"][name], -0.02 * u)
+    for name, u in kept[0].state.memory.buffers["momentum"].items():
+        torch.testing.assert_close(short[0].state.memory.buffers["momentum"][name], -0.02 * u)
 
 
 def test_sizes_alone_are_handed_on_too() -> None:

@@ -66,5 +66,6 @@ def test_one_row_says_all_of_sizes() -> None:
 
 
 def test_nothing_is_drawn_for_sizes() -> None:
-    assert Memory(1).dice(SIZES.device) is None
-    assert torch.rand(1, generator=Memory(1).dice("cpu")) == torch.rand(1, generator=Memory(1).dice(REAL.device))
+    assert Memory(1).generator(SIZES.device) is None
+    named, found = Memory(1).generator("cpu"), Memory(1).generator(REAL.device)
+    assert torch.rand(1, generator=named) == torch.rand(1, generator=found)

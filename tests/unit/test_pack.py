@@ -13,8 +13,8 @@ WIDTHS = range(1, 9)
 
 
 def codes_of(width: int, rows: int, n: int) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(100 * n + width)
-    return torch.randint(0, 2**width, (rows, n), generator=dice).to(torch.uint8)
+    rng = torch.Generator().manual_seed(100 * n + width)
+    return torch.randint(0, 2**width, (rows, n), generator=rng).to(torch.uint8)
 
 
 def ones(x: torch.Tensor) -> list[int]:

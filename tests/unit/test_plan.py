@@ -75,9 +75,9 @@ def test_one_who_joins_takes_as_much_from_each_replica() -> None:
 
 
 def test_loads_are_levelled() -> None:
-    dice = random.Random(1)
+    rng = random.Random(1)
     for _ in range(300):
-        loads, amount = [dice.randint(0, 20) for _ in range(dice.randint(1, 6))], dice.randint(0, 60)
+        loads, amount = [rng.randint(0, 20) for _ in range(rng.randint(1, 6))], rng.randint(0, 60)
         given = list(loads)
         for _ in range(amount):
             given[given.index(min(given))] += 1
@@ -167,7 +167,7 @@ def test_planning_a_matrix_takes_well_under_a_millisecond_and_no_memory_per_elem
 
 
 def test_random_placements_cover_what_people_do() -> None:
-    dice = random.Random(5)
-    made = [placement(dice) for _ in range(100)]
+    rng = random.Random(5)
+    made = [placement(rng) for _ in range(100)]
     assert {len(p.ranks) for p in made} == set(range(1, RANKS + 1))
     assert any(s.times > 1 for p in made for r in p.ranks for slices in p.at(r).values() for s in slices)

@@ -111,7 +111,7 @@ def test_what_the_ranks_contribute_adds_up_to_the_result() -> None:
     memories = [Memory() for _ in range(ranks)]
     g = noise(5, ranks, parts[-1].stop)
     out = exchange(ErrorFeedback(of=PowerSGD(rank=2)), g, parts, memories)
-    left = torch.cat([sum(m.slots["residual"][p.name] for m in memories) for p in parts])
+    left = torch.cat([sum(m.buffers["residual"][p.name] for m in memories) for p in parts])
     torch.testing.assert_close(out + left, g.sum(0))
     for p in parts:
         whole = p.shape in [(7,), (3, 2), ()]
@@ -119,17 +119,17 @@ def test_what_the_ranks_contribute_adds_up_to_the_result() -> None:
 
 
 def test_nothing_is_lost_while_the_rank_changes() -> None:
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     memories, parts = [Memory(), Memory()], placed((40, 30), (9,), (12, 50))
     sent = owed = torch.zeros(parts[-1].stop, dtype=torch.float64)
     for step in range(60):
-        r = int(torch.randint(1, 40, (), generator=dice))
+        r = int(torch.randint(1, 40, (), generator=rng))
         g = noise(step, 2, parts[-1].stop)
         owed = owed + g.sum(0)
         for group in (parts,) if step % 2 else (parts[:1], parts[1:]):
             out = exchange(ErrorFeedback(of=PowerSGD(rank=r)), g, group, memories)
             sent = sent + torch.cat([g.new_zeros(group[0].start), out, g.new_zeros(owed.numel() - group[-1].stop)])
-    left = sum(torch.cat([m.slots["residual"][p.name] for p in parts]) for m in memories)
+    left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]) for m in memories)
     torch.testing.assert_close(sent + left, owed)
 
 
@@ -160,7 +160,7 @@ def test_what_several_iterations_contribute_adds_up_to_the_result_too() -> None:
     parts, memories = placed((40, 30), (7,)), [Memory(), Memory()]
     g = noise(5, 2, parts[-1].stop)
     out = exchange(ErrorFeedback(of=PowerSGD(rank=2, iterations=2)), g, parts, memories)
-    left = torch.cat([sum(m.slots["residual"][p.name] for m in memories) for p in parts])
+    left = torch.cat([sum(m.buffers["residual"][p.name] for m in memories) for p in parts])
     torch.testing.assert_close(out + left, g.sum(0))
 
 
@@ -178,8 +178,8 @@ def test_without_warm_start_every_step_draws_other_directions_the_same_on_all_ra
 
 @pytest.mark.parametrize("rate", [1.0, 2.0, 7.5])
 def test_a_matrix_is_worth_it_where_torch_says_so(rate: float) -> None:
-    dice = np.random.default_rng(0)
-    for n, m, r in dice.integers(1, 300, (3000, 3)).tolist():
+    rng = np.random.default_rng(0)
+    for n, m, r in rng.integers(1, 300, (3000, 3)).tolist():
         theirs = torch_own._should_compress(n, m, min(n, m, r // 8 + 1), rate)[0]
         assert PowerSGD(rank=r // 8 + 1, min_compression_rate=rate).worth(n, m) == theirs, (n, m, r)
 

@@ -71,8 +71,8 @@ def test_the_gradient_of_the_last_warm_up_step_is_in_both_moments() -> None:
     mse(model, batch(0, 0, 0)).backward()
     memory = session.state.memory
     for name, p in model.named_parameters():
-        torch.testing.assert_close(memory.slots["m"][name], 0.1 * p.grad.view(-1))
-        torch.testing.assert_close(memory.slots["v"][name], 0.001 * p.grad.view(-1) ** 2)
+        torch.testing.assert_close(memory.buffers["m"][name], 0.1 * p.grad.view(-1))
+        torch.testing.assert_close(memory.buffers["v"][name], 0.001 * p.grad.view(-1) ** 2)
 
 
 COARSE: list[Compressor] = [
@@ -85,7 +85,7 @@ def test_momenta_cross_through_any_compressor_and_ranks_stay_equal_to_the_bit(co
     e = experiment(3, 10, strategy=QAdam(warmup=4, scaled=True), compressor=compressor)
     sessions = run(e)
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    moments = [torch.cat([s.state.memory.slots[k][n] for k in "mv" for n in sorted(s.state.memory.slots[k])])
+    moments = [torch.cat([s.state.memory.buffers[k][n] for k in "mv" for n in sorted(s.state.memory.buffers[k])])
                for s in sessions]
     assert torch.equal(moments[0], moments[1]) and torch.equal(moments[0], moments[2])
     assert not torch.equal(weights(sessions[0]), joined(3, 10, 4))
@@ -117,7 +117,7 @@ def test_with_bytes_it_learns_as_far_as_without() -> None:
 def test_the_warm_up_turned_live_freezes_and_thaws() -> None:
     def v(*changes: Change, steps: int) -> torch.Tensor:
         (session,) = run(experiment(1, steps, strategy=QAdam(warmup=5)), *changes)
-        return torch.cat([x for _, x in sorted(session.state.memory.slots["v"].items())])
+        return torch.cat([x for _, x in sorted(session.state.memory.buffers["v"].items())])
 
     assert torch.equal(v(steps=9), v(steps=5))
     assert torch.equal(v(Change(3, "warmup", 1), steps=9), v(steps=3))
@@ -134,8 +134,8 @@ def test_betas_turned_live_keep_the_bias_correction_exact() -> None:
     model, state = net(), session.state
     mse(model, batch(0, 0, 0)).backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(state.memory.slots["m"][name] / state.m_weight, p.grad.view(-1))
-        torch.testing.assert_close(state.memory.slots["v"][name] / state.v_weight, p.grad.view(-1) ** 2)
+        torch.testing.assert_close(state.memory.buffers["m"][name] / state.m_weight, p.grad.view(-1))
+        torch.testing.assert_close(state.memory.buffers["v"][name] / state.v_weight, p.grad.view(-1) ** 2)
 
 
 def test_another_bucket_size_keeps_both_moments() -> None:
@@ -174,7 +174,7 @@ def test_the_residual_of_momenta_is_dropped_on_leaving_and_the_record_says_so(af
         (mark,) = s.record.noted("residual")
         detail = json.loads(mark[-1])
         assert detail["unit"] == "moments" and detail["dropped"] > 0
-        left = s.rank.memory.slots.get("residual")
+        left = s.rank.memory.buffers.get("residual")
         assert (left is None) == (after == "OneBitAdam"), "DDP has made one of gradients; a new warm-up none yet"
 
 

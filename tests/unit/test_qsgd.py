@@ -65,8 +65,8 @@ def test_the_variance_is_that_of_the_rule_and_within_the_papers_bound(bits: int)
 def test_codes_of_two_gathered_sums_are_added_without_a_second_rounding() -> None:
     """Where all elements lie on levels, the gathered sum is exact to the bit; the two hops round the sum again."""
     s = 2**3 - 1
-    dice = torch.Generator().manual_seed(1)
-    g = torch.randint(-s, s + 1, (3, 512), generator=dice).float()
+    rng = torch.Generator().manual_seed(1)
+    g = torch.randint(-s, s + 1, (3, 512), generator=rng).float()
     g[:, 0] = s
     assert torch.equal(reduced(QSGD(), g).float(), g.sum(0))
     assert not torch.equal(reduced(QSGD(exchange="two_hop"), g).float(), g.sum(0))
@@ -77,7 +77,7 @@ def test_codes_of_two_gathered_sums_are_added_without_a_second_rounding() -> Non
 def test_what_ranks_contribute_adds_up_to_the_result(of: Any, hops: str) -> None:
     memories, g = [Memory(r) for r in range(3)], noise(6, 3, 1500)
     out = exchange(ErrorFeedback(of=type(of)(exchange=hops)), g, placed((1500,)), memories)
-    left = sum(m.slots["residual"]["p0"] for m in memories)
+    left = sum(m.buffers["residual"]["p0"] for m in memories)
     torch.testing.assert_close(out.float() + left, g.sum(0), rtol=1e-5, atol=1e-5)
 
 
@@ -128,11 +128,11 @@ def test_norms_are_numpys() -> None:
     np.testing.assert_allclose(norms(x, "max")[..., 0].numpy(), np.abs(x.numpy()).max(-1), rtol=0)
 
 
-def test_whole_numbers_are_never_moved_by_the_dice() -> None:
-    dice = torch.Generator().manual_seed(0)
+def test_whole_numbers_are_never_moved_by_the_generator() -> None:
+    rng = torch.Generator().manual_seed(0)
     y = torch.arange(256.0).repeat(4000)
-    assert torch.equal(dithered(y, dice), y.to(torch.uint8))
-    half = dithered(torch.full((100_000,), 254.25), dice)
+    assert torch.equal(dithered(y, rng), y.to(torch.uint8))
+    half = dithered(torch.full((100_000,), 254.25), rng)
     assert set(half.tolist()) == {254, 255}
     assert abs(float((half == 255).float().mean()) - 0.25) < 5 * (0.25 * 0.75 / 100_000) ** 0.5
 
@@ -173,7 +173,7 @@ def test_ranks_throw_their_own_dice_and_nobody_elses() -> None:
     same = noise(1, 1, 4096).repeat(2, 1)
     memories = [Memory(0), Memory(1)]
     exchange(ErrorFeedback(of=QSGD()), same, placed((4096,)), memories)
-    assert not torch.equal(memories[0].slots["residual"]["p0"], memories[1].slots["residual"]["p0"])
+    assert not torch.equal(memories[0].buffers["residual"]["p0"], memories[1].buffers["residual"]["p0"])
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(reduced(QSGD(), same, 3), reduced(QSGD(), same, 3)), "a run can be repeated"
     assert not torch.equal(reduced(QSGD(), same, 3), reduced(QSGD(), same, 4))

@@ -83,7 +83,7 @@ def test_it_is_turned_on_and_off_live_and_what_is_owed_is_sent() -> None:
     changes = [Change(4, "compressor", "Quantised"), Change(9, "compressor", "Dense")]
     sessions = run(e, *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    assert all(ErrorFeedback.slot not in s.rank.memory.slots for s in sessions)
+    assert all(ErrorFeedback.residual not in s.rank.memory.buffers for s in sessions)
     [sent] = sessions[0].record.noted("residual")
     assert sent[0] >= 9
     assert not torch.equal(weights(sessions[0]), weights(run(e)[0]))

@@ -38,10 +38,10 @@ def test_k_different_places_are_drawn(n: int, k: int) -> None:
 @pytest.mark.parametrize(("n", "k"), [(9, 2), (6, 3)])
 def test_every_set_of_places_is_equally_likely(n: int, k: int) -> None:
     """Pearson's statistic over all sets is chi-squared: its mean is its degrees of freedom, its variance twice that."""
-    draws, dice = 8000, torch.Generator().manual_seed(1)
+    draws, rng = 8000, torch.Generator().manual_seed(1)
     counts = dict.fromkeys(combinations(range(n), k), 0)
     for _ in range(draws):
-        counts[tuple(sorted(subset(n, k, dice).tolist()))] += 1
+        counts[tuple(sorted(subset(n, k, rng).tolist()))] += 1
     want, freedom = draws / len(counts), len(counts) - 1
     pearson = sum((c - want) ** 2 / want for c in counts.values())
     assert abs(pearson - freedom) < 5 * (2 * freedom) ** 0.5

@@ -52,4 +52,4 @@ def test_dgc_keeps_the_momentum_while_it_warms_up() -> None:
     rest = {"task": toy(optimizer=sgd)}
     warm = run(experiment(2, 8, compressor=WarmUp(of=DGC(), steps=100), **rest))[0]
     torch.testing.assert_close(weights(warm), weights(run(experiment(2, 8, **rest))[0]), rtol=1e-4, atol=1e-6)
-    assert "momentum" in warm.rank.memory.slots
+    assert "momentum" in warm.rank.memory.buffers

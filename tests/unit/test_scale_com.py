@@ -45,7 +45,7 @@ def test_it_is_the_algorithm_of_the_paper(ranks: int, beta: float) -> None:
     got = [exchange(ScaleCom(density=0.05, beta=beta), g, PARTS, memories) for g in steps]
     want, left = plain([g.numpy() for g in steps], 10, beta)
     np.testing.assert_allclose(torch.stack(got).numpy(), want, rtol=1e-12, atol=1e-12)
-    held = torch.stack([m.slots["residual"]["p0"] for m in memories]).numpy()
+    held = torch.stack([m.buffers["residual"]["p0"] for m in memories]).numpy()
     np.testing.assert_allclose(held, left, rtol=1e-12, atol=1e-12)
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_finite_beside_the_leaders_choice_is_left_out_and_forgotten(
     g[0, :10] = 50.0
     g[1, 77] = bad
     assert bool(exchange(ScaleCom(density=0.05), g, PARTS, memories).isfinite().all())
-    assert memories[1].slots["residual"]["p0"][77] == 0
+    assert memories[1].buffers["residual"]["p0"][77] == 0
     g[1, 77] = 1.0
     for _ in range(3):
         assert bool(exchange(ScaleCom(density=0.05), g, PARTS, memories).isfinite().all())
@@ -119,7 +119,7 @@ def test_the_residual_passes_between_it_and_error_feedback(other: Compressor) ->
     there = run(experiment(2, 10, compressor=ScaleCom()), Change(5, "compressor", {"ErrorFeedback": {"of": "TopK"}}))
     back = run(experiment(2, 10, compressor=other), Change(5, "compressor", "ScaleCom"))
     for s in (*there, *back):
-        assert "residual" in s.rank.memory.slots and not s.training.flushing
+        assert "residual" in s.rank.memory.buffers and not s.training.flushing
         dense = sum(n for step, _, n in s.record.comm() if step == 5)
         assert dense < sum(b.nbytes for b in s.layout.buckets), "nothing was flushed"
 
@@ -127,7 +127,7 @@ def test_the_residual_passes_between_it_and_error_feedback(other: Compressor) ->
 def test_turned_off_it_sends_the_residual_once_and_forgets_it() -> None:
     sessions = run(experiment(3, 10, compressor=ScaleCom()), Change(6, "compressor", "Dense"))
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    assert all("residual" not in s.rank.memory.slots for s in sessions)
+    assert all("residual" not in s.rank.memory.buffers for s in sessions)
     assert not torch.equal(weights(sessions[0]), weights(run(experiment(3, 10))[0]))
 
 

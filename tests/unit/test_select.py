@@ -21,15 +21,15 @@ def noise(seed: int, n: int) -> torch.Tensor:
 
 def heavy(seed: int, n: int) -> torch.Tensor:
     """Student's t with two degrees of freedom: so long a tail that there is no variance."""
-    dice = torch.Generator().manual_seed(seed)
-    energy = -2 * torch.rand(n, generator=dice).clamp_(min=1e-12).log_()
-    return torch.randn(n, generator=dice) / (energy / 2).sqrt()
+    rng = torch.Generator().manual_seed(seed)
+    energy = -2 * torch.rand(n, generator=rng).clamp_(min=1e-12).log_()
+    return torch.randn(n, generator=rng) / (energy / 2).sqrt()
 
 
 def sparse(seed: int, n: int) -> torch.Tensor:
     """One in fifty is not zero."""
-    dice = torch.Generator().manual_seed(seed)
-    return torch.randn(n, generator=dice) * (torch.rand(n, generator=dice) < 0.02)
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) < 0.02)
 
 
 SHAPES = {"normal": noise, "heavy-tailed": heavy, "sparse": sparse}
@@ -114,7 +114,7 @@ def test_a_sampled_threshold_lets_about_k_pass_within_its_stated_spread(shape: s
     m = math.ceil(64 * n / k)
     r = math.ceil(k * m / n + spare * math.sqrt(k * m / n))
     x = SHAPES[shape](1, n)
-    counts = [float((x.abs() >= threshold_of(x, k, spare=spare, dice=torch.Generator().manual_seed(s))).sum())
+    counts = [float((x.abs() >= threshold_of(x, k, spare=spare, generator=torch.Generator().manual_seed(s))).sum())
               for s in range(draws)]
     mean, want = sum(counts) / draws, n * r / (m + 1)
     assert abs(mean - want) < 5 * want / math.sqrt(r * draws)

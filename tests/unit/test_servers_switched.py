@@ -35,8 +35,8 @@ def play(seed: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> list[Session
     """Turns everything that may be turned, as the torture does; the ranks at the end, in data parallelism, paused."""
     shipped = torture.shipped
     monkeypatch.setattr(torture, "shipped", lambda family: AMONG if family is Strategy else shipped(family))
-    dice = random.Random(seed)
-    slow = Fabric(faults=(Slow(rank=dice.randrange(4), factor=3.0), Noisy(spread=2.0)))
+    rng = random.Random(seed)
+    slow = Fabric(faults=(Slow(rank=rng.randrange(4), factor=3.0), Noisy(spread=2.0)))
     ranks = live(experiment(4, 0, strategy=BackupWorkers(backup=1), pace=3.0, fabric=slow, eval_every=5))
     asked = 0
     try:
@@ -50,7 +50,7 @@ def play(seed: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> list[Session
                 ranks[0].request({"kind": "change", "id": str(asked), "path": what, "value": plain})
                 asked += 1
             until(lambda asked=asked: answered(ranks) >= asked, ranks)
-            time.sleep(dice.uniform(0, 0.05))
+            time.sleep(rng.uniform(0, 0.05))
         for path, value in (("compressor", "Dense"), ("faults", []), ("strategy", "DDP")):
             ranks[0].request({"kind": "change", "id": path, "path": path, "value": value})
             asked += 1

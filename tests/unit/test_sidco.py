@@ -144,9 +144,9 @@ def test_each_bucket_has_its_own_number_of_fits_by_its_parameters_and_each_rank(
         for part in parts:
             exchange(SIDCo(), g, [part], memories)
     for memory in memories:
-        known = memory.parts[SIDCo.slot]
+        known = memory.parts[SIDCo.buffer]
         assert known["p1"][0] > known["p0"][0]
-    assert "sidco" not in memories[0].slots
+    assert "sidco" not in memories[0].buffers
 
 
 @pytest.mark.parametrize("fit", list(_FITS))

@@ -82,7 +82,7 @@ def test_nothing_comes_of_nothing_and_nonsense_is_passed_on(scale: str) -> None:
         g[1, 7] = bad
         memories = fresh(3)
         assert bool(one_step(SignSGD(scale=scale, momentum=0.9), g, memories).isnan().all())
-        assert all(bool(m.slots["sign_sgd"]["p0"].isfinite().all()) for m in memories)
+        assert all(bool(m.buffers["sign_sgd"]["p0"].isfinite().all()) for m in memories)
         assert bool(one_step(SignSGD(scale=scale, momentum=0.9), noise(3, 3, 50), memories).isfinite().all())
 
 
@@ -99,7 +99,7 @@ def test_with_momentum_it_is_signum_written_out(ranks: int) -> None:
 def test_turned_off_and_on_again_the_momentum_goes_on_from_the_present() -> None:
     memories = fresh(1)
     one_step(SignSGD(momentum=0.5), torch.full((1, 4), 8.0), memories)
-    assert memories[0].slots["sign_sgd"]["p0"].tolist() == [4.0] * 4
+    assert memories[0].buffers["sign_sgd"]["p0"].tolist() == [4.0] * 4
     assert one_step(SignSGD(), torch.full((1, 4), -2.0), memories).tolist() == [-2.0] * 4
     assert one_step(SignSGD(momentum=0.5), torch.full((1, 4), 1.0), memories).tolist() == [-0.5] * 4
     assert "sign_sgd" not in _after(SignSGD()).slots, "without momentum nothing is kept"
@@ -220,7 +220,7 @@ def test_it_leaves_less_unsent_than_two_hops() -> None:
         memories = fresh(4)
         for step in range(60):
             one_step(ErrorFeedback(of=codec), noise(step, 4, 512), memories)
-        left[type(codec)] = float(sum(m.slots["residual"]["p0"] for m in memories).norm())
+        left[type(codec)] = float(sum(m.buffers["residual"]["p0"] for m in memories).norm())
     assert left[EFSignSGD] < 0.8 * left[OneBit]
 
 
@@ -231,7 +231,7 @@ def test_what_is_not_finite_spoils_its_block_of_the_sum_and_is_not_remembered(ba
     out = one_step(EFSignSGD(block=64), g)
     assert bool(out[:64].isnan().all()) and bool(out[64:].isfinite().all())
     one_step(EFSignSGD.usual(), g, memories)
-    assert all(bool(m.slots["residual"]["p0"].isfinite().all()) for m in memories)
+    assert all(bool(m.buffers["residual"]["p0"].isfinite().all()) for m in memories)
 
 
 @pytest.mark.parametrize("codec", [SignSGD(momentum=0.9), EFSignSGD.usual()], ids=str)

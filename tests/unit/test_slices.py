@@ -12,19 +12,19 @@ from tests.spread import elements, local
 from workbench.host.slices import Slice, deal, refine
 
 
-def drawn(dice: random.Random, size: int) -> Slice:
+def drawn(rng: random.Random, size: int) -> Slice:
     """Any slice of a tensor of `size` elements; its stretches may wrap around a row and strides be anything."""
-    length = dice.randint(1, max(1, size // 3))
-    stride = length + dice.choice([0, 1, 2, dice.randint(0, size)])
-    start = dice.randint(0, size - length)
-    return Slice(start, length, stride, dice.randint(1, 1 + (size - length - start) // stride))
+    length = rng.randint(1, max(1, size // 3))
+    stride = length + rng.choice([0, 1, 2, rng.randint(0, size)])
+    start = rng.randint(0, size - length)
+    return Slice(start, length, stride, rng.randint(1, 1 + (size - length - start) // stride))
 
 
-def apart(dice: random.Random, size: int) -> list[Slice]:
+def apart(rng: random.Random, size: int) -> list[Slice]:
     """Several slices that share no element."""
     found: list[Slice] = []
-    for _ in range(dice.randint(1, 4)):
-        s = drawn(dice, size)
+    for _ in range(rng.randint(1, 4)):
+        s = drawn(rng, size)
         if not set(elements(s)) & {e for one in found for e in elements(one)}:
             found.append(s)
     return found
@@ -32,10 +32,10 @@ def apart(dice: random.Random, size: int) -> list[Slice]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_parts_are_disjoint_and_each_element_is_in_the_sets_that_hold_it(seed: int) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(300):
-        size = dice.choice([5, 12, 30, 60])
-        sets = [apart(dice, size) for _ in range(dice.randint(1, 4))]
+        size = rng.choice([5, 12, 30, 60])
+        sets = [apart(rng, size) for _ in range(rng.randint(1, 4))]
         parts = refine(sets)
         seen = [e for part, _ in parts for e in elements(part)]
         assert len(seen) == len(set(seen))
@@ -50,13 +50,13 @@ def test_parts_are_disjoint_and_each_element_is_in_the_sets_that_hold_it(seed: i
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_part_is_found_among_the_elements_of_the_slice_that_it_lies_in(seed: int) -> None:
-    dice = random.Random(100 + seed)
+    rng = random.Random(100 + seed)
     for _ in range(300):
-        size = dice.choice([12, 30, 60])
-        whole, other = drawn(dice, size).normal(), apart(dice, size)
+        size = rng.choice([12, 30, 60])
+        whole, other = drawn(rng, size).normal(), apart(rng, size)
         for part, members in refine([[whole], other]):
             if members & 1:
-                head, tail = part.cut(dice.randint(1, part.numel - 1)) if part.numel > 1 else ([part], [])
+                head, tail = part.cut(rng.randint(1, part.numel - 1)) if part.numel > 1 else ([part], [])
                 for piece in head + tail:
                     own = [elements(whole)[i] for i in elements(piece.inside(whole))]
                     assert own == elements(piece)
@@ -64,9 +64,9 @@ def test_a_part_is_found_among_the_elements_of_the_slice_that_it_lies_in(seed: i
 
 
 def test_a_slice_holds_its_elements_and_no_others_and_is_cut_without_changing_their_order() -> None:
-    dice = random.Random(7)
+    rng = random.Random(7)
     for _ in range(500):
-        s = drawn(dice, 40)
+        s = drawn(rng, 40)
         assert [e for e in range(-3, 45) if s.holds(e)] == elements(s)
         assert elements(s.normal()) == elements(s) and s.numel == len(elements(s)) and s.stop == elements(s)[-1] + 1
         for n in range(1, s.numel):
@@ -76,12 +76,12 @@ def test_a_slice_holds_its_elements_and_no_others_and_is_cut_without_changing_th
 
 
 def test_a_line_is_dealt_in_order_and_each_cut_is_at_the_border_nearest_to_where_it_should_be() -> None:
-    dice = random.Random(8)
+    rng = random.Random(8)
     for _ in range(300):
-        line = [(drawn(dice, 30), dice.choice([1, 2, 4, 8]), name) for name in "abcde"[: dice.randint(1, 5)]]
+        line = [(drawn(rng, 30), rng.choice([1, 2, 4, 8]), name) for name in "abcde"[: rng.randint(1, 5)]]
         widths = {name: width for _, width, name in line}
         total = sum(s.numel * width for s, width, _ in line)
-        ends = [*sorted(dice.randint(0, total) for _ in range(dice.randint(0, 4))), total]
+        ends = [*sorted(rng.randint(0, total) for _ in range(rng.randint(0, 4))), total]
         hands = deal(line, ends)
         dealt = [(name, e) for hand in hands for s, name in hand for e in elements(s)]
         assert dealt == [(name, e) for s, _, name in line for e in elements(s)]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 
 def slow_momentum(session: Session) -> torch.Tensor:
     """u in the order of the parameters' names: (n,) float64."""
-    kept = session.state.memory.slots["momentum"]
+    kept = session.state.memory.buffers["momentum"]
     return torch.cat([kept[name].double() for name in sorted(kept)])
 
 

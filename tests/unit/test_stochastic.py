@@ -15,20 +15,20 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def dice(seed: int) -> torch.Generator:
+def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def ways(x: torch.Tensor, seed: int, **rest: float) -> list[torch.Tensor]:
     """By blocks, as on the CPU, and in plain words, as on other devices."""
-    return [dithered(x, dice(seed), **rest), plain(x, dice(seed), rest.get("scale", 1.0), int(rest.get("top", 255)))]
+    return [dithered(x, rng(seed), **rest), plain(x, rng(seed), rest.get("scale", 1.0), int(rest.get("top", 255)))]
 
 
 @pytest.mark.parametrize("top", [1, 7, 15, 127, 255])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_on_average_it_is_what_it_was(seed: int, top: int) -> None:
     """U = T ||mean - x||^2 / mean ||Q - x||^2 is 1 on average, with a spread of sqrt(2 / degrees of freedom)."""
-    draws, own = 500, dice(seed)
+    draws, own = 500, rng(seed)
     x = noise(seed, 2000).abs() ** 3
     x = x / x.max() * top
     off = torch.stack([dithered(x, own, top=top) - x for _ in range(draws)]).double()
@@ -44,13 +44,13 @@ def test_on_average_it_is_what_it_was(seed: int, top: int) -> None:
 def test_small_shares_are_drawn_as_often_as_they_should_be(log: int) -> None:
     n, share = 2**23, 2.0**-log
     for base in (0.0, 3.0):
-        up = float((dithered(torch.full((n,), base + share), dice(log)) - base).sum())
+        up = float((dithered(torch.full((n,), base + share), rng(log)) - base).sum())
         assert abs(up - n * share) < 5 * math.sqrt(n * share * (1 - share)), "five standard deviations"
 
 
 @pytest.mark.parametrize("share", [0.5, 0.03])
 def test_neighbours_blocks_and_calls_know_nothing_of_each_other(share: float) -> None:
-    n, own = 40 * BLOCK, dice(3)
+    n, own = 40 * BLOCK, rng(3)
     first, second = (dithered(torch.full((n,), share), own).double() - share for _ in range(2))
     spread = share * (1 - share)
     for lag in (1, 2, 3, 4, 7, 8, 16, 63, 64, 1024, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK, 16 * BLOCK):
@@ -61,7 +61,7 @@ def test_neighbours_blocks_and_calls_know_nothing_of_each_other(share: float) ->
 
 def test_sums_over_any_stretch_spread_as_those_of_independent_draws() -> None:
     x = torch.full((64 * BLOCK,), 0.25)
-    codes = dithered(x, dice(8)).double() - 0.25
+    codes = dithered(x, rng(8)).double() - 0.25
     for length in (16, 256, 4096, BLOCK):
         sums = codes.view(-1, length).sum(1)
         ratio = float(sums.square().mean()) / (length * 0.25 * 0.75)
@@ -74,7 +74,7 @@ def test_whole_numbers_stay_as_they_are() -> None:
     x = torch.arange(256.0).repeat(4000)
     for codes in ways(x, 1):
         assert torch.equal(codes.float(), x)
-    assert torch.equal(dithered(torch.arange(256.0) / 4, dice(0), scale=4.0).float(), torch.arange(256.0))
+    assert torch.equal(dithered(torch.arange(256.0) / 4, rng(0), scale=4.0).float(), torch.arange(256.0))
 
 
 def test_the_plain_sum_leaves_its_byte_at_the_top() -> None:
@@ -94,33 +94,33 @@ def test_what_lies_beyond_the_range_is_cut_off(top: int) -> None:
 
 def test_the_same_dice_give_the_same_codes_and_others_others() -> None:
     x = noise(1, 100_000).abs()
-    own, before = dice(5), torch.get_rng_state()
+    own, before = rng(5), torch.get_rng_state()
     first = dithered(x, own)
-    assert torch.equal(first, dithered(x, dice(5)))
+    assert torch.equal(first, dithered(x, rng(5)))
     assert not torch.equal(first, dithered(x, own)), "a second call goes on"
-    assert not torch.equal(first, dithered(x, dice(6)))
+    assert not torch.equal(first, dithered(x, rng(6)))
     assert torch.equal(before, torch.get_rng_state()), "torch's own numbers are nobody's business"
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5])
 def test_every_element_gets_its_own_code_whatever_their_number(n: int) -> None:
     x = torch.arange(n).remainder(200).float() + 0.5
-    codes = dithered(x, dice(n)).float()
+    codes = dithered(x, rng(n)).float()
     assert codes.shape == x.shape and bool(((codes - x).abs() == 0.5).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_shapes_strides_and_dtypes(dtype: torch.dtype) -> None:
     x = (noise(1, 40, 30).abs() * 10).to(dtype).t()[::2]
-    codes = dithered(x, dice(0))
+    codes = dithered(x, rng(0))
     assert codes.shape == (15, 40) and codes.dtype == torch.uint8
     assert float((codes - x.float()).abs().max()) < 1
-    assert dithered(torch.tensor(3.0), dice(0)).shape == ()
+    assert dithered(torch.tensor(3.0), rng(0)).shape == ()
 
 
-def test_sizes_alone_take_no_dice() -> None:
+def test_sizes_alone_take_no_generator() -> None:
     x, memory = torch.empty(3, 5, device="meta"), Memory()
-    codes = dithered(x, memory.dice(x.device))
+    codes = dithered(x, memory.generator(x.device))
     assert codes.shape == (3, 5) and codes.dtype == torch.uint8 and codes.is_meta
 
 
@@ -128,6 +128,6 @@ def test_sizes_alone_take_no_dice() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: no NVIDIA GPU on this machine")
 def test_on_a_gpu_it_rounds_up_and_down_as_well() -> None:
     x = torch.full((1_000_000,), 2.25, device="cuda")
-    codes = dithered(x, Memory(1).dice(x.device))
+    codes = dithered(x, Memory(1).generator(x.device))
     assert codes.device.type == "cuda" and set(codes.unique().tolist()) == {2, 3}
     assert float(codes.float().mean()) == pytest.approx(2.25, abs=0.003)

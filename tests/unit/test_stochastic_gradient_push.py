@@ -53,7 +53,7 @@ def test_what_is_kept_and_given_adds_up_and_every_message_is_expected(graph: str
 
 @pytest.mark.parametrize(("graph", "size"), [(g, n) for g, n in GRAPHS if n > 1])
 @pytest.mark.parametrize("late", [0, 1, 2, 4])
-def test_hops_is_how_long_a_word_of_rank_0_travels_when_letters_are_late(graph: str, size: int, late: int) -> None:
+def test_hops_is_how_long_a_word_of_rank_0_travels_when_messages_are_late(graph: str, size: int, late: int) -> None:
     longest = 0
     for first in range(5):
         know, sent, number = {0}, [], first
@@ -199,7 +199,7 @@ def test_through_live_changes_with_messages_under_way_nothing_is_lost() -> None:
             torch.testing.assert_close(weights(s), want, rtol=0, atol=1e-12)
 
 
-def test_a_change_acts_on_all_before_the_same_step_though_letters_are_late() -> None:
+def test_a_change_acts_on_all_before_the_same_step_though_messages_are_late() -> None:
     sessions = live(experiment(4, 0, pace=4.0, strategy=StochasticGradientPush(overlap=3, every=2)))
     try:
         for k, (path, value) in enumerate([("bucket_mb", 0.03), ("overlap", 0), ("every", 1), ("graph", "chain"),

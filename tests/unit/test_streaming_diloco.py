@@ -172,7 +172,7 @@ def test_momentum_moves_on_where_nothing_was_learned() -> None:
 def test_the_outer_state_is_the_same_on_all_ranks_to_the_bit(bits: int) -> None:
     sessions = run(experiment(4, 13, strategy=StreamingDiLoCo(every=6, bits=bits)))
     for slot in ("anchor", "momentum"):
-        kept = [s.state.memory.slots[slot] for s in sessions]
+        kept = [s.state.memory.buffers[slot] for s in sessions]
         assert any(bool(x.any()) for x in kept[0].values())
         assert all(torch.equal(other[name], kept[0][name]) for other in kept for name in kept[0])
 
@@ -365,11 +365,11 @@ def test_what_cannot_be_is_refused_in_words(knob: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SaysWhenSettled(StreamingDiLoCo):
-    """Streaming DiLoCo that writes down when it is asked to settle and when it is left."""
+    """Streaming DiLoCo that writes down when it is asked to drain and when it is left."""
 
-    async def settle(self, rank: Rank, state: Any) -> None:
-        await rank.sample("settled", rank.step)
-        await StreamingDiLoCo.settle(self, rank, state)
+    async def drain(self, rank: Rank, state: Any) -> None:
+        await rank.sample("drained", rank.step)
+        await StreamingDiLoCo.drain(self, rank, state)
 
     async def leave(self, rank: Rank, state: Any) -> None:
         await rank.sample("left", rank.step)
@@ -377,14 +377,14 @@ class SaysWhenSettled(StreamingDiLoCo):
 
 
 def test_it_is_settled_at_each_change_and_at_the_end_and_left_only_for_another_strategy() -> None:
-    assert StreamingDiLoCo().can_settle and not DDP().can_settle and not LocalSGD().can_settle
-    for changes, settled, left in [
+    assert StreamingDiLoCo().can_drain and not DDP().can_drain and not LocalSGD().can_drain
+    for changes, drained, left in [
         ([Change(5, "lr", 0.01)], [5, 8], []),
         ([Change(5, "strategy", "DDP")], [5, 5], [5]),
     ]:
         e = experiment(2, 8, strategy=SaysWhenSettled())
         s = run(e, *changes)[0]
         simulated = simulate(e.set("pace", 5.0), changes=changes)
-        for name, steps in (("settled", settled), ("left", left)):
+        for name, steps in (("drained", drained), ("left", left)):
             assert [v for _, what, _, v in s.record.samples if what == name] == steps
             assert samples(simulated, name, 0).tolist() == steps

@@ -57,7 +57,7 @@ def test_under_error_feedback_no_more_than_v_is_ever_owed() -> None:
     memories = [Memory(), Memory()]
     for step in range(50):
         exchange(ErrorFeedback(of=Threshold(threshold=0.5)), 0.1 * noise(step, 2, 300), placed((300,)), memories)
-        assert all(float(m.slots["residual"]["p0"].abs().max()) < 0.5 for m in memories)
+        assert all(float(m.buffers["residual"]["p0"].abs().max()) < 0.5 for m in memories)
 
 
 def test_what_is_small_on_one_rank_is_sent_by_the_others() -> None:
@@ -88,7 +88,7 @@ def test_turned_live_it_acts_on_the_next_step_and_keeps_what_is_owed() -> None:
     share = {step: [v for k, what, _, v in sessions[0].record.samples if what == "density" and k == step]
              for step in (3, 4, 7, 8)}
     assert sum(share[3]) > 0 and not sum(share[4]) and not sum(share[7]) and min(share[8]) > 0.9
-    assert all(float(r.abs().max()) < 1e-6 for s in sessions for r in s.rank.memory.slots["residual"].values())
+    assert all(float(r.abs().max()) < 1e-6 for s in sessions for r in s.rank.memory.buffers["residual"].values())
 
 
 def test_engine_and_simulator_send_the_same() -> None:

@@ -97,7 +97,7 @@ def test_rates_leave_waiting_out_and_are_the_same_in_the_table_and_under_the_poi
     """On a Link of 100 Mbit/s, however long the others wait for a late rank."""
     late = (Slow(rank=1, factor=3.0, phase="forward"),)
     run, shown = simulate(paced(3, 8, 60.0, 100.0, task=stack(4, 300), faults=late, eval_every=4)), view("timeline")
-    shown.turn({"at": 5, "steps": 1})
+    shown.ask({"at": 5, "steps": 1})
     patch = shown.update(run)
     number = {kind.key: i for i, kind in enumerate(KINDS)}
     hover = np.concatenate([patch.replace[number[k]]["mbit"] for k in ("transfer", "odd")])
@@ -122,14 +122,14 @@ def test_what_sends_nothing_has_no_rate() -> None:
 def test_the_timeline_held_still_shows_the_step_asked_for() -> None:
     run, shown = recorded(steps=50), view("timeline")
     shown.update(run)
-    shown.turn({"at": 7, "steps": 2})
+    shown.ask({"at": 7, "steps": 2})
     patch = shown.update(run)
     assert (patch.facts["first"], patch.facts["last"], patch.facts["follow"]) == (7, 8, False)
     low, high = patch.layout["xaxis.range"]
     rows = run.timeline.spans.rows()
     steps = rows[rows.equal("lane", "step") & (rows.step >= 7) & (rows.step <= 8)]
     assert low < steps.t0.min() and high > steps.t1.max()
-    shown.turn({"at": None})
+    shown.ask({"at": None})
     assert shown.update(run).facts["last"] == 49
 
 

@@ -79,7 +79,7 @@ def test_the_count_survives_other_buckets_another_compressor_and_another_strateg
     whole = {step for step, what, _ in session.record.comm() if what.startswith("all_reduce bucket")}
     assert whole == set(range(8))
     session = run(e, Change(4, "strategy", "LocalSGD"), Change(5, "strategy", "DDP"))[0]
-    assert set(session.rank.memory.parts[WarmUp.slot].values()) == {14}, "LocalSGD's one step ends with a round"
+    assert set(session.rank.memory.parts[WarmUp.buffer].values()) == {14}, "LocalSGD's one step ends with a round"
 
 
 def test_parameters_that_come_later_warm_up_later() -> None:
@@ -89,7 +89,7 @@ def test_parameters_that_come_later_warm_up_later() -> None:
         exchange(warm, g, parts[:1], memories)
     out = exchange(warm, g, parts, memories)
     assert int((out[:100] != 0).sum()) <= 2 and torch.equal(out[100:], g.sum(0)[100:].double())
-    assert memories[0].parts[WarmUp.slot] == {"p0": 3, "p1": 1}
+    assert memories[0].parts[WarmUp.buffer] == {"p0": 3, "p1": 1}
 
 
 def test_more_steps_than_were_made_warm_up_again() -> None:
@@ -100,23 +100,23 @@ def test_more_steps_than_were_made_warm_up_again() -> None:
 
 
 def test_nothing_is_lost_through_random_live_changes() -> None:
-    dice, ranks, parts = random.Random(7), 2, placed(*[(12, 16), (8,)] * 3)
+    rng, ranks, parts = random.Random(7), 2, placed(*[(12, 16), (8,)] * 3)
     memories, n = [Memory(r) for r in range(ranks)], parts[-1].stop
     gone, owed = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(500):
         if not step % 3:
-            of: Compressor = dice.choice([TopK(density=dice.uniform(0.02, 1.0)), Layers(smallest=10)])
-            warm = WarmUp(of=of, steps=step + dice.randint(-5, 20) if step > 5 else 3, stages=dice.randint(1, 6),
-                          schedule=dice.choice(["dense", "exponential"]))
+            of: Compressor = rng.choice([TopK(density=rng.uniform(0.02, 1.0)), Layers(smallest=10)])
+            warm = WarmUp(of=of, steps=step + rng.randint(-5, 20) if step > 5 else 3, stages=rng.randint(1, 6),
+                          schedule=rng.choice(["dense", "exponential"]))
         g = noise(step, ranks, n)
         owed += g.double().sum(0)
-        cut = dice.choice([1, 2, 3, 6])
+        cut = rng.choice([1, 2, 3, 6])
         for b in range(0, len(parts), cut):
             group = parts[b : b + cut]
             gone[group[0].start : group[-1].stop] += exchange(ErrorFeedback(of=warm), g, group, memories)
-    left = sum(torch.cat([m.slots["residual"][p.name] for p in parts]).double() for m in memories)
+    left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]).double() for m in memories)
     assert (gone + left - owed).norm() <= 1e-4 * owed.norm()
-    assert set(memories[0].parts[WarmUp.slot].values()) == {500}
+    assert set(memories[0].parts[WarmUp.buffer].values()) == {500}
 
 
 def test_it_is_the_same_on_sizes_alone() -> None:

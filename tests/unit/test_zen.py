@@ -29,14 +29,14 @@ KINDS = ["random", "clustered", "alike", "one rank only", "full", "nothing", "ev
 ANY = [("auto", "auto"), *((scheme, rows) for scheme in ("auto", *SCHEMES) for rows in ("rows", "elements"))]
 
 
-def dice(seed: int) -> torch.Generator:
+def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def whole(seed: int, p: int, n: int = N) -> torch.Tensor:
     """(p, n) small integers, none zero: their sums are exact in any order, in every dtype."""
-    signs = 2 * torch.randint(0, 2, (p, n), generator=dice(seed + 1)) - 1
-    return (torch.randint(1, 8, (p, n), generator=dice(seed)) * signs).float()
+    signs = 2 * torch.randint(0, 2, (p, n), generator=rng(seed + 1)) - 1
+    return (torch.randint(1, 8, (p, n), generator=rng(seed)) * signs).float()
 
 
 def supported(kind: str, p: int, n: int = N) -> torch.Tensor:
@@ -44,13 +44,13 @@ def supported(kind: str, p: int, n: int = N) -> torch.Tensor:
     mask = torch.zeros(p, n, dtype=torch.bool)
     match kind:
         case "random":
-            mask = torch.rand(p, n, generator=dice(3)) < 0.05
+            mask = torch.rand(p, n, generator=rng(3)) < 0.05
         case "clustered":
             mask[:, : n // 20] = True
         case "alike":
-            mask[:] = torch.rand(n, generator=dice(4)) < 0.05
+            mask[:] = torch.rand(n, generator=rng(4)) < 0.05
         case "one rank only":
-            mask[p - 1] = torch.rand(n, generator=dice(5)) < 0.3
+            mask[p - 1] = torch.rand(n, generator=rng(5)) < 0.3
         case "full":
             mask[:] = True
         case "every seventh":
@@ -116,7 +116,7 @@ def test_other_dtypes_are_summed_exactly_and_keep_their_dtype(dtype: torch.dtype
 
 @pytest.mark.parametrize("p", [3, 4])
 def test_all_ranks_hold_the_same_bits_whatever_their_signs_of_zero_and_kinds_of_nan(p: int) -> None:
-    g = torch.randn(p, N, generator=dice(1)) * (torch.rand(p, N, generator=dice(2)) < 0.3)
+    g = torch.randn(p, N, generator=rng(1)) * (torch.rand(p, N, generator=rng(2)) < 0.3)
     g[0, 5:90] = -0.0
     g[1, 80:85], g[2, 80:85] = math.nan, -math.nan
     g[0, 100], g[1, 100] = math.inf, -math.inf
@@ -151,7 +151,7 @@ def test_owners_carry_the_same_load_for_any_support_where_slices_do_not(kind: st
     mask = torch.zeros(LONG, dtype=torch.bool)
     match kind:
         case "random":
-            mask = torch.rand(LONG, generator=dice(1)) < 0.08
+            mask = torch.rand(LONG, generator=rng(1)) < 0.08
         case "clustered":
             mask[:80_000] = True
         case "every p-th":
@@ -223,7 +223,7 @@ def test_who_owns_what_is_computed_once_and_anew_for_other_buckets() -> None:
 
 @pytest.mark.parametrize("m", [0, 1, 7, 8, 9, 64, 1001])
 def test_a_bitmap_is_a_bit_for_each_place_and_comes_back(m: int) -> None:
-    has = torch.rand(m, generator=dice(m)) < 0.3
+    has = torch.rand(m, generator=rng(m)) < 0.3
     bits = bitmap(has)
     assert bits.shape == (math.ceil(m / 8),) and bits.dtype == torch.uint8
     assert torch.equal(flags(bits, m), has)
@@ -323,7 +323,7 @@ def test_zeros_are_not_exchanged_at_all() -> None:
 @pytest.mark.parametrize("d", [0.001, 0.01, 0.1, 0.45, 0.8])
 def test_the_choice_sends_within_a_hundredth_of_the_least(p: int, d: float) -> None:
     n = 40_000
-    g = whole(1, p, n) * (torch.rand(p, n, generator=dice(9)) < d)
+    g = whole(1, p, n) * (torch.rand(p, n, generator=rng(9)) < d)
     parts = placed((n,))
     least = min(sum(sent(exchanged(Zen(scheme=scheme), g, parts)[1], p)) for scheme in SCHEMES)
     assert sum(sent(exchanged(Zen(), g, parts)[1], p)) <= 1.01 * least + 32 * p * (p - 1)
@@ -331,12 +331,12 @@ def test_the_choice_sends_within_a_hundredth_of_the_least(p: int, d: float) -> N
 
 def test_what_ranks_have_in_common_is_learnt_from_the_last_sum() -> None:
     p, n = 8, 40_000
-    g = whole(1, p, n) * (torch.rand(n, generator=dice(9)) < 0.004)
+    g = whole(1, p, n) * (torch.rand(n, generator=rng(9)) < 0.004)
     parts, memories = placed((n,)), [Memory() for _ in range(p)]
     first, second = (exchanged(Zen(), g, parts, memories)[1] for _ in range(2))
     assert scheme_of(first) == "gather" and scheme_of(second) == "ring"
     assert max(sent(second, p)) < 0.6 * max(sent(first, p))
-    dense = whole(2, p, n) * (torch.rand(n, generator=dice(9)) < 0.5)
+    dense = whole(2, p, n) * (torch.rand(n, generator=rng(9)) < 0.5)
     third, fourth = (exchanged(Zen(), dense, parts, memories)[1] for _ in range(2))
     assert scheme_of(third) == scheme_of(fourth) == "owners", "half of the places, the same on all ranks"
 
@@ -344,8 +344,8 @@ def test_what_ranks_have_in_common_is_learnt_from_the_last_sum() -> None:
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
 def test_the_pool_is_found_again_from_the_sum(share: float) -> None:
     p, n = 8, 200_000
-    among = torch.randperm(n, generator=dice(1))[: int(share * n)]
-    picks = [among[torch.randperm(len(among), generator=dice(r))[:4000]] for r in range(p)]
+    among = torch.randperm(n, generator=rng(1))[: int(share * n)]
+    picks = [among[torch.randperm(len(among), generator=rng(r))[:4000]] for r in range(p)]
     k = float(len(picks[0]))
     found = pool(Load(k, k, n, n, 4, float(n)), p, len(torch.cat(picks).unique()))
     assert found == pytest.approx(share * n, rel=0.1)
@@ -376,8 +376,8 @@ def given(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
     steps = []
     for step in range(64):
         g = whole(1000 * step + rank, 1, 456)[0]
-        rows = torch.rand(57, generator=dice(step + 100 * rank)) < 0.1
-        scattered = torch.rand(456, generator=dice(step + 100 * rank)) < 0.05
+        rows = torch.rand(57, generator=rng(step + 100 * rank)) < 0.1
+        scattered = torch.rand(456, generator=rng(step + 100 * rank)) < 0.05
         steps.append(g * (scattered if step % 3 == 2 else rows.repeat_interleave(8)))
     return steps
 

@@ -59,7 +59,7 @@ class View(ABC):
     order:  place on the board; width: columns it takes of twelve (wide board, narrow board)
     axes:   plotly axis ("x", "x2") -> "step" or "t": where the marks of changes are drawn
     labelled: marks are named; else they only have their number
-    tools:  "steps" for a chart of some steps: follow, hold still, choose the step (answered by `turn`)
+    tools:  "steps" for a chart of some steps: follow, hold still, choose the step (answered by `ask`)
     spoken: a screen reader says when the text changes
     quiet:  not on the page while there is nothing to draw
     tells:  says what is wrong and who is to blame; silent while the run is a riddle (`run.secret`)
@@ -101,7 +101,7 @@ class View(ABC):
         """How many ranks are drawn."""
         return min(ranks_of(run), self.most or ranks_of(run))
 
-    def turn(self, request: dict[str, Any]) -> None:
+    def ask(self, request: dict[str, Any]) -> None:
         """What the reader asked this view for (another window, say)."""
 
     def fresh(self, table: Table) -> Rows:

@@ -54,7 +54,7 @@ class Timeline(View):
             figure.add_trace(kind.trace())
         return figure
 
-    def turn(self, request: dict[str, Any]) -> None:
+    def ask(self, request: dict[str, Any]) -> None:
         """`at`: hold still from that step, None follows; `steps`: how many, None as suits."""
         if "at" in request:
             self.at = None if request["at"] is None else max(0, int(request["at"]))

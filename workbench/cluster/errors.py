@@ -53,7 +53,7 @@ def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
     Its own last words may be a step or more older, and then nobody knows what it was doing.
     """
     rule = experiment.strategy
-    together = rule.lockstep and not rule.periodic and not rule.heard(experiment.ranks)
+    together = rule.lockstep and not rule.periodic and not rule.propagation(experiment.ranks)
     missed = max((e["step"] for e in errors.values() if consequence(e)), default=0)
     for error in errors.values():
         if together and error["type"] == "EngineDied" and error["step"] < missed:

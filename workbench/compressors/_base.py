@@ -55,7 +55,7 @@ class Compressor(Family):
     varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
                  share that is, and what is sent is an estimate
     assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
-    owes:        the slot of its Memory that holds what it has not sent yet; "" where it remembers nothing
+    residual:    the buffer of its Memory that holds what it has not sent yet; "" where it remembers nothing
     kind:        one of `kinds`, by which a list of compressors is grouped; what holds another is a wrapper
     starter:     one of the few to begin with: well known, and good on its own
 
@@ -70,14 +70,14 @@ class Compressor(Family):
     immediate: ClassVar[bool] = False
     varies: ClassVar[bool] = False
     assumes: ClassVar[str] = ""
-    owes: ClassVar[str] = ""
+    residual: ClassVar[str] = ""
     kinds: ClassVar[tuple[str, ...]] = ("none", "casts", "quantised", "sparse", "low rank", "wrappers")
     kind: ClassVar[str] = ""
     starter: ClassVar[bool] = False
 
     @property
     def carries(self) -> bool:
-        """Does it keep the optimizer's momentum, in its Memory's slot MOMENTUM, so that the optimizer steps without?"""
+        """Does it keep the optimizer's momentum, in its Memory's MOMENTUM, so that the optimizer steps without?"""
         return False
 
     @property
@@ -92,7 +92,7 @@ class Compressor(Family):
         return None
 
     def whole(self) -> Compressor:
-        """Where it `owes`: what sends all of it in one step, with that step's data, and then owes nothing."""
+        """Where it `residual`: what sends all of it in one step, with that step's data, and then owes nothing."""
         return self
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Compressor(Family):
         """The sum over ranks into `bucket.data`; returns this rank's own contribution (None: all of it)."""
 
     def coder(self, memory: Memory) -> Coder | None:
-        """What it makes of any tensor, with the dice and levels of `memory`; None where that takes other ranks."""
+        """What it makes of any tensor, with the generator and levels of `memory`; None where that takes other ranks."""
         return None
 
     def refuses(self) -> str | None:

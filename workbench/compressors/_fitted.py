@@ -46,7 +46,7 @@ class Fitted(Levels):
     fit_every: int = knob(10_000, 1, 10**9, unit="steps", doc="and every so many steps, beginning with step 0")
     samples: int = knob(50, 1, 10_000, unit="blocks", doc="how many blocks levels are fitted to")
 
-    slot: ClassVar[str] = "levels"
+    buffer: ClassVar[str] = "levels"
 
     @property
     def strays(self) -> float:
@@ -82,7 +82,7 @@ class Fitted(Levels):
         return self.block, self.norm
 
     def _fit(self, memory: Memory) -> _Fit | None:
-        fit: _Fit | None = memory.parts.get(self.slot, {}).get("*")
+        fit: _Fit | None = memory.parts.get(self.buffer, {}).get("*")
         return fit
 
     def _serves(self, fit: _Fit) -> bool:
@@ -94,7 +94,7 @@ class Fitted(Levels):
         names = [part.name for part in bucket.parts] or [""]
         fit = self._fit(memory)
         if fit is None:
-            fit = memory.parts.setdefault(self.slot, {})["*"] = _Fit(names[0])
+            fit = memory.parts.setdefault(self.buffer, {})["*"] = _Fit(names[0])
         if fit.lead in names:
             self._next(fit)
         if not fit.sampling and self._serves(fit):

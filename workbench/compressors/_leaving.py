@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.compressors._base import Compressor
 from workbench.compressors._range import wide
 from workbench.compressors._sketch import sketch
-from workbench.compressors.error_feedback import ErrorFeedback, put, settle
+from workbench.compressors.error_feedback import ErrorFeedback, put, unsent
 from workbench.rank import Bucket, Memory, Rank
 
 
@@ -21,24 +21,24 @@ class _Leaving(Compressor):
 
         out = sum over ranks of (grad + share * residual);   residual <- (1 - share) * residual
 
-    With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. Where slot `asked` of the memory exists,
-    rank 0 puts a sketch of each bucket's result there.
+    With shares of 1/M, 1/(M-1), ..., 1 the residual is gone after M steps. Where the memory has a buffer `asked`, rank
+    0 puts a sketch of each bucket's result there.
     """
 
     share: float = 1.0
 
     linear: ClassVar[bool] = True
-    owes: ClassVar[str] = ErrorFeedback.slot
+    residual: ClassVar[str] = ErrorFeedback.residual
     asked: ClassVar[str] = "leaving"
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        residual = memory.flat(ErrorFeedback.slot, bucket, wide(bucket.data.dtype))
+        residual = memory.flat(ErrorFeedback.residual, bucket, wide(bucket.data.dtype))
         x = bucket.data + residual
         part = bucket.data + self.share * residual
         rounded = put(bucket, part)
         await rank.all_reduce(bucket.data, "sum", bucket.name)
-        left = settle(residual, x, part if rounded is None else rounded, bucket.data)
-        memory.keep(ErrorFeedback.slot, bucket, left)
+        left = unsent(residual, x, part if rounded is None else rounded, bucket.data)
+        memory.keep(ErrorFeedback.residual, bucket, left)
         if rank.index == 0 and self.asked in memory.parts:
             found = torch.stack([sketch(bucket.data[p.start : p.stop], p.name) for p in bucket.parts])
             memory.parts[self.asked].setdefault(bucket.name, found.sum(0))

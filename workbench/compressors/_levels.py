@@ -88,7 +88,7 @@ class Levels(Coded):
         r = x / size.where(size != 0, 1.0)
         top = len(levels) - 1
         y = torch.add(r.new_tensor(top / 2), r, alpha=top / 2, out=r) if self.even else between(r, levels)
-        return dithered(y, memory.dice(x.device), top=top), size.where(size.isfinite(), torch.nan)
+        return dithered(y, memory.generator(x.device), top=top), size.where(size.isfinite(), torch.nan)
 
     @outlined(lambda self, codes, scales, _: scales.new_empty(codes.shape))
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:

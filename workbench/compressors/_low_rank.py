@@ -232,5 +232,5 @@ def orthonormal(a: Tensor) -> Tensor:
 
 def _random(seed: str, m: int, r: int) -> Tensor:
     """(m, r) of N(0, 1), the same on every rank without asking."""
-    dice = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    return torch.randn(r, m, generator=dice).T
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    return torch.randn(r, m, generator=generator).T

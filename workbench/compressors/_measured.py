@@ -51,7 +51,7 @@ class Measured:
         self._add("sum", exact)
         self._add("out", bucket.data)
         self._add("off", bucket.data - exact)
-        if ErrorFeedback.slot in memory.slots:
+        if ErrorFeedback.residual in memory.buffers:
             left = _left(memory, bucket, exact)
             await _aside(rank.all_reduce(left, "sum", bucket.name))
             self._add("left", left)
@@ -87,7 +87,7 @@ def _aside(op: Op) -> Op:
 def _left(memory: Memory, bucket: Bucket, like: Tensor) -> Tensor:
     """What this rank has left unsent of `bucket`: (n,), zero where nothing is remembered."""
     out = torch.zeros_like(like)
-    pieces = memory.slots[ErrorFeedback.slot]
+    pieces = memory.buffers[ErrorFeedback.residual]
     for part in bucket.parts:
         if part.name in pieces:
             out[part.start : part.stop] = pieces[part.name]

@@ -8,20 +8,20 @@ from torch import Generator, Tensor
 from workbench.compressors._stochastic import dithered
 
 
-def quantised(x: Tensor, bits: int, dice: Generator | None = None) -> tuple[Tensor, Tensor]:
+def quantised(x: Tensor, bits: int, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
     """(..., n) float32, a block per row -> codes (..., n) uint8 from 0 to 2^bits - 1, and (..., 2): min and step.
 
     code = round((x - min) / step), step = (max - min) / (2^bits - 1), so no code can leave its range, whatever the
     offset. A block of equal numbers has step 0 and comes back exactly. One that holds a NaN or an infinity, or whose
     range is beyond float32, has a step that is not finite and codes 0, and comes back as NaN throughout.
 
-    With `dice` it is rounded up or down at random, so that the mean is x.
+    With `generator` it is rounded up or down at random, so that the mean is x.
     """
     top = 2**bits - 1
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     step = (high - low) / top
     places = ((x - low) / step).nan_to_num_(0.0, 0.0, 0.0)
-    codes = places.round_().clamp_(0, top).to(torch.uint8) if dice is None else dithered(places, dice, top=top)
+    codes = dithered(places, generator, top=top) if generator else places.round_().clamp_(0, top).to(torch.uint8)
     return codes, torch.cat([low, step], -1)
 
 

@@ -34,7 +34,7 @@ def largest(x: Tensor, k: int) -> Tensor:
     return index[_sorted(x[index], k)]
 
 
-def roughly(x: Tensor, k: int, dice: Generator | None = None) -> Tensor:
+def roughly(x: Tensor, k: int, generator: Generator | None = None) -> Tensor:
     """(n,) -> indices int64 of about the k entries of largest magnitude: those that reach a sampled threshold.
 
     Between 0.98 k and 1.2 k of them, or all that are not zero where these are fewer; what is left out is never larger
@@ -44,9 +44,9 @@ def roughly(x: Tensor, k: int, dice: Generator | None = None) -> Tensor:
     if not _samples(x, k):
         index = _sorted(x, k)
         return index[x[index] != 0]
-    index = _reaching(x, threshold_of(x, k, spare=2, dice=dice))
+    index = _reaching(x, threshold_of(x, k, spare=2, generator=generator))
     if index.numel() < LEAST * k:
-        index = _reaching(x, threshold_of(x, k, spare=6, dice=dice))
+        index = _reaching(x, threshold_of(x, k, spare=6, generator=generator))
     if index.numel() < LEAST * k:
         index = _reaching(x, 0.0)
     if index.numel() > MOST * k:
@@ -54,8 +54,8 @@ def roughly(x: Tensor, k: int, dice: Generator | None = None) -> Tensor:
     return index
 
 
-def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, dice: Generator | None = None) -> float:
-    """The magnitude that about k of the n entries reach, from a sample drawn with `dice`.
+def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, generator: Generator | None = None) -> float:
+    """The magnitude that about k of the n entries reach, from a sample drawn with `generator`.
 
     The sample is 1 % of the entries, or more if less than 64 of the k largest would be in it, or all: one drawn from
     each of m stretches of equal length. Its r-th largest is taken, r = k m / n. How many entries reach that spreads
@@ -66,8 +66,8 @@ def threshold_of(x: Tensor, k: int, *, spare: float = 0.0, dice: Generator | Non
     m = _size(n, k)
     if m >= n:
         return float(x.abs().topk(k).values[-1])
-    dice = dice or torch.Generator(x.device).manual_seed(n)
-    at = torch.rand(m, dtype=torch.float64, generator=dice, device=x.device)
+    generator = generator or torch.Generator(x.device).manual_seed(n)
+    at = torch.rand(m, dtype=torch.float64, generator=generator, device=x.device)
     at += torch.arange(m, device=x.device)
     at = at.mul_(n / m).long().clamp_(max=n - 1)
     hits = k * m / n

@@ -18,7 +18,7 @@ def sketch(x: Tensor, name: str) -> Tensor:
     WIDTH elements. The sum of all ranks' sketches is the sketch of the sum.
     """
     rows = -(-x.numel() // WIDTH)
-    dice = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    signs = torch.randint(0, 2, (SIGNS, rows), generator=dice).float().mul_(2).sub_(1).to(x.device)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    signs = torch.randint(0, 2, (SIGNS, rows), generator=generator).float().mul_(2).sub_(1).to(x.device)
     padded = torch.nn.functional.pad(x.float(), (0, rows * WIDTH - x.numel()))
     return (signs @ padded.view(rows, WIDTH)).view(-1).div_(SIGNS**0.5)

@@ -23,7 +23,7 @@ def tried(compressor: Compressor, bucket: Bucket) -> tuple[Tensor, int]:
     of, memory = bare(compressor), Memory()
     lost, sent = _once(of, bucket, memory)
     for _ in range(TRIES - 1):
-        if not (memory.parts or memory.slots):
+        if not (memory.parts or memory.buffers):
             break
         again, sent = _once(of, bucket, memory)
         if not again < lost:

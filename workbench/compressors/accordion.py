@@ -62,7 +62,7 @@ class Accordion(Compressor):
     every: int = knob(100, 1, 10**6, unit="steps", log=True, doc="exchanges between two checks")
 
     assumes: ClassVar[str] = "norms do not change: gentle until the second check, harsh from there on"
-    slot: ClassVar[str] = "accordion"
+    buffer: ClassVar[str] = "accordion"
 
     @classmethod
     def usual(cls) -> Any:
@@ -72,7 +72,7 @@ class Accordion(Compressor):
         return split_momentum(self.gentle, self.harsh) or twice(self)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        known = memory.parts.setdefault(self.slot, {})
+        known = memory.parts.setdefault(self.buffer, {})
         before = [known.get(part.name, _Level(lr=rank.lr)) for part in bucket.parts]
         now = [
             one._replace(gentle=one.gentle or rank.lr < one.lr, steps=one.steps + 1, lr=rank.lr) for one in before
@@ -89,7 +89,7 @@ class Accordion(Compressor):
     def _checked(self, levels: list[_Level], bucket: Bucket, memory: Memory) -> list[_Level]:
         """Adds up what was exchanged; those whose check is due get the level that follows from it."""
         x = bucket.like(bucket.data.to(torch.promote_types(bucket.data.dtype, torch.float32)))
-        total = memory.flat(self.slot, x)
+        total = memory.flat(self.buffer, x)
         total.add_(x.data).nan_to_num_(0.0, 0.0, 0.0)
         due = [part for part, one in zip(bucket.parts, levels, strict=True) if one.steps >= self.every]
         norms = dict(zip(due, _norms(total, due), strict=True))

@@ -33,8 +33,8 @@ class ACPSGD(LowRank):
     When to use it: where PowerSGD pays, and its two messages in a row are what keeps the exchange from hiding.
 
     The authors' code (github.com/lzhangbv/acpsgd) compresses matrices for which that takes more bytes, too, and draws
-    each rank's first factors with its own global dice: unless those are seeded alike, ranks sum products with different
-    directions. Here what does not pay crosses whole, and directions are drawn from the parameter's name.
+    each rank's first factors with its own global generator: unless those are seeded alike, ranks sum products with
+    different directions. Here what does not pay crosses whole, and directions are drawn from the parameter's name.
 
     Reference: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
     ICDCS 2023, https://arxiv.org/abs/2306.08881

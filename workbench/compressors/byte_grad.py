@@ -67,7 +67,7 @@ class ByteGrad(Coded):
         )
 
     def quantise(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        return quantised(x, self.bits, memory.dice(x.device) if self.stochastic else None)
+        return quantised(x, self.bits, memory.generator(x.device) if self.stochastic else None)
 
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         return restored(codes, scales)

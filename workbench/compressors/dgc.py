@@ -63,7 +63,7 @@ class DGC(Sparse):
     sample: float = knob(0.01, 0.001, 1.0, log=True, doc="fraction of the entries that the threshold is found in")
     local_clip: float = knob(0.0, 0.0, 1e6, log=True, doc="gradient clipping per parameter: norm times sqrt(p); 0: off")
 
-    owes: ClassVar[str] = "velocity"
+    residual: ClassVar[str] = "velocity"
 
     @property
     def carries(self) -> bool:
@@ -97,24 +97,24 @@ class DGC(Sparse):
     def _gathered(self, bucket: Bucket, memory: Memory) -> tuple[Tensor | None, Tensor]:
         """u, if there is a momentum, and v, with this step's gradient in them."""
         grad, kind = bucket.data, wide(bucket.data.dtype)
-        v = memory.flat(self.owes, bucket, kind)
+        v = memory.flat(self.residual, bucket, kind)
         if not self.carries:
             return None, v.add_(grad)
         u = memory.flat(MOMENTUM, bucket, kind).mul_(self.momentum).add_(grad)
         return u, v.add_(grad).add_(u, alpha=self.momentum) if self.nesterov else v.add_(u)
 
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        index = _largest(x, self.density, self.sample, memory.dice(x.device))
+        index = _largest(x, self.density, self.sample, memory.generator(x.device))
         return index, x[index]
 
 
-def _largest(x: Tensor, density: float, sample: float, dice: Generator | None) -> Tensor:
+def _largest(x: Tensor, density: float, sample: float, generator: Generator | None) -> Tensor:
     """Indices of about k = density * n entries: those above a threshold that a sample of them tells; zeros never."""
     n = x.numel()
     k = max(1, round(density * n))
     size = x.abs().nan_to_num_(torch.inf, torch.inf)
     few = max(math.ceil(sample * n), math.ceil(2 / density))
-    seen = size[torch.randint(n, (few,), generator=dice, device=x.device)] if few < n else size
+    seen = size[torch.randint(n, (few,), generator=generator, device=x.device)] if few < n else size
     wanted = k if few >= n else math.ceil(density * few)
     limit = float(seen.topk(wanted, sorted=False).values.amin())
     for _ in range(TRIES):

@@ -53,8 +53,7 @@ class ErrorFeedback(Compressor):
     off: str = knob("flush", choices=("flush", "bleed", "drop"), doc="what becomes of the residual at the end")
     over: int = knob(10, 2, 10_000, unit="steps", log=True, doc="bleed: steps in which the residual is sent")
 
-    slot: ClassVar[str] = "residual"
-    owes: ClassVar[str] = slot
+    residual: ClassVar[str] = "residual"
 
     def whole(self) -> Compressor:
         return ErrorFeedback(of=Dense())
@@ -64,13 +63,13 @@ class ErrorFeedback(Compressor):
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         of = bare(self.of)
-        if any(c.owes for c in inside(of)):  # it feeds back by itself
+        if any(c.residual for c in inside(of)):  # it feeds back by itself
             return await of.reduce(rank, bucket, memory)
-        residual = memory.flat(self.slot, bucket, wide(bucket.data.dtype))
+        residual = memory.flat(self.residual, bucket, wide(bucket.data.dtype))
         x = bucket.data + residual
         rounded = put(bucket, x)
         own = await of.reduce_owing(rank, bucket, memory)
-        memory.keep(self.slot, bucket, settle(residual, x, rounded if own is None else own, bucket.data))
+        memory.keep(self.residual, bucket, unsent(residual, x, rounded if own is None else own, bucket.data))
         return None
 
 
@@ -96,7 +95,7 @@ def put(bucket: Bucket, x: Tensor) -> Tensor | None:
     return data.clone()
 
 
-def settle(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> Tensor:
+def unsent(residual: Tensor, x: Tensor, own: Tensor | Owed | None, out: Tensor) -> Tensor:
     """x - own (None: all of x was sent) in the storage of `x`; what `residual` is where `x` or `out` is not finite."""
     good = None if _finite(x, own, out) else x.isfinite() & out.isfinite()
     if own is None:

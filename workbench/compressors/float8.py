@@ -66,16 +66,16 @@ class Float8(Coded):
         step = x.abs().amax(-1, keepdim=True) / form.largest
         scaled = (x / step).nan_to_num_(0.0).clamp_(-form.largest, form.largest)
         if self.stochastic:
-            scaled = _at_random(scaled, form, memory.dice(x.device))
+            scaled = _at_random(scaled, form, memory.generator(x.device))
         return scaled.to(form.dtype).view(torch.uint8), torch.where(step.isfinite(), step, torch.nan)
 
     def restore(self, codes: Tensor, scales: Tensor, memory: Memory) -> Tensor:
         return codes.view(_FORMATS[self.to].dtype).float().mul_(scales)
 
 
-def _at_random(x: Tensor, form: _Format, dice: Generator | None) -> Tensor:
+def _at_random(x: Tensor, form: _Format, generator: Generator | None) -> Tensor:
     """Numbers of the format beside `x`, above it or below, whose mean is `x`; |x| <= its largest."""
     exponent = ((x.view(torch.int32) >> 23) & 255) - 127
     unit = ((exponent.clamp(min=form.lowest) + 127 - form.fraction) << 23).view(torch.float32)
-    steps = dithered(x.abs() / unit, dice, top=2 ** (form.fraction + 1))
+    steps = dithered(x.abs() / unit, generator, top=2 ** (form.fraction + 1))
     return (steps * unit).copysign_(x)

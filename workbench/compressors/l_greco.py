@@ -68,7 +68,7 @@ class LGreCo(Compressor):
     every: int = knob(100, 1, 10**6, unit="steps", log=True, doc="exchanges between two measurements")
 
     assumes: ClassVar[str] = "all layers keep one ratio"
-    slot: ClassVar[str] = "l_greco"
+    buffer: ClassVar[str] = "l_greco"
 
     @classmethod
     def usual(cls) -> Any:
@@ -80,7 +80,7 @@ class LGreCo(Compressor):
                 f"of={self.of}: LGreCo turns one ratio, and it has none, or more than one; use something with one of "
                 f"{', '.join(RATIOS)}, such as TopK or PowerSGD"
             )
-        own = [type(c).__name__ for c in inside(self.of) if c.owes and not isinstance(c, ErrorFeedback)]
+        own = [type(c).__name__ for c in inside(self.of) if c.residual and not isinstance(c, ErrorFeedback)]
         if own:
             return (
                 f"of={own[0]}: it feeds back by itself, so that no trial shows what a ratio loses; use something that "
@@ -89,7 +89,7 @@ class LGreCo(Compressor):
         return twice(self)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        rows: dict[str, _Row] = memory.parts.setdefault(self.slot, {})
+        rows: dict[str, _Row] = memory.parts.setdefault(self.buffer, {})
         every = ways(self.of, self.spread)
         names = [part.name for part in bucket.parts]
         if any(rows[name].fresh for name in names if name in rows):

@@ -63,7 +63,7 @@ class OkTopK(Compressor):
     region_every: int = knob(64, 1, 4096, unit="steps", log=True, doc="steps for which regions are cut")
 
     varies: ClassVar[bool] = True
-    slot: ClassVar[str] = "ok_top_k"
+    buffer: ClassVar[str] = "ok_top_k"
     kind: ClassVar[str] = "sparse"
 
     @classmethod
@@ -115,7 +115,7 @@ class OkTopK(Compressor):
     def _recalled(self, rank: Rank, bucket: Bucket, memory: Memory) -> _Known:
         """What is known of these parameters on so many ranks."""
         of = (rank.size, *bucket.parts)
-        kept = memory.parts.setdefault(self.slot, {})
+        kept = memory.parts.setdefault(self.buffer, {})
         name = bucket.parts[0].name if bucket.parts else ""
         if name not in kept or kept[name].of != of:
             kept[name] = _Known(of)

@@ -50,7 +50,7 @@ class RandomK(Compressor):
     scaled: bool = knob(False, doc="entries are sent times n / k: unbiased, for use without error feedback")
 
     linear: ClassVar[bool] = True
-    slot: ClassVar[str] = "random_k"
+    buffer: ClassVar[str] = "random_k"
     kind: ClassVar[str] = "sparse"
 
     @classmethod
@@ -83,7 +83,7 @@ class RandomK(Compressor):
 
     def _drawn(self, bucket: Bucket, memory: Memory, k: int) -> Tensor:
         """Places (k,) int64, other ones in each step: the count is kept by parameter and is equal on all ranks."""
-        x, sent = bucket.data, memory.parts.setdefault(self.slot, {})
+        x, sent = bucket.data, memory.parts.setdefault(self.buffer, {})
         count = max((sent.get(part.name, 0) for part in bucket.parts), default=0)
         sent.update((part.name, count + 1) for part in bucket.parts)
         return _subset_of(x, k, bucket.parts[0].name if bucket.parts else bucket.name, count)
@@ -99,15 +99,15 @@ def seeded(name: str, count: int) -> Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{name} {count}".encode()))
 
 
-def subset(n: int, k: int, dice: Generator) -> Tensor:
+def subset(n: int, k: int, generator: Generator) -> Tensor:
     """k of n places, each set of them equally likely: (k,) int64, in random order.
 
     Where k is small nothing of length n is made: as many are drawn as give k different ones, and k of these are taken.
     """
     if 4 * k > n:
-        return torch.randperm(n, generator=dice)[:k]
+        return torch.randperm(n, generator=generator)[:k]
     draws = math.ceil(-n * math.log1p(-k / n) + 4 * math.sqrt(k)) + 4
-    places = torch.randint(n, (draws,), generator=dice).unique()
+    places = torch.randint(n, (draws,), generator=generator).unique()
     while places.numel() < k:
-        places = torch.cat([places, torch.randint(n, (draws,), generator=dice)]).unique()
-    return places[torch.randperm(places.numel(), generator=dice)[:k]]
+        places = torch.cat([places, torch.randint(n, (draws,), generator=generator)]).unique()
+    return places[torch.randperm(places.numel(), generator=generator)[:k]]

@@ -47,5 +47,5 @@ class SampledTopK(Sparse):
         return ErrorFeedback(of=cls())
 
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        index = roughly(x, max(1, round(self.density * x.numel())), memory.dice(x.device))
+        index = roughly(x, max(1, round(self.density * x.numel())), memory.generator(x.device))
         return index, x[index]

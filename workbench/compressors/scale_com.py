@@ -41,8 +41,8 @@ class ScaleCom(Compressor):
     density: float = knob(0.01, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
     beta: float = knob(1.0, 0.01, 1.0, doc="beta, low-pass filter: share of each step's error that enters the residual")
 
-    owes: ClassVar[str] = ErrorFeedback.owes
-    slot: ClassVar[str] = "scale_com"
+    residual: ClassVar[str] = ErrorFeedback.residual
+    buffer: ClassVar[str] = "scale_com"
     kind: ClassVar[str] = "sparse"
 
     def whole(self) -> Compressor:
@@ -53,7 +53,7 @@ class ScaleCom(Compressor):
         if not grad.numel():
             return None
         k = max(1, round(self.density * grad.numel()))
-        m = memory.flat(self.owes, bucket)
+        m = memory.flat(self.residual, bucket)
         x = m + grad
         leader = self._turn(bucket, memory) % rank.size
         index = x.abs().topk(k, sorted=False).indices if rank.index == leader else x.new_empty(k, dtype=torch.int64)
@@ -68,7 +68,7 @@ class ScaleCom(Compressor):
 
     def _turn(self, bucket: Bucket, memory: Memory) -> int:
         """How often these parameters have been exchanged before, the same on all ranks."""
-        turns = memory.parts.setdefault(self.slot, {})
+        turns = memory.parts.setdefault(self.buffer, {})
         turn: int = max((turns.get(part.name, 0) for part in bucket.parts), default=0)
         turns.update((part.name, turn + 1) for part in bucket.parts)
         return turn

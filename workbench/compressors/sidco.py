@@ -57,14 +57,14 @@ class SIDCo(Sparse):
     stages: int = knob(0, 0, 14, unit="fits", doc="each to what exceeds the last threshold; 0: as many as it takes")
 
     contraction: ClassVar[bool] = True
-    slot: ClassVar[str] = "sidco"
+    buffer: ClassVar[str] = "sidco"
 
     @classmethod
     def usual(cls) -> Any:
         return ErrorFeedback(of=cls())
 
     def choose(self, x: Tensor, memory: Memory, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        known = memory.parts.setdefault(self.slot, {})
+        known = memory.parts.setdefault(self.buffer, {})
         name = bucket.parts[0].name if bucket.parts else bucket.name
         stages, ratios = known.get(name, (2, ()))
         wanted = max(1, round(self.density * x.numel()))

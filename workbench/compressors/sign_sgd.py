@@ -47,7 +47,7 @@ class SignSGD(Compressor):
     scale: str = knob("mean", choices=("mean", "one"), doc="magnitude of the result: of what was handed in, or 1")
     momentum: float = knob(0.0, 0.0, 0.999, doc="momentum of the gradient that is voted on (Signum: 0.9); 0: none")
 
-    slot: ClassVar[str] = "sign_sgd"
+    buffer: ClassVar[str] = "sign_sgd"
     kind: ClassVar[str] = "quantised"
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
@@ -69,9 +69,9 @@ class SignSGD(Compressor):
 
     def _averaged(self, bucket: Bucket, memory: Memory) -> Tensor:
         """What is voted on. Once there has been a momentum its average is kept up to date, even while it is 0."""
-        if not self.momentum and self.slot not in memory.slots:
+        if not self.momentum and self.buffer not in memory.buffers:
             return bucket.data
-        average = memory.flat(self.slot, bucket)
+        average = memory.flat(self.buffer, bucket)
         x = average.mul_(self.momentum).add_(bucket.data, alpha=1 - self.momentum).clone()
         average.nan_to_num_(0.0, 0.0, 0.0)
         return x

@@ -111,7 +111,7 @@ def _spread(scales: Tensor, layers: list[int]) -> Tensor:
 
 def _drawn(x: Tensor, scales: Tensor, memory: Memory) -> Tensor:
     """(n,) -> 0, 1 or 2 for -1, 0 and 1: (n,) uint8."""
-    ones = dithered((x.abs() / scales).nan_to_num_(0.0), memory.dice(x.device), top=1)
+    ones = dithered((x.abs() / scales).nan_to_num_(0.0), memory.generator(x.device), top=1)
     return torch.where(x < 0, 1 - ones, 1 + ones)
 
 

@@ -98,7 +98,7 @@ class Wangni(Compressor):
         top = torch.finfo(torch.float32 if x.dtype == torch.float64 else x.dtype).max
         u = torch.tensor([min(self.scale_of(size), top)], dtype=torch.float32, device=x.device)
         u = u.to(x.dtype).float()  # every survivor is worth what its dtype can hold
-        chance = torch.rand(size.shape, generator=memory.dice(x.device), device=x.device)
+        chance = torch.rand(size.shape, generator=memory.generator(x.device), device=x.device)
         kept = unset(chance.mul_(u) >= size)
         below = size[kept] < u
         whole, rest = kept[~below], kept[below]

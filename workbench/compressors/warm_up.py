@@ -47,7 +47,7 @@ class WarmUp(Compressor):
     schedule: str = knob("dense", choices=("dense", "exponential"), doc="whole, or by falling densities")
     stages: int = knob(5, 1, 1000, doc="under exponential: densities on the way, of equally many steps")
 
-    slot: ClassVar[str] = "warm_up"
+    buffer: ClassVar[str] = "warm_up"
 
     @classmethod
     def usual(cls) -> Any:
@@ -73,7 +73,7 @@ class WarmUp(Compressor):
         return at_density(self.of, found[1].default ** ((stage + 1) / (self.stages + 1)))
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
-        made = memory.parts.setdefault(self.slot, {})
+        made = memory.parts.setdefault(self.buffer, {})
         steps = [made.get(part.name, 0) for part in bucket.parts]
         made.update((part.name, step + 1) for part, step in zip(bucket.parts, steps, strict=True))
         by_step = {step: self.at(step) for step in set(steps)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,11 @@ import torch
 
 from workbench.engine.collectives import Aborted, Wire
 from workbench.engine.lane import Lane
-from workbench.engine.post import BACKGROUND, SLICE
+from workbench.engine.mailbox import BACKGROUND, SLICE
 from workbench.engine.shaping import Shaper
 from workbench.engine.wires import Line, opener
 from workbench.host.drive import drive
-from workbench.rank import Op, StrategyError, message
+from workbench.rank import Op, StrategyError, message_name
 
 if TYPE_CHECKING:
     from workbench.engine.setup import Parts
@@ -29,7 +30,7 @@ class Background:
     """One rank's background. Made by all ranks at once, for one strategy's stay, whose wires bear `name`."""
 
     def __init__(self, run: Parts, name: str, wire: Wire | None, shaper: Shaper) -> None:
-        self.run, self.wire = run, wire
+        self.run, self.wire, self._name = run, wire, name
         open = opener(run.peers, run.port, name, "gloo")
         self.lane = Lane("background", run.port, run.watch, run.chip, open, Line(wire, shaper, wire))
         self.lane.eager = True  # its children run on this thread
@@ -39,7 +40,7 @@ class Background:
         self._moved = threading.Event()  # the step has moved on
         self._done = threading.Event()
         self._done.set()
-        self._expected: int | None = None  # letters from steps that will have come in all
+        self._expected: int | None = None  # messages from steps that will have come in all
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
@@ -68,22 +69,26 @@ class Background:
         self._moved.set()
 
     def drain(self, expected: int) -> None:
-        """Every rank's step stands still, and `expected` letters from them will have come here: lets it end."""
+        """Every rank's step stands still, and `expected` messages from them will have come here: lets it end."""
         self._expected = expected
         self.idle()
         while not self._done.wait(SLICE):
-            self.run.post.nudge()
+            self.run.mailbox.nudge()
             if self.run.leaving.is_set():
                 raise Aborted("left while the background was ending")
         self.check()
 
     def retire(self, patience: float = 3.0) -> None:
-        """Lets the round under way end, for a group that is cut in the middle of one may not hear of it.
+        """Lets the round under way end, here and on the other ranks, for a group that is cut in the middle of one may
+        not hear of it: see [Note: What gloo misses]. Where the round itself failed nobody can end it.
 
         patience: seconds; on a busy machine the other ranks may need one or two to come to it
         """
+        end, self._expected = time.monotonic() + patience, 0  # a server need not wait for messages either
         self.idle()
-        self._done.wait(patience)
+        self.run.mailbox.nudge()
+        if self._done.wait(patience):
+            self.run.peers.come(f"the end of {self._name}", end if self.error is None else 0.0)
 
     def check(self) -> None:
         """Raises what the background failed with."""
@@ -110,7 +115,7 @@ class Background:
                 drive(coro, self._perform, self.run.host.alone)
             except BaseException as error:
                 self.error = error
-                self.run.post.nudge()
+                self.run.mailbox.nudge()
             self._done.set()
 
     def _perform(self, op: Op) -> Any:
@@ -137,7 +142,7 @@ class Background:
                 break
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
-        if self.run.post.gone:  # this rank's step will hear of it at its end
+        if self.run.mailbox.gone:  # this rank's step will hear of it at its end
             self._idle.set()
         self._moved.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
@@ -151,13 +156,13 @@ class Background:
 
     def _send(self, tensor: torch.Tensor, to: int, kind: str) -> None:
         self.run.ledger.buffers.post(tensor)
-        self.run.post.send(tensor, to, kind, BACKGROUND)
+        self.run.mailbox.send(tensor, to, kind, BACKGROUND)
 
     def _recv(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
-        got = self.run.post.recv(into, source, kind, self._over)
+        got = self.run.mailbox.recv(into, source, kind, self._over)
         if source is None and got is not None:
-            self._sample(message("recv", kind), got[1])
+            self._sample(message_name("recv", kind), got[1])
         return got
 
     def _over(self) -> bool:
-        return self._expected is not None and self.run.post.came >= self._expected
+        return self._expected is not None and self.run.mailbox.came >= self._expected

@@ -37,18 +37,18 @@ class Turnable(Parts):
         self.record.sample(self.rank.step, name, self.clock.now(), value)
 
     async def rebucket(self, bucket_mb: float) -> None:
-        self.commons.relay(lambda: self.layout.rebucket(bucket_mb))
+        self.shared.relay(lambda: self.layout.rebucket(bucket_mb))
         self.mark_buckets()
 
     async def leave(self, strategy: Any) -> None:
         await strategy.leave(self.rank, self.state)
-        self.commons.leave()
+        self.shared.leave()
         self.layout.clear()
 
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
         """Another strategy takes over."""
         if wanted.strategy.shared:
-            self.commons.enter()
+            self.shared.enter()
         take_role(self, wanted.strategy)
         self.state = wanted.strategy.init(self.rank, self.layout.params())
         self.regrouped()
@@ -97,8 +97,8 @@ class Turnable(Parts):
             if self.tickets.asked:
                 self.pocket = self.tickets.take()
             self.control.wait(self.control.broadcast(order, 0))
-        if (strategy := self.experiment.strategy).crosses:
-            self.host.drive(strategy.settle(self.rank, self.state))
+        if (strategy := self.experiment.strategy).in_flight:
+            self.host.drive(strategy.drain(self.rank, self.state))
         self.host.forget_hooks()
-        self.commons.relay(lambda: self.layout.reorder([self.layout.order[i].name for i in order.tolist()]))
+        self.shared.relay(lambda: self.layout.reorder([self.layout.order[i].name for i in order.tolist()]))
         self.mark_buckets()

@@ -18,21 +18,21 @@ PENDING = 32  # callers beyond one per rank that may stand at the door at a time
 
 
 class Door:
-    """Where one rank's Post is called; lives on the post's thread.
+    """Where one rank's Mailbox is called; lives on the mailbox's thread.
 
     where:      its address, as "host port"
     strangers:  callers so far that were no ranks of this run, or gave up before they had proved it
     """
 
-    def __init__(self, post: Any) -> None:
-        self.post, self.most = post, post.size + PENDING
-        self.socket = socket.create_server(("127.0.0.1" if post.local else "", 0), backlog=self.most)
+    def __init__(self, mailbox: Any) -> None:
+        self.mailbox, self.most = mailbox, mailbox.size + PENDING
+        self.socket = socket.create_server(("127.0.0.1" if mailbox.local else "", 0), backlog=self.most)
         self.socket.setblocking(False)
-        here = "127.0.0.1" if post.local else address(post.where)
+        here = "127.0.0.1" if mailbox.local else address(mailbox.where)
         self.where = f"{here} {self.socket.getsockname()[1]}"
         self.strangers = 0
         self._unknown: dict[Incoming, None] = {}  # the oldest first
-        post.selector.register(self.socket, selectors.EVENT_READ, self.admit)
+        mailbox.selector.register(self.socket, selectors.EVENT_READ, self.admit)
 
     def admit(self) -> None:
         """Lets a caller in. Where too many are not known yet the oldest goes: a rank would call again."""
@@ -46,11 +46,11 @@ class Door:
             self._turn_away()
         s.setblocking(False)
         try:
-            caller = Incoming(self.post, s)
+            caller = Incoming(self.mailbox, s)
         except OSError:  # gone already
             return s.close()
         self._unknown[caller] = None
-        self.post.selector.register(s, selectors.EVENT_READ, caller.move)
+        self.mailbox.selector.register(s, selectors.EVENT_READ, caller.move)
 
     def _turn_away(self) -> None:
         if self._unknown:
@@ -61,7 +61,7 @@ class Door:
     def known(self, caller: Incoming) -> None:
         """A caller has proved to be a rank of this run."""
         self._unknown.pop(caller, None)
-        self.post.heard_from.add(caller.source)
+        self.mailbox.heard_from.add(caller.source)
 
     def left(self, caller: Incoming, why: str) -> None:
         """A caller's line is closed."""
@@ -69,8 +69,8 @@ class Door:
         if caller.source < 0:
             self.strangers += 1
         else:
-            self.post.heard_from.discard(caller.source)
-            self.post.lose(caller.source, why)
+            self.mailbox.heard_from.discard(caller.source)
+            self.mailbox.lose(caller.source, why)
 
 
 def found(store: Any, key: str, given_up: Callable[[], bool], patience: float = 60.0) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def mean_evaluated(run: Parts) -> Evaluated:
     """Of the mean model, with this rank's drift from it. Rank 0 evaluates; the others wait for it."""
     wire, found = run.control, dict[str, float]()
-    with torch.no_grad(), mean_model(None if run.commons.held else wire, run.layout, run.model) as drift:
+    with torch.no_grad(), mean_model(None if run.shared.held else wire, run.layout, run.model) as drift:
         if run.rank.id == 0:
             found = numbers(run.learner.evaluate, run.model)
         if wire is not None:
@@ -32,7 +32,7 @@ def known_evaluated(run: Parts, known: list[Bucket]) -> Evaluated:
     with torch.no_grad():
         with run.host.alone:
             values = [bucket.data.clone() for bucket in known]
-            own = values if run.commons.held else [bucket.data for bucket in run.layout.params()]
+            own = values if run.shared.held else [bucket.data for bucket in run.layout.params()]
         drift = distance(own, values, run.layout.numel)
         if run.learner.evaluate is None or run.rank.id:
             return {}, drift

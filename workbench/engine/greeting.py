@@ -5,7 +5,7 @@
     who is called:  HMAC(secret; "called", the same)
 
 The door is the address that was called, so that nobody in between can pass the proofs on. Until both have proved it no
-byte is read beyond these, and none of a letter is sent. Each end is a generator: it yields the memory that is to be
+byte is read beyond these, and none of a message is sent. Each end is a generator: it yields the memory that is to be
 filled next and knows no selector.
 """
 

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.at import At
+from workbench.engine.hooks import GradientHooks
 from workbench.engine.lane import Lane
 from workbench.engine.lanes import Lanes
-from workbench.engine.post import Post
+from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
 from workbench.engine.step_end import StepEnd
-from workbench.engine.tap import Tap
 from workbench.engine.watch import Watch
 from workbench.host.canonical import clipped, optimizer_tensors
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
-from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message
+from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message_name
 
 Span = Callable[..., None]
 _INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
@@ -44,9 +44,9 @@ class Host(StepEnd):
     """One rank: model, optimizer, layout and lane, and the performing of every verb."""
 
     def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
-                 lane: Lane, post: Post, pace: Pace, watch: Watch) -> None:
+                 lane: Lane, mailbox: Mailbox, pace: Pace, watch: Watch) -> None:
         self.rank, self.model, self.loss_of, self.optimizer = rank, model, loss, optimizer
-        self.layout, self.lane, self.post, self.pace, self.watch = layout, lane, post, pace, watch
+        self.layout, self.lane, self.mailbox, self.pace, self.watch = layout, lane, mailbox, pace, watch
         self.lanes = Lanes(lane, lambda name: lane)
         self.alone = threading.Lock()  # held while a coroutine of this rank runs, or the optimizer
         self.clock, self.record = watch.clock, watch.record
@@ -62,7 +62,7 @@ class Host(StepEnd):
         self._open: dict[int, Tensor] = {}  # losses whose backward has not been asked for, by micro-batch
         self.opened = self._open.values
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
-        self._tap = Tap(self)
+        self._hooks = GradientHooks(self)
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
         self._stash: Op | None = None
@@ -107,13 +107,13 @@ class Host(StepEnd):
     def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Any:
         """Backward with buckets handed out; answers what the strategy asked for then that is not about buckets."""
         self._coro, self._stash, self._ended = coro, None, None
-        self._tap.open(learn=self._order is not None)
+        self._hooks.open(learn=self._order is not None)
         try:
             self._backward(*op.args)
-            self._tap.flush()
+            self._hooks.flush()
             self.at("step")
         finally:
-            self._tap.shut()
+            self._hooks.shut()
         self._learn_order()
         if self._ended is not None:
             raise self._ended
@@ -148,8 +148,8 @@ class Host(StepEnd):
         return self._perform(op)
 
     def _learn_order(self) -> None:
-        if self._order is not None and self._tap.arrived:
-            self._order = self._tap.arrived
+        if self._order is not None and self._hooks.arrived:
+            self._order = self._hooks.arrived
 
     def learned_order(self) -> list[str] | None:
         """The order in which gradients appeared in the first exchanged backward, once; else None."""
@@ -161,7 +161,7 @@ class Host(StepEnd):
 
     def forget_hooks(self) -> None:
         """Takes our hooks off the gradients, until a strategy asks for buckets again."""
-        self._tap.detach()
+        self._hooks.detach()
 
     # -- compute --
 
@@ -196,7 +196,7 @@ class Host(StepEnd):
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         began = self.watch.now()
         self.pace.begin("backward", self.rank.step)
-        with self.ledger.backward(self._tap.listening):
+        with self.ledger.backward(self._hooks.listening):
             loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
         self.paced(1.0)
         self.watch.span(self.rank.step, "backward", began)
@@ -252,10 +252,10 @@ class Host(StepEnd):
 
     def _send(self, tensor: Tensor, to: int, kind: str = "") -> None:
         self.ledger.buffers.post(tensor)
-        self.post.send(tensor, to, kind)
+        self.mailbox.send(tensor, to, kind)
 
     def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
-        name = message("recv", kind, **{"from": source})
+        name = message_name("recv", kind, **{"from": source})
         self.at(name, waits=True)
         began = self.clock.now()
 
@@ -263,11 +263,11 @@ class Host(StepEnd):
             self.still_well()
             return False
 
-        got = self.post.recv(into, source, kind, over)
+        got = self.mailbox.recv(into, source, kind, over)
         now = self.clock.now()
         self.record.span(self.rank.step, "wait", name, began, began, now, 0)
         if source is None and got is not None:
-            self.record.sample(self.rank.step, message("recv", kind), now, got[1])
+            self.record.sample(self.rank.step, message_name("recv", kind), now, got[1])
         return got
 
     def _sample(self, name: str, value: float) -> None:

@@ -1,6 +1,6 @@
 """How ranks come together that do not meet in every round, so that a change still acts on all of them.
 
-[Note: Two ways of hearing] Where ranks go round by round with their neighbours only (`heard` > 0), every letter
+[Note: Two ways of hearing] Where ranks go round by round with their neighbours only (`propagation` > 0), every message
 tells the step at which all are to meet, and rank 0 chooses it so late that everybody has heard by then. Where they
 keep no step at all (`lockstep` = False), rank 0 calls and each comes at its next boundary. Once together the
 ranks' steps stand still; the backgrounds take in what was sent, end, and begin again when the ranks go on.
@@ -45,9 +45,9 @@ class Meeting:
         return self.run.experiment.strategy
 
     @property
-    def heard(self) -> int:
-        """Steps until all ranks have heard, through letters, what rank 0 says; 0: not at all."""
-        return int(self.strategy.heard_in(self.run.rank.size, self.run.rank.step))
+    def propagation(self) -> int:
+        """Steps until all ranks have heard, through messages, what rank 0 says; 0: not at all."""
+        return int(self.strategy.propagation_in(self.run.rank.size, self.run.rank.step))
 
     @property
     def trains(self) -> bool:
@@ -56,20 +56,20 @@ class Meeting:
     # -- a strategy comes and goes; all ranks at once --
 
     def enter(self) -> None:
-        """A strategy has taken over: letters of the one before are void, and its background gets thread and wire."""
+        """A strategy has taken over: messages of the one before are void, and its background gets thread and wire."""
         run = self.run
         self.leave()
-        run.post.turn_page()
+        run.mailbox.turn_page()
         if self.run.apart:
-            run.post.open()
+            run.mailbox.open()
         if not self.strategy.lockstep and run.rank.id == 0:
-            run.post.reach(range(1, run.rank.size))  # to call them, and to hear when one is gone
+            run.mailbox.reach(range(1, run.rank.size))  # to call them, and to hear when one is gone
         if not self.strategy.has_background:
             return
         self._stays += 1
         name = f"background {self._stays}"
         wire = run.peers.open(name) if run.rank.size > 1 else None
-        self.background = Background(run, name, wire, Shaper(run.port, run.peers.board(f"-{self._stays}")))
+        self.background = Background(run, name, wire, Shaper(run.port, run.peers.arrival_table(f"-{self._stays}")))
 
     def leave(self) -> None:
         """The background, which has ended, gives back its thread and its wire."""
@@ -79,7 +79,7 @@ class Meeting:
 
     def retire(self) -> None:
         """This rank has failed: the others hear of it, and backgrounds end their round in good order if they can."""
-        self.run.post.cut()
+        self.run.mailbox.cut()
         if self.background is not None:
             self.background.retire()
 
@@ -105,8 +105,8 @@ class Meeting:
             if run.leaving.is_set():
                 raise Aborted("told to leave")
             self.check()
-            if not self.strategy.lockstep and run.post.gone:
-                raise ConnectionError(f"Connection closed by peer: rank {min(run.post.gone)}")
+            if not self.strategy.lockstep and run.mailbox.gone:
+                raise ConnectionError(f"Connection closed by peer: rank {min(run.mailbox.gone)}")
             if not self.strategy.lockstep and run.peers.parted():  # one that had not reached this rank by message yet
                 raise ConnectionError("Connection closed by peer")
             if self._wanted():
@@ -116,19 +116,19 @@ class Meeting:
             self._say_done()
             if run.host.op != IDLE:
                 run.host.at(IDLE, waits=True)
-            run.post.pause(LOOK)
+            run.mailbox.pause(LOOK)
 
     def assemble(self) -> None:
         """Waits for all ranks, and for their backgrounds to end."""
         run, size = self.run, self.run.rank.size
-        facts = [run.rank.step, self.run.due, self.over, run.post.meet, run.paused]
-        mine = torch.tensor([*facts, *run.post.sent], dtype=torch.int64)
+        facts = [run.rank.step, self.run.due, self.over, run.mailbox.meet, run.paused]
+        mine = torch.tensor([*facts, *run.mailbox.sent], dtype=torch.int64)
         table = mine.view(1, -1)
         if run.control is not None:
             table = torch.empty(size, len(mine), dtype=torch.int64)
             run.control.wait(run.control.all_gather(table.view(-1), mine))
         self.latest, self.due, self.over = int(table[:, 0].max()), int(table[0, 1]), bool(table[0, 2])
-        run.post.meet = int(table[:, 3].max())  # a meeting that some have heard of is known to all
+        run.mailbox.meet = int(table[:, 3].max())  # a meeting that some have heard of is known to all
         run.paused = bool(table[0, 4])
         run.credit = 0 if run.paused else run.credit
         if self.background is not None:
@@ -147,34 +147,34 @@ class Meeting:
 
     def _wanted(self) -> bool:
         run, step = self.run, self.run.rank.step
-        if self.heard and (step == run.post.meet or (not self.trains and step < run.post.meet)):
-            run.rank.step = max(step, run.post.meet)
+        if self.propagation and (step == run.mailbox.meet or (not self.trains and step < run.mailbox.meet)):
+            run.rank.step = max(step, run.mailbox.meet)
             return True
         if run.credit and not self._idle and not self.strategy.lockstep:
             return False  # the single steps that were asked for come first
         if run.rank.id == 0:
             return self._call()
-        if any(number == self._number for _, number in run.post.heard("come")):
+        if any(number == self._number for _, number in run.mailbox.said("come")):
             return True
         return run.paused or bool(self.strategy.lockstep and self.run.due)
 
     def _call(self) -> bool:
         """On rank 0: is a meeting wanted now? Then tells all who would not know."""
         run = self.run
-        self._done |= {who for who, number in run.post.heard("done") if number == self._number}
+        self._done |= {who for who, number in run.mailbox.said("done") if number == self._number}
         ended = self._idle and self._done >= {r for r in range(1, run.rank.size) if self._trains(r)}
         self.over = ended
-        if self.heard and not ended and not run.paused:
+        if self.propagation and not ended and not run.paused:
             planned = bool(run.due)
-            if run.post.meet < run.rank.step and (not run.inbox.empty() or (planned and not self.strategy.lockstep)):
+            if run.mailbox.meet < run.rank.step and (not run.inbox.empty() or (planned and not self.strategy.lockstep)):
                 with run.host.alone:  # a server beside this step lets nobody on meanwhile, and then tells it
-                    run.post.meet = max(run.rank.step, self.strategy.newest(run.rank, run.state)) + self.heard
+                    run.mailbox.meet = max(run.rank.step, self.strategy.newest(run.rank, run.state)) + self.propagation
             return planned and bool(self.strategy.lockstep)
         if not (ended or run.paused or self.run.due or not run.inbox.empty()):
             return False
         if not self.strategy.lockstep:
             for other in range(1, run.rank.size):
-                run.post.say(self._number, other, "come")
+                run.mailbox.say(self._number, other, "come")
         return True
 
     def _trains(self, rank: int) -> bool:
@@ -187,4 +187,4 @@ class Meeting:
         if self.background is not None:
             self.background.idle()
         if self.run.rank.id and self.trains:
-            self.run.post.say(self._number, 0, "done")
+            self.run.mailbox.say(self._number, 0, "done")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +14,13 @@ import torch
 
 from workbench.engine.clocks import agree_on_time
 from workbench.engine.collectives import Aborted, Wire, connect_store
-from workbench.engine.shaping import Board
-from workbench.engine.ticket import Bell
+from workbench.engine.shaping import ArrivalTable
+from workbench.engine.ticket import Flag
 
 if TYPE_CHECKING:
     from workbench.engine.session import Session
+
+LOOK = 0.02  # seconds between two looks whether all have come
 
 
 class Peers:
@@ -65,6 +69,13 @@ class Peers:
             wire.close()
             self.session.wires.remove(wire)
 
+    def come(self, to: str, until: float) -> None:
+        """Says that this rank has come so far, and waits for all others, up to a moment of `time.monotonic`."""
+        with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
+            self.store.add(to, 1)
+            while self.store.add(to, 0) < self.rank.size and time.monotonic() < until:
+                time.sleep(LOOK)
+
     def parted(self) -> bool:
         """Is a peer seen to be gone?"""
         return self.control is not None and self.control.parted()
@@ -76,18 +87,18 @@ class Peers:
         if self.parted():
             raise ConnectionError("Connection closed by peer")
 
-    def board(self, name: str = "", ranks: Sequence[int] = ()) -> Board | None:
+    def arrival_table(self, name: str = "", ranks: Sequence[int] = ()) -> ArrivalTable | None:
         """Where ranks of this host, all or some, post their arrivals at the collectives of one wire."""
-        path = self._shared(f"{name}.board")
+        path = self._shared(f"{name}.arrivals")
         me = self.rank.id
         if path is None:
             return None
-        return Board(path, ranks.index(me), len(ranks)) if ranks else Board(path, me, self.rank.size)
+        return ArrivalTable(path, ranks.index(me), len(ranks)) if ranks else ArrivalTable(path, me, self.rank.size)
 
-    def bell(self) -> Bell | None:
-        """What rank 0 rings when it has something to say."""
-        path = self._shared(".bell")
-        return Bell(path) if path else None
+    def flag(self) -> Flag | None:
+        """What rank 0 raises when it has something to say."""
+        path = self._shared(".flag")
+        return Flag(path) if path else None
 
     def _shared(self, name: str) -> Path | None:
         """A file of this run that all ranks of this host open and rank 0 removes at the end; None if they have none."""

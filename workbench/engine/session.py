@@ -94,7 +94,7 @@ class Session:
         for wire in self.wires:
             wire.cut()
         if self.training is not None:
-            self.training.post.cut()
+            self.training.mailbox.cut()
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the end; whether it came. One that has not been started has not ended either."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.engine import commons
+from workbench.engine import shared
 from workbench.engine.canonical import broadcast_model, check_model
 from workbench.engine.collectives import Aborted
 from workbench.engine.device import chip
 from workbench.engine.host import Host
 from workbench.engine.lane import Lane
+from workbench.engine.mailbox import Mailbox
 from workbench.engine.meeting import Meeting
 from workbench.engine.peers import Peers
-from workbench.engine.post import Post
 from workbench.engine.shaping import Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from workbench.engine.session import Session
 
 MODELS = 16  # a message may have as many times the bytes of the model
-LETTER = 2**26  # bytes; so much it may have in any run
+MESSAGE = 2**26  # bytes; so much it may have in any run
 
 
 class Parts(Life):
@@ -63,11 +63,11 @@ class Parts(Life):
         self.control = self.peers.control
         if reason := self.refused(self.experiment.strategy):
             raise KnobError(reason)
-        self.tickets = Tickets(self.control, self.rank.id, self.inbox, self.peers.bell())
+        self.tickets = Tickets(self.control, self.rank.id, self.inbox, self.peers.flag())
         self._make_model()
         self.able(self.experiment)
         self._make_host()
-        self.commons = commons.Commons(self.layout, self.control, self.peers.file)
+        self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
         self.meeting = Meeting(self)
         self.state: Any = None
         self.measuring = Measuring()
@@ -105,18 +105,18 @@ class Parts(Life):
     def _make_host(self) -> None:
         rank, session, peers = self.rank, self.session, self.peers
         self.port = Port(rank.id, rank.size, self.naps, self.experiment.seed)
-        self.post = Post(rank, peers.store, session.where, session.secret, self.port, self.leaving, self.record.span,
-                         local=session.loopback, limit=max(LETTER, MODELS * self.layout.nbytes))
-        self.post.step = lambda: self.lane.step
-        self.post.tell_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
-        self.post.chip = self.chip
+        self.mailbox = Mailbox(rank, peers.store, session.where, session.secret, self.port, self.leaving,
+                               self.record.span, session.loopback, max(MESSAGE, MODELS * self.layout.nbytes))
+        self.mailbox.step = lambda: self.lane.step
+        self.mailbox.tell_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
+        self.mailbox.chip = self.chip
         seen = watch(self.chip, self.clock, self.record, self._look)
         self.watch = seen
         run: Any = self  # a Training is Changing
         self.ledger = Ledger(run, Counted(run, lambda: self.host.opened()), self._allocator)
-        self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.board()), peers.arrivals))
+        self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
         self.lane.before = self.tickets.ring
-        self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.post,
+        self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
                          Pace(rank.id, self.naps), seen)
         self.host.lanes.open = self.open_lane
         self.host.still_well = lambda: self.meeting.check()
@@ -147,7 +147,7 @@ class Parts(Life):
 
     def refused(self, strategy: Any) -> str | None:
         """Why the engine cannot do here what `strategy` claims, in a sentence that says what would do; or None."""
-        if reason := commons.refused(strategy, self.rank.size, self.session.device, self.peers.local):
+        if reason := shared.refused(strategy, self.rank.size, self.session.device, self.peers.local):
             return reason
         if not strategy.staged and strategy.workers == 1:
             return None

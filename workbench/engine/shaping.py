@@ -57,7 +57,7 @@ class Naps:
             time.sleep(min(left, 0.05))
 
 
-class Board:
+class ArrivalTable:
     """A small file shared by the ranks of one host, in which each writes when it was ready for an operation."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
@@ -96,7 +96,7 @@ class Port:
         self.fabric = Fabric()
         self.free = 0.0  # when the port is free again to send
         self._taken = 0.0  # and to take in
-        self._letters = 0
+        self._messages = 0
         self._last: Shaper | None = None  # whose collective took the port last
         self._lock = threading.Lock()
 
@@ -123,9 +123,9 @@ class Port:
         if not self.active:
             return now, 0.0, now
         with self._lock:
-            self._letters += 1
+            self._messages += 1
             seconds = self.fabric.link.seconds(nbytes * (self.size if self.fabric.shared else 1), 1)
-            seconds *= self.fabric.link.noise(self.seed + self.rank, self._letters)
+            seconds *= self.fabric.link.noise(self.seed + self.rank, self._messages)
             begun = max(now, self.free)
             self.free = begun + seconds * choke(self.fabric.faults, self.rank)
             return begun, seconds, self.free
@@ -146,8 +146,8 @@ class Shaper:
     group: whose wire it is; None: that of all ranks
     """
 
-    def __init__(self, port: Port, board: Board | None, group: Group | None = None) -> None:
-        self.port, self.board, self.naps, self.group = port, board, port.naps, group
+    def __init__(self, port: Port, table: ArrivalTable | None, group: Group | None = None) -> None:
+        self.port, self.table, self.naps, self.group = port, table, port.naps, group
         self.ranks: Sequence[int] = group.ranks if group else range(port.size)
         self.number = 0
         self._ended = self._woke = 0.0  # until when the last operation slept, and when it really awoke
@@ -157,7 +157,7 @@ class Shaper:
         return self.port.active
 
     def ready(self, arrived: float, asked: float) -> float:
-        """Posts when this rank and its port are ready for the next operation, whose child was `asked` for then.
+        """Mailbox when this rank and its port are ready for the next operation, whose child was `asked` for then.
 
         A sleep ends a little late. A child that was there by then counts as begun on time: a real port would not
         have paused between two operations.
@@ -165,15 +165,15 @@ class Shaper:
         self.number += 1
         arrived -= max(self._woke - max(asked, self._ended), 0.0)
         ready = max(arrived, self.port.free)
-        if self.board:
-            self.board.post(self.number, ready)
+        if self.table:
+            self.table.post(self.number, ready)
         return ready
 
     def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
         """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
         mine, slowest = self.cost(load)
         noise = self.port.fabric.link.noise(self.port.seed, self.number)
-        began, end = self.port.occupy(self, self.board.last(self.number) if self.board else last(), slowest * noise)
+        began, end = self.port.occupy(self, self.table.last(self.number) if self.table else last(), slowest * noise)
         self._ended = max(end, self.naps.clock.now())
         self.naps.until(end)
         self._woke = self.naps.clock.now()

@@ -1,7 +1,7 @@
-"""The two ends of a line between two ranks: letters go out of one and come in at the other, never the other way.
+"""The two ends of a line between two ranks: messages go out of one and come in at the other, never the other way.
 
-Both live on the thread of their Post, which calls them when the system says that bytes can move. They know how a
-letter is framed and nothing of who waits for it. Before the first letter both ends have greeted, see greeting.py.
+Both live on the thread of their Mailbox, which calls them when the system says that bytes can move. They know how a
+message is framed and nothing of who waits for it. Before the first message both ends have greeted, see greeting.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NEVER = float("inf")
 class Outgoing:
     """The sender's end: what is put is written as fast as the system takes it, in order, once both have greeted."""
 
-    def __init__(self, post: Any, to: int, door: str) -> None:
-        self.post, self.to, self.door = post, to, door
+    def __init__(self, mailbox: Any, to: int, door: str) -> None:
+        self.mailbox, self.to, self.door = mailbox, to, door
         self.socket = socket.socket()
         self._queue: deque[tuple[memoryview, Callable[[], None]]] = deque()
         self._known = self._over = False
         self._tries = 0
         self._due = NEVER  # when it is to call again
-        post.do(self._dial)
+        mailbox.do(self._dial)
 
     @property
     def waiting(self) -> bool:
@@ -48,14 +48,14 @@ class Outgoing:
         return max(self._due - time.monotonic(), 0.0)
 
     def look(self) -> None:
-        """Calls again once it is time to. Called by the post's thread."""
+        """Calls again once it is time to. Called by the mailbox's thread."""
         if time.monotonic() >= self._due:
             self._due = NEVER
             self._dial()
 
     def put(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
-        """Queues a frame, from any thread; `written` is called on the post's thread when its last byte is out."""
-        self.post.do(lambda: self._queue_up(head, data, written))
+        """Queues a frame, from any thread; `written` is called on the mailbox's thread when its last byte is out."""
+        self.mailbox.do(lambda: self._queue_up(head, data, written))
 
     def _dial(self) -> None:
         self._tries += 1
@@ -63,16 +63,16 @@ class Outgoing:
         self.socket = s = socket.socket()
         s.setblocking(False)
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._greeting = greeting.call(self.post.secret, self.post.rank, self.to, self.door, s.sendall)
+        self._greeting = greeting.call(self.mailbox.secret, self.mailbox.rank, self.to, self.door, s.sendall)
         self._left = next(self._greeting)
         host, port = self.door.rsplit(" ", 1)
         failed = s.connect_ex((host, int(port)))
-        self.post.selector.register(s, READ, self._move)
+        self.mailbox.selector.register(s, READ, self._move)
         if failed not in (0, errno.EINPROGRESS):
             self._lost(OSError(failed, "no connection"))
 
     def _queue_up(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
-        if self.to in self.post.gone or self._over:
+        if self.to in self.mailbox.gone or self._over:
             return
         self._queue.append((memoryview(head), _nothing))
         self._queue.append((memoryview(data), written))
@@ -96,7 +96,7 @@ class Outgoing:
             pass
         except Exception as error:
             return self._lost(error)
-        self.post.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._move)
+        self.mailbox.selector.modify(self.socket, BOTH if self._known and self._queue else READ, self._move)
         try:
             if self._known and not self.socket.recv(1):  # nobody speaks here any more: readable means closed
                 self._lost(ConnectionResetError())
@@ -119,7 +119,7 @@ class Outgoing:
 
     def _lost(self, error: Exception) -> None:
         """The peer is gone once its own line to this rank has ended, too: what it sent last may still be in there."""
-        self.post.selector.unregister(self.socket)
+        self.mailbox.selector.unregister(self.socket)
         self.socket.close()
         closed = isinstance(error, ConnectionResetError | BrokenPipeError)
         if closed and not self._known and self._tries < TRIES:
@@ -127,15 +127,15 @@ class Outgoing:
             return
         self._over = True
         self._queue.clear()
-        if not closed or self.to not in self.post.heard_from:
-            self.post.lose(self.to, str(error) if isinstance(error, greeting.Stranger) else "")
+        if not closed or self.to not in self.mailbox.heard_from:
+            self.mailbox.lose(self.to, str(error) if isinstance(error, greeting.Stranger) else "")
 
 
 class Incoming:
     """The receiver's end: puts frames together and hands each over once it is whole."""
 
-    def __init__(self, post: Any, s: socket.socket) -> None:
-        self.post, self.socket = post, s
+    def __init__(self, mailbox: Any, s: socket.socket) -> None:
+        self.mailbox, self.socket = mailbox, s
         self.source = -1  # nobody's until it has proved whose it is
         self._over = False
         self._frames = self._read()
@@ -158,33 +158,33 @@ class Incoming:
             self.end(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def _read(self) -> Generator[memoryview, None, None]:
-        post = self.post
-        source = yield from greeting.answer(post.secret, post.rank, post.size, post.door.where, self.socket.sendall)
-        if source in post.heard_from:
+        mailbox, tell = self.mailbox, self.socket.sendall
+        source = yield from greeting.answer(mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.where, tell)
+        if source in mailbox.heard_from:
             raise greeting.Stranger(f"rank {source} has a line to this rank already")
         self.source = source
-        post.door.known(self)
+        mailbox.door.known(self)
         head = bytearray(HEAD.size)
         while True:
             yield memoryview(head)
             length, origin, page, meet, begun, seconds, nbytes = HEAD.unpack(head)
-            if nbytes > post.limit:
-                raise ValueError(f"a message of {nbytes} bytes was announced; {post.limit} is the most in this run")
+            if nbytes > mailbox.limit:
+                raise ValueError(f"a message of {nbytes} bytes was announced; {mailbox.limit} is the most in this run")
             kind, data = bytearray(length), bytearray(nbytes)
             if length:
                 yield memoryview(kind)
             if nbytes:
                 yield memoryview(data)
-            post.arrived(source, kind.decode(), data, origin, page, meet, begun, seconds)
+            mailbox.arrived(source, kind.decode(), data, origin, page, meet, begun, seconds)
 
     def end(self, why: str = "") -> None:
-        """Closes this end; the post hears that its rank is gone, or that a stranger was there."""
+        """Closes this end; the mailbox hears that its rank is gone, or that a stranger was there."""
         if self._over:
             return
         self._over = True
-        self.post.selector.unregister(self.socket)
+        self.mailbox.selector.unregister(self.socket)
         self.socket.close()
-        self.post.door.left(self, why)
+        self.mailbox.door.left(self, why)
 
 
 def pause(tries: int) -> float:

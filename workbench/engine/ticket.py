@@ -4,10 +4,10 @@ Rank 0 reads its inbox and publishes a ticket: a 32-byte header on a wire of its
 something to say. It is asked for just before the update and taken after it, so it hides behind the update and a
 change acts on the very next step.
 
-[Note: The bell] A meeting in every step, only to hear that there is nothing to say, holds up ranks that share cores.
-On one host rank 0 rings instead: before it begins the child with the number n, it writes n into memory that all see.
-Who has completed child n must see it, for that needed rank 0. So all who have completed as many children answer alike
-whether they are to meet, without a word.
+[Note: The flag] A meeting in every step, only to hear that there is nothing to say, holds up ranks that share cores.
+On one host rank 0 raises a flag instead: before it begins the child with the number n, it writes n into memory that
+all see. Who has completed child n must see it, for that needed rank 0. So all who have completed as many children
+answer alike whether they are to meet, without a word.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workbench.engine.lane import Lane
 Ticket = dict[str, Any]  # {"requests": [...]} and nothing else; an empty one is None
 
 
-class Bell:
+class Flag:
     """A number in a small file that the ranks of one host share: rank 0 writes it and all read it."""
 
     def __init__(self, path: Path) -> None:
@@ -47,13 +47,13 @@ class Bell:
 
 
 class Tickets:
-    """The control wire of one rank, used by its training thread only. See [Note: The bell]."""
+    """The control wire of one rank, used by its training thread only. See [Note: The flag]."""
 
-    def __init__(self, wire: Wire | None, rank: int, inbox: queue.SimpleQueue[Ticket], bell: Bell | None) -> None:
-        self.wire, self.rank, self.inbox, self.bell = wire, rank, inbox, bell
-        self._by_bell = False
+    def __init__(self, wire: Wire | None, rank: int, inbox: queue.SimpleQueue[Ticket], flag: Flag | None) -> None:
+        self.wire, self.rank, self.inbox, self.flag = wire, rank, inbox, flag
+        self._by_flag = False
         self._heard = 0  # the last number that was rung and answered
-        self._rings = False
+        self._raised = False
         self._header = torch.zeros(4, dtype=torch.int64)
         self._work: Any = None
         self._body = b""
@@ -63,19 +63,19 @@ class Tickets:
         return self._work is not None
 
     def ring(self, number: int) -> None:
-        """Rank 0 is about to begin the child with this number: it rings if there is something in its inbox."""
-        if self._by_bell and self.bell is not None and not self._rings and not self.inbox.empty():
-            self.bell.number[0], self._rings = number, True
+        """Rank 0 is about to begin the child with this number: it raises the flag if its inbox holds something."""
+        if self._by_flag and self.flag is not None and not self._raised and not self.inbox.empty():
+            self.flag.number[0], self._raised = number, True
 
-    def rung(self, done: int) -> bool:
+    def raised(self, done: int) -> bool:
         """Is there to be a ticket, for those who have completed the child with the number `done`?"""
-        if not self._by_bell:
+        if not self._by_flag:
             return True
-        assert self.bell is not None
-        number = int(self.bell.number[0])
+        assert self.flag is not None
+        number = int(self.flag.number[0])
         if not self._heard < number <= done:
             return False
-        self._heard, self._rings = number, False
+        self._heard, self._raised = number, False
         return True
 
     def enter(self, strategy: Any, lane: Lane, flat: bool) -> None:
@@ -84,16 +84,16 @@ class Tickets:
         flat: is no group of ranks without rank 0, who might complete a child that rank 0 has not begun?
         """
         size = self.wire.size if self.wire else 1
-        alike = flat and strategy.lockstep and not strategy.opaque and not strategy.heard(size)
-        self._by_bell = self.bell is not None and alike
-        self._heard, self._rings = 0, False
+        alike = flat and strategy.lockstep and not strategy.opaque and not strategy.propagation(size)
+        self._by_flag = self.flag is not None and alike
+        self._heard, self._raised = 0, False
         lane.started = lane.completed = 0
-        if self.bell is not None and self.rank == 0:
-            self.bell.number[0] = 0
+        if self.flag is not None and self.rank == 0:
+            self.flag.number[0] = 0
 
     def close(self) -> None:
-        if self.bell is not None:
-            self.bell.close()
+        if self.flag is not None:
+            self.flag.close()
 
     def ask(self, wait: float = 0.0) -> None:
         """Rank 0 publishes what its inbox holds (waiting up to `wait` seconds for something); others listen."""

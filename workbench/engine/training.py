@@ -89,7 +89,7 @@ class Training(Turnable):
     def before_update(self) -> None:
         """Asks for the ticket, where there is to be one, so that it hides behind the update."""
         if self.host.met and not self.tickets.asked:
-            if self.tickets.rung(self.lane.completed) or self.host.lanes.aside:  # the bell knows nothing of other lanes
+            if self.tickets.raised(self.lane.completed) or self.host.lanes.aside:  # no flag for other lanes
                 self.tickets.ask()
 
     # -- between steps --
@@ -172,7 +172,7 @@ class Training(Turnable):
         self.leave_opaque()
         self.host.lanes.close()
         self.tickets.close()
-        self.post.close()
+        self.mailbox.close()
         self.peers.store = None
 
     def _count_cost(self) -> None:

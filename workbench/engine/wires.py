@@ -62,8 +62,8 @@ class Wires:
 
 def _put_away(lines: Iterable[Line]) -> None:
     for line in lines:
-        if line.shaper.board is not None:
-            line.shaper.board.close()
+        if line.shaper.table is not None:
+            line.shaper.table.close()
 
 
 def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | None], Line]:
@@ -83,7 +83,7 @@ def opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Group | 
         if kind != "gloo" and not peers.local:
             aside = peers.open(f"{tag} arrivals", ranks=ranks, store=store)
         file = f"-{lane}" if group is None else f"-{lane}-{'+'.join(group.dims)}-{group.generation}-{ranks[0]}"
-        return Line(wire, Shaper(port, peers.board(file, ranks), group), aside)
+        return Line(wire, Shaper(port, peers.arrival_table(file, ranks), group), aside)
 
     return opened
 

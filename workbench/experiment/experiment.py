@@ -9,7 +9,7 @@ from workbench.compressors import Compressor, Dense, inside
 from workbench.experiment import arranged, momentum, rates
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
-from workbench.settings import KnobError, checked, from_plain, knob, settle, short, to_plain, with_value
+from workbench.settings import KnobError, checked, from_plain, knob, normalise, short, to_plain, with_value
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
@@ -48,7 +48,7 @@ class Experiment:
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
 
     def __post_init__(self) -> None:
-        settle(self, "")
+        normalise(self, "")
 
     def set(self, path: str, value: Any) -> Experiment:
         """This experiment with one knob set to another value; checked as a whole. Raises KnobError.

@@ -7,7 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 from workbench.fabric._base import Fault
-from workbench.settings import knob, settle
+from workbench.settings import knob, normalise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Link:
     jitter: float = knob(0.0, 0.0, 1.0, doc="largest random extra share of an operation's time")
 
     def __post_init__(self) -> None:
-        settle(self)
+        normalise(self)
 
     @property
     def shaped(self) -> bool:
@@ -44,7 +44,7 @@ class Fabric:
     faults: tuple[Fault, ...] = knob((), doc="faults that are injected")
 
     def __post_init__(self) -> None:
-        settle(self)
+        normalise(self)
 
 
 class Load(NamedTuple):

@@ -38,12 +38,12 @@ async def obey(run: Changing, change: Change) -> None:
 async def apply(run: Changing, wanted: Experiment) -> None:
     """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
     was = run.experiment
-    if was.strategy.crosses:
-        await was.strategy.settle(run.rank, run.state)
+    if was.strategy.in_flight:
+        await was.strategy.drain(run.rank, run.state)
     run.experiment = wanted
     run.set_fabric(was, wanted)
     note_idle(run, was)
-    run.rate.turn(was, wanted, run.rank.step)
+    run.rate.change(was, wanted, run.rank.step)
     if wanted.optimizer != was.optimizer:
         _renew(run, wanted)
     run.rate.follow(run)
@@ -155,4 +155,4 @@ def refuses_model(e: Experiment, parts: list[Part]) -> str | None:
 
 def in_step(e: Experiment) -> bool:
     """Have all ranks a step in common, whether they meet in it or wait for neighbours or a server only?"""
-    return e.strategy.lockstep or e.strategy.heard(e.ranks) > 0
+    return e.strategy.lockstep or e.strategy.propagation(e.ranks) > 0

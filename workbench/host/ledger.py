@@ -135,11 +135,11 @@ class Buffers:
     def post(self, x: Tensor) -> None:
         """A message is a copy. Those that a server posts belong to no step of its own and are not counted."""
         if self.stepping:
-            self._hold("letters", x.numel() * x.element_size())
+            self._hold("messages", x.numel() * x.element_size())
 
     def turn(self, stepping: bool) -> int:
         """The most since this was last called; does a step begin here, or has it ended?"""
-        self.give("letters")
+        self.give("messages")
         self.stepping = stepping
         with self._lock:
             most, self.most = self.most, self.now
@@ -254,7 +254,7 @@ class Ledger:
         self._memories = [run.rank.memory, *memory.memories(run.state)]
         self._seen = (*seen, *map(_filled, self._memories))
         kept, standing = run.rank.memory, self._counts.standing()
-        held = memory.storages([kept.slots, kept.parts])
+        held = memory.storages([kept.buffers, kept.parts])
         own = {"strategy state": memory.storages(run.state), "compressor state": held}
         key, alike = (id(standing), seen[0]), self._counts.alike if not any(own.values()) else {}
         if key not in alike:
@@ -296,4 +296,4 @@ class Ledger:
 
 def _filled(memory: Memory) -> tuple[int, ...]:
     """Changes with what a Memory holds."""
-    return tuple(map(len, (*memory.slots.values(), *memory.parts.values())))
+    return tuple(map(len, (*memory.buffers.values(), *memory.parts.values())))

@@ -41,7 +41,7 @@ class Life(ABC):
     def apart(self) -> bool:
         """Do the ranks go on without meeting in every round?"""
         strategy = self.experiment.strategy
-        return not strategy.lockstep or strategy.heard_in(self.rank.size, self.rank.step) > 0
+        return not strategy.lockstep or strategy.propagation_in(self.rank.size, self.rank.step) > 0
 
     @property
     def due(self) -> int:
@@ -62,8 +62,8 @@ class Life(ABC):
                 await self.evaluate(together=self.experiment.strategy.lockstep)
         await self.rest()
         strategy = self.experiment.strategy
-        if strategy.lockstep and strategy.can_settle:
-            await strategy.settle(self.rank, self.state)
+        if strategy.lockstep and strategy.can_drain:
+            await strategy.drain(self.rank, self.state)
         await self.finish()
 
     async def over(self) -> bool:

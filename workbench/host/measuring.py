@@ -51,5 +51,5 @@ def measurable(e: Experiment) -> bool:
     if not e.measure_every:
         return False
     s = e.strategy
-    alike = s.lockstep and not (s.crosses or s.opaque or s.staged) and s.workers == 1
+    alike = s.lockstep and not (s.in_flight or s.opaque or s.staged) and s.workers == 1
     return alike and lossy(e.compressor)

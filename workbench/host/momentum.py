@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def stilled(layout: Layout, optimizer: Any, memory: Memory) -> None:
     """After a step: takes its gradients out of the optimizer's momentum, where a compressor keeps that of gradients."""
-    kept = memory.slots.get(MOMENTUM)
+    kept = memory.buffers.get(MOMENTUM)
     if not kept or not plain(optimizer):
         return
     params = [place.param for place in layout.order if place.name in kept]
@@ -35,10 +35,10 @@ def stilled(layout: Layout, optimizer: Any, memory: Memory) -> None:
 async def move_momentum(run: Changing) -> None:
     """The momentum goes where it is kept from now on: into the compressor's memory, or back. A Mark says so."""
     memory = run.rank.memory
-    here = MOMENTUM in memory.slots
+    here = MOMENTUM in memory.buffers
     wanted = any(c.carries for c in inside(run.rank.compressor))
     if wanted and not here:
-        memory.slots[MOMENTUM] = {}
+        memory.buffers[MOMENTUM] = {}
         _take(run)
     elif here and not wanted:
         await _give_back(run)
@@ -53,13 +53,13 @@ def _take(run: Changing) -> None:
     for place in run.layout.order:
         buffer = run.optimizer.state.get(place.param, {}).get("momentum_buffer")
         if buffer is not None and not buffer.is_meta and plain(run.optimizer):
-            run.rank.memory.slots[MOMENTUM][place.name] = buffer.reshape(-1) / run.rank.size
+            run.rank.memory.buffers[MOMENTUM][place.name] = buffer.reshape(-1) / run.rank.size
             buffer.zero_()
 
 
 async def _give_back(run: Changing) -> None:
     """The sum of what all ranks keep is added to the optimizer's momentum, if it has one. Crosses uncompressed."""
-    kept = run.rank.memory.slots[MOMENTUM]
+    kept = run.rank.memory.buffers[MOMENTUM]
     places = [place for place in run.layout.order if place.name in kept]
     flat = flattened([kept[place.name] for place in places])
     run.rank.memory.drop(MOMENTUM)

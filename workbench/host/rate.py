@@ -27,7 +27,7 @@ class Rate:
         risen = min(1.0, (step - self.begun) / e.lr_warmup)
         return self.first + (factor(e) - self.first) * risen
 
-    def turn(self, was: Experiment, wanted: Experiment, step: int) -> None:
+    def change(self, was: Experiment, wanted: Experiment, step: int) -> None:
         """A change acts before `step`: if it means another factor, that is risen to from the present one."""
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.factor(was, step), step

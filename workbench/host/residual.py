@@ -33,23 +33,23 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
     steps = run.flushing if isinstance(present, Leaving) else 0
     begin(run)
     if foreign:
-        for slot in sorted({c.owes for c in (*inside(was.compressor), *inside(present)) if c.owes}):
-            _dropped(run, was, slot, await _owed(run, slot))
+        for buffer in sorted({c.residual for c in (*inside(was.compressor), *inside(present)) if c.residual}):
+            _dropped(run, was, buffer, await _owed(run, buffer))
         return
-    kept = {"", ErrorFeedback.slot, *(c.owes for c in inside(wanted.compressor))}
-    others = [c for c in (*inside(present), *inside(was.compressor)) if c.owes not in kept]
+    kept = {"", ErrorFeedback.residual, *(c.residual for c in inside(wanted.compressor))}
+    others = [c for c in (*inside(present), *inside(was.compressor)) if c.residual not in kept]
     if others:
         run.rank.compressor, run.flushing = others[0].whole(), 1
         return
     if remembers(wanted.compressor):
         return run.rank.memory.drop(Leaving.asked)
     if not steps and left is not None:
-        owed = await _owed(run, ErrorFeedback.slot)
-        if ErrorFeedback.slot not in run.rank.memory.slots or (owed is not None and not owed.any()):
-            return run.rank.memory.drop(ErrorFeedback.slot)
+        owed = await _owed(run, ErrorFeedback.residual)
+        if ErrorFeedback.residual not in run.rank.memory.buffers or (owed is not None and not owed.any()):
+            return run.rank.memory.drop(ErrorFeedback.residual)
         off = getattr(left, "off", "flush")
         if off == "drop":
-            return _dropped(run, was, ErrorFeedback.slot, owed)
+            return _dropped(run, was, ErrorFeedback.residual, owed)
         steps = left.over if off == "bleed" else 1
         if owed is not None:
             run.rank.memory.parts[Leaving.asked] = {"": owed}
@@ -71,7 +71,7 @@ async def flushed(run: Changing) -> None:
     else:
         begin(run)
     if not run.flushing:
-        run.rank.memory.drop(sent.owes)
+        run.rank.memory.drop(sent.residual)
         await move_momentum(run)
         run.choose_lane()
 
@@ -96,9 +96,9 @@ def _tell_sent(run: Changing) -> None:
     run.mark("residual", detail)
 
 
-async def _owed(run: Changing, slot: str) -> Tensor | None:
+async def _owed(run: Changing, buffer: str) -> Tensor | None:
     """A sketch of what all ranks together owe, from one small all-reduce; None where there are sizes only."""
-    pieces = run.rank.memory.slots.get(slot, {})
+    pieces = run.rank.memory.buffers.get(buffer, {})
     mine = torch.zeros(SIGNS * WIDTH, device=run.layout.order[0].param.device)
     if not mine.is_meta:
         mine = sum((sketch(piece, name) for name, piece in pieces.items()), mine)
@@ -106,10 +106,10 @@ async def _owed(run: Changing, slot: str) -> Tensor | None:
     return None if total.is_meta else total
 
 
-def _dropped(run: Changing, was: Experiment, slot: str, owed: Tensor | None) -> None:
+def _dropped(run: Changing, was: Experiment, buffer: str, owed: Tensor | None) -> None:
     """What is owed is forgotten, and the record says how much: this rank's own, and on rank 0 the mean's, in words."""
-    pieces = list(run.rank.memory.slots.get(slot, {}).values())
-    run.rank.memory.drop(slot)
+    pieces = list(run.rank.memory.buffers.get(buffer, {}).values())
+    run.rank.memory.drop(buffer)
     run.rank.memory.drop(Leaving.asked)
     if owed is None or not pieces:  # sizes only, or a rank that exchanges nothing: there is no norm to tell
         return
@@ -128,4 +128,4 @@ def remembers(compressor: Any) -> bool:
 
 def _feeding(compressor: Any) -> Any:
     """What in `compressor` feeds a residual back, the outermost if there are several; or None."""
-    return next((c for c in inside(compressor) if c.owes == ErrorFeedback.slot), None)
+    return next((c for c in inside(compressor) if c.residual == ErrorFeedback.residual), None)

@@ -6,7 +6,7 @@ from workbench.rank.awaitables import Handle as Handle
 from workbench.rank.awaitables import Op as Op
 from workbench.rank.awaitables import StrategyError as StrategyError
 from workbench.rank.awaitables import collective as collective
-from workbench.rank.awaitables import message as message
+from workbench.rank.awaitables import message_name as message_name
 from workbench.rank.bucket import MOMENTUM as MOMENTUM
 from workbench.rank.bucket import Bucket as Bucket
 from workbench.rank.bucket import Memory as Memory
@@ -22,5 +22,5 @@ from workbench.rank.outline import values_of as values_of
 
 __all__ = [
     "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Forward", "Group", "Handle", "Memory", "Mesh", "Op", "Part",
-    "Rank", "StrategyError", "collective", "each", "message", "outlined", "sizes_of", "values_of",
+    "Rank", "StrategyError", "collective", "each", "message_name", "outlined", "sizes_of", "values_of",
 ]  # fmt: skip

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from workbench.rank.mesh import Group
 
 
-def message(verb: str, kind: str, **other: int | None) -> str:
-    """The name of a message's Span: `message("send", "ask", to=2)` is "send ask to 2"; both hosts write it."""
+def message_name(verb: str, kind: str, **other: int | None) -> str:
+    """The name of a message's Span: `message_name("send", "ask", to=2)` is "send ask to 2"; both hosts write it."""
     ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]
     return " ".join([verb, *([kind] if kind else []), *ends])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Generator, Tensor, dtype
 
-MOMENTUM = "momentum"  # the slot of a compressor's Memory for the optimizer's momentum, where it keeps that itself
+MOMENTUM = "momentum"  # the buffer of a compressor's Memory for the optimizer's momentum, where it keeps that itself
 
 
 class Part(NamedTuple):
@@ -60,60 +60,60 @@ class Memory:
 
     `flat` keeps one value per element of the model (an error-feedback residual, an anchor); `parts` keeps
     one object per parameter (a PowerSGD factor). Both are addressed by place in the model, never by bucket.
-    `dice` are this rank's own random numbers, which touch nobody else's.
+    `generator` draws this rank's own random numbers, which touch nobody else's.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.slots: dict[str, dict[str, Tensor]] = {}  # slot -> parameter -> (n,)
-        self.parts: dict[str, dict[str, Any]] = {}  # slot -> parameter -> anything
+        self.buffers: dict[str, dict[str, Tensor]] = {}  # name -> parameter -> (n,)
+        self.parts: dict[str, dict[str, Any]] = {}  # name -> parameter -> anything
         self._joined: dict[tuple[str, str], Tensor] = {}
-        self._dice: dict[str, Generator] = {}
+        self._generator: dict[str, Generator] = {}
 
-    def dice(self, device: Any = "cpu") -> Generator | None:
+    def generator(self, device: Any = "cpu") -> Generator | None:
         """Random numbers for tensors on `device`: other ones on every rank, the same in every run of one seed.
 
         None for tensors without values (torch's meta device), for which nothing is drawn.
         """
         if str(device) == "meta":
             return None
-        if str(device) not in self._dice:
+        if str(device) not in self._generator:
             from torch import Generator
 
-            self._dice[str(device)] = Generator(device).manual_seed(self.seed)
-        return self._dice[str(device)]
+            self._generator[str(device)] = Generator(device).manual_seed(self.seed)
+        return self._generator[str(device)]
 
-    def flat(self, slot: str, bucket: Bucket, kind: dtype | None = None) -> Tensor:
-        """The slot's values for `bucket`: (n,) in the bucket's dtype or in `kind`, zero when first asked for.
+    def flat(self, name: str, bucket: Bucket, kind: dtype | None = None) -> Tensor:
+        """The buffer's values for `bucket`: (n,) in the bucket's dtype or in `kind`, zero when first asked for.
 
         Contiguous and shared: writing into it is remembered. Cut anew when the bucket's parameters change.
         """
-        key = (slot, "/".join(part.name for part in bucket.parts))
+        key = (name, "/".join(part.name for part in bucket.parts))
         if key not in self._joined:
-            self._join(slot, key, bucket, kind)
+            self._join(name, key, bucket, kind)
         return self._joined[key]
 
-    def keep(self, slot: str, bucket: Bucket, values: Tensor) -> None:
+    def keep(self, name: str, bucket: Bucket, values: Tensor) -> None:
         """`values`, (n,), take the place of what `flat` gave for `bucket`, without being copied."""
-        self._joined[slot, "/".join(part.name for part in bucket.parts)] = values
+        self._joined[name, "/".join(part.name for part in bucket.parts)] = values
         for part in bucket.parts:
-            self.slots[slot][part.name] = values[part.start : part.stop]
+            self.buffers[name][part.name] = values[part.start : part.stop]
 
-    def _join(self, slot: str, key: tuple[str, str], bucket: Bucket, kind: dtype | None) -> None:
-        pieces = self.slots.setdefault(slot, {})
+    def _join(self, name: str, key: tuple[str, str], bucket: Bucket, kind: dtype | None) -> None:
+        pieces = self.buffers.setdefault(name, {})
         whole = bucket.data.new_zeros(bucket.data.numel(), dtype=kind)
         for part in bucket.parts:
             if part.name in pieces:
                 whole[part.start : part.stop] = pieces[part.name]
         here = {part.name for part in bucket.parts}
-        for old in [k for k in self._joined if k[0] == slot and here & set(k[1].split("/"))]:
+        for old in [k for k in self._joined if k[0] == name and here & set(k[1].split("/"))]:
             del self._joined[old]
         for part in bucket.parts:
             pieces[part.name] = whole[part.start : part.stop]
         self._joined[key] = whole
 
-    def drop(self, slot: str) -> None:
-        """Forgets a slot."""
-        self.slots.pop(slot, None)
-        self.parts.pop(slot, None)
-        self._joined = {k: v for k, v in self._joined.items() if k[0] != slot}
+    def drop(self, name: str) -> None:
+        """Forgets a buffer."""
+        self.buffers.pop(name, None)
+        self.parts.pop(name, None)
+        self._joined = {k: v for k, v in self._joined.items() if k[0] != name}

@@ -17,13 +17,33 @@ from workbench.settings.knobs import from_plain as from_plain
 from workbench.settings.knobs import in_words as in_words
 from workbench.settings.knobs import knob as knob
 from workbench.settings.knobs import knobs as knobs
+from workbench.settings.knobs import normalise as normalise
 from workbench.settings.knobs import resolve as resolve
-from workbench.settings.knobs import settle as settle
 from workbench.settings.knobs import to_plain as to_plain
 from workbench.settings.knobs import walk as walk
 from workbench.settings.knobs import with_value as with_value
 
 __all__ = [
-    "NEXT", "Change", "Family", "Knob", "KnobError", "checked", "describe", "find", "fold", "from_plain", "in_words",
-    "knob", "knobs", "member", "members", "resolve", "settle", "shipped", "short", "to_plain", "walk", "with_value",
+    "NEXT",
+    "Change",
+    "Family",
+    "Knob",
+    "KnobError",
+    "checked",
+    "describe",
+    "find",
+    "fold",
+    "from_plain",
+    "in_words",
+    "knob",
+    "knobs",
+    "member",
+    "members",
+    "normalise",
+    "resolve",
+    "shipped",
+    "short",
+    "to_plain",
+    "walk",
+    "with_value",
 ]  # fmt: skip

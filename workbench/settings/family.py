@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-from workbench.settings.knobs import settle
+from workbench.settings.knobs import normalise
 
 
 class Family(ABC):
@@ -22,7 +22,7 @@ class Family(ABC):
 
     def __post_init__(self) -> None:
         """Refuses values that are not allowed as soon as the object is made. Raises KnobError."""
-        settle(self)
+        normalise(self)
 
     @classmethod
     def usual(cls) -> Self:

@@ -167,7 +167,7 @@ def checked(thing: Any, path: str = "") -> Any:
     return replace(thing, **found) if found else thing
 
 
-def settle(thing: Any, path: str | None = None) -> None:
+def normalise(thing: Any, path: str | None = None) -> None:
     """Checks the knobs of a settings object that is being made, and puts each into its type; raises KnobError."""
     before = f"{type(thing).__name__}." if path is None else path
     for k in knobs(thing):

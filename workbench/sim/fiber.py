@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.rank import Group, Op
 
 if TYPE_CHECKING:
+    from workbench.sim.collective import Collective
     from workbench.sim.host import Host
-    from workbench.sim.meeting import Meeting
 
 PARK = object()  # a verb's answer: go on later
 END = object()  # a verb's answer: the loop over buckets is over
@@ -170,7 +170,7 @@ class Lane:
         self.queue: deque[Child] = deque()
         self.met: dict[Group | None, int] = {}  # collectives asked for so far, by group
         # collectives under way, by group and number
-        self.open: dict[tuple[Group | None, int], Meeting] = host.world.open.setdefault(name, {})
+        self.open: dict[tuple[Group | None, int], Collective] = host.world.open.setdefault(name, {})
         self.order = host.world.orders.setdefault(name, Order())
         self.started = self.begun = 0
 

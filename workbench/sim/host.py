@@ -14,8 +14,8 @@ from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.host.canonical import optimizer_tensors, require_elementwise
 from workbench.rank import Handle, Op, Rank, StrategyError
+from workbench.sim.collective import Collective
 from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
-from workbench.sim.meeting import Meeting
 from workbench.sim.passing import Pass
 from workbench.sim.rounds import Rounds
 
@@ -253,7 +253,7 @@ class Host:
         lane.met[group] = number + 1
         meeting = lane.open.get((group, number))
         if meeting is None:
-            meeting = lane.open[group, number] = Meeting(self.world, lane.name, number, fiber, op)
+            meeting = lane.open[group, number] = Collective(self.world, lane.name, number, fiber, op)
         if meeting.left == 1:
             del lane.open[group, number]
         meeting.join(fiber, op)

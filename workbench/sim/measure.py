@@ -38,8 +38,8 @@ class _Recorded:
     def __init__(self, run: Run) -> None:
         self.run = run
         stop = last_steps(run.timeline)[1]
-        self.turns = fold(run.experiment, run.changes, Experiment.turn)
-        fresh = {at + k for at, _ in self.turns for k in range(WARM)}
+        self.changed = fold(run.experiment, run.changes, Experiment.set)
+        fresh = {at + k for at, _ in self.changed for k in range(WARM)}
         rows = run.timeline.spans.rows()
         aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
         settled = [s for s in range(stop) if s not in fresh]
@@ -55,7 +55,7 @@ class _Recorded:
 
     def at(self, step: int) -> Experiment:
         """The experiment as it was at a step."""
-        return next(e for at, e in reversed(self.turns) if at <= step)
+        return next(e for at, e in reversed(self.changed) if at <= step)
 
     def durations(self, phase: str) -> tuple[Duration, ...]:
         """Median and spread of a phase on each rank, without what faults stretched."""

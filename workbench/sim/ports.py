@@ -25,7 +25,7 @@ class Ports:
         self.size, self.costs, self.seed = size, costs, seed
         self.free = np.zeros(size)  # when each port is free again to send
         self.taken = [0.0] * size  # and to take in
-        self._letters = [0] * size
+        self._messages = [0] * size
         self._chokes: dict[Fabric, np.ndarray] = {}
         self._price = lru_cache(maxsize=4096)(self._priced)
 
@@ -55,9 +55,9 @@ class Ports:
         """A message: (when it begins to leave, when it has left, when it has come)."""
         if source == to:
             return now, now, now
-        self._letters[source] += 1
+        self._messages[source] += 1
         seconds = self._price(fabric, even("send", nbytes * (self.size if fabric.shared else 1), self.size))
-        seconds *= fabric.link.noise(self.seed + source, self._letters[source])
+        seconds *= fabric.link.noise(self.seed + source, self._messages[source])
         slow = self.chokes(fabric) if fabric.faults else np.ones(self.size)
         began = max(now, float(self.free[source]))
         left = began + seconds * float(slow[source])

@@ -103,8 +103,8 @@ class Session(Turnable):
     async def relearn(self) -> None:
         if not self.body.to_learn:
             return
-        if (strategy := self.experiment.strategy).crosses:
-            await strategy.settle(self.rank, self.state)
+        if (strategy := self.experiment.strategy).in_flight:
+            await strategy.drain(self.rank, self.state)
         await self.relay(self.body.learn)
         self.mark_buckets()
 
@@ -129,7 +129,7 @@ class Session(Turnable):
         if strategy.lockstep:
             return due
         idle = self.rank.role == "server" or step >= self.experiment.steps
-        heard = strategy.heard_in(self.rank.size, step)
+        propagation = strategy.propagation_in(self.rank.size, step)
         if idle:
             world.done.add(self.rank.id)
             self.host.rounds.idle()
@@ -137,10 +137,10 @@ class Session(Turnable):
                 world.over = True
                 world.call(step)
         if self.rank.id == 0 and due and world.meets < 0:
-            world.call(max(step, strategy.newest(self.rank, self.state)) + heard)
+            world.call(max(step, strategy.newest(self.rank, self.state)) + propagation)
         while True:
-            if world.meets >= 0 and (not heard or step == world.meets or idle):
-                self.rank.step = max(step, world.meets) if heard else step
+            if world.meets >= 0 and (not propagation or step == world.meets or idle):
+                self.rank.step = max(step, world.meets) if propagation else step
                 return True
             if not idle:
                 return False

@@ -115,7 +115,7 @@ def _apart(real: bool) -> Iterator[None]:
     A step of a thousand ranks keeps some hundred thousand objects and frees them without any cycle: looking for
     cycles at the usual threshold took half of the time.
     """
-    dice, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
+    state, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
     gc.set_threshold(1_000_000, 20, 20)
     if real:
         torch.set_num_threads(1)
@@ -125,5 +125,5 @@ def _apart(real: bool) -> Iterator[None]:
     finally:
         gc.set_threshold(*often)
         torch.set_num_threads(threads)
-        torch.set_rng_state(dice)
+        torch.set_rng_state(state)
         random.setstate(own)

@@ -36,7 +36,7 @@ class Tensors:
         self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
         self.restart_data(experiment.batch, experiment.seed, 0)
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
-        self._dice = torch.get_rng_state()
+        self._random_state = torch.get_rng_state()
         self.losses: list[float] = []
         self.ledger: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
@@ -98,7 +98,7 @@ class Tensors:
         return self.batches.next()
 
     def forward(self, x: Any, micro: int) -> Tensor:
-        with self._own_dice(), torch.enable_grad():
+        with self._own_randomness(), torch.enable_grad():
             inputs = self.batches.next() if x is None else x
             loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -137,7 +137,7 @@ class Tensors:
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         learning = exchanged and self._arrival is None
-        with self._own_dice(), torch.enable_grad():
+        with self._own_randomness(), torch.enable_grad():
             if learning:
                 self._arrival = self._watched(loss, grad)
                 self.cut.ready = ready(self.layout, self._arrival)
@@ -206,11 +206,11 @@ class Tensors:
         return torch.autograd._unsafe_preserve_version_counter(params) if self._worker else nullcontext()
 
     @contextmanager
-    def _own_dice(self) -> Iterator[None]:
+    def _own_randomness(self) -> Iterator[None]:
         """torch's random numbers belong to the whole process; inside they are this rank's."""
-        torch.set_rng_state(self._dice)
+        torch.set_rng_state(self._random_state)
         yield
-        self._dice = torch.get_rng_state()
+        self._random_state = torch.get_rng_state()
 
 
 def _run(loss: Tensor, grad: float | None) -> None:

@@ -70,7 +70,7 @@ def what_if(run: Run, settings: Mapping[str, Any] | None = None) -> WhatIf:
 
 def present(run: Run) -> Experiment:
     """The experiment of a run with every change that was applied so far."""
-    return fold(run.experiment, run.changes, Experiment.turn)[-1][1].checked()
+    return fold(run.experiment, run.changes, Experiment.set)[-1][1].checked()
 
 
 def _steps(experiment: Experiment) -> int:

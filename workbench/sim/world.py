@@ -7,11 +7,11 @@ from typing import Any
 
 from workbench.rank import Group, Op
 from workbench.sim.clock import Clock
+from workbench.sim.collective import Collective
 from workbench.sim.costs import Costs
 from workbench.sim.deadlock import Deadlock, spinning, standing, told
 from workbench.sim.fiber import PARK, Fiber, Order
-from workbench.sim.mail import Mail
-from workbench.sim.meeting import Meeting
+from workbench.sim.mailboxes import Mailboxes
 from workbench.sim.ports import Ports
 from workbench.sim.record import Record
 from workbench.sim.replay import Replay
@@ -29,11 +29,11 @@ class World:
         self.clock = Clock()
         self.record = Record(size)
         self.ports = Ports(size, costs, seed)
-        self.mail = Mail(self)
+        self.mail = Mailboxes(self)
         self.sessions: list[Any] = []
         self.lives: list[Fiber] = []
         self._hosts: list[Any] = []
-        self.open: dict[str, dict[tuple[Group | None, int], Meeting]] = {}  # collectives under way, by lane
+        self.open: dict[str, dict[tuple[Group | None, int], Collective]] = {}  # collectives under way, by lane
         self.orders: dict[str, Order] = {}
         self.held: dict[int, dict[str, int]] = {}  # bytes of parameters that each rank holds, by bucket
         self._gathered: dict[str, dict[int, tuple[Fiber, Any]]] = {}

@@ -24,7 +24,7 @@ class Strategy(Family):
     workers:    how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
     shared:     all workers of one machine, whatever their rank, have one vector of parameters in common; on the
                 engine all ranks are on that machine, and `leave` has nothing to average
-    crosses:    exchanges are under way, or things are kept by bucket, when a step ends; `settle` ends that before
+    in_flight:  exchanges are under way, or things are kept by bucket, when a step ends; `drain` ends that before
                 anything is changed, and before buckets are cut anew
     clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
     plain:      on one rank its step is the optimizer's and no more (no outer momentum, no moments of its own)
@@ -43,7 +43,7 @@ class Strategy(Family):
     shared: ClassVar[bool] = False
     plain: ClassVar[bool] = True
     staged: ClassVar[bool] = False
-    crosses: ClassVar[bool] = False
+    in_flight: ClassVar[bool] = False
     clips: ClassVar[bool] = True
 
     def trains(self, index: int, size: int) -> bool:
@@ -61,7 +61,7 @@ class Strategy(Family):
         """How many batches of one rank make the global batch that a learning rate may be scaled with."""
         return sum(self.trains(r, size) for r in range(size))
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         """Steps until every rank has heard, through messages, what rank 0 says; 0: they meet, or come when called.
 
         For strategies whose ranks only wait for those they exchange messages with: all of them act on a change at
@@ -69,12 +69,12 @@ class Strategy(Family):
         """
         return 0
 
-    def heard_in(self, size: int, step: int) -> int:
-        """`heard` in step `step`, for a strategy that keeps a common step only for a while, up to a step of the run."""
-        return self.heard(size)
+    def propagation_in(self, size: int, step: int) -> int:
+        """`propagation` in step `step`, where a common step is kept only for a while, up to a step of the run."""
+        return self.propagation(size)
 
     def newest(self, rank: Rank, state: Any) -> int:
-        """On rank 0, where `heard` > 0: the newest step that any rank may have begun, if others may overtake it."""
+        """On rank 0, where `propagation` > 0: the newest step any rank may have begun, if others may overtake it."""
         return rank.step
 
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
@@ -103,8 +103,8 @@ class Strategy(Family):
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes what is under way, so that the mean of the ranks is the canonical state."""
 
-    async def settle(self, rank: Rank, state: Any) -> None:
-        """Where it `crosses`: finishes what is under way, to go on with the same `state`. Without it: `leave`."""
+    async def drain(self, rank: Rank, state: Any) -> None:
+        """Where it `in_flight`: finishes what is under way, to go on with the same `state`. Without it: `leave`."""
         await self.leave(rank, state)
 
     def hands_on(self, rank: Rank, state: Any) -> Any:
@@ -115,9 +115,9 @@ class Strategy(Family):
         """After `init`: what the strategy before `hands_on`, which one with an outer momentum goes on with."""
 
     @property
-    def can_settle(self) -> bool:
+    def can_drain(self) -> bool:
         """Can it finish what is under way without being left? In lockstep it does so when the run is over, too."""
-        return type(self).settle is not Strategy.settle
+        return type(self).drain is not Strategy.drain
 
     async def known(self, rank: Rank, state: Any) -> Any:
         """Where ranks keep no common step: the parameters that all agree on, as far as this rank knows, as Buckets.

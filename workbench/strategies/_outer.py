@@ -61,14 +61,14 @@ class Round:
 
 def handed(memory: Memory, unit: float) -> dict[str, Tensor] | None:
     """The outer momentum as displacements, by parameter; None where there is none yet. See `Strategy.hands_on`."""
-    kept = memory.slots.get("momentum", {})
+    kept = memory.buffers.get("momentum", {})
     return {name: piece * unit for name, piece in kept.items()} or None
 
 
 def taken(memory: Memory, momentum: dict[str, Tensor] | None, unit: float) -> None:
     """Goes on with what another strategy has `handed` on."""
     if momentum and unit:
-        memory.slots["momentum"] = {name: piece / unit for name, piece in momentum.items()}
+        memory.buffers["momentum"] = {name: piece / unit for name, piece in momentum.items()}
 
 
 async def outer_step(rank: Rank, state: Round, outer: Outer | None) -> None:

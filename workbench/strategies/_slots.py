@@ -12,7 +12,7 @@ from workbench.rank import Rank, outlined, values_of
 MOMENTUM = ("keep", "average", "zero")
 
 
-async def settle_slots(rank: Rank, momentum: str) -> None:
+async def combine_slots(rank: Rank, momentum: str) -> None:
     """Keeps, averages or zeroes what the optimizer remembers; averages over all ranks, or those of the group `rank` is.
 
     "average" sends the slots as one vector, fp32 at least: as many bytes as the parameters for SGD with momentum,
@@ -39,7 +39,7 @@ async def bring_together(rank: Rank) -> None:
     bounds = (await rank.params())[0].data.new_tensor([numel, -numel], dtype=torch.int64)
     await rank.all_reduce(bounds, "max", "size of momentum")
     alike = int(values_of(bounds, otherwise=0).sum()) == 0
-    await settle_slots(rank, "average" if alike else "zero")
+    await combine_slots(rank, "average" if alike else "zero")
 
 
 def _joined(slots: list[Tensor]) -> Tensor:

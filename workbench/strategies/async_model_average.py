@@ -43,7 +43,7 @@ class AsyncModelAverage(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def heard_in(self, size: int, step: int) -> int:
+    def propagation_in(self, size: int, step: int) -> int:
         return int(step < self.warmup)
 
     def init(self, rank: Rank, params: list[Bucket]) -> Memory:
@@ -77,7 +77,7 @@ class AsyncModelAverage(Strategy):
             rest = self.every_ms * 1e-3
 
     async def known(self, rank: Rank, state: Memory) -> list[Bucket] | None:
-        if "mean" not in state.slots:
+        if "mean" not in state.buffers:
             return None
         return [bucket.like(state.flat("mean", bucket)) for bucket in await rank.params()]
 
@@ -88,7 +88,7 @@ class AsyncModelAverage(Strategy):
 
 def _correct(buckets: list[Bucket], state: Memory) -> None:
     """Adds what averagings have said since the last step."""
-    if "correction" in state.slots:
+    if "correction" in state.buffers:
         for bucket in buckets:
             correction = state.flat("correction", bucket)
             bucket.data.add_(correction)

@@ -63,7 +63,7 @@ class AsyncServer(Strategy):
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
-    crosses: ClassVar[bool] = True
+    in_flight: ClassVar[bool] = True
 
     def trains(self, index: int, size: int) -> bool:
         return index < size - self.servers
@@ -72,7 +72,7 @@ class AsyncServer(Strategy):
         """The ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
         return list(range(size - self.servers, size)) or [0]
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         return min(self.push, self.fetch) + 1 if self.synchronous else 0
 
     def refuses_size(self, size: int) -> str | None:

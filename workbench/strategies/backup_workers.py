@@ -51,7 +51,7 @@ class BackupWorkers(Strategy):
     lockstep: ClassVar[bool] = False
     exchanges: ClassVar[str] = "gradients"
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         return 1
 
     def newest(self, rank: Rank, state: _State) -> int:

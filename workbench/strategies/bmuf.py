@@ -9,7 +9,7 @@ from workbench.rank import Bucket, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
-from workbench.strategies._slots import MOMENTUM, settle_slots
+from workbench.strategies._slots import MOMENTUM, combine_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class BMUF(Strategy):
         if state.since >= self.every:
             # W + eta delta advances by zeta G + eta delta, so the anchor alone need be kept
             await outer_step(rank, state, Outer(self.eta, gain=self.zeta, nesterov=self.form == "nesterov"))
-            await settle_slots(rank, self.buffers)
+            await combine_slots(rank, self.buffers)
 
     async def leave(self, rank: Rank, state: Round) -> None:
         if state.since:

@@ -56,14 +56,14 @@ class BoundedStaleness(Strategy):
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
-    crosses: ClassVar[bool] = True
+    in_flight: ClassVar[bool] = True
 
     @property
     def free(self) -> bool:
         """Is there no bound?"""
         return self.bound == FREE
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         return 0 if self.free else self.bound + 2
 
     def refuses(self, compressor: Any) -> str | None:

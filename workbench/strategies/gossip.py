@@ -50,7 +50,7 @@ class Gossip(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         return hops(self.edges or self.graph, size) * self.every
 
     def refuses_size(self, size: int) -> str | None:

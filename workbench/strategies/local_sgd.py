@@ -11,7 +11,7 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
 from workbench.strategies._mean import mean_of_all, summed
-from workbench.strategies._slots import MOMENTUM, bring_together, settle_slots
+from workbench.strategies._slots import MOMENTUM, bring_together, combine_slots
 
 
 class _State:
@@ -110,11 +110,11 @@ class LocalSGD(Strategy):
         state.since_group += 1
         if state.since >= self.every:
             await self._average(rank, state)
-            await settle_slots(rank, self.momentum)
+            await combine_slots(rank, self.momentum)
         elif self.group > 1 and state.since_group >= self.group_every:
             group = rank.group("within")
             await mean_of_all(group, await rank.params())
-            await settle_slots(group, self.momentum)
+            await combine_slots(group, self.momentum)
             state.since_group = 0
 
     async def _average(self, rank: Rank, state: _State) -> None:

@@ -56,7 +56,7 @@ class LowPrecisionDecentralized(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         return hops("ring", size) * self.every
 
     def refuses(self, compressor: Any) -> str | None:
@@ -75,22 +75,22 @@ class LowPrecisionDecentralized(Strategy):
         await rank.update()
         if rank.step % self.every or not part.to:
             return
-        q, letters = self._codec(rank.memory), []
+        q, messages = self._codec(rank.memory), []
         for bucket in buckets:
             own = known.flat(str(rank.index), bucket)
             z = bucket.data - own
             for r, share in part.shares.items():
                 z.add_(known.flat(str(r), bucket), alpha=share - (r == rank.index))
-            [letter] = q.encode(z)
+            [message] = q.encode(z)
             for other in part.to:
-                await rank.send(letter, other, bucket.name)
-            letters.append(letter)
-        for bucket, mine in zip(buckets, letters, strict=True):
+                await rank.send(message, other, bucket.name)
+            messages.append(message)
+        for bucket, mine in zip(buckets, messages, strict=True):
             own = known.flat(str(rank.index), bucket).add_(q.decode((mine,), bucket.data))
             bucket.data.copy_(own)
             for other in part.to:
-                letter, _ = await rank.recv(mine.new_empty(mine.shape), other, bucket.name)
-                known.flat(str(other), bucket).add_(q.decode((letter,), bucket.data))
+                message, _ = await rank.recv(mine.new_empty(mine.shape), other, bucket.name)
+                known.flat(str(other), bucket).add_(q.decode((message,), bucket.data))
 
     def _codec(self, memory: Memory) -> Coder:
         coder = (ByteGrad() if self.bits == 8 else Dense()).coder(memory)

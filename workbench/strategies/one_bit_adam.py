@@ -49,7 +49,7 @@ class OneBitAdam(MomentExchange):
         return self.freeze_step
 
     def refuses(self, compressor: Any) -> str | None:
-        if not (compressor.lossless or compressor.owes):
+        if not (compressor.lossless or compressor.residual):
             name = type(compressor).__name__
             return (
                 f"compressor={name}: OneBitAdam needs what a compressor loses to be fed back; use "

@@ -55,7 +55,7 @@ class ShadowMA(Strategy):
                 bucket.data.add_(mean.sub_(before), alpha=self.alpha)
 
     async def known(self, rank: Rank, state: Memory) -> list[Bucket] | None:
-        if "mean" not in state.slots:
+        if "mean" not in state.buffers:
             return None
         return [bucket.like(state.flat("mean", bucket)) for bucket in await rank.params()]
 

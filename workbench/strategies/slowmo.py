@@ -9,7 +9,7 @@ from workbench.rank import Bucket, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
-from workbench.strategies._slots import MOMENTUM, settle_slots
+from workbench.strategies._slots import MOMENTUM, combine_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class SlowMo(Strategy):
         state.trained(rank)
         if state.since >= self.every:
             await outer_step(rank, state, self._outer(state.rate))
-            await settle_slots(rank, self.buffers)
+            await combine_slots(rank, self.buffers)
 
     async def leave(self, rank: Rank, state: Round) -> None:
         if state.since:

@@ -65,7 +65,7 @@ class StochasticGradientPush(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def heard(self, size: int) -> int:
+    def propagation(self, size: int) -> int:
         late = self.overlap // self.every  # rounds
         return (push_hops(self.edges or self.graph, size, late) - late) * self.every + self.overlap
 

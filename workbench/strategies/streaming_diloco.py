@@ -84,7 +84,7 @@ class StreamingDiLoCo(Strategy):
 
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
-    crosses: ClassVar[bool] = True
+    in_flight: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
 
     def refuses_model(self, parts: list[Part]) -> str | None:
@@ -143,12 +143,12 @@ class StreamingDiLoCo(Strategy):
     async def _fragment(self, rank: Rank, index: int) -> Fragment:
         return fragment(await rank.params(), index, self.fragments)
 
-    async def settle(self, rank: Rank, state: _State) -> None:
+    async def drain(self, rank: Rank, state: _State) -> None:
         for index in list(state.flying):
             await self._land(rank, state, index)
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        await self.settle(rank, state)
+        await self.drain(rank, state)
         for bucket in await rank.params():
             bucket.data.div_(rank.size)
             await rank.all_reduce(bucket.data, "sum", bucket.name)

@@ -76,10 +76,10 @@ def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int) -> Ite
     """
     import torch
 
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     hand = torch.empty(0, dtype=torch.int64)
     while True:
         while len(hand) < batch:
-            hand = torch.cat([hand, torch.randperm(examples, generator=dice)[rank % examples :: ranks]])
+            hand = torch.cat([hand, torch.randperm(examples, generator=generator)[rank % examples :: ranks]])
         yield hand[:batch]
         hand = hand[batch:]

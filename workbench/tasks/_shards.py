@@ -27,18 +27,18 @@ def dirichlet(labels: Tensor, ranks: int, alpha: float, seed: int) -> list[Tenso
     """
     if len(labels) < ranks:
         raise TaskError(f"{len(labels)} examples cannot be dealt to {ranks} ranks: take at most {len(labels)} ranks")
-    dice = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     shown, counts = np.unique(labels.numpy(), return_counts=True)
-    hands = [dice.permutation(np.flatnonzero(labels.numpy() == kind)).tolist() for kind in shown]
+    hands = [generator.permutation(np.flatnonzero(labels.numpy() == kind)).tolist() for kind in shown]
     wanted = mixes(counts, ranks, alpha, seed)
     left = counts.astype(float)
     shards: list[list[int]] = [[] for _ in range(ranks)]
     for turn in range(len(labels)):
         mix = wanted[turn % ranks] * (left > 0)
         if not mix.any():
-            mix[left > 0] = dice.dirichlet(alpha * left[left > 0] / left.sum())
+            mix[left > 0] = generator.dirichlet(alpha * left[left > 0] / left.sum())
             wanted[turn % ranks] = mix
-        kind = int(dice.choice(len(shown), p=mix / mix.sum()))
+        kind = int(generator.choice(len(shown), p=mix / mix.sum()))
         shards[turn % ranks].append(hands[kind].pop())
         left[kind] -= 1
     return [torch.tensor(sorted(shard)) for shard in shards]

@@ -76,10 +76,10 @@ class ClickThrough(TaskBase):
         world = planted(self._about)
         first = world.frequency if self.shards == "iid" else dealt_ids(world.frequency, ranks, rank)
         below = first.cumsum(0)
-        dice = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{rank}/{ranks}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{rank}/{ranks}".encode()))
         while True:
-            ids, numbers = world.draw(batch, dice, below)
-            yield ids, numbers, torch.bernoulli(world.chance(ids, numbers), generator=dice)
+            ids, numbers = world.draw(batch, generator, below)
+            yield ids, numbers, torch.bernoulli(world.chance(ids, numbers), generator=generator)
 
 
 class About(NamedTuple):
@@ -109,13 +109,13 @@ class World(NamedTuple):
     weights: Tensor
     bias: float = -1.0
 
-    def draw(self, n: int, dice: torch.Generator, below: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, n: int, generator: torch.Generator, below: Tensor) -> tuple[Tensor, Tensor]:
         """n examples, the first field by frequencies that sum to `below`: (n, fields) int64, (n, numbers) float32."""
         fields, ids = self.alone.shape
-        u = torch.rand(fields, n, generator=dice, dtype=torch.float64)
+        u = torch.rand(fields, n, generator=generator, dtype=torch.float64)
         drawn = torch.searchsorted(self.below, u)
         drawn[0] = torch.searchsorted(below, u[0] * below[-1])
-        return drawn.clamp_(max=ids - 1).T.contiguous(), torch.randn(n, len(self.weights), generator=dice)
+        return drawn.clamp_(max=ids - 1).T.contiguous(), torch.randn(n, len(self.weights), generator=generator)
 
     def chance(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """(n, fields) int64 and (n, numbers) float32 -> chances of a click, (n,) float32."""
@@ -128,12 +128,12 @@ class World(NamedTuple):
 @cache
 def planted(about: About) -> World:
     """The planted model of these settings; with the usual ones its log odds vary by about 1.5 among examples."""
-    dice = torch.Generator().manual_seed(about.seed)
+    generator = torch.Generator().manual_seed(about.seed)
     frequency = torch.arange(1, about.ids + 1, dtype=torch.float64) ** -about.skew
     frequency /= frequency.sum()
-    alone = 0.45 * torch.randn(about.fields, about.ids, generator=dice)
-    factors = 0.35 * torch.randn(about.fields, about.ids, FACTORS, generator=dice)
-    weights = 0.3 * torch.randn(about.numbers, generator=dice)
+    alone = 0.45 * torch.randn(about.fields, about.ids, generator=generator)
+    factors = 0.35 * torch.randn(about.fields, about.ids, FACTORS, generator=generator)
+    weights = 0.3 * torch.randn(about.numbers, generator=generator)
     return World(frequency, frequency.cumsum(0), alone, factors, weights)
 
 
@@ -165,11 +165,11 @@ class HeldOut(NamedTuple):
 def held_out(about: About) -> HeldOut:
     """The same examples for every model of these settings; no rank trains on them."""
     world = planted(about)
-    dice = torch.Generator().manual_seed(zlib.crc32(f"held out of {about.seed}".encode()))
-    ids, numbers = world.draw(HELD_OUT, dice, world.below)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"held out of {about.seed}".encode()))
+    ids, numbers = world.draw(HELD_OUT, generator, world.below)
     chance = world.chance(ids, numbers)
     entropy = F.binary_cross_entropy(chance.double(), chance.double())
-    return HeldOut(ids, numbers, chance, torch.bernoulli(chance, generator=dice), float(entropy))
+    return HeldOut(ids, numbers, chance, torch.bernoulli(chance, generator=generator), float(entropy))
 
 
 @torch.no_grad()

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from workbench.rank import StrategyError, message
+from workbench.rank import StrategyError, message_name
 from workbench.sim.fiber import PARK, Fiber
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     """A message that has come, or is on its way: (any shape) data."""
 
     source: int
@@ -33,16 +33,17 @@ class _Wait(NamedTuple):
     kind: str
     since: float
 
-    def wants(self, letter: Letter) -> bool:
-        return letter.source == self.source or letter.source == self.replayed or (self.source is self.replayed is None)
+    def wants(self, message: Message) -> bool:
+        anyone = self.source is self.replayed is None
+        return anyone or message.source in (self.source, self.replayed)
 
 
-class Mail:
+class Mailboxes:
     """All messages of a simulated run."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._come: dict[tuple[int, str], deque[Letter]] = {}
+        self._come: dict[tuple[int, str], deque[Message]] = {}
         self.waiting: dict[tuple[int, str], list[_Wait]] = {}
 
     def send(self, fiber: Fiber, tensor: Tensor, to: int, kind: str) -> None:
@@ -54,35 +55,35 @@ class Mail:
         now = world.clock.now
         begins, left, comes = world.ports.post(now, fiber.host.experiment.fabric, source, to, nbytes)
         if to != source:
-            fiber.host.span("comm", message("send", kind, to=to), now, begins, left, nbytes)
+            fiber.host.span("comm", message_name("send", kind, to=to), now, begins, left, nbytes)
             fiber.host.sent += nbytes
         fiber.host.ledger.buffers.post(tensor)
         data = tensor if tensor.is_meta else tensor.detach().clone()
-        world.clock.at(comes, _Arrival(self, Letter(source, to, kind, data)))
+        world.clock.at(comes, _Arrival(self, Message(source, to, kind, data)))
 
     def recv(self, fiber: Fiber, into: Tensor | None, source: int | None, kind: str) -> Any:
-        """The next letter of `kind`, or the fiber waits for it."""
+        """The next message of `kind`, or the fiber waits for it."""
         world, index = self.world, fiber.host.index
         replayed = world.replay.sender(index, kind) if world.replay is not None and source is None else None
         wait = _Wait(fiber, into, source, replayed, kind, world.clock.now)
         come = self._come.setdefault((index, kind), deque())
-        for letter in come:
-            if wait.wants(letter):
-                come.remove(letter)
-                return self._taken(wait, letter)
+        for message in come:
+            if wait.wants(message):
+                come.remove(message)
+                return self._taken(wait, message)
         fiber.on = ("recv", kind, source)
         self.waiting.setdefault((index, kind), []).append(wait)
         return PARK
 
-    def come(self, letter: Letter) -> None:
-        """A letter is here."""
-        waiting = self.waiting.get((letter.to, letter.kind), [])
+    def come(self, message: Message) -> None:
+        """A message is here."""
+        waiting = self.waiting.get((message.to, message.kind), [])
         for place, wait in enumerate(waiting):
-            if wait.wants(letter):
+            if wait.wants(message):
                 del waiting[place]
                 wait.fiber.on = None
-                return wait.fiber.resume(self._taken(wait, letter))
-        self._come.setdefault((letter.to, letter.kind), deque()).append(letter)
+                return wait.fiber.resume(self._taken(wait, message))
+        self._come.setdefault((message.to, message.kind), deque()).append(message)
 
     def nothing_more(self) -> bool:
         """Nothing is under way: who waits for a message while its rank leaves is told that none will come."""
@@ -95,37 +96,37 @@ class Mail:
                     return True
         return False
 
-    def _taken(self, wait: _Wait, letter: Letter) -> tuple[Tensor, int]:
+    def _taken(self, wait: _Wait, message: Message) -> tuple[Tensor, int]:
         """Writes down, as the engine does, how long a step has waited and whose message was the next of anyone's."""
         host, now = wait.fiber.host, self.world.clock.now
         if now > wait.since and wait.fiber.origin != "background ":
-            name = message("recv", wait.kind, **{"from": wait.source})
+            name = message_name("recv", wait.kind, **{"from": wait.source})
             host.span("wait", name, wait.since, wait.since, now, 0)
         if wait.source is None:
-            host.note(message("recv", wait.kind), letter.source)
-        return _put(letter, wait.into)
+            host.note(message_name("recv", wait.kind), message.source)
+        return _put(message, wait.into)
 
 
 class _Arrival:
-    """A letter's arrival."""
+    """A message's arrival."""
 
-    __slots__ = ("letter", "mail")
+    __slots__ = ("mail", "message")
 
-    def __init__(self, mail: Mail, letter: Letter) -> None:
-        self.mail, self.letter = mail, letter
+    def __init__(self, mail: Mailboxes, message: Message) -> None:
+        self.mail, self.message = mail, message
 
     def resume(self, _: Any) -> None:
-        self.mail.come(self.letter)
+        self.mail.come(self.message)
 
 
-def _put(letter: Letter, into: Tensor | None) -> tuple[Tensor, int]:
+def _put(message: Message, into: Tensor | None) -> tuple[Tensor, int]:
     if into is None:
-        return letter.data, letter.source
-    if into.numel() != letter.data.numel() or into.dtype != letter.data.dtype:
+        return message.data, message.source
+    if into.numel() != message.data.numel() or into.dtype != message.data.dtype:
         raise StrategyError(
-            f"rank {letter.source} sent {tuple(letter.data.shape)} {letter.data.dtype} of {letter.kind!r} to rank "
-            f"{letter.to}, which has room for {tuple(into.shape)} {into.dtype}: both ends must agree"
+            f"rank {message.source} sent {tuple(message.data.shape)} {message.data.dtype} of {message.kind!r} to rank "
+            f"{message.to}, which has room for {tuple(into.shape)} {into.dtype}: both ends must agree"
         )
     if not into.is_meta:
-        into.copy_(letter.data.view(into.shape))
-    return into, letter.source
+        into.copy_(message.data.view(into.shape))
+    return into, message.source

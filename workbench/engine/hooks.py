@@ -1,4 +1,4 @@
-"""The tap: catches gradients as autograd finishes them, and hands on buckets as they fill, strictly in order."""
+"""Hooks that catch gradients as autograd finishes them, and hand on buckets as they fill, strictly in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.rank import StrategyError
 _ROUNDS = itertools.count(1)  # numbers every exchanged backward of this process
 
 
-class Tap:
+class GradientHooks:
     """Hooks on the gradients of one host's model, listening while a backward is exchanged.
 
     A hook runs among megabytes of arithmetic that push it out of the caches, so it does little: small gradients

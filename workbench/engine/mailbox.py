@@ -24,14 +24,14 @@ from workbench.engine.device import Chip
 from workbench.engine.door import Door, found
 from workbench.engine.shaping import Port
 from workbench.engine.sockets import HEAD, Outgoing
-from workbench.rank import Rank, StrategyError, message
+from workbench.rank import Rank, StrategyError, message_name
 
 SLICE = 0.1  # seconds between two looks at whether this rank must leave
 HOST, STEP, BACKGROUND = range(3)  # who sent it: the engine itself, a strategy's step, its background
-ALWAYS = 2**32 - 1  # the page of the engine's own letters, which no change of strategy makes old
+ALWAYS = 2**32 - 1  # the page of the engine's own messages, which no change of strategy makes old
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     """One message that has come."""
 
     source: int
@@ -40,12 +40,12 @@ class Letter(NamedTuple):
     ready: float  # when its last byte has come, on the emulated Link
 
 
-class Post:
+class Mailbox:
     """One rank's messages. `send` and `recv` may be called from any thread.
 
-    page:  letters of an earlier page are dropped; a page is turned when another strategy takes over
-    meet:  the latest step at which all ranks are to meet that this rank has heard of; every letter tells it
-    came:  letters from steps that have come so far; sent: by receiver, those posted from this rank's step
+    page:  messages of an earlier page are dropped; a page is turned when another strategy takes over
+    meet:  the latest step at which all ranks are to meet that this rank has heard of; every message tells it
+    came:  messages from steps that have come so far; sent: by receiver, those posted from this rank's step
     secret, limit: what only ranks of this run know, and how many bytes one message may have
     """
 
@@ -63,8 +63,8 @@ class Post:
         self.gone: set[int] = set()  # ranks that have closed their end
         self.heard_from: set[int] = set()  # ranks whose line to this one is open
         self._why: dict[int, str] = {}  # of ranks that are gone: the reason, where it is more than that
-        self._trouble: Exception | None = None  # what went wrong on the post's own thread
-        self._boxes: dict[tuple[int, str], deque[Letter]] = {}  # (page, kind) -> letters in order of arrival
+        self._trouble: Exception | None = None  # what went wrong on the mailbox's own thread
+        self._boxes: dict[tuple[int, str], deque[Message]] = {}  # (page, kind) -> messages in order of arrival
         self._news = threading.Condition()
         self._out: dict[int, Outgoing] = {}
         self._dialling = threading.Lock()
@@ -84,8 +84,8 @@ class Post:
             self._bell.setblocking(False)
             self.selector.register(self._bell, selectors.EVENT_READ, self._hush)
             self.door = Door(self)
-            self.store.set(f"post/{self.rank}", self.door.where)
-            self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} post", daemon=True)
+            self.store.set(f"mailbox/{self.rank}", self.door.where)
+            self._thread = threading.Thread(target=self._serve, name=f"rank {self.rank} mailbox", daemon=True)
             self._thread.start()
 
     @property
@@ -99,7 +99,7 @@ class Post:
         return set(self._out)
 
     def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP) -> None:
-        """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
+        """Mailbox a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
         if not 0 <= to < self.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
         data = bytearray(_bytes(self.chip.to_host(tensor)).numpy().tobytes())
@@ -115,7 +115,7 @@ class Post:
         begun, plain, end = self.port.post(len(data)) if origin != HOST else (asked, 0.0, asked)
         text = f"{kind}\n{what}".encode()
         head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
-        step, name = self.step(), message("send", kind, to=to)
+        step, name = self.step(), message_name("send", kind, to=to)
 
         def posted() -> None:
             if origin != HOST:
@@ -125,34 +125,34 @@ class Post:
 
     def recv(self, into: Tensor | None, source: int | None, kind: str,
              over: Callable[[], bool] = lambda: False) -> tuple[Tensor, int] | None:
-        """Waits for a letter of `kind` and copies it into `into` (None: a new tensor); None once `over`."""
-        letter = self.take(source, kind, over)
-        if letter is None:
+        """Waits for a message of `kind` and copies it into `into` (None: a new tensor); None once `over`."""
+        message = self.take(source, kind, over)
+        if message is None:
             return None
-        self.port.naps.until(letter.ready)
-        dtype, shape = letter.what[:-1].split("[")
+        self.port.naps.until(message.ready)
+        dtype, shape = message.what[:-1].split("[")
         sizes = [int(n) for n in shape.split(",") if n]
         sent = torch.empty(sizes, dtype=getattr(torch, dtype))
-        if letter.data:
-            sent = torch.frombuffer(letter.data, dtype=sent.dtype).view(sizes)
+        if message.data:
+            sent = torch.frombuffer(message.data, dtype=sent.dtype).view(sizes)
         if into is None:
-            return sent, letter.source
+            return sent, message.source
         if into.numel() != sent.numel() or into.dtype != sent.dtype:
             raise StrategyError(
-                f"rank {letter.source} sent {letter.what} of {kind!r} to rank {self.rank}, which has room for "
+                f"rank {message.source} sent {message.what} of {kind!r} to rank {self.rank}, which has room for "
                 f"{str(into.dtype)[6:]}{list(into.shape)}: both ends must agree"
             )
         self.chip.fill(into, sent.view(into.shape))
-        return into, letter.source
+        return into, message.source
 
-    def take(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Letter | None:
-        """The next letter of `kind`; waits for one until `over`. Raises when its sender is gone."""
+    def take(self, source: int | None, kind: str, over: Callable[[], bool] = lambda: False) -> Message | None:
+        """The next message of `kind`; waits for one until `over`. Raises when its sender is gone."""
         self.open()
         with self._news:
             while True:
-                letter = self._pick(self.page, source, kind)
-                if letter is not None or over():
-                    return letter
+                message = self._pick(self.page, source, kind)
+                if message is not None or over():
+                    return message
                 if self.leaving.is_set():
                     raise Aborted(f"left while waiting for {kind!r}")
                 if self._trouble is not None:
@@ -164,11 +164,11 @@ class Post:
                     raise ConnectionError(f"Connection closed by peer: rank {gone}, of which {kind!r} was awaited")
                 self._news.wait(SLICE)
 
-    def heard(self, kind: str) -> list[tuple[int, int]]:
+    def said(self, kind: str) -> list[tuple[int, int]]:
         """What other ranks' engines have said under `kind`: (who, a number) each; forgotten once told."""
         with self._news:
             said = self._boxes.pop((ALWAYS, kind), ())
-        return [(letter.source, int.from_bytes(letter.data, "little")) for letter in said]
+        return [(message.source, int.from_bytes(message.data, "little")) for message in said]
 
     def say(self, number: int, to: int, kind: str) -> None:
         """Tells another rank's engine a number; off the Link and off the record."""
@@ -210,35 +210,35 @@ class Post:
 
     # -- inside --
 
-    def _pick(self, page: int, source: int | None, kind: str) -> Letter | None:
+    def _pick(self, page: int, source: int | None, kind: str) -> Message | None:
         box = self._boxes.get((page, kind), deque())
-        for at, letter in enumerate(box):
-            if source is None or letter.source == source:
+        for at, message in enumerate(box):
+            if source is None or message.source == source:
                 del box[at]
-                return letter
+                return message
         return None
 
     def arrived(self, source: int, text: str, data: bytearray, origin: int, page: int, meet: int, begun: float,
                 plain: float) -> None:
-        """A letter is here, whole. Called by the post's thread."""
+        """A message is here, whole. Called by the mailbox's thread."""
         kind, what = text.rsplit("\n", 1)
         ready = self.port.take(source, begun, plain)
         with self._news:
             self.came += origin == STEP
             self.meet = max(self.meet, meet)
             if page >= self.page:
-                self._boxes.setdefault((page, kind), deque()).append(Letter(source, what, data, ready))
+                self._boxes.setdefault((page, kind), deque()).append(Message(source, what, data, ready))
             self._news.notify_all()
 
     def _line(self, to: int) -> Outgoing:
         self.open()
         with self._dialling:
             if to not in self._out:
-                self._out[to] = Outgoing(self, to, found(self.store, f"post/{to}", self.leaving.is_set))
+                self._out[to] = Outgoing(self, to, found(self.store, f"mailbox/{to}", self.leaving.is_set))
             return self._out[to]
 
     def do(self, what: Callable[[], None]) -> None:
-        """Has the post's thread do something with its selector."""
+        """Has the mailbox's thread do something with its selector."""
         self._todo.append(what)
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
@@ -259,7 +259,7 @@ class Post:
         self._hurry = hurry
         self.do(lambda: None)
 
-    # -- the post's own thread --
+    # -- the mailbox's own thread --
 
     def _serve(self) -> None:
         until = float("inf")

@@ -23,7 +23,7 @@ from workbench.host.layout import Layout
 ALIGNED = 64  # bytes: where in the block a vector may begin
 
 
-class Commons:
+class SharedParameters:
     """One rank's way to the memory in common. All of it is called by all ranks at once, while their steps stand still.
 
     held: do the parameters lie there now?

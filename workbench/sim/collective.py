@@ -25,7 +25,7 @@ class Mismatch(StrategyError):
     """Two ranks met on a lane and asked for different things."""
 
 
-class Meeting:
+class Collective:
     """One collective under way, of all ranks or of a group."""
 
     __slots__ = ("asked", "fibers", "group", "lane", "left", "name", "number", "op", "p", "size", "steps", "t0",
