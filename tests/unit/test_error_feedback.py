@@ -107,14 +107,14 @@ def test_where_a_step_is_not_finite_the_residual_stays_what_it_was_on_all_ranks(
 def test_a_contribution_kept_as_factors_is_the_one_that_is_written_out(of: Compressor, dtype: torch.dtype) -> None:
     parts, fed, bare = placed((20, 24), (40,), (30, 40)), Memory(), Memory()
     for step in range(4):
-        before = torch.cat([fed.slots["residual"][p.name] for p in parts]) if step else torch.zeros(1720)
+        before = torch.cat([fed.buffers["residual"][p.name] for p in parts]) if step else torch.zeros(1720)
         x = gradients(step, 1720).to(dtype)[0]
         exchange(ErrorFeedback(of=of), x[None], parts, [fed])
         total = x.float() + before
         bucket = Bucket(0, total.clone().to(dtype), tuple(parts), 0)
         (own,) = together([of.reduce(Rank(0, 1), bucket, bare)])
         assert own.dtype == dtype and torch.allclose(own, bucket.data, rtol=1e-4, atol=1e-4)
-        left = torch.cat([fed.slots["residual"][p.name] for p in parts])
+        left = torch.cat([fed.buffers["residual"][p.name] for p in parts])
         torch.testing.assert_close(left, total - own.float(), rtol=1e-4, atol=1e-4)
 
 

@@ -99,7 +99,7 @@ def test_error_feedback_within_is_not_fed_back_twice() -> None:
         g = noise(step, 2, MIXED[-1].stop)
         a = exchange(ErrorFeedback(of=inner), g, MIXED, one)
         assert torch.equal(a, exchange(ErrorFeedback(of=bare(inner)), g, MIXED, other))
-    assert all(torch.equal(one[0].slots["residual"][p.name], other[0].slots["residual"][p.name]) for p in MIXED)
+    assert all(torch.equal(one[0].buffers["residual"][p.name], other[0].buffers["residual"][p.name]) for p in MIXED)
 
 
 def test_factors_are_remembered_by_parameter_whatever_the_others_of_its_bucket_do() -> None:

@@ -40,11 +40,11 @@ def of_neighbours(sessions: list[Any]) -> tuple[list[torch.Tensor], list[torch.T
     copies, originals = [], []
     for s in sessions:
         near = {(s.rank.index - 1) % len(sessions), (s.rank.index + 1) % len(sessions)}
-        assert set(s.state.known.slots) == {str(r) for r in near | {s.rank.index}}
+        assert set(s.state.known.buffers) == {str(r) for r in near | {s.rank.index}}
         for other in near:
-            for name, copy in s.state.known.slots[str(other)].items():
+            for name, copy in s.state.known.buffers[str(other)].items():
                 copies.append(copy)
-                originals.append(sessions[other].state.known.slots[str(other)][name])
+                originals.append(sessions[other].state.known.buffers[str(other)][name])
     return copies, originals
 
 
@@ -59,7 +59,7 @@ def test_after_many_rounds_copies_equal_what_they_are_copies_of_to_the_bit(host:
     assert len(copies) == 4 * 2 * 6 and all(torch.equal(a, b) for a, b in zip(copies, originals, strict=True))
     if every == 1:  # else the last steps have moved the parameters further than anybody knows
         for s in sessions:
-            own = s.state.known.slots[str(s.rank.index)]
+            own = s.state.known.buffers[str(s.rank.index)]
             found = torch.cat([own[name].double() for name, _ in sorted(s.model.named_parameters())])
             assert torch.equal(found, weights(s))
 

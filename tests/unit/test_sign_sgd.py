@@ -102,7 +102,7 @@ def test_turned_off_and_on_again_the_momentum_goes_on_from_the_present() -> None
     assert memories[0].buffers["sign_sgd"]["p0"].tolist() == [4.0] * 4
     assert one_step(SignSGD(), torch.full((1, 4), -2.0), memories).tolist() == [-2.0] * 4
     assert one_step(SignSGD(momentum=0.5), torch.full((1, 4), 1.0), memories).tolist() == [-0.5] * 4
-    assert "sign_sgd" not in _after(SignSGD()).slots, "without momentum nothing is kept"
+    assert "sign_sgd" not in _after(SignSGD()).buffers, "without momentum nothing is kept"
 
 
 def _after(codec: SignSGD) -> Memory:

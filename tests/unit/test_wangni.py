@@ -235,5 +235,5 @@ def test_fed_back_its_error_grows_without_end_where_it_is_refused(codec: Wangni,
     for step in range(150):
         x = noise(step, 1, 400)
         exchange(ErrorFeedback(of=codec), x / x.norm(), placed((400,)), memory)
-    left = float(memory[0].slots["residual"]["p0"].norm())
+    left = float(memory[0].buffers["residual"]["p0"].norm())
     assert left > 1e4 if grows else left < 10
