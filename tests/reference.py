@@ -21,7 +21,7 @@ from workbench.fabric import Fabric, Fault, Link
 from workbench.optimizers import Optimizer
 from workbench.rank import Rank
 from workbench.settings import Family, Knob, describe, knobs, members, to_plain
-from workbench.settings.knobs import in_words
+from workbench.settings.plain import in_words
 from workbench.strategies import Strategy
 from workbench.tasks import TaskBase
 

@@ -40,7 +40,7 @@ def stale(cells: Iterable[Cell], costs: Costs, folder: Path) -> dict[tuple[str, 
 def begun(cell: Cell) -> Cell:
     """The same cell, of which only the first evaluations are run."""
     every = cell.every or cell.steps
-    late = max([cell.after, *(v for k, v in cell.knobs.items() if k in ("start", "freeze_step", "warmup"))])
+    late = max([cell.after, cell.knobs.get("warmup", 0)])
     return replace(cell, steps=min(cell.steps, (late // every + POINTS + 1) * every))
 
 

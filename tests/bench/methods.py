@@ -233,7 +233,7 @@ METHODS = (
         claim=Claim(measure="pace", where=LINK, least=1.0, headline=False, why="The paper's claim is of Bagua as a whole."),
     ),
     Method(
-        name="OneBitAdam", knobs=({"freeze_step": 60},), shown={"freeze_step": 12}, compressor="OneBit", mbit=200.0, window=300,
+        name="OneBitAdam", knobs=({"warmup": 60},), shown={"warmup": 12}, compressor="OneBit", mbit=200.0, window=300,
         see="After the freeze only signs of the momentum cross the wire, a thirty-second of the bytes.",
         paper="Up to 5 times less communication and up to 3.4 times as fast (title of DeepSpeed's tutorial).",
         claim=Claim(measure="bytes", where=LINK, least=2.5, time=1.7, why="A fifth of the run was warm-up with whole gradients."),

@@ -18,7 +18,8 @@ def dense(sizes: list[int]) -> int:
 
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes
 SENT: dict[str, Callable[[list[int]], int]] = {
-    **dict.fromkeys(("BMUF", "DDP", "DiLoCo", "EASGD", "LocalSGD", "OneBitAdam", "QAdam", "SlowMo"), dense),
+    **dict.fromkeys(("BMUF", "DDP", "DiLoCo", "EASGD", "HierarchicalLocalSGD", "LocalSGD",
+                     "OneBitAdam", "PostLocalSGD", "QAdam", "SlowMo"), dense),
     "AdaAlter": lambda sizes: 2 * dense(sizes),
     "Gossip": lambda sizes: 2 * sum(sizes),
     "LowPrecisionDecentralized": lambda sizes: 2 * sum(n // 4 + 8 for n in sizes),
@@ -49,9 +50,11 @@ ROUNDS = {"LowPrecisionDecentralized"}
 # (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("Gossip", "edges"): ({}, "0-1 1-2 2-3"),  # 3 is no graph
-    ("LocalSGD", "start"): ({}, 9),  # a start that lies behind is over
-    ("LocalSGD", "group"): ({}, 2),  # 3 would not divide the ranks
-    ("LocalSGD", "group_every"): ({"group": 2}, 3),
+    ("HierarchicalLocalSGD", "group"): ({}, 1),  # 3 would not divide the ranks
+    ("HierarchicalLocalSGD", "warmup"): ({}, 9),  # a warm-up that lies behind is over
+    ("PostLocalSGD", "warmup"): ({"warmup": 0}, 9),
+    ("PostLocalSGD", "every"): ({"warmup": 0}, 3),
+    ("PostLocalSGD", "momentum"): ({"warmup": 0}, "average"),
     ("SelSync", "delta"): ({"window": 2}, 1e6),  # until the window is full every step synchronises
     ("SelSync", "window"): ({"window": 2, "delta": 1e6}, 9),
     ("SelSync", "norm_window"): ({"window": 2, "delta": 0.1}, 8),

@@ -18,7 +18,7 @@ from workbench.engine.session import Session
 from workbench.host.canonical import state_hash
 from workbench.rank import Bucket, Rank
 from workbench.settings import Change, KnobError
-from workbench.strategies import DDP, AsyncServer, LocalSGD
+from workbench.strategies import DDP, AsyncServer, LocalSGD, SyncServer
 
 pytestmark = pytest.mark.ranks
 
@@ -33,7 +33,7 @@ def staleness(sessions: list[Session]) -> list[list[int]]:
 @pytest.mark.parametrize("servers", [0, 1, 2])
 def test_in_step_it_is_data_parallelism(servers: int) -> None:
     """Two trainers that push and fetch every step, mean weights: DDP of these two."""
-    chosen = AsyncServer(synchronous=True, servers=servers)
+    chosen = SyncServer(servers=servers)
     sessions = run(experiment(2 + servers, 12, task=toy(sgd, data=two), strategy=chosen))
     want = weights(run(experiment(2, 12, task=toy(sgd, data=two), strategy=DDP()))[0])
     for s in sessions[:2]:
@@ -47,7 +47,7 @@ def two(rank: int, ranks: int, seed: int) -> list:
 
 
 def test_sums_are_data_parallelism_at_p_times_the_rate() -> None:
-    chosen = experiment(3, 12, task=toy(sgd), strategy=AsyncServer(synchronous=True, weight="sum"))
+    chosen = experiment(3, 12, task=toy(sgd), strategy=SyncServer(weight="sum"))
     want = run(experiment(3, 12, task=toy(partial(torch.optim.SGD, lr=0.15)), strategy=DDP()))
     torch.testing.assert_close(weights(run(chosen)[1]), weights(want[1]), rtol=1e-5, atol=1e-6)
 
@@ -121,7 +121,7 @@ def asked(s: Session, first: int, stop: int) -> Counter:
 
 
 def test_periods_turned_live_send_as_often_as_they_say() -> None:
-    chosen = experiment(3, 48, strategy=AsyncServer(synchronous=True), bucket_mb=1.0)
+    chosen = experiment(3, 48, strategy=SyncServer(), bucket_mb=1.0)
     s = run(chosen, Change(12, "push", 4), Change(24, "fetch", 2))[1]
     assert asked(s, 0, 12)["push bucket"] == 12
     assert asked(s, 32, 48)["push bucket"] == 4
@@ -161,7 +161,7 @@ def test_servers_take_part_in_what_comes_after(optimizer: Any) -> None:
 def test_more_servers_turned_live_take_over_the_centre() -> None:
     sessions = live(experiment(4, 0, strategy=AsyncServer(), pace=4.0))
     try:
-        for k, (path, value) in enumerate([("servers", 2), ("push", 3), ("synchronous", True), ("servers", 0)]):
+        for k, (path, value) in enumerate([("servers", 2), ("push", 3), ("strategy", "SyncServer"), ("servers", 0)]):
             sessions[0].request({"kind": "change", "id": str(k), "path": path, "value": value})
             until(lambda k=k: len(sessions[0].record.noted("change")) > k, sessions)
             trainers = 4 - sessions[0].experiment.strategy.servers
@@ -176,7 +176,7 @@ def test_more_servers_turned_live_take_over_the_centre() -> None:
 
 def test_what_was_not_pushed_is_not_lost_when_it_is_left() -> None:
     """In step and left between two pushes, it is Local SGD left in the middle of a round."""
-    chosen = AsyncServer(push=2, fetch=2, synchronous=True)
+    chosen = SyncServer(push=2, fetch=2)
     sessions = run(experiment(3, 6, task=toy(sgd), strategy=chosen), Change(0, "strategy", "DDP"))
     (mark,) = sessions[0].record.noted("change")
     assert mark[0] == 3, "in the middle of a round"

@@ -18,7 +18,7 @@ from workbench.fabric import Noisy, Slow
 from workbench.run import Run
 from workbench.settings import Change
 from workbench.sim.session import Session
-from workbench.strategies import DDP, AsyncServer
+from workbench.strategies import DDP, AsyncServer, SyncServer
 
 pytestmark = pytest.mark.ranks
 
@@ -138,7 +138,7 @@ def test_the_servers_momentum_is_that_of_momentum_sgd() -> None:
 @pytest.mark.parametrize("servers", [0, 2])
 def test_in_step_it_is_data_parallelism_with_the_servers_momentum(servers: int) -> None:
     """One step of the server for all pushes of a round; and a change of buckets, which servers share anew."""
-    chosen = AsyncServer(synchronous=True, servers=servers, **SERVER)
+    chosen = SyncServer(servers=servers, **SERVER)
     ranks = run(experiment(3 + servers, 16, task=heavy(0.04, 0.0), strategy=chosen), Change(6, "bucket_mb", 1.0))
     want = weights(run(experiment(3, 16, task=heavy(0.02, 0.9), strategy=DDP()))[0])
     assert len(ranks[0].record.noted("change")) == 1 and len(ranks[0].layout.buckets) == 1

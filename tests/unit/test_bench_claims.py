@@ -57,7 +57,7 @@ def test_an_edge_beyond_which_nothing_was_tried_is_named(tmp_path: Path) -> None
 
 
 def test_a_headline_of_bytes_and_of_time_is_judged_by_both(tmp_path: Path) -> None:
-    name = "OneBitAdam(freeze_step=60)"
+    name = "OneBitAdam(warmup=60)"
     for seconds, words in ((2.0, "the bytes show; the time, 1.50, does not. A fifth"), (1.0, "the time, 3.00, does.")):
         for seed in SEEDS:
             made_up(tmp_path, "DDP", LINK, seed, curve=[[0, 0.0, 5.0], [150, 3.0, 3.0], [300, 6.0, 2.5]])

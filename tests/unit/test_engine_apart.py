@@ -26,11 +26,11 @@ from workbench.fabric import Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
 from workbench.rank import Rank
 from workbench.settings import Change, to_plain
-from workbench.strategies import AsyncServer, Hogwild, LocalSGD, ShadowMA, Strategy
+from workbench.strategies import AsyncServer, Hogwild, LocalSGD, ShadowMA, Strategy, SyncServer
 
 pytestmark = pytest.mark.ranks
 
-APART = [ShadowMA(), AsyncServer(), AsyncServer(synchronous=True), AsyncServer(servers=1, push=2, fetch=3),
+APART = [ShadowMA(), AsyncServer(), SyncServer(), AsyncServer(servers=1, push=2, fetch=3),
          Hogwild()]
 apart = pytest.mark.parametrize("strategy", APART, ids=str)
 SLOW = (Slow(rank=1, factor=3.0),)
@@ -91,7 +91,7 @@ def over(sessions: list[Session]) -> None:
     ended(sessions)
 
 
-@pytest.mark.parametrize("strategy", [s for s in APART if not getattr(s, "synchronous", False)], ids=str)
+@pytest.mark.parametrize("strategy", [s for s in APART if not isinstance(s, SyncServer)], ids=str)
 def test_nobody_waits_for_the_slow_one_and_all_make_their_steps(strategy: Strategy) -> None:
     sessions = run(experiment(with_servers(3, strategy), 24, strategy=strategy, pace=20.0).set("faults", SLOW))
     sessions = [s for s in sessions if s.rank.role == "trainer"]

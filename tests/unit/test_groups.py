@@ -18,7 +18,7 @@ from workbench.fabric import Fabric, Link
 from workbench.host.canonical import state_hash
 from workbench.rank import Mesh, Op, Rank, StrategyError
 from workbench.settings import Change, KnobError, knob
-from workbench.strategies import DDP, LocalSGD, Strategy
+from workbench.strategies import DDP, HierarchicalLocalSGD, Strategy
 
 pytestmark = pytest.mark.ranks
 SEEN: dict[tuple[int, int], dict[str, Any]] = {}
@@ -103,14 +103,14 @@ def test_both_hosts_write_down_the_same_operations_and_name_the_group() -> None:
 
 def test_a_change_at_every_step_of_a_mesh_acts_before_the_same_step_on_all() -> None:
     changes = [Change(step, "lr", 0.01 + 0.001 * step) for step in range(1, 9)]
-    sessions = run(experiment(4, 10, strategy=LocalSGD(every=4, group=2)), *changes)
+    sessions = run(experiment(4, 10, strategy=HierarchicalLocalSGD(every=4, group=2)), *changes)
     assert len({state_hash(s.layout) for s in sessions[:2]}) == 1
     seen = [m[0] for m in sessions[0].record.noted("change")]
     assert seen == list(range(1, 9))
 
 
 def test_a_change_that_is_asked_for_while_groups_train_reaches_all_before_the_same_step() -> None:
-    sessions = live(experiment(4, 0, pace=2.0, strategy=LocalSGD(every=3, group=2)))
+    sessions = live(experiment(4, 0, pace=2.0, strategy=HierarchicalLocalSGD(every=3, group=2)))
     asked = 12
     try:
         for n in range(asked):
@@ -129,7 +129,7 @@ def test_a_change_that_is_asked_for_while_groups_train_reaches_all_before_the_sa
 def test_groups_of_before_are_over_their_wires_closed_and_new_ones_opened() -> None:
     kept: dict[int, Rank] = {}
 
-    class Keeps(LocalSGD):
+    class Keeps(HierarchicalLocalSGD):
         async def step(self, rank: Rank, state: Any) -> None:
             if self.group == 2:
                 kept.setdefault(rank.id, rank.group("within"))
@@ -230,7 +230,7 @@ def test_a_rank_that_fails_before_a_group_has_met_frees_who_waits_there() -> Non
 
 
 def test_a_group_on_an_emulated_link_takes_the_time_that_the_simulator_says() -> None:
-    e = experiment(4, 6, strategy=LocalSGD(every=3, group=2), pace=3.0,
+    e = experiment(4, 6, strategy=HierarchicalLocalSGD(every=3, group=2), pace=3.0,
                    fabric=Fabric(link=Link(bandwidth=20.0, latency=2.0)))
     for s in run(e):
         real = {(r[0], r[2]): r[5] - r[4] for r in s.record if r[1] == "port"}

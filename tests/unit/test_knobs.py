@@ -27,7 +27,16 @@ from workbench.settings import (
     walk,
     with_value,
 )
-from workbench.strategies import DDP, LocalSGD, Strategy
+from workbench.strategies import (
+    DDP,
+    AsyncServer,
+    HierarchicalLocalSGD,
+    LocalSGD,
+    OneBitAdam,
+    PostLocalSGD,
+    Strategy,
+    SyncServer,
+)
 from workbench.tasks import Task, TaskBase
 
 EVERY = Knob("every", int, 8, 1, 256, unit="steps")
@@ -129,6 +138,49 @@ def test_a_bare_name_means_the_member_as_it_is_usual() -> None:
 def test_settings_that_cannot_be_read_say_why(plain: Any, words: str) -> None:
     with pytest.raises(KnobError, match=words):
         from_plain(plain, Strategy, "strategy")
+
+
+FORMERLY: list[tuple[dict[str, Any], Strategy]] = [
+    ({"LocalSGD": {"every": 4, "start": 0, "group": 1, "group_every": 1, "momentum": "zero"}},
+     LocalSGD(every=4, momentum="zero")),
+    ({"LocalSGD": {"every": 4, "start": 7}}, PostLocalSGD(every=4, warmup=7)),
+    ({"LocalSGD": {"start": 7, "group": 3, "group_every": 2}}, HierarchicalLocalSGD(warmup=7, group=3, group_every=2)),
+    ({"AsyncServer": {"push": 2, "synchronous": False}}, AsyncServer(push=2)),
+    ({"AsyncServer": {"servers": 1, "weight": "staleness", "synchronous": True}}, SyncServer(servers=1, weight="sum")),
+    ({"OneBitAdam": {"freeze_step": 9, "scaled": False}}, OneBitAdam(warmup=9, scaled=False)),
+]
+
+
+@pytest.mark.parametrize(("recorded", "today"), FORMERLY)
+def test_settings_that_were_recorded_earlier_mean_what_they_meant(recorded: dict[str, Any], today: Strategy) -> None:
+    assert from_plain(recorded, Strategy) == today
+    assert from_plain(to_plain(today), Strategy) == today
+
+
+@pytest.mark.parametrize(
+    ("was", "path", "value", "now"),
+    [
+        (LocalSGD(every=4), "strategy.start", 6, PostLocalSGD(every=4, warmup=6)),
+        (PostLocalSGD(warmup=6), "start", 0, LocalSGD()),
+        (LocalSGD(), "group", 2, HierarchicalLocalSGD(warmup=0, group=2)),
+        (AsyncServer(push=3), "strategy.synchronous", True, SyncServer(push=3)),
+        (SyncServer(push=3), "synchronous", False, AsyncServer(push=3)),
+        (OneBitAdam(), "freeze_step", 3, OneBitAdam(warmup=3)),
+    ],
+)
+def test_a_change_that_was_recorded_earlier_means_what_it_meant(
+    was: Strategy, path: str, value: Any, now: Strategy
+) -> None:
+    assert Experiment(strategy=was).set(path, value).strategy == now
+
+
+def test_a_knob_that_there_never_was_is_still_refused() -> None:
+    with pytest.raises(KnobError, match="LocalSGD has no knob 'begin'"):
+        from_plain({"LocalSGD": {"begin": 3, "start": 0}}, Strategy)
+    with pytest.raises(KnobError, match=r"strategy\.begin: no such knob here"):
+        Experiment(strategy=LocalSGD()).set("strategy.begin", 3)
+    with pytest.raises(KnobError, match=r"PostLocalSGD\.warmup=-1: must be an integer"):
+        Experiment(strategy=LocalSGD()).set("strategy.start", -1)
 
 
 def test_checking_goes_down_into_nested_settings_and_names_the_whole_path() -> None:

@@ -144,7 +144,7 @@ def test_every_shipped_compressor_with_a_ratio_can_be_tried_out_without_a_trace(
 
 
 def known(session: object) -> dict:
-    return session.rank.memory.parts[LGreCo.slot]
+    return session.rank.memory.parts[LGreCo.buffer]
 
 
 def measured(session: object, e: object) -> tuple[list[float], list[float]]:
@@ -182,7 +182,7 @@ def test_a_layer_of_few_large_entries_gets_a_smaller_ratio_than_a_flat_one() -> 
     policy = LGreCo(of=TopK(density=0.1), every=1, budget=1.05)
     for _ in range(2):
         exchange(policy, x, parts, memories)
-    rows = memories[0].parts[LGreCo.slot]
+    rows = memories[0].parts[LGreCo.buffer]
     assert rows["p0"].choice == TopK(density=0.025)
     assert rows["p1"].choice.density >= 0.1
 
@@ -249,7 +249,7 @@ def test_nothing_is_lost_through_random_live_changes() -> None:
         for b in range(0, len(parts), cut):
             group = parts[b : b + cut]
             sent[group[0].start : group[-1].stop] += exchange(ErrorFeedback(of=policy), g, group, memories)
-        used |= {row.choice for row in memories[0].parts[LGreCo.slot].values()}
+        used |= {row.choice for row in memories[0].parts[LGreCo.buffer].values()}
     left = sum(torch.cat([m.buffers["residual"][p.name] for p in parts]).double() for m in memories)
     assert (sent + left - owed).norm() <= 1e-4 * owed.norm() and len(used) > 10
 
@@ -261,11 +261,11 @@ def test_a_step_that_was_not_finite_decides_nothing() -> None:
     policy = ErrorFeedback(of=LGreCo(of=TopK(density=0.1), every=2))
     for x in (g, bad, g):
         exchange(policy, x, parts, memories)
-    row = memories[0].parts[LGreCo.slot]["p0"]
+    row = memories[0].parts[LGreCo.buffer]["p0"]
     assert row.choice is None and not row.ways and row.steps == 1
     for _ in range(2):
         assert bool(exchange(policy, g, parts, memories).isfinite().all())
-    assert memories[0].parts[LGreCo.slot]["p0"].choice is not None
+    assert memories[0].parts[LGreCo.buffer]["p0"].choice is not None
 
 
 def test_with_sizes_only_all_keep_the_one_ratio_and_the_table_is_sent() -> None:

@@ -17,7 +17,7 @@ from workbench.experiment.rates import factor
 from workbench.fabric import Slow
 from workbench.host.canonical import state_hash
 from workbench.settings import Change, KnobError
-from workbench.strategies import DDP, AsyncServer, LocalSGD, ShadowMA, Strategy
+from workbench.strategies import DDP, AsyncServer, LocalSGD, ShadowMA, Strategy, SyncServer
 from workbench.tasks import Digits
 
 pytestmark = pytest.mark.ranks
@@ -149,7 +149,7 @@ def test_groups_keep_their_ratio_while_it_rises() -> None:
         assert s.rank.lr == pytest.approx(0.14)
 
 
-@pytest.mark.parametrize("before", [ShadowMA(), AsyncServer(), AsyncServer(synchronous=True)], ids=str)
+@pytest.mark.parametrize("before", [ShadowMA(), AsyncServer(), SyncServer()], ids=str)
 def test_ranks_that_counted_steps_of_their_own_rise_together_under_ddp(before: Strategy) -> None:
     """Rank 1 is three times as slow, and everything is turned in the middle of the warm-up."""
     e = paced(3, 60, strategy=before, faults=(Slow(rank=1, factor=3.0),), lr=0.001)

@@ -20,7 +20,7 @@ from workbench.compressors import TopK
 from workbench.fabric import traffic
 from workbench.host.canonical import optimizer_tensors, state_hash
 from workbench.settings import Change, KnobError, to_plain
-from workbench.strategies import DDP, LocalSGD
+from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from workbench.tasks import Task
 
 pytestmark = pytest.mark.ranks
@@ -45,20 +45,20 @@ def reference(ranks: int, steps: int, strategy: LocalSGD, optimizer: Any) -> lis
         for r, model in enumerate(models):
             model.zero_grad()
             mse(model, batch(r, step, 0)).backward()
-        if step < strategy.start:
+        if step < getattr(strategy, "warmup", 0):
             for same in zip(*(m.parameters() for m in models), strict=True):
                 mean = torch.stack([p.grad for p in same]).mean(0)
                 for p in same:
                     p.grad = mean.clone()
         for o in optimizers:
             o.step()
-        if step < strategy.start:
+        if step < getattr(strategy, "warmup", 0):
             continue
         since, since_group = since + 1, since_group + 1
         if since == strategy.every:
             _average(models, optimizers, range(ranks), strategy.momentum)
             since = since_group = 0
-        elif strategy.group > 1 and since_group == strategy.group_every:
+        elif isinstance(strategy, HierarchicalLocalSGD) and since_group == strategy.group_every:
             for first in range(0, ranks, strategy.group):
                 _average(models, optimizers, range(first, first + strategy.group), strategy.momentum)
             since_group = 0
@@ -86,9 +86,10 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 
 
 VARIANTS = [
-    (3, LocalSGD(every=4), heavy), (2, LocalSGD(every=3, start=5), heavy), (4, LocalSGD(every=6, group=2), heavy),
-    (4, LocalSGD(every=6, group=2, group_every=2, momentum="average"), heavy),
-    (6, LocalSGD(every=5, group=3, group_every=2, start=2, momentum="zero"), heavy),
+    (3, LocalSGD(every=4), heavy), (2, PostLocalSGD(every=3, warmup=5), heavy),
+    (4, HierarchicalLocalSGD(every=6, group=2, group_every=1), heavy),
+    (4, HierarchicalLocalSGD(every=6, group=2, group_every=2, momentum="average"), heavy),
+    (6, HierarchicalLocalSGD(every=5, group=3, group_every=2, warmup=2, momentum="zero"), heavy),
     (3, LocalSGD(every=4, momentum="average"), adam), (3, LocalSGD(every=4, momentum="zero"), adam),
 ]  # fmt: skip
 
@@ -108,7 +109,7 @@ def test_every_variant_is_the_plain_loop_on_both_hosts(ranks: int, strategy: Loc
 
 @pytest.mark.parametrize("optimizer", [plain, heavy, nesterov], ids=["plain", "heavy ball", "nesterov"])
 @pytest.mark.parametrize("strategy", [
-    LocalSGD(every=1), LocalSGD(every=1, group=2), LocalSGD(every=256, group=4, group_every=1),
+    LocalSGD(every=1), HierarchicalLocalSGD(every=1, group=2), HierarchicalLocalSGD(every=256, group=4, group_every=1),
 ], ids=["all", "both", "one group"])  # fmt: skip
 def test_averaging_after_each_step_is_data_parallelism(strategy: LocalSGD, optimizer: Any) -> None:
     e = experiment(4, 9, task=toy(optimizer), pace=5.0, eval_every=1)
@@ -181,20 +182,20 @@ def test_the_schedule_is_torchs_shifted_to_the_end_of_each_period(monkeypatch: p
 
     theirs = torchs(PeriodicModelAverager(period=4, warmup_steps=3, process_group="all"), 16)
     assert [i for i, kind in enumerate(theirs) if kind == "all"] == [3, 7, 11, 15]
-    ours = exchanged(run(experiment(2, 19, strategy=LocalSGD(every=4, start=3)))[0], 19)
+    ours = exchanged(run(experiment(2, 19, strategy=PostLocalSGD(every=4, warmup=3)))[0], 19)
     assert ours == ["all"] * 3 + ["none"] * 3 + theirs[3:]
 
     groups = HierarchicalModelAverager.__new__(HierarchicalModelAverager)
     groups.step, groups.warmup_steps, groups._periods = 0, 0, [2, 6]
     groups.period_process_group_dict = {2: "group", 6: "all"}
     theirs = torchs(groups, 15)
-    ours = exchanged(run(experiment(4, 14, strategy=LocalSGD(every=6, group=2, group_every=2)))[0], 14)
+    ours = exchanged(run(experiment(4, 14, strategy=HierarchicalLocalSGD(every=6, group=2, group_every=2)))[0], 14)
     assert ours == theirs[1:]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_first_steps_are_data_parallelism_bit_for_bit(ranks: int) -> None:
-    chosen = LocalSGD(every=4, start=6)
+    chosen = PostLocalSGD(every=4, warmup=6)
     ours, ddp = run(experiment(ranks, 6, strategy=chosen)), run(experiment(ranks, 6))
     for s, want in zip(ours, ddp, strict=True):
         assert torch.equal(weights(s), weights(want)) and torch.equal(momenta(s), momenta(want))
@@ -202,8 +203,8 @@ def test_the_first_steps_are_data_parallelism_bit_for_bit(ranks: int) -> None:
     assert run(experiment(ranks, 9, strategy=chosen))[0].record.comm()[-1][0] == 5, "and then nothing is sent"
 
 
-def test_a_start_turned_up_brings_parameters_and_momenta_together_first() -> None:
-    sessions = run(experiment(3, 16, strategy=LocalSGD(every=4)), Change(4, "strategy.start", 16))
+def test_a_warmup_turned_up_brings_parameters_and_momenta_together_first() -> None:
+    sessions = run(experiment(3, 16, strategy=PostLocalSGD(every=4, warmup=0)), Change(4, "strategy.warmup", 16))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert all(torch.equal(momenta(s), momenta(sessions[0])) for s in sessions)
     names = {what for step, what, _ in sessions[0].record.comm() if step > 4}
@@ -211,8 +212,8 @@ def test_a_start_turned_up_brings_parameters_and_momenta_together_first() -> Non
     assert "all_reduce momentum" in {what for step, what, _ in sessions[0].record.comm() if step == 4}
 
 
-def test_a_start_turned_up_between_two_averagings_begins_with_one() -> None:
-    sessions = run(experiment(3, 9, strategy=LocalSGD(every=4)), Change(6, "strategy.start", 64))
+def test_a_warmup_turned_up_between_two_averagings_begins_with_one() -> None:
+    sessions = run(experiment(3, 9, strategy=PostLocalSGD(every=4, warmup=0)), Change(6, "strategy.warmup", 64))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert all(torch.equal(momenta(s), momenta(sessions[0])) for s in sessions)
     names = [what for step, what, _ in sessions[0].record.comm() if step == 6]
@@ -227,7 +228,7 @@ def neighbours(rank: int, group: int) -> range:
 
 @pytest.mark.parametrize(("ranks", "group"), [(4, 2), (6, 3), (5, 5), (8, 4)])
 def test_bytes_of_a_group_are_the_formula(ranks: int, group: int) -> None:
-    e = experiment(ranks, 4, strategy=LocalSGD(every=4, group=group, group_every=2))
+    e = experiment(ranks, 4, strategy=HierarchicalLocalSGD(every=4, group=group, group_every=2))
     sessions = run(e)
     for s in sessions:
         sent = [n for step, _, n in s.record.comm() if step == 1]
@@ -270,9 +271,9 @@ def test_momenta_are_averaged_though_a_rank_uses_only_part_of_the_model() -> Non
     assert torch.equal(momenta(sessions[0]), momenta(sessions[1])) and momenta(sessions[0]).count_nonzero() > 60
 
 
-def test_where_a_rank_remembers_less_a_start_turned_up_begins_with_no_momenta() -> None:
-    e = experiment(2, 8, task=choosy(), strategy=LocalSGD(every=3))
-    sessions = run(e, Change(4, "strategy.start", 8))
+def test_where_a_rank_remembers_less_a_warmup_turned_up_begins_with_no_momenta() -> None:
+    e = experiment(2, 8, task=choosy(), strategy=PostLocalSGD(every=3, warmup=0))
+    sessions = run(e, Change(4, "strategy.warmup", 8))
     assert torch.equal(momenta(sessions[0]), momenta(sessions[1]))
     assert len({state_hash(s.layout) for s in sessions}) == 1
     assert "all_reduce momentum" not in {what for _, what, _ in sessions[0].record.comm()}
@@ -288,7 +289,7 @@ def test_bytes_of_averaged_momenta_are_the_formula(optimizer: Any, times: int) -
 
 def test_a_group_averaging_brings_a_group_together_and_leaves_its_mean() -> None:
     apart = run(experiment(4, 6, strategy=LocalSGD(every=64)))
-    close = run(experiment(4, 6, strategy=LocalSGD(every=64, group=2, group_every=6)))
+    close = run(experiment(4, 6, strategy=HierarchicalLocalSGD(every=64, group=2, group_every=6)))
     for first in (0, 2):
         pair = close[first : first + 2]
         assert torch.equal(weights(pair[0]), weights(pair[1]))
@@ -314,7 +315,7 @@ def test_pieces_need_not_be_equal(group: int) -> None:
         return (model(pair[0]) - pair[1][:, 0]).square().mean()
 
     task = toy(plain, model=lambda: net(Few), loss=loss, evaluate=None)
-    e = experiment(4, 5, task=task, strategy=LocalSGD(every=64, group=group, group_every=5))
+    e = experiment(4, 5, task=task, strategy=HierarchicalLocalSGD(every=64, group=group, group_every=5))
     apart = run(e.set("strategy.group", 1))
     for s in run(e):
         mean = torch.stack([weights(apart[r]) for r in neighbours(s.rank.index, group)]).mean(0)
@@ -323,7 +324,7 @@ def test_pieces_need_not_be_equal(group: int) -> None:
 
 def test_a_group_costs_its_bytes_in_time_and_the_pieces_of_all_buckets_follow_each_other() -> None:
     """In a group of two each sends half the model twice; a collective of four sends it one and a half times."""
-    strategy = LocalSGD(every=8, group=2, group_every=2)
+    strategy = HierarchicalLocalSGD(every=8, group=2, group_every=2)
     e = paced(4, 8, pace=10.0, mbit=100.0, task=stack(layers=8, width=100), strategy=strategy, bucket_mb=0.04)
     lasts = seconds(simulate(e))
     wire = 8 * 4 * 100**2 * 8e-6 / 100
@@ -333,8 +334,8 @@ def test_a_group_costs_its_bytes_in_time_and_the_pieces_of_all_buckets_follow_ea
 
 def test_groups_that_do_not_divide_the_ranks_are_refused_in_words() -> None:
     with pytest.raises(KnobError, match="group=4 does not divide 6 ranks into equal groups; use one of 1, 2, 3, 6"):
-        experiment(6, strategy=LocalSGD(group=4))
-    chosen = experiment(6, strategy=LocalSGD(group=3))
+        experiment(6, strategy=HierarchicalLocalSGD(group=4))
+    chosen = experiment(6, strategy=HierarchicalLocalSGD(group=3))
     with pytest.raises(KnobError, match="group=5 does not divide"):
         chosen.set("strategy.group", 5)
 
@@ -345,9 +346,9 @@ def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
         Change(3, "bucket_mb", 0.02), Change(6, "strategy.group", 2), Change(9, "strategy.group_every", 2),
         Change(12, "strategy.momentum", "average"), Change(15, "compressor", {"TopK": {"density": 0.1}}),
         Change(18, "strategy.group", 4), Change(21, "strategy", "DDP"),
-        Change(23, "strategy", {"LocalSGD": {"group": 2, "every": 3, "start": 2}}),
+        Change(23, "strategy", {"HierarchicalLocalSGD": {"group": 2, "every": 3, "warmup": 2}}),
     )  # fmt: skip
-    e = experiment(4, 28, strategy=LocalSGD(every=3), eval_every=7)
+    e = experiment(4, 28, strategy=HierarchicalLocalSGD(every=3, group=1), eval_every=7)
     sessions = run(e, *changes)
     simulated = simulate(e.set("pace", 5.0), changes=changes, real=True)
     for s in sessions:
@@ -357,7 +358,7 @@ def test_across_every_kind_of_change_both_hosts_send_the_same() -> None:
 
 
 def test_groups_live_a_turn_a_pause_and_a_stop_reach_all_before_the_same_step() -> None:
-    sessions = live(experiment(4, 0, pace=5.0, strategy=LocalSGD(every=4, group=2)))
+    sessions = live(experiment(4, 0, pace=5.0, strategy=HierarchicalLocalSGD(every=4, group=2)))
     try:
         until(lambda: all(s.rank.step > 6 for s in sessions))
         sessions[0].request({"kind": "change", "id": "a", "path": "strategy.group_every", "value": 2})
@@ -385,7 +386,7 @@ def test_a_rank_that_fails_frees_those_that_wait_for_its_messages() -> None:
         return mse(model, pair)
 
     poison = batch(2, 6, 0)[0]
-    sessions = live(experiment(4, 50, task=toy(loss=loss), strategy=LocalSGD(every=256, group=2)))
+    sessions = live(experiment(4, 50, task=toy(loss=loss), strategy=HierarchicalLocalSGD(every=256, group=2)))
     ended([sessions[2], sessions[3]])
     causes = [s.error for s in sessions if s.error and not s.error["consequence"]]
     assert [(e["rank"], e["step"], e["text"]) for e in causes] == [(2, 6, "a bad example")]
@@ -395,7 +396,7 @@ def test_a_rank_that_fails_frees_those_that_wait_for_its_messages() -> None:
 
 
 def test_compressed_displacements_and_groups_end_in_one_value() -> None:
-    e = experiment(4, 12, strategy=LocalSGD(every=4, group=2), compressor=TopK.usual())
+    e = experiment(4, 12, strategy=HierarchicalLocalSGD(every=4, group=2), compressor=TopK.usual())
     sessions = run(e, Change(8, "bucket_mb", 0.03))
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
@@ -411,7 +412,7 @@ def test_left_between_two_averagings_the_ranks_go_on_from_their_mean() -> None:
 
 def test_it_is_still_ddp_that_is_not_touched_by_a_stay_of_no_steps() -> None:
     """In and out before the same step: nothing is averaged but what the frame hands over."""
-    changes = Change(4, "strategy", {"LocalSGD": {"start": 3}}), Change(4, "strategy", "DDP")
+    changes = Change(4, "strategy", {"PostLocalSGD": {"warmup": 3}}), Change(4, "strategy", "DDP")
     stay, went = run(experiment(2, 8)), run(experiment(2, 8), *changes)
     assert isinstance(went[0].experiment.strategy, DDP)
     assert torch.equal(weights(stay[0]), weights(went[0]))

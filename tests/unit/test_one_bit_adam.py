@@ -36,7 +36,7 @@ def test_before_the_freeze_it_is_adam_on_the_joined_batch(ranks: int) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_after_it_under_dense_it_is_momentum_sgd_with_a_fixed_scale(ranks: int, scaled: bool) -> None:
-    for s in run(experiment(ranks, 10, strategy=OneBitAdam(freeze_step=4, scaled=scaled))):
+    for s in run(experiment(ranks, 10, strategy=OneBitAdam(warmup=4, scaled=scaled))):
         torch.testing.assert_close(weights(s), joined(ranks, 10, 4), rtol=1e-4, atol=1e-5)
 
 
@@ -73,7 +73,7 @@ def written_out(session: Any, ranks: int, steps: int, freeze: int, scaled: bool,
 @pytest.mark.parametrize("of", [OneBit(), OneBit(scale="rms", block=64)], ids=str)
 def test_with_signs_it_is_the_rule_written_out(of: OneBit, scaled: bool) -> None:
     feeding = ErrorFeedback(of=of)
-    e = experiment(2, 9, strategy=OneBitAdam(freeze_step=5, scaled=scaled), compressor=feeding, bucket_mb=1.0)
+    e = experiment(2, 9, strategy=OneBitAdam(warmup=5, scaled=scaled), compressor=feeding, bucket_mb=1.0)
     sessions = run(e)
     off = (weights(sessions[0]) - written_out(sessions[0], 2, 9, 5, scaled, feeding)).abs()
     assert float((off > 1e-4).double().mean()) < 0.01, "but for a sign or two of what is nearly zero"
@@ -94,7 +94,7 @@ def test_nothing_of_the_momenta_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
             got[rank.index][part.name] += bucket.data[part.start : part.stop].double()
 
     monkeypatch.setattr(ErrorFeedback, "reduce", noting)
-    e = experiment(3, 20, strategy=OneBitAdam(freeze_step=3), compressor=OneBit.usual())
+    e = experiment(3, 20, strategy=OneBitAdam(warmup=3), compressor=OneBit.usual())
     sparse = Change(15, "compressor.of", {"TopK": {"density": 0.1}})
     sessions = run(e, Change(8, "bucket_mb", 0.02), Change(12, "block", 64), sparse)
     assert len(put) == 3 * len(got[0]) > 0
@@ -107,7 +107,7 @@ def test_nothing_of_the_momenta_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_ranks_hold_the_same_bits_in_both_phases(ranks: int) -> None:
     changes = [Change(4, "bucket_mb", 0.02), Change(6, "scale", "rms"), Change(7, "block", 256)]
-    e = experiment(ranks, 10, strategy=OneBitAdam(freeze_step=2), compressor=OneBit.usual())
+    e = experiment(ranks, 10, strategy=OneBitAdam(warmup=2), compressor=OneBit.usual())
     sessions = run(e, *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
     for real in (False, True):
@@ -117,7 +117,7 @@ def test_all_ranks_hold_the_same_bits_in_both_phases(ranks: int) -> None:
 
 
 def test_bytes_are_dense_before_the_freeze_and_a_bit_per_element_after_it() -> None:
-    e = experiment(4, 9, strategy=OneBitAdam(freeze_step=4), compressor=OneBit.usual())
+    e = experiment(4, 9, strategy=OneBitAdam(warmup=4), compressor=OneBit.usual())
     session = run(e, Change(6, "block", 64))[0]
     ns = [b.nbytes // 4 for b in session.layout.buckets]
     sent = [sum(n for k, _, n in session.record.comm() if k == step) for step in range(9)]
@@ -140,26 +140,26 @@ def digits(**rest: Any) -> list[float]:
 def test_scaled_momenta_survive_signs_where_the_papers_do_not() -> None:
     """Some of this network's elements hardly ever have a gradient: their v is thousands of times below the others'."""
     of = ErrorFeedback(of=OneBit(block=256))
-    scaled, papers = (digits(strategy=OneBitAdam(freeze_step=60, scaled=s), compressor=of) for s in (True, False))
+    scaled, papers = (digits(strategy=OneBitAdam(warmup=60, scaled=s), compressor=of) for s in (True, False))
     assert scaled[1] == papers[1], "equal up to the freeze"
     assert scaled[2] < 0.5 * scaled[1] and not papers[2] < papers[1]
 
 
 def test_the_freeze_turned_live_acts_live() -> None:
     def sent(*changes: Change) -> list[int]:
-        session = run(experiment(2, 9, strategy=OneBitAdam(freeze_step=4), compressor=OneBit.usual()), *changes)[0]
+        session = run(experiment(2, 9, strategy=OneBitAdam(warmup=4), compressor=OneBit.usual()), *changes)[0]
         return [sum(n for k, _, n in session.record.comm() if k == step) for step in range(9)]
 
     high, low = max(sent()), min(sent()[1:])
     assert [n == high for n in sent()[1:]] == [True] * 3 + [False] * 5
-    assert [n == low for n in sent(Change(2, "freeze_step", 1), Change(6, "freeze_step", 100))[1:]] == (
+    assert [n == low for n in sent(Change(2, "warmup", 1), Change(6, "warmup", 100))[1:]] == (
         [False] + [True] * 4 + [False] * 3
     )
 
 
 def test_into_it_and_out_again_without_learning_nothing_moves() -> None:
     still = [Change(3, "lr", 1e-30), Change(4, "compressor", "OneBit"),
-             Change(5, "strategy", {"OneBitAdam": {"freeze_step": 2}}), Change(10, "strategy", {"LocalSGD": {}})]
+             Change(5, "strategy", {"OneBitAdam": {"warmup": 2}}), Change(10, "strategy", {"LocalSGD": {}})]
     stay = run(experiment(3, 4, strategy=DDP()), *still[:1])
     went = run(experiment(3, 13, strategy=DDP()), *still, Change(12, "strategy", "DDP"))
     torch.testing.assert_close(weights(went[0]), weights(stay[0]), rtol=1e-6, atol=1e-7)
@@ -183,8 +183,8 @@ def test_whether_momenta_are_scaled_is_chosen_at_entry() -> None:
     """A residual in other units would be fed back."""
     for cls in (OneBitAdam, QAdam):
         assert [k.name for k in knobs(cls) if not k.live] == ["scaled"]
-    e = experiment(2, 9, strategy=OneBitAdam(freeze_step=3), compressor=OneBit.usual())
-    other = Change(6, "strategy", {"OneBitAdam": {"freeze_step": 3, "scaled": False}})
+    e = experiment(2, 9, strategy=OneBitAdam(warmup=3), compressor=OneBit.usual())
+    other = Change(6, "strategy", {"OneBitAdam": {"warmup": 3, "scaled": False}})
     assert torch.equal(weights(run(e, other)[0]), weights(run(e)[0]))
 
 
@@ -200,6 +200,6 @@ def test_a_gradient_that_differs_in_scale_by_layer_is_learned_as_by_adam() -> No
     held = []
     for compressor in ({}, {"compressor": OneBit.usual()}):
         task = toy(model=lambda: net(model), loss=loss, evaluate=lambda m: float(loss(m, batch(1000, 0, 0, 64))))
-        e = experiment(2, 61, task=task, strategy=OneBitAdam(freeze_step=20), eval_every=60, **compressor)
+        e = experiment(2, 61, task=task, strategy=OneBitAdam(warmup=20), eval_every=60, **compressor)
         held.append([v for _, name, _, v in run(e)[0].record.samples if name == "held_out"][-1])
     assert np.isfinite(held).all() and held[1] < 1.3 * held[0]

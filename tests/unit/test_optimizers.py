@@ -29,7 +29,7 @@ from workbench.host.canonical import state_hash
 from workbench.optimizers import LAMB, LARS, SGD, Adam, AdamW, Optimizer, TaskOwn, carry
 from workbench.run import Run
 from workbench.settings import Change, KnobError, to_plain, walk
-from workbench.strategies import DDP, AsyncServer, Gossip, LocalSGD, ShadowMA, Strategy, TorchDDP
+from workbench.strategies import DDP, AsyncServer, Gossip, LocalSGD, ShadowMA, Strategy, SyncServer, TorchDDP
 
 pytestmark = pytest.mark.ranks
 
@@ -373,7 +373,7 @@ def test_sizes_only_the_hand_over_after_a_change_of_optimizer_costs_what_it_cost
 
 
 @pytest.mark.parametrize(
-    "strategy", [Gossip(), ShadowMA(), AsyncServer(servers=1), AsyncServer(synchronous=True), TorchDDP()], ids=str
+    "strategy", [Gossip(), ShadowMA(), AsyncServer(servers=1), SyncServer(), TorchDDP()], ids=str
 )
 def test_under_every_way_to_meet_a_change_reaches_all_ranks_and_they_agree_after_it(strategy: Strategy) -> None:
     """Also a rank that only served, and so never had a slot, goes on with what the others carried over."""

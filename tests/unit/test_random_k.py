@@ -118,7 +118,7 @@ def test_ranks_agree_through_changes_of_buckets_ratio_and_compressor() -> None:
                Change(9, "compressor", "RandomK"), Change(11, "bucket_mb", 0.01), Change(13, "compressor", "Dense")]
     sessions = run(experiment(3, 16, compressor=RandomK.usual()), *changes)
     assert len({state_hash(s.layout) for s in sessions}) == 1
-    counts = [s.rank.memory.parts[RandomK.slot] for s in sessions]
+    counts = [s.rank.memory.parts[RandomK.buffer] for s in sessions]
     assert counts[0] == counts[1] == counts[2] and set(counts[0].values()) != {0}
 
 

@@ -14,7 +14,7 @@ from tests.unit.test_engine_apart import over, until
 from workbench import simulate
 from workbench.rank import Rank
 from workbench.settings import Change
-from workbench.strategies import AsyncServer, Strategy
+from workbench.strategies import AsyncServer, Strategy, SyncServer
 
 pytestmark = pytest.mark.ranks
 
@@ -60,9 +60,9 @@ def test_single_steps_are_used_up_by_what_a_step_counts_for() -> None:
         over(sessions)
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_a_server_makes_no_step_though_it_comes_to_every_change(synchronous: bool) -> None:
-    e = experiment(4, 20, strategy=AsyncServer(servers=1, synchronous=synchronous))
+@pytest.mark.parametrize("strategy", [AsyncServer(servers=1), SyncServer(servers=1)], ids=str)
+def test_a_server_makes_no_step_though_it_comes_to_every_change(strategy: Strategy) -> None:
+    e = experiment(4, 20, strategy=strategy)
     changes = [Change(6, "lr", 0.01), Change(12, "bucket_mb", 0.03)]
     sessions = run(e, *changes)
     assert [sum(r[1] == "step" for r in s.record) for s in sessions] == [20, 20, 20, 0]

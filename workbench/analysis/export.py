@@ -99,7 +99,7 @@ def as_python(run: Run) -> str:
         raise RunError(f"run {run.name!r} cannot be written as Python: {reason}")
     names: dict[str, set[str]] = {}
     public = public_names()
-    settings = dict(run.settings)
+    settings = run.settings_today
     comment = {}
     if not settings.get("steps"):
         settings["steps"] = last_steps(run.timeline)[1]

@@ -6,6 +6,7 @@ ask of a run besides its data (`workbench.run.Run`) is made of these.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import threading
@@ -18,7 +19,7 @@ import numpy as np
 from workbench.record import store
 from workbench.record.store import RunError as RunError
 from workbench.record.timeline import Timeline
-from workbench.settings import Change, short
+from workbench.settings import Change, KnobError, from_plain, knobs, short, to_plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,6 +144,20 @@ class Run:
         if kind not in self._frames or len(self._frames[kind]) != len(table):
             self._frames[kind] = table.frame()
         return self._frames[kind]
+
+    @property
+    def settings_today(self) -> dict[str, Any]:
+        """`settings` by the names that they have now, where they have others; what nobody here knows stays."""
+        try:
+            from workbench.experiment import Experiment
+        except ImportError:  # without torch no member can be asked
+            return dict(self.settings)
+        now = dict(self.settings)
+        for k in knobs(Experiment):
+            if k.family and k.name in now:
+                with contextlib.suppress(KnobError, TypeError):  # a Task of one's own is not in the record
+                    now[k.name] = to_plain(from_plain(now[k.name], k.family, k.name))
+        return now
 
     @property
     def experiment(self) -> Experiment:

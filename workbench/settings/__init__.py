@@ -13,15 +13,15 @@ from workbench.settings.found import short as short
 from workbench.settings.knobs import Knob as Knob
 from workbench.settings.knobs import checked as checked
 from workbench.settings.knobs import describe as describe
-from workbench.settings.knobs import from_plain as from_plain
-from workbench.settings.knobs import in_words as in_words
 from workbench.settings.knobs import knob as knob
 from workbench.settings.knobs import knobs as knobs
 from workbench.settings.knobs import normalise as normalise
-from workbench.settings.knobs import resolve as resolve
-from workbench.settings.knobs import to_plain as to_plain
 from workbench.settings.knobs import walk as walk
-from workbench.settings.knobs import with_value as with_value
+from workbench.settings.paths import resolve as resolve
+from workbench.settings.paths import with_value as with_value
+from workbench.settings.plain import from_plain as from_plain
+from workbench.settings.plain import in_words as in_words
+from workbench.settings.plain import to_plain as to_plain
 
 __all__ = [
     "NEXT",

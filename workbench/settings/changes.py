@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from workbench.settings.found import KnobError
-from workbench.settings.knobs import in_words, to_plain, with_value
+from workbench.settings.paths import with_value
+from workbench.settings.plain import in_words, to_plain
 
 T = TypeVar("T")
 NEXT = -1  # the next step that can be

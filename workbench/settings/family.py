@@ -29,6 +29,11 @@ class Family(ABC):
         """The member as its bare name means it: its defaults (a biased compressor adds error feedback)."""
         return cls()
 
+    @classmethod
+    def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Settings with names that are no longer knobs -> the member that they are today, by name, and its settings."""
+        return cls.__name__, settings
+
 
 def _check_hooks(cls: type) -> None:
     """Raises TypeError where a hook of `cls` is not called as its family's: async or not, and with what."""

@@ -1,4 +1,4 @@
-"""Knobs: every setting a person may change, its check, and the change itself.
+"""Knobs: every setting a person may change, and its check.
 
 A knob is declared where the setting lives, in a frozen dataclass, with `knob(...)`. Nothing here knows
 torch, widgets or processes: controls, the command line and the engine all read the same description.
@@ -6,14 +6,12 @@ torch, widgets or processes: controls, the command line and the engine all read 
 
 from __future__ import annotations
 
-import difflib
-import json
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from workbench.settings.found import KnobError, find, members, short
+from workbench.settings.found import KnobError, members, short
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def knobs(thing: Any) -> tuple[Knob, ...]:
     Of an instance, `default` is the instance's present value.
     """
     owner = thing if isinstance(thing, type) else type(thing)
-    types = _types(owner)
+    types = field_types(owner)
     out = []
     for f in fields(owner):
         if "knob" not in f.metadata:
@@ -140,7 +138,7 @@ def knobs(thing: Any) -> tuple[Knob, ...]:
     return tuple(out)
 
 
-def _types(owner: type) -> dict[str, Any]:
+def field_types(owner: type) -> dict[str, Any]:
     """The types of a class's fields, looked up once per class: that takes longer than all the rest.
 
     They are kept in the class, so that one from a notebook's cell takes them along to the engines: there the names
@@ -181,100 +179,6 @@ def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
         yield path, k
         if is_dataclass(k.default):
             yield from walk(k.default, path + ".")
-
-
-def resolve(thing: Any, path: str) -> tuple[str, Knob]:
-    """The one knob that `path` means: as much of the dotted path as makes it unique.
-
-    `density` and `compressor.density` both find `compressor.of.density`. Raises KnobError.
-    """
-    every = dict(walk(thing))
-    if not isinstance(path, str):
-        raise KnobError(f"path={short(path)}: must be a knob's name as text, such as 'lr' or 'strategy.every'")
-    if path in every:
-        return path, every[path]
-    hits = [full for full in every if _subsequence(path.split("."), full.split("."))]
-    if len(hits) == 1:
-        return hits[0], every[hits[0]]
-    if hits:
-        raise KnobError(f"{path}: could mean any of {', '.join(hits)}; say more of it")
-    near = difflib.get_close_matches(path, every, n=3, cutoff=0.4) or list(every)
-    raise KnobError(f"{path[:100]}: no such knob here; did you mean {', '.join(near)}?")
-
-
-def _subsequence(short: list[str], full: list[str]) -> bool:
-    rest = iter(full)
-    return short[-1] == full[-1] and all(part in rest for part in short)
-
-
-def with_value(thing: Any, path: str, value: Any) -> Any:
-    """`thing` with the knob at `path` set to `value`: a new value, checked; `thing` stays as it is."""
-    full, k = resolve(thing, path)
-    if k.element or is_dataclass(k.kind):
-        value = from_plain(value, k.element or k.kind, full)
-    value = k.check(value, full)
-    if is_dataclass(value) and not isinstance(value, type):
-        value = checked(value, full)
-    return _put(thing, full.split("."), value)
-
-
-def _put(thing: Any, parts: list[str], value: Any) -> Any:
-    if len(parts) > 1:
-        value = _put(getattr(thing, parts[0]), parts[1:], value)
-    return replace(thing, **{parts[0]: value})
-
-
-# -- values as plain JSON ---------------------------------------------------------------------------------
-
-
-def to_plain(value: Any) -> Any:
-    """A settings value as JSON: `{"LocalSGD": {"every": 8}}` for a dataclass, lists for tuples."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {type(value).__name__: {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.init}}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(v) for v in value]
-    if callable(value):
-        return f"<{getattr(value, '__qualname__', value)}>"
-    return json.loads(json.dumps(value))
-
-
-def from_plain(plain: Any, base: type, path: str = "") -> Any:
-    """The value that `to_plain` wrote; a bare name means that member of the family with its defaults."""
-    if isinstance(plain, (list, tuple)):
-        return tuple(from_plain(p, base, path) for p in plain)
-    if isinstance(plain, str) and is_dataclass(base):
-        member: Any = find(base, plain)
-        return member.usual()
-    if not isinstance(plain, dict):
-        return plain
-    if len(plain) != 1:
-        raise KnobError(f"{path}={plain!r}: must be one name with its settings, such as {{'TopK': {{...}}}}")
-    ((name, settings),) = plain.items()
-    member = find(base, name)
-    types = _types(member)
-    own = [f.name for f in fields(member) if f.init]
-    if not isinstance(settings, dict):
-        raise KnobError(f"{path or name}={plain!r}: must be one name with its settings, such as {{{name!r}: {{}}}}")
-    if unknown := sorted(map(str, set(settings) - set(own))):
-        near = difflib.get_close_matches(unknown[0], own, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'none'}"
-        raise KnobError(f"{path or name}: {name} has no knob {unknown[0]!r}; {hint}")
-    return member(**{k: _field_from_plain(v, types[k], f"{path}.{k}") for k, v in settings.items()})
-
-
-def _field_from_plain(plain: Any, hint: Any, path: str) -> Any:
-    if typing.get_origin(hint) is tuple:
-        return from_plain(plain, typing.get_args(hint)[0], path)
-    return from_plain(plain, hint, path) if isinstance(hint, type) and is_dataclass(hint) else plain
-
-
-def in_words(plain: Any) -> str:
-    """A plain value as a person would write it: `TopK(density=0.01)`."""
-    if isinstance(plain, dict) and len(plain) == 1:
-        ((name, rest),) = plain.items()
-        inner = ", ".join(f"{k}={in_words(v)}" for k, v in rest.items())
-        return f"{name}({inner})"
-    return f"[{', '.join(map(in_words, plain))}]" if isinstance(plain, list) else str(plain)
 
 
 def describe(member: type) -> dict[str, Any]:

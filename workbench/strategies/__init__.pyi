@@ -10,14 +10,17 @@ from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
 from workbench.strategies.gossip import Gossip as Gossip
+from workbench.strategies.hierarchical_local_sgd import HierarchicalLocalSGD as HierarchicalLocalSGD
 from workbench.strategies.hogwild import Hogwild as Hogwild
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.low_precision_decentralized import LowPrecisionDecentralized as LowPrecisionDecentralized
 from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
+from workbench.strategies.post_local_sgd import PostLocalSGD as PostLocalSGD
 from workbench.strategies.q_adam import QAdam as QAdam
 from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
+from workbench.strategies.sync_server import SyncServer as SyncServer
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from workbench.rank import Bucket, Memory
 
 
-def copies(params: Sequence[Bucket], *slots: str) -> Memory:
-    """A Memory that holds a copy of `params` in each of `slots`: where all ranks are equal, everybody's."""
+def copies(params: Sequence[Bucket], *names: str) -> Memory:
+    """A Memory that holds a copy of `params` in each of `names`: where all ranks are equal, everybody's."""
     memory = Memory()
-    keep(memory, params, *slots)
+    keep(memory, params, *names)
     return memory
 
 
-def keep(memory: Memory, params: Sequence[Bucket], *slots: str) -> None:
-    """Copies `params` into each of `slots`."""
+def keep(memory: Memory, params: Sequence[Bucket], *names: str) -> None:
+    """Copies `params` into each of `names`."""
     for bucket in params:
-        for slot in slots:
-            memory.flat(slot, bucket).copy_(bucket.data)
+        for name in names:
+            memory.flat(name, bucket).copy_(bucket.data)

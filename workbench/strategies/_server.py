@@ -14,8 +14,8 @@ from workbench.strategies._copies import copies
 class Copies:
     """What one rank keeps of the parameters.
 
-    In slot "base" its own as they were when they were last the server's or were last pushed; in slot "centre", on a
-    rank that serves, the server's.
+    In "base" its own as they were when they were last the server's or were last pushed; in "centre", on a rank that
+    serves, the server's.
     """
 
     def __init__(self, params: list[Bucket]) -> None:

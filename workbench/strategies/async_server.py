@@ -10,6 +10,7 @@ import torch
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
+from workbench.strategies._former import async_server
 from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
 
 
@@ -44,8 +45,7 @@ class AsyncServer(Strategy):
 
     When to use it: ranks differ in speed for long, and wires are fast. The staler pushes are, the smaller the rate must
     be: where each is t versions old and counts in full, plain SGD is stable up to a rate of 2 sin(pi / (2 (2 t + 1)))
-    over the curvature. `synchronous` lets the server answer only when every trainer has pushed: the same bytes and
-    roles, everybody waits, staleness 0, one version for all pushes.
+    over the curvature. SyncServer is the same with everybody waiting.
 
     Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012,
     https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks; weights by staleness: Zhang et al.,
@@ -58,12 +58,16 @@ class AsyncServer(Strategy):
     weight: str = knob("mean", choices=("mean", "sum", "staleness"), doc="weight of a push: 1/p, 1 or 1/staleness")
     server_lr: float = knob(1.0, 0.0, 2.0, doc="r: learning rate of the server's optimizer; 1 adds pushes as they are")
     server_momentum: float = knob(0.0, 0.0, 0.99, doc="m: momentum of the server's optimizer; 0: none")
-    synchronous: bool = knob(False, doc="the server answers only when every trainer has asked")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     in_flight: ClassVar[bool] = True
+    waits: ClassVar[bool] = False  # does the server answer only when every trainer has asked?
+
+    @classmethod
+    def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return async_server(settings)
 
     def trains(self, index: int, size: int) -> bool:
         return index < size - self.servers
@@ -72,16 +76,13 @@ class AsyncServer(Strategy):
         """The ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
         return list(range(size - self.servers, size)) or [0]
 
-    def propagation(self, size: int) -> int:
-        return min(self.push, self.fetch) + 1 if self.synchronous else 0
-
     def refuses_size(self, size: int) -> str | None:
         if self.servers < size:
             return None
         return f"servers={self.servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
 
     def refuses(self, compressor: Any) -> str | None:
-        return dense_only("AsyncServer", compressor)
+        return dense_only(type(self).__name__, compressor)
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State(params)
@@ -108,7 +109,7 @@ class AsyncServer(Strategy):
                 base.copy_(bucket.data)
             state.owed.add(server)
         for k, server in enumerate(servers):
-            if fetch or self.synchronous:
+            if fetch or self.waits:
                 await self._answer(rank, state, server, buckets[k :: len(servers)] if fetch else [])
         state.since_push = 0 if push else state.since_push
         state.since_fetch = 0 if fetch else state.since_fetch
@@ -139,7 +140,7 @@ class AsyncServer(Strategy):
             for moved in await taken(rank, source, "push", buckets if push else ()):
                 memory.flat("pushed", moved).add_(moved.data, alpha=self._share(trainers, staleness))
             waiting.append((source, push, fetch, staleness))
-            if self.synchronous and len(waiting) < trainers:
+            if self.waits and len(waiting) < trainers:
                 continue
             if any(pushed for _, pushed, _, _ in waiting):
                 self._move(memory, buckets)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.settings import knob
+from workbench.strategies._former import one_bit_adam
 from workbench.strategies._moment import MomentExchange
 
 
@@ -13,13 +14,14 @@ from workbench.strategies._moment import MomentExchange
 class OneBitAdam(MomentExchange):
     """Adam that freezes its variance, then exchanges the momentum by its signs, with error feedback.
 
-        step <= freeze_step:  m, v <- Adam's moments of g = (1/p) sum_i grad_i
-        afterwards:           m_i <- b1 m + (1 - b1) grad_i,   m <- (1/p) sum_i C(m_i + residual_i),   v stays
-        both:                 params <- params - lr m_hat / (sqrt(v_hat) + eps)
+        step <= warmup:  m, v <- Adam's moments of g = (1/p) sum_i grad_i
+        afterwards:      m_i <- b1 m + (1 - b1) grad_i,   m <- (1/p) sum_i C(m_i + residual_i),   v stays
+        both:            params <- params - lr m_hat / (sqrt(v_hat) + eps)
 
     C is the experiment's compressor, to be seen and turned there: choose OneBit, whose bare name brings error feedback.
     Any other under ErrorFeedback will do; Dense is the exact thing to compare with; one without error feedback is
-    refused, for what it loses is lost (QAdam takes it). In the first `freeze_step` steps gradients cross whole.
+    refused, for what it loses is lost (QAdam takes it). In the first `warmup` steps
+    (DeepSpeed's `freeze_step`) gradients cross whole.
 
     With `scaled`, the usual choice here, C acts on m / (sqrt(v_hat) + eps), and what comes out is multiplied again:
     under Dense the same, with signs not. The paper codes m itself (scaled = False), so an element whose v is small is
@@ -33,7 +35,7 @@ class OneBitAdam(MomentExchange):
     after n steps is sqrt(1 - beta2^n) of this one. Moments begin empty at every
     entry, and the residual of the momentum is dropped on leaving; ranks are equal at every step. The task's optimizer
     rests with its state and is not asked; weight decay is this strategy's own knob, decoupled as in AdamW.
-    `freeze_step` turned above the steps done thaws v.
+    `warmup` turned above the steps done thaws v.
 
     When to use it: long runs of Adam on very slow wires. DeepSpeed advises to freeze after 15 to 25 % of all steps.
 
@@ -42,11 +44,15 @@ class OneBitAdam(MomentExchange):
     """
 
     scaled: bool = knob(True, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
-    freeze_step: int = knob(100, 1, 10**6, unit="steps", log=True, doc="steps of Adam before v is frozen")
+    warmup: int = knob(100, 1, 10**6, unit="steps", log=True, doc="steps of Adam before v is frozen")
+
+    @classmethod
+    def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return one_bit_adam(settings)
 
     @property
     def warm_steps(self) -> int:
-        return self.freeze_step
+        return self.warmup
 
     def refuses(self, compressor: Any) -> str | None:
         if not (compressor.lossless or compressor.residual):

@@ -1,0 +1,72 @@
+"""A knob by its path, and settings with one of their knobs set."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+from workbench.settings.found import KnobError, short
+from workbench.settings.knobs import Knob, checked, walk
+from workbench.settings.plain import from_plain, to_plain
+
+
+def resolve(thing: Any, path: str) -> tuple[str, Knob]:
+    """The one knob that `path` means: as much of the dotted path as makes it unique.
+
+    `density` and `compressor.density` both find `compressor.of.density`. Raises KnobError.
+    """
+    every = dict(walk(thing))
+    if not isinstance(path, str):
+        raise KnobError(f"path={short(path)}: must be a knob's name as text, such as 'lr' or 'strategy.every'")
+    if path in every:
+        return path, every[path]
+    hits = [full for full in every if _subsequence(path.split("."), full.split("."))]
+    if len(hits) == 1:
+        return hits[0], every[hits[0]]
+    if hits:
+        raise KnobError(f"{path}: could mean any of {', '.join(hits)}; say more of it")
+    near = difflib.get_close_matches(path, every, n=3, cutoff=0.4) or list(every)
+    raise KnobError(f"{path[:100]}: no such knob here; did you mean {', '.join(near)}?")
+
+
+def _subsequence(short: list[str], full: list[str]) -> bool:
+    rest = iter(full)
+    return short[-1] == full[-1] and all(part in rest for part in short)
+
+
+def with_value(thing: Any, path: str, value: Any) -> Any:
+    """`thing` with the knob at `path` set to `value`: a new value, checked; `thing` stays as it is."""
+    try:
+        full, k = resolve(thing, path)
+    except KnobError:
+        if (now := _formerly(thing, path, value)) is not None:
+            return now
+        raise
+    if k.element or is_dataclass(k.kind):
+        value = from_plain(value, k.element or k.kind, full)
+    value = k.check(value, full)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = checked(value, full)
+    return _put(thing, full.split("."), value)
+
+
+def _formerly(thing: Any, path: str, value: Any) -> Any:
+    """`thing` with what was a knob at `path` in an earlier version set to `value`; None where none was."""
+    *holder, name = path.split(".")
+    for full, k in walk(thing):
+        held: Any = k.default
+        if not k.family or not hasattr(held, "formerly") or not _subsequence(holder or [full], full.split(".")):
+            continue
+        ((_, settings),) = to_plain(held).items()
+        asked = {**settings, name: value}
+        now, rest = held.formerly(asked)
+        if rest != asked:
+            return _put(thing, full.split("."), checked(from_plain({now: rest}, k.kind, full), full))
+    return None
+
+
+def _put(thing: Any, parts: list[str], value: Any) -> Any:
+    if len(parts) > 1:
+        value = _put(getattr(thing, parts[0]), parts[1:], value)
+    return replace(thing, **{parts[0]: value})

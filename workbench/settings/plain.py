@@ -1,0 +1,66 @@
+"""Settings as plain JSON, and back."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import typing
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from workbench.settings.found import KnobError, find
+from workbench.settings.knobs import field_types
+
+
+def to_plain(value: Any) -> Any:
+    """A settings value as JSON: `{"LocalSGD": {"every": 8}}` for a dataclass, lists for tuples."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {type(value).__name__: {f.name: to_plain(getattr(value, f.name)) for f in fields(value) if f.init}}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    if callable(value):
+        return f"<{getattr(value, '__qualname__', value)}>"
+    return json.loads(json.dumps(value))
+
+
+def from_plain(plain: Any, base: type, path: str = "") -> Any:
+    """The value that `to_plain` wrote; a bare name means that member of the family with its defaults."""
+    if isinstance(plain, (list, tuple)):
+        return tuple(from_plain(p, base, path) for p in plain)
+    if isinstance(plain, str) and is_dataclass(base):
+        member: Any = find(base, plain)
+        return member.usual()
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1:
+        raise KnobError(f"{path}={plain!r}: must be one name with its settings, such as {{'TopK': {{...}}}}")
+    ((name, settings),) = plain.items()
+    member = find(base, name)
+    types = field_types(member)
+    own = [f.name for f in fields(member) if f.init]
+    if not isinstance(settings, dict):
+        raise KnobError(f"{path or name}={plain!r}: must be one name with its settings, such as {{{name!r}: {{}}}}")
+    if set(settings) - set(own):  # it may have been written by an earlier version
+        name, settings = member.formerly(settings)
+        member = find(base, name)
+        types, own = field_types(member), [f.name for f in fields(member) if f.init]
+    if unknown := sorted(map(str, set(settings) - set(own))):
+        near = difflib.get_close_matches(unknown[0], own, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'none'}"
+        raise KnobError(f"{path or name}: {name} has no knob {unknown[0]!r}; {hint}")
+    return member(**{k: _field_from_plain(v, types[k], f"{path}.{k}") for k, v in settings.items()})
+
+
+def _field_from_plain(plain: Any, hint: Any, path: str) -> Any:
+    if typing.get_origin(hint) is tuple:
+        return from_plain(plain, typing.get_args(hint)[0], path)
+    return from_plain(plain, hint, path) if isinstance(hint, type) and is_dataclass(hint) else plain
+
+
+def in_words(plain: Any) -> str:
+    """A plain value as a person would write it: `TopK(density=0.01)`."""
+    if isinstance(plain, dict) and len(plain) == 1:
+        ((name, rest),) = plain.items()
+        inner = ", ".join(f"{k}={in_words(v)}" for k, v in rest.items())
+        return f"{name}({inner})"
+    return f"[{', '.join(map(in_words, plain))}]" if isinstance(plain, list) else str(plain)

@@ -1,0 +1,68 @@
+"""Hierarchical local SGD: groups of ranks average more often among themselves than all ranks do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.rank import Bucket, Rank
+from workbench.settings import knob
+from workbench.strategies._mean import mean_of_all
+from workbench.strategies._slots import combine_slots
+from workbench.strategies.post_local_sgd import PostLocalSGD, PostLocalState
+
+
+class _State(PostLocalState):
+    """What one rank remembers besides: steps since its group averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since_group = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalLocalSGD(PostLocalSGD):
+    """Each rank trains on its own; its group averages every `group_every` steps, all ranks every `every` steps.
+
+        params_i <- optimizer_i(params_i, grad_i)                        every step
+        params_i <- (1/g) sum_j in group(i) params_j                     every `group_every` steps
+        params_i <- anchor + (1/p) sum_j (params_j - anchor)             every H steps, in place of the group's
+
+    Each g = `group` consecutive ranks are a group (the mesh is "between" p/g × "within" g). A group's averaging sends
+    2 (g-1)/g of the model's bytes uncompressed, that of all 2 (p-1)/p of it by the compressor. Both counts begin anew
+    when all average. With `warmup` it begins as PostLocalSGD does.
+
+    When to use it: some wires are faster than others, as between the GPUs of a host and between hosts.
+
+    Reference: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217,
+    section 5.2 and appendix D
+    """
+
+    warmup: int = knob(0, 0, 10**6, unit="steps", log=True, doc="steps of DDP first (post-local SGD); 0: none")
+    group: int = knob(2, 1, 4096, unit="ranks", doc="g: ranks that average among themselves more often; 1: no groups")
+    group_every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two averagings within a group")
+
+    def refuses_size(self, size: int) -> str | None:
+        if size % self.group == 0:
+            return None
+        fit = ", ".join(str(g) for g in range(1, size + 1) if size % g == 0)
+        return f"group={self.group} does not divide {size} ranks into equal groups; use one of {fit}"
+
+    def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+        return (("data", size),) if self.group == 1 else (("between", size // self.group), ("within", self.group))
+
+    def init(self, rank: Rank, params: list[Bucket]) -> Any:
+        return _State()
+
+    async def apart(self, rank: Rank, state: Any) -> None:
+        state.since_group += 1
+        await super().apart(rank, state)
+        if self.group > 1 and state.since_group >= self.group_every:
+            group = rank.group("within")
+            await mean_of_all(group, await rank.params())
+            await combine_slots(group, self.momentum)
+            state.since_group = 0
+
+    async def average(self, rank: Rank, state: Any) -> None:
+        await super().average(rank, state)
+        state.since_group = 0

@@ -1,0 +1,72 @@
+"""Post-local SGD: steps of DDP first, Local SGD afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import knob
+from workbench.strategies._copies import copies
+from workbench.strategies._mean import summed
+from workbench.strategies._slots import bring_together
+from workbench.strategies.local_sgd import LocalSGD, LocalState
+
+
+class PostLocalState(LocalState):
+    """What one rank remembers besides: steps done, and whether momenta may differ from other ranks'."""
+
+    def __init__(self) -> None:
+        self.since = self.steps = 0
+        self.anchor = Memory()  # from where ranks part
+        self.alone = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGD(LocalSGD):
+    """The first `warmup` steps of a stay are DDP's; then each rank trains on its own, and all average now and then.
+
+        step <= warmup:   params <- optimizer(params, (1/p) sum_i grad_i)
+        afterwards:       Local SGD, see there
+
+    The steps of DDP are uncompressed and leave parameters and momenta equal. `warmup` turned above the steps done
+    brings ranks together again, momenta too. A rank sends 2 (p-1)/p of the model's bytes in each of the first steps,
+    and once in `every` afterwards.
+
+    When to use it: Local SGD from the first step on costs loss that is never made up for, as where early gradients
+    turn quickly; the authors begin it at the first decay of the rate, half way through.
+
+    Reference: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
+    """
+
+    warmup: int = knob(100, 0, 10**6, unit="steps", log=True, doc="steps of DDP first")
+
+    def init(self, rank: Rank, params: list[Bucket]) -> Any:
+        return PostLocalState()
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        if state.steps < self.warmup:
+            await self._together(rank, state)
+        else:
+            if not state.alone:
+                state.alone, state.anchor = True, copies(await rank.params(), "anchor")
+            await self.apart(rank, state)
+        state.steps += 1
+
+    async def apart(self, rank: Rank, state: Any) -> None:
+        """A step after those of DDP."""
+        await LocalSGD.step(self, rank, state)
+
+    async def _together(self, rank: Rank, state: Any) -> None:
+        """A step of DDP, from a common state."""
+        if state.alone:
+            await self.leave(rank, state)
+            await bring_together(rank)
+            state.alone = False
+        await rank.forward()
+        pending = []
+        async for bucket in rank.backward(1.0 / rank.size):
+            pending.append(await rank.start(summed(rank, bucket), name=bucket.name))
+        for handle in pending:
+            await rank.wait(handle)
+        await rank.update()
