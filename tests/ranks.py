@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,7 +22,8 @@ from workbench.compressors import Compressor
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.rank import Bucket, Memory, Op, Part, Rank
-from workbench.settings import Change, members
+from workbench.settings import Change, knobs, members
+from workbench.strategies import Strategy
 from workbench.tasks import Task
 
 
@@ -104,6 +106,14 @@ def ended(sessions: list[Session], within: float = 60.0) -> None:
             for other in sessions:
                 other.abort()
         assert over, f"rank {s.rank.index} hangs: {where}; {len(os.listdir('/dev/fd'))} descriptors"
+
+
+def fitting(cls: type[Strategy], ranks: int) -> Strategy:
+    """The strategy by its bare name; where so many ranks cannot run that, with the one number that lets them."""
+    if cls().refuses_size(ranks) is None:
+        return cls()
+    every = (replace(cls(), **{k.name: ranks}) for k in knobs(cls) if k.kind is int)
+    return next(chosen for chosen in every if chosen.refuses_size(ranks) is None)
 
 
 def weights(session: Session) -> torch.Tensor:

@@ -18,10 +18,11 @@ def dense(sizes: list[int]) -> int:
 
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes
 SENT: dict[str, Callable[[list[int]], int]] = {
-    **dict.fromkeys(("BMUF", "DDP", "DiLoCo", "EASGD", "HierarchicalLocalSGD", "LocalSGD",
-                     "OneBitAdam", "PostLocalSGD", "QAdam", "SlowMo"), dense),
+    **dict.fromkeys(("BMUF", "DDP", "DiLoCo", "EASGD", "LocalSGD", "OneBitAdam", "PostLocalSGD", "QAdam",
+                     "SlowMo"), dense),
     "AdaAlter": lambda sizes: 2 * dense(sizes),
     "Gossip": lambda sizes: 2 * sum(sizes),
+    "HierarchicalLocalSGD": lambda sizes: dense(sizes),  # that step is all ranks'; others are the groups'
     "LowPrecisionDecentralized": lambda sizes: 2 * sum(n // 4 + 8 for n in sizes),
     "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
     "StochasticGradientPush": lambda sizes: sum(sizes) + 8,

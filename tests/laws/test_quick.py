@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.laws.others import others
-from tests.ranks import experiment, joined, mse, shipped, toy
+from tests.ranks import experiment, fitting, joined, mse, shipped, toy
 from tests.sim.virtual import comm, samples
 from workbench import simulate
 from workbench.compressors import Compressor, inside
@@ -50,7 +50,7 @@ def trained(ranks: int, steps: int, changes: Iterable[Change] = (), **rest: Any)
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_trains_is_left_and_the_ranks_agree(name: str) -> None:
-    done, found = trained(RANKS, 8, [Change(7, "strategy", "DDP")], strategy=STRATEGIES[name]())
+    done, found = trained(RANKS, 8, [Change(7, "strategy", "DDP")], strategy=fitting(STRATEGIES[name], RANKS))
     assert [c.path for c in done.changes] == ["strategy"]
     losses = samples(done, "loss", 0)
     assert len(losses) and all(map(math.isfinite, losses))
@@ -59,7 +59,7 @@ def test_a_strategy_trains_is_left_and_the_ranks_agree(name: str) -> None:
 
 @claiming("lockstep")
 def test_ranks_in_lockstep_ask_the_same_in_the_same_order_of_sizes_alone_too(name: str) -> None:
-    e = experiment(RANKS, 9, strategy=STRATEGIES[name](), pace=5.0)
+    e = experiment(RANKS, 9, strategy=fitting(STRATEGIES[name], RANKS), pace=5.0)
     of_sizes = simulate(e, real=False)
     asked = [[(step, what.split(" to ")[0], n) for step, what, n in comm(of_sizes, r)] for r in range(RANKS)]
     assert asked[0] == asked[1] == asked[2]
@@ -70,19 +70,19 @@ def test_ranks_that_are_never_apart_are_equal_after_every_step(name: str) -> Non
     if not STRATEGIES[name].lockstep:
         return
     for steps in (1, 2, 5):
-        _, found = trained(RANKS, steps, strategy=STRATEGIES[name]())
+        _, found = trained(RANKS, steps, strategy=fitting(STRATEGIES[name], RANKS))
         assert len(found) == RANKS and all(torch.equal(one, found[0]) for one in found)
 
 
 @claiming("exact")
 def test_an_exact_one_is_one_process_on_the_joined_batch(name: str) -> None:
-    for one in trained(RANKS, 8, strategy=STRATEGIES[name]())[1]:
+    for one in trained(RANKS, 8, strategy=fitting(STRATEGIES[name], RANKS))[1]:
         torch.testing.assert_close(one, joined(RANKS, 8), rtol=1e-5, atol=1e-6)
 
 
 @claiming("plain")
 def test_a_plain_one_is_the_optimizer_where_there_is_one_rank(name: str) -> None:
-    (found,) = trained(1, 8, strategy=STRATEGIES[name]())[1]
+    (found,) = trained(1, 8, strategy=fitting(STRATEGIES[name], 1))[1]
     torch.testing.assert_close(found, joined(1, 8), rtol=1e-6, atol=1e-7)
 
 
@@ -90,7 +90,7 @@ def test_a_plain_one_is_the_optimizer_where_there_is_one_rank(name: str) -> None
 @pytest.mark.parametrize("compressor", ["Dense", "TopK"])
 def test_a_strategy_takes_a_compressor_or_refuses_it_in_words(name: str, compressor: str) -> None:
     try:
-        done, _ = trained(2, 4, strategy=STRATEGIES[name](), compressor=COMPRESSORS[compressor].usual())
+        done, _ = trained(2, 4, strategy=fitting(STRATEGIES[name], 2), compressor=COMPRESSORS[compressor].usual())
     except KnobError as refusal:
         assert compressor != "Dense" and "use " in str(refusal), "a refusal says what would work"
         return

@@ -12,7 +12,7 @@ import torch
 from tests.laws.claims import AT_NEED, SENT, SILENT, TURNED, dense
 from tests.laws.codecs import KINDS
 from tests.laws.others import others
-from tests.ranks import experiment, joined, run, shipped, weights
+from tests.ranks import experiment, fitting, joined, run, shipped, weights
 from tests.thinned import thinned
 from workbench import simulate
 from workbench.compressors import Compressor
@@ -36,14 +36,14 @@ def claiming(claim: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_it_ends_and_the_ranks_agree_after_it_is_left(name: str, ranks: int) -> None:
     steps = 4 if ranks == 8 else 9
-    sessions = run(experiment(ranks, steps + 1, strategy=ALL[name]()), Change(steps, "strategy", "DDP"))
+    sessions = run(experiment(ranks, steps + 1, strategy=fitting(ALL[name], ranks)), Change(steps, "strategy", "DDP"))
     assert {s.phase for s in sessions} == {"done"}
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
 @claiming("lockstep")
 def test_lockstep_ranks_ask_the_same_operations_in_the_same_order(name: str) -> None:
-    sessions = run(experiment(3, 9, strategy=ALL[name]()))
+    sessions = run(experiment(3, 9, strategy=fitting(ALL[name], 3)))
     orders = [[(step, re.sub(r" to \d+$", "", what), n) for step, what, n in s.record.comm()] for s in sessions]
     if ALL[name].opaque:
         orders = [sorted(order) for order in orders]
@@ -52,7 +52,7 @@ def test_lockstep_ranks_ask_the_same_operations_in_the_same_order(name: str) -> 
 
 @claiming("plain")
 def test_one_rank_is_its_single_process_reference(name: str) -> None:
-    (session,) = run(experiment(1, 10, strategy=ALL[name]()))
+    (session,) = run(experiment(1, 10, strategy=fitting(ALL[name], 1)))
     torch.testing.assert_close(weights(session), joined(1, 10), rtol=1e-6, atol=1e-7)
 
 

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from tests.laws.claims import ADOPTS, ROUNDS
-from tests.ranks import shipped
+from tests.ranks import fitting, shipped
 from tests.sim.virtual import paced, rows, same, samples
 from tests.thinned import thinned
 from workbench import simulate
@@ -39,7 +39,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_each_strategy_runs_with_sizes_and_with_tensors_in_the_same_time(name: str, ranks: int) -> None:
-    e = paced(ranks, 9, strategy=ALL[name](), faults=(Noisy(spread=1.0),), eval_every=3)
+    e = paced(ranks, 9, strategy=fitting(ALL[name], ranks), faults=(Noisy(spread=1.0),), eval_every=3)
     sizes, tensors = simulate(e), simulate(e, real=True)
     assert sizes.state == tensors.state == "done"
     assert len(rows(sizes, "step")) == 9 * ranks == len(samples(tensors, "loss"))

@@ -16,6 +16,7 @@ import torch
 
 from tests.ranks import experiment, run, weights
 from workbench import simulate
+from workbench.compressors import Compressor
 from workbench.rank import StrategyError
 from workbench.strategies import AdaAlter, Strategy
 
@@ -214,6 +215,16 @@ def test_a_hook_that_is_async_and_should_not_be_is_refused_when_it_is_written() 
     for name in ("init", "trains", "refuses", "hands_on"):
         with pytest.raises(TypeError, match=f"Wrong.{name}: must be `def {name}.*not `async def`"):
             type("Wrong", (Strategy,), {name: hook})
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "now"),
+    [(Strategy, "heard", "propagation"), (Strategy, "crosses", "in_flight"), (Strategy, "settle", "drain"),
+     (Compressor, "owes", "residual")],
+)  # fmt: skip
+def test_what_has_another_name_today_is_said_where_it_is_written(base: type, name: str, now: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: is called `{now}` now"):
+        type("Mine", (base,), {name: True})
 
 
 @pytest.mark.parametrize("name", ["step", "leave", "drain", "background", "known"])

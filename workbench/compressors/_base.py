@@ -64,6 +64,7 @@ class Compressor(Family):
     """
 
     home: ClassVar[str] = "workbench.compressors"
+    renamed: ClassVar[dict[str, str]] = {"owes": "residual"}
     linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     contraction: ClassVar[bool] = False

@@ -99,7 +99,7 @@ class Mailbox:
         return set(self._out)
 
     def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP) -> None:
-        """Mailbox a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
+        """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
         if not 0 <= to < self.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
         data = bytearray(_bytes(self.chip.to_host(tensor)).numpy().tobytes())

@@ -15,6 +15,7 @@ import torch
 from workbench.engine.background import Background
 from workbench.engine.collectives import Aborted
 from workbench.engine.shaping import Shaper
+from workbench.host import meeting
 
 if TYPE_CHECKING:
     from workbench.engine.setup import Parts
@@ -141,9 +142,7 @@ class Meeting:
 
     @property
     def _idle(self) -> bool:
-        """Has this rank nothing to do but wait for a meeting?"""
-        steps = self.run.experiment.steps
-        return not self.trains or bool(not self.strategy.lockstep and steps and self.run.rank.step >= steps)
+        return meeting.idle(self.run.experiment, self.run.rank)
 
     def _wanted(self) -> bool:
         run, step = self.run, self.run.rank.step
@@ -168,7 +167,7 @@ class Meeting:
             planned = bool(run.due)
             if run.mailbox.meet < run.rank.step and (not run.inbox.empty() or (planned and not self.strategy.lockstep)):
                 with run.host.alone:  # a server beside this step lets nobody on meanwhile, and then tells it
-                    run.mailbox.meet = max(run.rank.step, self.strategy.newest(run.rank, run.state)) + self.propagation
+                    run.mailbox.meet = meeting.named(run.experiment, run.rank, run.state)
             return planned and bool(self.strategy.lockstep)
         if not (ended or run.paused or self.run.due or not run.inbox.empty()):
             return False

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from workbench.fabric import Fabric, Fault, Load
-from workbench.fabric.load import choke, port_seconds, stretch
+from workbench.fabric.load import choke, comes, leaves, message_seconds, port_seconds, stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.rank import Group
 
@@ -124,10 +124,8 @@ class Port:
             return now, 0.0, now
         with self._lock:
             self._messages += 1
-            seconds = self.fabric.link.seconds(nbytes * (self.size if self.fabric.shared else 1), 1)
-            seconds *= self.fabric.link.noise(self.seed + self.rank, self._messages)
-            begun = max(now, self.free)
-            self.free = begun + seconds * choke(self.fabric.faults, self.rank)
+            seconds = message_seconds(self.fabric, nbytes, self.size, self.seed, self.rank, self._messages)
+            begun, self.free = leaves(now, self.free, seconds * choke(self.fabric.faults, self.rank))
             return begun, seconds, self.free
 
     def take(self, source: int, begun: float, seconds: float) -> float:
@@ -136,7 +134,7 @@ class Port:
             return 0.0
         with self._lock:
             slower = max(choke(self.fabric.faults, source), choke(self.fabric.faults, self.rank))
-            self._taken = max(begun, self._taken) + seconds * slower
+            self._taken = comes(begun, self._taken, seconds * slower)
             return self._taken
 
 
@@ -157,7 +155,7 @@ class Shaper:
         return self.port.active
 
     def ready(self, arrived: float, asked: float) -> float:
-        """Mailbox when this rank and its port are ready for the next operation, whose child was `asked` for then.
+        """Says when this rank and its port are ready for the next operation, whose child was `asked` for then.
 
         A sleep ends a little late. A child that was there by then counts as begun on time: a real port would not
         have paused between two operations.

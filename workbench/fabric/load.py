@@ -50,6 +50,23 @@ def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
     return seconds
 
 
+def message_seconds(fabric: Fabric, nbytes: int, size: int, seed: int, source: int, number: int) -> float:
+    """Seconds for which the `number`-th message of `source` keeps a healthy port, or the one that all `size` share."""
+    link = fabric.link
+    return link.seconds(nbytes * (size if fabric.shared else 1), 1) * link.noise(seed + source, number)
+
+
+def leaves(now: float, free: float, seconds: float) -> tuple[float, float]:
+    """When a message begins to leave a port that is free again at `free`, and when it has left."""
+    begins = max(now, free)
+    return begins, begins + seconds
+
+
+def comes(begun: float, taken: float, seconds: float) -> float:
+    """When a message that began to leave at `begun` has come in at a port that takes in another until `taken`."""
+    return max(begun, taken) + seconds
+
+
 def port_seconds(fabric: Fabric, load: Load, parallel: int = 1) -> float:
     """Seconds for which a collective keeps the busiest port, if healthy, or the one that all share; without jitter.
 

@@ -15,9 +15,13 @@ class Family(ABC):
 
     __family__: ClassVar[bool] = True
     home: ClassVar[str] = ""
+    renamed: ClassVar[dict[str, str]] = {}  # what a member overrode by these names has other names today
 
     def __init_subclass__(cls, **rest: object) -> None:
         super().__init_subclass__(**rest)
+        for name, now in cls.renamed.items():
+            if name in vars(cls):
+                raise TypeError(f"{cls.__name__}.{name}: is called `{now}` now; nobody would ask for it")
         _check_hooks(cls)
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ def with_value(thing: Any, path: str, value: Any) -> Any:
     try:
         full, k = resolve(thing, path)
     except KnobError:
-        if (now := _formerly(thing, path, value)) is not None:
+        if isinstance(path, str) and (now := _formerly(thing, path, value)) is not None:
             return now
         raise
     if k.element or is_dataclass(k.kind):

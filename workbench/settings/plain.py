@@ -40,7 +40,7 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
     own = [f.name for f in fields(member) if f.init]
     if not isinstance(settings, dict):
         raise KnobError(f"{path or name}={plain!r}: must be one name with its settings, such as {{{name!r}: {{}}}}")
-    if set(settings) - set(own):  # it may have been written by an earlier version
+    if set(settings) - set(own) and hasattr(member, "formerly"):  # it may have been written by an earlier version
         name, settings = member.formerly(settings)
         member = find(base, name)
         types, own = field_types(member), [f.name for f in fields(member) if f.init]

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from workbench.fabric import Fabric, Load, even, traffic
-from workbench.fabric.load import choke, port_seconds
+from workbench.fabric.load import choke, comes, leaves, message_seconds, port_seconds
 from workbench.rank import Group
 from workbench.sim.costs import Costs
 
@@ -56,13 +56,14 @@ class Ports:
         if source == to:
             return now, now, now
         self._messages[source] += 1
-        seconds = self._price(fabric, even("send", nbytes * (self.size if fabric.shared else 1), self.size))
-        seconds *= fabric.link.noise(self.seed + source, self._messages[source])
+        if fabric.link.shaped:
+            seconds = message_seconds(fabric, nbytes, self.size, self.seed, source, self._messages[source])
+        else:
+            seconds = self._price(fabric, even("send", nbytes, self.size))
         slow = self.chokes(fabric) if fabric.faults else np.ones(self.size)
-        began = max(now, float(self.free[source]))
-        left = began + seconds * float(slow[source])
+        began, left = leaves(now, float(self.free[source]), seconds * float(slow[source]))
         self.free[source] = left
-        self.taken[to] = max(began, self.taken[to]) + seconds * float(max(slow[source], slow[to]))
+        self.taken[to] = comes(began, self.taken[to], seconds * float(max(slow[source], slow[to])))
         return began, left, self.taken[to]
 
     def flag(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
-from workbench.host import changes, residual
+from workbench.host import changes, meeting, residual
 from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Counted, Ledger
 from workbench.host.measuring import Measuring
@@ -128,7 +128,7 @@ class Session(Turnable):
         due = bool(self.due)
         if strategy.lockstep:
             return due
-        idle = self.rank.role == "server" or step >= self.experiment.steps
+        idle = meeting.idle(self.experiment, self.rank)
         propagation = strategy.propagation_in(self.rank.size, step)
         if idle:
             world.done.add(self.rank.id)
@@ -137,7 +137,7 @@ class Session(Turnable):
                 world.over = True
                 world.call(step)
         if self.rank.id == 0 and due and world.meets < 0:
-            world.call(max(step, strategy.newest(self.rank, self.state)) + propagation)
+            world.call(meeting.named(self.experiment, self.rank, self.state))
         while True:
             if world.meets >= 0 and (not propagation or step == world.meets or idle):
                 self.rank.step = max(step, world.meets) if propagation else step

@@ -1,0 +1,113 @@
+"""What some strategies can do besides, in groups: each has the answers of a strategy that cannot, and names its law.
+
+A strategy overrides what it needs of a group and leaves the others alone. The laws are in tests/laws.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from workbench.rank import Rank
+
+
+class Serving:
+    """Some ranks hold parameters and do not train. Law: a switch in and out leaves all ranks with one state."""
+
+    def trains(self, index: int, size: int) -> bool:
+        """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""
+        return True
+
+    def batches(self, size: int) -> int:
+        """How many batches of one rank make the global batch that a learning rate may be scaled with."""
+        return sum(self.trains(r, size) for r in range(size))
+
+
+class Apart:
+    """Ranks do not meet in every step. Law: what both hosts send agrees, and a change acts on all ranks.
+
+    lockstep: all ranks ask the same operations in the same order. False means asynchronous: ranks do not meet each
+              step, and changes wait until all have drained.
+    """
+
+    lockstep: ClassVar[bool] = True
+
+    def propagation(self, size: int) -> int:
+        """Steps until every rank has heard, through messages, what rank 0 says; 0: they meet, or come when called.
+
+        For strategies whose ranks only wait for those they exchange messages with: all of them act on a change at
+        a step that rank 0 names, and each message tells it.
+        """
+        return 0
+
+    def propagation_in(self, size: int, step: int) -> int:
+        """`propagation` in step `step`, where a common step is kept only for a while, up to a step of the run."""
+        return self.propagation(size)
+
+    def newest(self, rank: Rank, state: Any) -> int:
+        """On rank 0, where `propagation` > 0: the newest step any rank may have begun, if others may overtake it."""
+        return rank.step
+
+    async def known(self, rank: Rank, state: Any) -> Any:
+        """Where ranks keep no common step: the parameters that all agree on, as far as this rank knows, as Buckets.
+
+        It asks nobody, so that no rank waits when rank 0 evaluates; None for this rank's own.
+        """
+        return None
+
+
+class Beside:
+    """A second coroutine runs beside the steps. Law: it ends before the strategy is left, and a change restarts it."""
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        """A second coroutine beside `step`, with a thread and a wire of its own; it changes parameters by `params`.
+
+        Symmetric ones loop `while await rank.again()`, which comes round at most once per step; a server loops on
+        `recv` until it gets None. It ends when all steps stand still, before `leave` is asked, and begins again.
+        """
+
+    @property
+    def has_background(self) -> bool:
+        """Does this strategy run anything beside `step`?"""
+        return type(self).background is not Beside.background
+
+
+class Unfinished:
+    """A step may end with exchanges under way. Law: a change at any step loses nothing of what is under way.
+
+    in_flight: exchanges are under way, or things are kept by bucket, when a step ends; `drain` ends that before
+               anything is changed, and before buckets are cut anew
+    """
+
+    in_flight: ClassVar[bool] = False
+
+    async def drain(self, rank: Rank, state: Any) -> None:
+        """Where exchanges are `in_flight`: finishes them, to go on with the same `state`. Without it: `leave`."""
+        await self.leave(rank, state)  # type: ignore[attr-defined]  # a Strategy
+
+    @property
+    def can_drain(self) -> bool:
+        """Can it finish what is under way without being left? In lockstep it does so when the run is over, too."""
+        return type(self).drain is not Unfinished.drain
+
+
+class Outer:
+    """An outer momentum outlives the strategy. Law: a switch to another with one, at a round's end, goes on with it."""
+
+    def hands_on(self, rank: Rank, state: Any) -> Any:
+        """After `leave`: an outer momentum, if it has one, as displacements by parameter's name; else None."""
+        return None
+
+    def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
+        """After `init`: what the strategy before `hands_on`, which one with an outer momentum goes on with."""
+
+
+class OneMemory:
+    """Several steps at once on one vector of parameters. Law: no update of one is lost where they do not meet.
+
+    workers: how many `step`s run at once on each rank that trains; `rank.worker` tells them apart
+    shared:  all workers of one machine, whatever their rank, have one vector of parameters in common; on the engine all
+             ranks are on that machine, and `leave` has nothing to average
+    """
+
+    workers: ClassVar[int] = 1
+    shared: ClassVar[bool] = False
