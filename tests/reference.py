@@ -51,7 +51,8 @@ def shipped(base: type[Any]) -> list[type[Any]]:
 def family(name: str) -> str:
     """All of a family: what its claims mean, a list of its members, then each of them; by kind, where it has kinds."""
     base, claims = FAMILIES[name]
-    meaning = dict(terms(inspect.cleandoc(base.__doc__ or "")))
+    docs = [inspect.cleandoc(kind.__doc__ or "") for kind in base.__mro__ if kind.__module__.startswith("workbench.")]
+    meaning = {term: said for doc in reversed(docs) for term, said in terms(doc)}
     parts = ["\n".join(f"- **{claim}**: {prose(meaning[claim])}" for claim in claims)] if claims else []
     kinds = getattr(base, "kinds", ())
     of = {kind: [m for m in shipped(base) if (m.kind or kinds[-1]) == kind] for kind in kinds} or {"": shipped(base)}

@@ -27,6 +27,7 @@ SENT: dict[str, Callable[[list[int]], int]] = {
     "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
     "StochasticGradientPush": lambda sizes: sum(sizes) + 8,
     "StreamingDiLoCo": lambda sizes: 2 * 3 * (4 + 576 // 4 // 2),  # the 576 elements of layer a: scales and half bytes
+    **dict.fromkeys(("ZeRO1", "ZeRO2"), lambda sizes: sum(2 * 3 * 4 * -(-n // 16) for n in sizes)),  # fp32 shards of 4
 }
 
 # strategies that send nothing at all, and why
@@ -64,6 +65,9 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("SelSync", "inject_share"): ({"inject_ranks": 0.5}, 1.0),
     ("StochasticGradientPush", "edges"): ({}, "0>1 1>2 2>3 3>0"),
 }
+
+# knobs that change only when things are done and what memory that takes, and the test that shows it
+WHEN = {(name, "outstanding"): "tests/unit/test_zero.py" for name in ("ZeRO1", "ZeRO2")}
 
 # asynchronous strategies in which one rank may be sent the model more often than another, and why
 AT_NEED = {"BoundedStaleness": "a rank fetches when its copy is too old, not in every step"}

@@ -83,13 +83,12 @@ async def _idle() -> None:
 REFUSED = [
     (_iterate, "cannot stop before each bucket's layers"),
     (lambda rank, params: rank.hold(params[0].shard(0, 2)), "keeps every parameter whole"),
-    (lambda rank, params: rank.update(params[0]), "updates the whole model at once"),
     (lambda rank, params: rank.start(_idle(), priority=1), "in the order of their start"),
     (lambda rank, params: rank.backward(torch.ones(3)), "runs no pipeline stages"),
 ]
 
 
-@pytest.mark.parametrize(("asks", "words"), REFUSED, ids=["forward", "hold", "update", "priority", "stages"])
+@pytest.mark.parametrize(("asks", "words"), REFUSED, ids=["forward", "hold", "priority", "stages"])
 @pytest.mark.filterwarnings("ignore:coroutine '_idle' was never awaited")
 def test_the_engine_refuses_in_words(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(asks))

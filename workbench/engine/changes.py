@@ -54,6 +54,9 @@ class Turnable(Parts):
         self.regrouped()
         self.meeting.enter()
 
+    def sharded(self, buckets: Any) -> None:
+        """What the optimizer remembers lies where it does."""
+
     def regrouped(self) -> None:
         """Wires of groups that are over are closed, and children are counted anew."""
         for lane in self.host.lanes:

@@ -29,6 +29,7 @@ from workbench.host.canonical import clipped, optimizer_tensors
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
+from workbench.host.slots import step_shard
 from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message_name
 
 Span = Callable[..., None]
@@ -202,12 +203,20 @@ class Host(StepEnd):
         self.watch.span(self.rank.step, "backward", began)
 
     def _update(self, bucket: Bucket | None, by: Callable[[], None] | None) -> None:
-        if bucket is not None:
-            raise StrategyError("the engine updates the whole model at once: `rank.update()`, or simulate")
         self.before_update()
         self.at("update")
         began = self.watch.now()
-        self.pace.begin("update", self.rank.step)
+        if bucket is None:
+            self.pace.begin("update", self.rank.step)
+            self._update_all(by)
+        else:
+            self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)
+            with self.alone:
+                step_shard(self.layout, self.optimizer, bucket)
+        self.paced(1.0)
+        self.watch.span(self.rank.step, "update", began)
+
+    def _update_all(self, by: Callable[[], None] | None) -> None:
         with self.alone:
             if longest := self.clip():
                 self._sample("grad_norm", clipped(self.layout, longest))
@@ -215,8 +224,6 @@ class Host(StepEnd):
             stilled(self.layout, self.optimizer, self.rank.memory)
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()
-        self.paced(1.0)
-        self.watch.span(self.rank.step, "update", began)
 
     def _params(self) -> list[Bucket]:
         return self.layout.params()

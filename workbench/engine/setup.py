@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from workbench.engine.shaping import Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
-from workbench.experiment import Experiment, momentum
+from workbench.experiment import Experiment, momentum, sharding
 from workbench.host import changes
 from workbench.host.batches import Batches
 from workbench.host.layout import Layout
@@ -158,7 +159,8 @@ class Parts(Life):
     def able(self, wanted: Experiment) -> Experiment:
         """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""
         reason = self.refused(wanted.strategy) or changes.refuses_model(wanted, self.layout.parts)
-        if reason := reason or momentum.refused(wanted, lambda: self.make_optimizer(wanted)):
+        made = partial(self.make_optimizer, wanted)
+        if reason := reason or momentum.refused(wanted, made) or sharding.refused(wanted, made):
             raise KnobError(reason)
         return wanted
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.compressors import Compressor, Dense, inside
-from workbench.experiment import arranged, momentum, rates
+from workbench.experiment import arranged, momentum, rates, sharding
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
 from workbench.settings import KnobError, checked, from_plain, knob, normalise, short, to_plain, with_value
@@ -78,7 +78,7 @@ class Experiment:
             )
         if reason := good.optimizer.refuses():
             raise KnobError(reason)
-        if reason := momentum.refused(good):
+        if reason := momentum.refused(good) or sharding.refused(good):
             raise KnobError(reason)
         for fault in good.fabric.faults:
             if getattr(fault, "rank", 0) >= good.ranks:

@@ -29,7 +29,7 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
     if made is None:
         if e.optimizer.of_task:
             return None
-        made = _tried(e)
+        made = tried(e)
     if plain(optimizer := made()):
         return None
     kind = "Nesterov's" if any(g.get("nesterov") for g in optimizer.param_groups) else type(optimizer).__name__
@@ -39,7 +39,8 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
     )
 
 
-def _tried(e: Experiment) -> Callable[[], Any]:
+def tried(e: Experiment) -> Callable[[], Any]:
+    """Makes `e`'s optimizer for a model of one parameter of one element."""
     one = [torch.nn.Parameter(torch.zeros(1))]
     return lambda: e.optimizer.make(one, 1.0, lambda lr: torch.optim.SGD(one, lr))
 

@@ -50,7 +50,9 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     if wanted.batch != was.batch:
         run.restart_data()
     if wanted.bucket_mb != was.bucket_mb:
+        before = handover.cut(run, was.strategy)
         await run.rebucket(wanted.bucket_mb)
+        await handover.reshard(run, before, handover.cut(run, was.strategy))
     if needs_switch(was.strategy, wanted.strategy):
         await _switch(run, was, wanted)
     elif wanted.compressor != was.compressor:
@@ -127,12 +129,14 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
             run.leave_opaque()
         else:
             await run.leave(was.strategy)
+            await handover.reshard(run, handover.cut(run, was.strategy), None)
             await handover.consolidate(run, was.strategy)
             await handover.spread(run, was.strategy)
         await residual.change(run, was, wanted, _foreign(was, wanted))
         if wanted.strategy.opaque:
             run.enter_opaque()
         momentum = was.strategy.hands_on(run.rank, run.state)
+        await handover.reshard(run, None, handover.cut(run, wanted.strategy))
         run.enter(was, wanted)
         wanted.strategy.takes(run.rank, run.state, momentum)
         await handover.check(run)

@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from workbench.experiment.arranged import mesh
 from workbench.host.canonical import check_same, flattened, prime, scatter_back
@@ -24,17 +23,16 @@ from workbench.host.checksum import checksum
 from workbench.host.layout import Layout
 from workbench.host.move import State, move
 from workbench.host.placement import Placement
+from workbench.host.slices import Slice
+from workbench.host.slots import likes, put, slots
+from workbench.rank import Part
+
+Cut = tuple[tuple[Part, ...], ...]  # by bucket, the places of its parameters
 
 
 def parameters(layout: Layout) -> State:
     """The trained parameters by name; writing into them changes the model."""
     return {place.name: place.param.data for place in layout.order}
-
-
-def slots(layout: Layout, optimizer: Any) -> State:
-    """What the optimizer remembers of each parameter; writing into it changes the optimizer."""
-    return {f"{slot}/{place.name}": x for place in layout.order
-            for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
 
 
 def beside(run: Changing) -> State:
@@ -90,7 +88,9 @@ async def spread(run: Changing, strategy: Any) -> None:
 async def check(run: Changing) -> None:
     """All ranks hold the same parameters, and their optimizers the same of them. Raises Disagreement."""
     check_same(await run.gather(checksum(parameters(run.layout))), "after the switch the parameters")
-    check_same(await run.gather(checksum(slots(run.layout, run.optimizer))), "after the switch the optimizer's slots")
+    if cut(run, run.experiment.strategy) is None:
+        own = checksum(slots(run.layout, run.optimizer))
+        check_same(await run.gather(own), "after the switch the optimizer's slots")
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
@@ -102,3 +102,72 @@ def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[
 
 def _numel(state: State) -> int:
     return sum(x.numel() for x in state.values())
+
+
+# -- optimizer state in shards --
+
+
+def cut(run: Changing, strategy: Any) -> Cut | None:
+    """By bucket, its parameters' places in it, where `strategy` keeps the optimizer's state in shards; else None."""
+    if "optimizer state" not in strategy.shards or run.rank.size == 1:
+        return None
+    return tuple(bucket.parts for bucket in run.layout.buckets)
+
+
+async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
+    """The optimizer's state, which lies in shards of the buckets `was` (None: whole on every rank), comes to lie as
+    `to` says: one `move`, of what each rank lacks. Where it is whole and comes to lie in shards, nothing is sent.
+    """
+    if was == to:
+        return
+    rank, layout = run.rank, run.layout
+    like = likes(layout, run.optimizer)
+    here = slots(layout, run.optimizer)
+    kept = await _kept(run, like, here)
+    sizes = tuple((place.name, place.numel) for place in layout.order)
+    slots_of = tuple((name, bool(like[name].numel())) for name in kept)
+    lies, comes = (_in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
+    if layout.order[0].param.is_meta:  # one optimizer stands for those of all ranks, and stays as it is
+        here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
+    everyone = range(rank.size)
+    given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, everyone, like)
+    if not layout.order[0].param.is_meta:
+        put(layout, run.optimizer, given, like)
+    run.sharded(to)
+
+
+def kept_bytes(layout: Layout, optimizer: Any, buckets: Cut, rank: int, size: int) -> int:
+    """What a rank keeps of the optimizer's state in shards, once that has stepped."""
+    like, sizes = likes(layout, optimizer), tuple((place.name, place.numel) for place in layout.order)
+    lies = _in_shards(sizes, tuple((name, bool(x.numel())) for name, x in like.items()), buckets, size)
+    return sum(lies.numel(rank, name) * like[name].element_size() for name in lies.at(rank))
+
+
+async def _kept(run: Changing, like: State, here: State) -> list[str]:
+    """The slots that any rank has."""
+    if not like:
+        return []
+    has = torch.tensor([name in here for name in like], dtype=torch.int32)
+    if run.layout.order[0].param.is_meta:
+        await run.rank.all_reduce(has.to("meta"), "max", "slots")
+    else:
+        await run.rank.all_reduce(has, "max", "slots")
+    return [name for name, there in zip(like, has.tolist(), strict=True) if there]
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def _in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], buckets: Cut | None,
+               size: int) -> Placement:  # fmt: skip
+    """Where slots lie: whole on every rank, or each bucket's in shards; what cannot be cut lies beside what is."""
+    numel, ranks = dict(sizes), range(size)
+    of = {name: name.partition("/")[2] for name, _ in kept}
+    counts = {name: 1 if whole else numel[of[name]] for name, whole in kept}
+    if buckets is None:
+        return Placement.whole(counts, ranks)
+    params = Placement({}, {})
+    for parts in buckets:
+        params |= Placement.whole({p.name: numel[p.name] for p in parts}, [0]).dealt({0: ranks})
+    one = (Slice(0, 1),)
+    held = {r: {name: one if whole else params.at(r)[of[name]] for name, whole in kept if of[name] in params.at(r)}
+            for r in ranks}  # fmt: skip
+    return Placement(counts, held)

@@ -124,7 +124,7 @@ class Layout:
             place.param.grad = grad = grad.contiguous()
             self.buckets[place.bucket].data = grad.view(-1)
         else:
-            home = cast(Tensor, place.grad)
+            home = _roomed(cast(Tensor, place.grad), self.buckets[place.bucket])
             home.copy_(grad)
             place.param.grad = home
 
@@ -132,7 +132,7 @@ class Layout:
         """Bucket `index`, whose gradients have all come: the small ones are copied now, in one call."""
         small = [p for p in self.groups[index] if p.small]
         if small:
-            homes = cast(list[Tensor], [p.grad for p in small])
+            homes = cast(list[Tensor], [_roomed(cast(Tensor, p.grad), self.buckets[index]) for p in small])
             grads = cast(list[Tensor], [p.param.grad for p in small])
             torch._foreach_copy_(homes, [g.to_dense() if g.is_sparse else g for g in grads])
             for place in small:
@@ -149,10 +149,11 @@ class Layout:
                 self.keep(place, place.param.grad)
         return [self.full(b.index) for b in self.buckets]
 
-    def let_go(self) -> None:
-        """The gradients are used up: what was not copied is held no longer."""
+    def let_go(self, index: int | None = None) -> None:
+        """The gradients are used up, those of one bucket or of all: what was not copied is held no longer."""
         for group, bucket in zip(self.groups, self.buckets, strict=True):
-            if len(group) == 1 and bucket.data.stride(0):
+            bucket.kept = None if index in (None, bucket.index) else bucket.kept
+            if len(group) == 1 and bucket.data.stride(0) and index in (None, bucket.index):
                 bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
 
     def params(self) -> list[Bucket]:
@@ -193,6 +194,14 @@ def grouped(order: list[Place], limit: float) -> list[list[Place]]:
             closed.append(open_.pop(dtype))
             filled[dtype] = 0
     return closed + list(open_.values())
+
+
+def _roomed(home: Tensor, bucket: Bucket) -> Tensor:
+    """`home`, a piece of the bucket's vector, for which there is room again if that was given back."""
+    storage = home.untyped_storage()
+    if not storage.nbytes() and not home.is_meta:
+        storage.resize_(bucket.data.numel() * bucket.data.element_size())
+    return home
 
 
 def _parts(group: list[Place]) -> Iterator[Part]:

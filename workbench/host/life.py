@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.host import changes, residual
+from workbench.host import changes, handover, residual
 from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
@@ -99,12 +99,15 @@ class Life(ABC):
             stood = await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
         self.rate.follow(self)
+        self.rank.clip = self.experiment.clip
         self.ledger.begin()
         made = await self.make()
         self.ledger.close()
         if self.flushing and self.met:
             await residual.flushed(self)  # type: ignore[arg-type]
+        before = handover.cut(self, self.experiment.strategy)  # type: ignore[arg-type]
         await self.relearn()
+        await handover.reshard(self, before, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         self.rank.step += made
         self.moved(made)
 

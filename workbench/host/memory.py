@@ -88,7 +88,8 @@ def parameters(model: nn.Module, layout: Layout) -> Storages:
 
 def gradients(layout: Layout) -> Storages:
     """All gradients that are there, and the room that buckets keep for those to come."""
-    return storages([[place.param.grad for place in layout.order], rooms(layout)])
+    kept = [bucket.kept for bucket in layout.buckets]
+    return storages([[place.param.grad for place in layout.order], rooms(layout), kept])
 
 
 def rooms(layout: Layout) -> list[Tensor]:
@@ -138,6 +139,8 @@ class Passing:
     comes:        bytes that the gradient of a Place takes when it comes, beyond what is there before the backward
     looks:        (gradients that have come, bytes of activations left) at up to LOOKS times
     most:         bytes that came and are left, together, at the worst of these times
+
+    Where buckets give their memory back during the backward, what gradients take is counted anew at each look.
     """
 
     def __init__(self, layout: Layout, activations: Alive, comes: Callable[[Place], int]) -> None:
@@ -150,6 +153,8 @@ class Passing:
         self.most = 0
 
     def __enter__(self) -> Passing:
+        self._counts = any(not bucket.data.untyped_storage().nbytes() for bucket in self._layout.buckets)
+        self._before = nbytes(gradients(self._layout)) if self._counts else 0
         for place in self._layout.order:
             hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))
             self._removers.append(hook)
@@ -165,7 +170,8 @@ class Passing:
         if len(self.names) % self._every == 0:
             left = alive(self._activations)
             self.looks.append((len(self.names), left))
-            self.most = max(self.most, self._came + left)
+            came = nbytes(gradients(self._layout)) - self._before if self._counts else self._came
+            self.most = max(self.most, came + left)
 
 
 def every(layout: Layout) -> int:

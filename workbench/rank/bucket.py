@@ -24,9 +24,11 @@ class Bucket:
 
     `data` is 1-D and contiguous; `offset` is where it begins in the model's flat vector. State that belongs
     to it is kept in a `Memory`, by place in the model, so it survives a change of bucket size.
+
+    kept: of a bucket of gradients that gave its memory back, what is left of them; else None
     """
 
-    __slots__ = ("data", "index", "name", "offset", "parts")
+    __slots__ = ("data", "index", "kept", "name", "offset", "parts")
 
     def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
         self.index = index
@@ -34,6 +36,7 @@ class Bucket:
         self.data = data  # (n,) of one dtype; buckets never mix dtypes
         self.parts = parts
         self.offset = offset
+        self.kept: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +49,15 @@ class Bucket:
         cut = [(p.name, max(p.start, start) - start, min(p.stop, stop) - start) for p in self.parts]
         parts = tuple(Part(name, (to - at,), at, to) for name, at, to in cut if to > at)
         return Bucket(self.index, self.data[start:stop], parts, self.offset + start)
+
+    def give_back(self, kept: Tensor) -> None:
+        """The memory of its data is free again: of these gradients only `kept`, which lies elsewhere, is left.
+
+        Whoever puts gradients into it next makes room before; until then nobody may look.
+        """
+        self.kept = kept
+        if not self.data.is_meta:
+            self.data.untyped_storage().resize_(0)
 
     def like(self, data: Tensor) -> Bucket:
         """The same place in the model holding other data of the same length."""

@@ -26,6 +26,7 @@ class Rank:
     role:         "trainer", or "server" where the strategy's `trains` says no
     step:         the number of the present step, from 0
     lr:           the present learning rate
+    clip:         the longest that the gradient may be, 0 for any, where a strategy updates by shards and so sees to it
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
     density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
     memory:       the compressor's memory on this rank
@@ -40,7 +41,7 @@ class Rank:
         self.worker = 0
         self.role = "trainer"
         self.step = 0
-        self.lr = 0.0
+        self.lr = self.clip = 0.0
         self.compressor: Any = None
         self.density = 0.01
         self.memory = Memory(seed * 100_003 + index)
@@ -86,8 +87,9 @@ class Rank:
     def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None) -> Op:
         """One step of the optimizer with the gradients that are there; gradients are cleared after.
 
-        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters. With `by` that is
-        called in the optimizer's place: a strategy's own step, which takes the time of any update.
+        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters, with its data for
+        their gradients; those of the whole bucket are cleared after, and `clip` is the strategy's to heed. With `by`
+        that is called in the optimizer's place: a strategy's own step, which takes the time of any update.
         """
         return Op("update", bucket, by)
 

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench.compressors import inside
-from workbench.experiment import Experiment, momentum
+from workbench.experiment import Experiment, momentum, sharding
 from workbench.fabric.load import pauses
 from workbench.host.changes import in_step, refuses_model, take_role
+from workbench.host.handover import Cut
 from workbench.host.life import Life
 from workbench.rank import Op
 from workbench.settings import KnobError
@@ -117,9 +118,14 @@ class Turnable(Life):
         """A strategy takes over."""
         strategy = wanted.strategy
         take_role(self, strategy)
+        self.body.gradient_shards = self.rank.size if "gradients" in strategy.shards else 1
         if strategy.shared and self.rank.size > 1:
             self.share()
         self.state = strategy.init(self.rank, self.body.params())
+
+    def sharded(self, buckets: Cut | None) -> None:
+        """With sizes only one optimizer stands for all ranks', so it is told of which part they keep the state."""
+        self.body.shards = buckets
 
     def regrouped(self) -> None:
         """Nothing here outlives the groups that it was for."""
@@ -169,7 +175,7 @@ def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | Non
     name = type(e.strategy).__name__
     if layout is not None and (reason := refuses_model(e, layout.parts)):
         return reason
-    if made is not None and (reason := momentum.refused(e, made)):
+    if made is not None and (reason := momentum.refused(e, made) or sharding.refused(e, made)):
         return reason
     if e.strategy.opaque:
         return (

@@ -101,8 +101,6 @@ class Host:
         bucket, by = op.args
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
-        if bucket is not None and self.experiment.clip:
-            raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
         if bucket is not None and bucket.nbytes < self.body.cut.buckets[bucket.index].nbytes:
             require_elementwise(self.body.optimizer)
         norm = self.body.update(bucket, self.experiment.clip, by)

@@ -58,16 +58,23 @@ class Known:
     def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
         before, there, opened = self.gradients(), self._body.came is not None, self._body.opened
         layout, kept = self._body.layout, self._kept()
-        key = "backward", id(layout), exchanged, there, id(kept)
+        key = "backward", id(layout), exchanged, there, id(kept), self._body.gradient_shards
         if kept is not None and key not in self.alike:
-            new = {p.name: 0 if there else memory.came(p, exchanged) for p in layout.order}
-            self.alike[key] = _most(kept, new)
+            if exchanged and self._body.gradient_shards > 1:  # the room for a bucket, and shards of those before it
+                new = {p.name: p.numel * p.param.element_size() // self._body.gradient_shards for p in layout.order}
+                self.alike[key] = _most(kept, new) + max(bucket.nbytes for bucket in layout.buckets)
+            else:
+                new = {p.name: 0 if there else memory.came(p, exchanged) for p in layout.order}
+                self.alike[key] = _most(kept, new)
         yield lambda: before + (self.alike[key] + max(0, opened - 1) * kept.nbytes if kept is not None else 0)
 
     def gradients(self) -> int:
         """Of all ranks that are alike, from one."""
         layout, came = self._body.layout, self._body.came
-        key = "gradients", id(layout), self.roomy, came
+        shards = self._body.gradient_shards
+        key = "gradients", id(layout), self.roomy, came, shards
+        if shards > 1 and came is not False:
+            return 0 if came is None else _in_shards(layout, shards)
         if key not in self.alike:
             beyond = 0 if came is None else sum(memory.came(p, came) for p in layout.order)
             self.alike[key] = memory.nbytes(self.standing()["gradients"]) + beyond
@@ -80,6 +87,14 @@ class Known:
     def _kept(self) -> Kept | None:
         kept: Kept | None = self._body.kept(self._batch())
         return kept
+
+
+def _in_shards(layout: Layout, shards: int) -> int:
+    """Bytes of gradients at most, where each bucket's are kept in so many shards once it is full."""
+    most = kept = 0
+    for bucket in layout.buckets:
+        most, kept = max(most, kept + bucket.nbytes), kept + bucket.nbytes // shards
+    return most
 
 
 def _most(kept: Kept, new: dict[str, int]) -> int:

@@ -17,6 +17,8 @@ from workbench.experiment import Experiment
 from workbench.host import memory
 from workbench.host.batches import Batches
 from workbench.host.canonical import prime
+from workbench.host.handover import Cut as Shards
+from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
 from workbench.optimizers import Optimizer, built
 from workbench.rank import Bucket, StrategyError
@@ -84,14 +86,21 @@ class Outline:
             self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch)
         return self._kept[batch]
 
-    def standing(self, layout: Layout, optimizer: Any, roomy: bool) -> dict[str, memory.Storages]:
-        """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped."""
-        key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0
+    def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
+        """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped.
+
+        cut: the buckets in whose shards the optimizer's state lies; as the first rank keeps it, whose are the largest
+        """
+        key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut is None
         if key not in self._standing:
+            kept = memory.optimizer_state(optimizer) if optimizer else {}
+            if optimizer and cut is not None:
+                nbytes = kept_bytes(layout, optimizer, cut, 0, self._ranks)
+                kept = memory.storages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
             self._standing[key] = {
                 "parameters": memory.parameters(self.model, layout),
                 "gradients": memory.storages(memory.rooms(layout)) if roomy else {},
-                "optimizer state": memory.optimizer_state(optimizer) if optimizer else {},
+                "optimizer state": kept,
             }
         return self._standing[key]
 
@@ -128,6 +137,8 @@ class Sizes:
         self.model, self.optimizer = whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
         self.learning = self.roomy = False
+        self.shards: Shards | None = None  # the buckets in whose shards the optimizer's state lies
+        self.gradient_shards = 1  # in how many shards summed gradients are kept
         self._begun = True  # has the optimizer made a step?
         self.stepped = False  # the same, on this rank
         self.opened = 0  # forwards whose backward is to come
@@ -181,7 +192,8 @@ class Sizes:
 
     def standing(self) -> dict[str, memory.Storages]:
         """What stays from step to step."""
-        return self._outline.standing(self.layout, self.optimizer if self.stepped else None, self.roomy)
+        stepped, roomy = self.optimizer if self.stepped else None, self.roomy and self.gradient_shards == 1
+        return self._outline.standing(self.layout, stepped, roomy, self.shards)
 
     def full(self, index: int) -> Bucket:
         return self.cut.buckets[index]

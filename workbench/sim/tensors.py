@@ -15,6 +15,7 @@ from workbench.host.batches import Batches
 from workbench.host.canonical import buffers, clipped
 from workbench.host.evaluating import Evaluated, distance, holding, numbers
 from workbench.host.layout import Layout
+from workbench.host.slots import step_shard
 from workbench.optimizers import built
 from workbench.rank import Bucket, StrategyError
 from workbench.sim.sizes import Cut, ready
@@ -25,6 +26,8 @@ class Tensors:
     """One rank's model, data and optimizer, seeded as on the engine."""
 
     share = 1.0  # of the model that this rank computes
+    shards: Any = None  # what Sizes are told, and these show
+    gradient_shards = 1
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
         torch.manual_seed(experiment.seed)
@@ -175,22 +178,8 @@ class Tensors:
             self.optimizer.zero_grad(set_to_none=True)
             self.layout.let_go()
             return norm
-        self._update_one(bucket)
+        step_shard(self.layout, self.optimizer, bucket)
         return None
-
-    def _update_one(self, bucket: Bucket) -> None:
-        names = {part.name for part in bucket.parts}
-        others = [p.param for p in self.layout.order if p.name not in names]
-        if bucket.data.numel() != self.layout.buckets[bucket.index].data.numel():
-            raise StrategyError("a shard is updated with sizes only: real=False")
-        kept = [p.grad for p in others]
-        for p in others:
-            p.grad = None
-        self.optimizer.step()
-        for place in self.layout.groups[bucket.index]:
-            place.param.grad = None
-        for p, grad in zip(others, kept, strict=True):
-            p.grad = grad
 
     def grads(self) -> list[Bucket]:
         if self._worker:

@@ -24,3 +24,5 @@ from workbench.strategies.stochastic_gradient_push import StochasticGradientPush
 from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from workbench.strategies.sync_server import SyncServer as SyncServer
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
+from workbench.strategies.zero_1 import ZeRO1 as ZeRO1
+from workbench.strategies.zero_2 import ZeRO2 as ZeRO2

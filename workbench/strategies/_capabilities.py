@@ -90,6 +90,17 @@ class Unfinished:
         return type(self).drain is not Unfinished.drain
 
 
+class Sharding:
+    """Ranks keep parts of what others keep, too. Law: what the parts make together is bit-equal through any switch.
+
+    shards: what each rank keeps its part of: of p ranks the r-th keeps the r-th of p slices of every bucket, as
+            `Bucket.shard` cuts it; "optimizer state", which only optimizers that step each element by itself allow,
+            and "gradients", once they are summed
+    """
+
+    shards: ClassVar[frozenset[str]] = frozenset()
+
+
 class Outer:
     """An outer momentum outlives the strategy. Law: a switch to another with one, at a round's end, goes on with it."""
 

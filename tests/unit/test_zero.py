@@ -1,0 +1,219 @@
+"""ZeRO stages 1 and 2: to the bit what one process does, with the paper's bytes sent and held, and switched live."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.laws.test_quick import trained
+from tests.ranks import experiment, run, toy, weights
+from tests.sim.virtual import comm
+from workbench import simulate
+from workbench.compressors import DGC, TopK
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.host.memory import nbytes, optimizer_state
+from workbench.host.slots import slots
+from workbench.optimizers import LARS, SGD, Adam, AdamW
+from workbench.settings import Change, KnobError
+from workbench.strategies import DDP, Strategy, ZeRO1, ZeRO2
+from workbench.tasks import ByteGPT
+
+pytestmark = pytest.mark.ranks
+
+STAGES = [ZeRO1(), ZeRO2()]
+stages = pytest.mark.parametrize("stage", STAGES, ids=["1", "2"])
+LAYERS = 0.01  # MB: the toy's parameters lie in several buckets
+
+
+def moments(session: Session) -> dict[str, torch.Tensor]:
+    """What a rank's optimizer remembers, by name."""
+    return {name: x.clone() for name, x in slots(session.layout, session.optimizer).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+class Tied(nn.Module):
+    """A weight that is read twice, and a layer that is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.middle, self.out = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.out.weight = self.into.weight
+        self.last = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda x: torch.tanh(self.middle(x)), self.into(x), use_reentrant=False)
+        return self.last(self.out(y))
+
+
+@stages
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9, nesterov=True)], ids=["AdamW", "SGD"])
+def test_after_twenty_steps_it_is_to_the_bit_what_adding_up_in_order_gives(
+    stage: Strategy, ranks: int, optimizer: Any
+) -> None:
+    """The simulator's all-reduce adds up in the order of the ranks; gloo's ring does not from three ranks on."""
+    found = run(experiment(ranks, 20, strategy=stage, optimizer=optimizer, bucket_mb=LAYERS))
+    for want in (trained(ranks, 20, strategy=s, optimizer=optimizer, bucket_mb=LAYERS)[1] for s in (DDP(), stage)):
+        assert all(torch.equal(weights(s), x) for s, x in zip(found, want, strict=True))
+
+
+@stages
+def test_with_tied_weights_and_checkpointing_it_is_the_same(stage: Strategy) -> None:
+    task = toy(model=Tied, data=lambda rank, ranks, seed: _pairs(rank), evaluate=None)
+    e = experiment(2, 20, task=task, optimizer=AdamW(), bucket_mb=LAYERS)
+    for ours, plain in zip(run(e.set("strategy", stage)), run(e.set("strategy", DDP())), strict=True):
+        assert torch.equal(weights(ours), weights(plain))
+
+
+def _pairs(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rng = torch.Generator().manual_seed(rank)
+    return [(torch.randn(4, 64, generator=rng), torch.randn(4, 4, generator=rng)) for _ in range(8)]
+
+
+@stages
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_rank_keeps_its_share_and_sends_what_ddp_sends(stage: Strategy, ranks: int) -> None:
+    sessions = run(experiment(ranks, 6, strategy=stage, optimizer=Adam(), bucket_mb=LAYERS))
+    plain = run(experiment(ranks, 6, optimizer=Adam(), bucket_mb=LAYERS))
+    whole = nbytes(optimizer_state(plain[0].optimizer))
+    kept = [nbytes(optimizer_state(s.optimizer)) for s in sessions]
+    counters = 4 * 2 * len(plain[0].layout.order) * ranks  # a step counter beside every piece
+    assert sum(kept) - counters <= whole <= sum(kept) and max(kept) <= whole / ranks + counters
+    sent, usual = (sum(n for step, _, n in s[0].record.comm() if step == 5) for s in (sessions, plain))
+    padded = 2 * (ranks - 1) * 4 * len(sessions[0].layout.buckets)
+    assert usual <= sent <= usual + padded
+
+
+def test_stage_two_keeps_its_share_of_the_gradients_and_stage_one_all_of_them() -> None:
+    held = {}
+    for stage, ranks in itertools.product((DDP(), *STAGES), (2, 4)):
+        e = Experiment(task=ByteGPT(layers=4), ranks=ranks, steps=6, eval_every=0, strategy=stage, optimizer=AdamW(),
+                       bucket_mb=0.1, batch=2)  # fmt: skip
+        live, model = run(e)[0].record, simulate(e.set("pace", 10.0), real=False).samples
+        told = {name: value for _, name, _, value in live.samples}
+        said = model[model["rank"] == 0].groupby("name", observed=True).value.last()
+        psi = told["memory parameters"]
+        held[type(stage), ranks] = [told[f"memory {what}"] / psi for what in ("gradients", "optimizer state")]
+        for what in ("parameters", "optimizer state"):
+            assert said[f"memory {what}"] == pytest.approx(told[f"memory {what}"], rel=0.01)
+        assert said["memory gradients"] == pytest.approx(told["memory gradients"], rel=0.15)
+    for ranks in (2, 4):
+        assert held[DDP, ranks] == pytest.approx([1.0, 2.0], rel=0.01)
+        assert held[ZeRO1, ranks] == pytest.approx([1.0, 2.0 / ranks], rel=0.02)
+        gradients, state = held[ZeRO2, ranks]
+        assert 1 / ranks <= gradients <= 1 / ranks + 0.08 and state == pytest.approx(2.0 / ranks, rel=0.02)
+
+
+def test_fewer_exchanges_at_a_time_take_less_memory_and_change_nothing_else() -> None:
+    most, sent, found = [], [], []
+    for outstanding in (1, 2, 1024):
+        stage = ZeRO2(outstanding=outstanding)
+        e = Experiment(task=ByteGPT(layers=4), ranks=2, steps=4, eval_every=0, strategy=stage, optimizer=AdamW(),
+                       bucket_mb=0.1, batch=2)  # fmt: skip
+        record = run(e)[0].record
+        most.append(max(value for _, name, _, value in record.samples if name == "memory buffers in flight"))
+        sent.append(sorted(record.comm()))
+        found.append(weights(run(experiment(2, 8, strategy=stage, optimizer=AdamW(), bucket_mb=LAYERS))[0]))
+    assert most[0] < most[1] < most[2] and sent[0] == sent[1] == sent[2]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9)], ids=["AdamW", "SGD"])
+def test_switched_live_in_and_out_nothing_changes_but_where_state_lies(ranks: int, optimizer: Any) -> None:
+    cuts = [Change(9, "bucket_mb", 1.0), Change(16, "bucket_mb", LAYERS)]
+    there = [Change(4, "strategy", "ZeRO1"), cuts[0], Change(12, "strategy", "ZeRO2"), cuts[1],
+             Change(19, "strategy", "DDP"), Change(21, "strategy", "ZeRO2")]  # fmt: skip
+    e = experiment(ranks, 24, optimizer=optimizer, bucket_mb=LAYERS)
+    done, moved = trained(ranks, 24, [*there, Change(23, "strategy", "DDP")], optimizer=optimizer, bucket_mb=LAYERS)
+    assert [c.path for c in done.changes] == [*(c.path for c in there), "strategy"]
+    _, plain = trained(ranks, 24, cuts, optimizer=optimizer, bucket_mb=LAYERS)
+    assert all(torch.equal(x, y) for x, y in zip(moved, plain, strict=True))
+    sessions = run(e, *there)
+    asked = [[row for row in rows if "move" in row[1] or "slots" in row[1]] for rows in (
+        sessions[0].record.comm(), comm(simulate(e.set("pace", 5.0), changes=there), 0),
+        comm(simulate(e.set("pace", 5.0), changes=there, real=False), 0))]  # fmt: skip
+    assert asked[0] == asked[1] == asked[2] and {4, 9, 12, 16, 19, 21} >= {step for step, _, _ in asked[0]}
+    if ranks == 2:  # two numbers have one sum
+        back, usual = run(e, *there, Change(23, "strategy", "DDP")), run(e, *cuts)
+        for one, other in zip(back, usual, strict=True):
+            assert torch.equal(weights(one), weights(other)) and same(moments(one), moments(other))
+
+
+@stages
+def test_coming_back_sends_what_each_lacks_and_going_in_sends_nothing(stage: Strategy) -> None:
+    e = experiment(4, 12, optimizer=SGD(momentum=0.9), bucket_mb=LAYERS)
+    sessions = run(e, Change(4, "strategy", type(stage).__name__),
+                   Change(8, "strategy", "DDP"))  # fmt: skip
+    moved = [[(step, n) for step, what, n in s.record.comm() if "move" in what] for s in sessions]
+    assert {step for rows in moved for step, _ in rows} == {8}
+    lacked = 3 * nbytes(optimizer_state(sessions[0].optimizer))  # each of four had a quarter
+    assert sum(n for rows in moved for _, n in rows) == lacked
+
+
+@stages
+def test_the_gradient_is_clipped_as_under_ddp(stage: Strategy) -> None:
+    clipped = {"optimizer": SGD(momentum=0.9), "bucket_mb": LAYERS, "clip": 0.05}
+    ours, plain = run(experiment(2, 8, strategy=stage, **clipped)), run(experiment(2, 8, **clipped))
+    norms = [[value for _, name, _, value in s[0].record.samples if name == "grad_norm"] for s in (ours, plain)]
+    assert len(norms[0]) == 8 and norms[0] == pytest.approx(norms[1], rel=1e-4) and min(norms[0]) > 0.05
+    torch.testing.assert_close(weights(ours[0]), weights(plain[0]), rtol=1e-5, atol=1e-7)
+    assert torch.equal(weights(ours[0]), weights(ours[1]))
+
+
+@stages
+def test_gradients_are_compressed_and_parameters_never(stage: Strategy) -> None:
+    e = experiment(2, 10, compressor=TopK.usual(), optimizer=AdamW(), bucket_mb=LAYERS)
+    ours, plain = run(e.set("strategy", stage)), run(e)
+    assert torch.equal(weights(ours[0]), weights(plain[0])), "the shards of what DDP would have summed"
+    names = {what.split(" bucket")[0].split(" params")[0] for _, what, _ in ours[0].record.comm()}
+    assert names == {what.split(" bucket")[0] for _, what, _ in plain[0].record.comm()} | {"all_gather"}
+
+
+def test_another_optimizer_takes_over_the_shards() -> None:
+    changes = [Change(6, "optimizer", {"AdamW": {"beta1": 0.8}}), Change(10, "optimizer", {"SGD": {"momentum": 0.9}}),
+               Change(15, "strategy", "DDP")]  # fmt: skip
+    e = experiment(2, 18, optimizer=Adam(), bucket_mb=LAYERS)
+    for ours, plain in zip(run(e.set("strategy", ZeRO1()), *changes), run(e, *changes[:2]), strict=True):
+        assert torch.equal(weights(ours), weights(plain)) and same(moments(ours), moments(plain))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown(SGD):
+    """An optimizer of one's own that says nothing of itself."""
+
+    def make(self, params: Any, lr: float, own: Any) -> Any:
+        return type("Mine", (torch.optim.SGD,), {})(params, lr)
+
+
+@stages
+@pytest.mark.parametrize("optimizer", [LARS(), Unknown()], ids=["LARS", "own"])
+def test_an_optimizer_that_cannot_be_cut_is_refused_in_words(stage: Strategy, optimizer: Any) -> None:
+    name = type(stage).__name__
+    with pytest.raises(KnobError, match=rf"strategy={name}: it shares out .* take optimizer=AdamW\(\) or SGD\(\)"):
+        experiment(2, strategy=stage, optimizer=optimizer).checked()
+    sessions = run(experiment(2, 6, optimizer=optimizer), Change(3, "strategy", name))
+    assert "shares out the optimizer's state" in sessions[0].record.noted("refused")[0][3]
+    assert isinstance(sessions[0].experiment.strategy, DDP)
+
+
+@stages
+def test_a_compressor_that_keeps_the_momentum_is_refused_in_words(stage: Strategy) -> None:
+    with pytest.raises(KnobError, match="compressor=DGC: it keeps the optimizer's momentum on every rank"):
+        experiment(2, strategy=stage, compressor=DGC(), optimizer=SGD(momentum=0.9)).checked()
+
+
+@stages
+def test_one_rank_shares_nothing_out(stage: Strategy) -> None:
+    ours, plain = (run(experiment(1, 8, strategy=s, optimizer=AdamW()))[0] for s in (stage, DDP()))
+    assert torch.equal(weights(ours), weights(plain)) and same(moments(ours), moments(plain))

@@ -1,0 +1,111 @@
+"""What an optimizer remembers, by name, and while it steps a rank's shard: of these elements and no others.
+
+A slot of a parameter is "exp_avg/NAME". Where one element's step depends on no other's, a slot may be cut as its
+parameter is (see `workbench.optimizers.elementwise`); step counters and the like are whole wherever any of it lies.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.canonical import require_elementwise
+from workbench.host.layout import Layout, Place
+from workbench.rank import Bucket
+
+
+def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
+    """What the optimizer remembers of each parameter; writing into it changes the optimizer."""
+    return {f"{slot}/{place.name}": x for place in layout.order
+            for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
+
+
+def likes(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
+    """Tensors like those that `slots` has once it has stepped, but of no elements where they are cut as the parameter.
+
+    For ranks that are to receive what they hold none of. The optimizer steps a parameter of two elements for it.
+    """
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    known: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
+    found: dict[str, Tensor] = {}
+    for place in layout.order:
+        key = group_of[id(place.param)], place.param.dtype
+        if key not in known:
+            known[key] = _tried(optimizer, key[0], place)
+        found |= {f"{slot}/{place.name}": x for slot, x in known[key].items()}
+    return found
+
+
+def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
+    small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
+    small.grad = torch.zeros_like(small)
+    other = copy.copy(optimizer)
+    other.state = defaultdict(dict)
+    other.param_groups = [{**optimizer.param_groups[number], "params": [small]}]
+    other.step()
+    tensors = {slot: x for slot, x in sorted(other.state[small].items()) if isinstance(x, Tensor)}
+    return {slot: x[:0] if x.shape == small.shape else x for slot, x in tensors.items()}
+
+
+def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str, Tensor]) -> None:
+    """The optimizer remembers these slots from now on, flat where a parameter is cut, and nothing else."""
+    mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, x in given.items():
+        slot, _, parameter = name.partition("/")
+        mine[parameter][slot] = x.view(like[name].shape) if like[name].numel() else x
+    for place in layout.order:
+        if place.name not in mine:
+            optimizer.state.pop(place.param, None)
+            continue
+        shape = place.param.shape
+        for slot, x in mine[place.name].items():
+            optimizer.state[place.param][slot] = x.view(shape) if x.dim() and x.numel() == place.numel else x
+
+
+def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
+    """One step of the optimizer on these elements alone, `shard.data` being their gradients; its bucket's are used up.
+
+    Raises StrategyError where a shard is less than its bucket and the optimizer does not step each element by itself.
+    """
+    if shard.data.numel() < layout.buckets[shard.index].data.numel():
+        require_elementwise(optimizer)
+    with _seen(layout, shard):
+        optimizer.step()
+    layout.let_go(shard.index)
+
+
+@contextmanager
+def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
+    """Within it the parameters of `shard` are only its elements, its data their gradients, and no other has any.
+
+    Afterwards the gradients of the shard's whole bucket are used up.
+    """
+    whole = layout.params()[shard.index]
+    start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
+    inside = {id(place) for place in layout.groups[shard.index]}
+    others = [(place.param, place.param.grad) for place in layout.order if id(place) not in inside]
+    cut = []
+    for place in layout.order:
+        place.param.grad = None
+    for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
+        low, high = max(part.start, start), min(part.stop, stop)
+        if high > low:
+            own, all_of_it = place.param.data, high - low == place.numel
+            shape = own.shape if all_of_it else (high - low,)
+            cut.append((place.param, own))
+            place.param.data = whole.data[low:high].view(shape)
+            place.param.grad = shard.data[low - start : high - start].view(shape)
+    try:
+        yield
+    finally:
+        for param, own in cut:
+            param.grad = None
+            param.data = own
+        for param, grad in others:
+            param.grad = grad

@@ -1,0 +1,61 @@
+"""ZeRO stage 1: the optimizer's state is shared out; parameters and gradients stay whole on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.rank import Rank
+from workbench.settings import knob
+from workbench.strategies._base import Strategy
+from workbench.strategies._sharded import Outstanding, gathered, reduced, shortened
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeRO1(Strategy):
+    """Each rank remembers 1/p of the optimizer's state, steps that part of the model, and all get every part.
+
+        g_r <- sum_i grad_i, of rank r's shard of every bucket         reduce-scatter, while backward runs
+        params_r, state_r <- optimizer(params_r, state_r, g_r)
+        params <- all ranks' params_r                                  all-gather
+
+    Of Psi parameters a rank holds 2 Psi + 2 Psi bytes of them and of their gradients in 16 bits (4 and 4 in fp32), as
+    under DDP, and K Psi / p instead of K Psi bytes of optimizer state; K is 8 for Adam in fp32, 4 for SGD with
+    momentum. It sends 2 (p-1)/p of the model's bytes per step, as DDP does. Sums are added up in the order of the
+    ranks, so the shards make together what one process would, to the bit. With clip, one number more is added up.
+    Of what crosses at most `outstanding` buckets are under way, for each takes memory while it is.
+
+    When to use it: always when the optimizer remembers much; nothing is lost but that the update waits for the last
+    bucket's sum, and the next step for the last bucket's parameters. Optimizers that look at a tensor as a whole (LARS,
+    LAMB) are refused, and a compressor acts on the gradients, never on the parameters.
+
+    Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
+    https://arxiv.org/abs/1910.02054, section 5.1
+    """
+
+    outstanding: int = knob(2, 1, 1024, unit="buckets", log=True, doc="exchanges at a time: more overlap, more memory")
+
+    exact: ClassVar[bool] = True
+    shards: ClassVar[frozenset[str]] = frozenset({"optimizer state"})
+
+    def refuses(self, compressor: Any) -> str | None:
+        if compressor.carries:
+            return (
+                f"compressor={type(compressor).__name__}: it keeps the optimizer's momentum on every rank, which "
+                f"{type(self).__name__} shares out; use it with DDP, or another compressor under ErrorFeedback"
+            )
+        return super().refuses(compressor)
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        sums = Outstanding(rank, self.outstanding)
+        async for bucket in rank.backward(1.0 / rank.size):
+            await sums.start(reduced(rank, bucket, "gradients" in self.shards), bucket.name)
+        shards = await sums.all()
+        if rank.clip:
+            await shortened(rank, shards, rank.clip)
+        params, wholes = await rank.params(), Outstanding(rank, self.outstanding)
+        for shard in shards:
+            await rank.update(shard)
+            await wholes.start(gathered(rank, params[shard.index]), f"params {shard.index}")
+        await wholes.all()
