@@ -12,15 +12,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.laws.test_quick import trained
-from tests.ranks import experiment, run, toy, weights
+from tests.ranks import ended, experiment, live, run, toy, weights
 from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.compressors import DGC, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
+from workbench.host import handover
 from workbench.host.memory import nbytes, optimizer_state
 from workbench.host.slots import slots
 from workbench.optimizers import LARS, SGD, Adam, AdamW
+from workbench.rank import Rank
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy, ZeRO1, ZeRO2
 from workbench.tasks import ByteGPT
@@ -159,6 +161,21 @@ def test_coming_back_sends_what_each_lacks_and_going_in_sends_nothing(stage: Str
     assert {step for rows in moved for step, _ in rows} == {8}
     lacked = 3 * nbytes(optimizer_state(sessions[0].optimizer))  # each of four had a quarter
     assert sum(n for rows in moved for _, n in rows) == lacked
+
+
+def test_state_that_changed_on_its_way_fails_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    carry = handover.move
+
+    async def spoilt(rank: Rank, state: Any, *how: Any) -> Any:
+        given = await carry(rank, state, *how)
+        if rank.id == 1:
+            next(x for x in given.values() if x.numel() > 1).view(-1)[0] += 1.0
+        return given
+
+    monkeypatch.setattr(handover, "move", spoilt)
+    sessions = live(experiment(2, 8, optimizer=AdamW()), (Change(4, "strategy", "ZeRO1"),))
+    ended(sessions)
+    assert any("is not what it was before it was shared out" in s.error["text"] for s in sessions if s.error)
 
 
 @stages

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from workbench.experiment.arranged import mesh
-from workbench.host.canonical import check_same, flattened, prime, scatter_back
+from workbench.host.canonical import Disagreement, check_same, flattened, prime, scatter_back
 from workbench.host.changing import Changing
-from workbench.host.checksum import checksum
+from workbench.host.checksum import MASK, checksum
 from workbench.host.layout import Layout
 from workbench.host.move import State, move
 from workbench.host.placement import Placement
@@ -129,11 +129,23 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     lies, comes = (_in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
     if layout.order[0].param.is_meta:  # one optimizer stands for those of all ranks, and stays as it is
         here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
-    everyone = range(rank.size)
-    given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, everyone, like)
+    before = await _summed(run, here, lies)
+    given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, range(rank.size), like)
+    if await _summed(run, given, comes) != before:
+        raise Disagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.order[0].param.is_meta:
         put(layout, run.optimizer, given, like)
     run.sharded(to)
+
+
+async def _summed(run: Changing, state: State, lies: Placement) -> int:
+    """The hash of what all ranks hold together, replicas counted once, by the first that has them."""
+    me, own = run.rank.id, 0
+    if not run.layout.order[0].param.is_meta:
+        mine = {name: slices for name, slices in lies.at(me).items()
+                if not any(lies.at(r).get(name) == slices for r in range(me))}  # fmt: skip
+        own = checksum({name: state[name] for name in mine}, mine)
+    return sum(await run.gather(own)) & MASK
 
 
 def kept_bytes(layout: Layout, optimizer: Any, buckets: Cut, rank: int, size: int) -> int:
