@@ -69,7 +69,7 @@ def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str
 
 
 def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
-    """One step of the optimizer on these elements alone, `shard.data` being their gradients; its bucket's are used up.
+    """One step of the optimizer on these elements alone; the gradients of their whole bucket are used up.
 
     Raises StrategyError where a shard is less than its bucket and the optimizer does not step each element by itself.
     """
@@ -82,12 +82,13 @@ def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
 
 @contextmanager
 def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
-    """Within it the parameters of `shard` are only its elements, its data their gradients, and no other has any.
+    """Within it the parameters of `shard` are only its elements, and no other has a gradient.
 
-    Afterwards the gradients of the shard's whole bucket are used up.
+    Their gradients are where they lie: in the bucket's vector, or what was kept of it when that was given back.
     """
-    whole = layout.params()[shard.index]
+    whole, bucket = layout.params()[shard.index], layout.buckets[shard.index]
     start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
+    grads = bucket.data[start:stop] if bucket.kept is None else bucket.kept
     inside = {id(place) for place in layout.groups[shard.index]}
     others = [(place.param, place.param.grad) for place in layout.order if id(place) not in inside]
     cut = []
@@ -100,7 +101,7 @@ def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
             shape = own.shape if all_of_it else (high - low,)
             cut.append((place.param, own))
             place.param.data = whole.data[low:high].view(shape)
-            place.param.grad = shard.data[low - start : high - start].view(shape)
+            place.param.grad = grads[low - start : high - start].view(shape)
     try:
         yield
     finally:

@@ -87,9 +87,9 @@ class Rank:
     def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None) -> Op:
         """One step of the optimizer with the gradients that are there; gradients are cleared after.
 
-        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters, with its data for
-        their gradients; those of the whole bucket are cleared after, and `clip` is the strategy's to heed. With `by`
-        that is called in the optimizer's place: a strategy's own step, which takes the time of any update.
+        With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters; the whole bucket's
+        gradients are cleared after, and `clip` is the strategy's to heed. With `by` that is called in the optimizer's
+        place: a strategy's own step, which takes the time of any update.
         """
         return Op("update", bucket, by)
 
