@@ -244,6 +244,13 @@ def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: 
     assert len(ends) == len(cuts) == 3 and min(cuts) > max(ends)
 
 
+def test_one_rank_alone_that_fails_beside_its_background_says_so_and_ends() -> None:
+    (session,) = live(experiment(1, 0, task=poisoned(0, 5), strategy=AsyncServer()))
+    ended([session])
+    assert session.error is not None and session.error["text"] == "a bad example"
+    assert all(wire._torn for wire in session.wires) and session.phase == "failed"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MisplacedUpdate(ShadowMA):
     """Asks in its background for what belongs in a step."""

@@ -146,7 +146,8 @@ FORMERLY: list[tuple[dict[str, Any], Strategy]] = [
     ({"LocalSGD": {"every": 4, "start": 7}}, PostLocalSGD(every=4, warmup=7)),
     ({"LocalSGD": {"start": 7, "group": 3, "group_every": 2}}, HierarchicalLocalSGD(warmup=7, group=3, group_every=2)),
     ({"AsyncServer": {"push": 2, "synchronous": False}}, AsyncServer(push=2)),
-    ({"AsyncServer": {"servers": 1, "weight": "staleness", "synchronous": True}}, SyncServer(servers=1, weight="sum")),
+    ({"AsyncServer": {"servers": 1, "weight": "staleness", "synchronous": True}},
+     SyncServer(servers=1, weight="staleness")),
     ({"OneBitAdam": {"freeze_step": 9, "scaled": False}}, OneBitAdam(warmup=9, scaled=False)),
 ]
 
@@ -161,10 +162,14 @@ def test_settings_that_were_recorded_earlier_mean_what_they_meant(recorded: dict
     ("was", "path", "value", "now"),
     [
         (LocalSGD(every=4), "strategy.start", 6, PostLocalSGD(every=4, warmup=6)),
-        (PostLocalSGD(warmup=6), "start", 0, LocalSGD()),
-        (LocalSGD(), "group", 2, HierarchicalLocalSGD(warmup=0, group=2)),
+        (PostLocalSGD(warmup=6), "start", 0, PostLocalSGD(warmup=0)),
+        (HierarchicalLocalSGD(group=4), "start", 5, HierarchicalLocalSGD(group=4, warmup=5)),
+        (LocalSGD(), "group", 2, HierarchicalLocalSGD(group=2)),
+        (LocalSGD(), "group_every", 4, HierarchicalLocalSGD(group=1, group_every=4)),
+        (HierarchicalLocalSGD(group=1, group_every=4), "group", 2, HierarchicalLocalSGD(group=2, group_every=4)),
         (AsyncServer(push=3), "strategy.synchronous", True, SyncServer(push=3)),
         (SyncServer(push=3), "synchronous", False, AsyncServer(push=3)),
+        (AsyncServer(weight="staleness"), "synchronous", True, SyncServer(weight="staleness")),
         (OneBitAdam(), "freeze_step", 3, OneBitAdam(warmup=3)),
     ],
 )
@@ -177,6 +182,12 @@ def test_a_change_that_was_recorded_earlier_means_what_it_meant(
 def test_a_knob_that_there_never_was_is_still_refused() -> None:
     with pytest.raises(KnobError, match="LocalSGD has no knob 'begin'"):
         from_plain({"LocalSGD": {"begin": 3, "start": 0}}, Strategy)
+    for today in ("LocalSGD", "PostLocalSGD", "HierarchicalLocalSGD", "SyncServer"):
+        with pytest.raises(KnobError, match=f"{today} has no knob 'typo'"):
+            from_plain({today: {"typo": 3}}, Strategy)
+    for strategy in (PostLocalSGD(warmup=0), HierarchicalLocalSGD(group=1)):
+        with pytest.raises(KnobError, match="density: no such knob here"):
+            Experiment(strategy=strategy).set("density", 0.1)
     with pytest.raises(KnobError, match=r"strategy\.begin: no such knob here"):
         Experiment(strategy=LocalSGD()).set("strategy.begin", 3)
     with pytest.raises(KnobError, match=r"PostLocalSGD\.warmup=-1: must be an integer"):

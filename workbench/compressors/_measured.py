@@ -34,6 +34,10 @@ class Measured:
         self._squares = {"sum": 0.0, "out": 0.0, "off": 0.0, "left": 0.0}
         self._owes = False
 
+    def __getattr__(self, name: str) -> Any:
+        """What it claims is what the compressor claims."""
+        return getattr(self.of, name)
+
     async def _unlooked(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         self.used = True
         own: Tensor | None = await self.of.reduce(rank, bucket, memory)

@@ -71,6 +71,8 @@ class Peers:
 
     def come(self, to: str, until: float) -> None:
         """Says that this rank has come so far, and waits for all others, up to a moment of `time.monotonic`."""
+        if self.store is None:  # one rank alone
+            return
         with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
             self.store.add(to, 1)
             while self.store.add(to, 0) < self.rank.size and time.monotonic() < until:

@@ -17,7 +17,7 @@ from workbench.host import handover, residual
 from workbench.host.changing import Changing
 from workbench.host.momentum import move_momentum
 from workbench.optimizers import carry
-from workbench.rank import Part
+from workbench.rank import MOMENTUM, Part
 from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate, rate
 
@@ -25,7 +25,7 @@ from workbench.tasks import at_rate, rate
 async def obey(run: Changing, change: Change) -> None:
     """Makes one change, on all ranks between the same two steps, or refuses it in words; the record says which."""
     try:
-        wanted = run.able(run.experiment.set(change.path, change.value))
+        wanted = _ready(run, run.able(run.experiment.set(change.path, change.value)))
     except KnobError as reason:
         if run.rank.id == 0:
             run.mark("refused", {**change.plain(), "reason": str(reason)})
@@ -33,6 +33,16 @@ async def obey(run: Changing, change: Change) -> None:
     await apply(run, wanted)
     if run.rank.id == 0:
         run.mark("change", {**change.plain(), "text": change.text})
+
+
+def _ready(run: Changing, wanted: Experiment) -> Experiment:
+    """`wanted`, or KnobError where it must wait for what a change before it has left to do."""
+    if wanted.strategy.shards and MOMENTUM in run.rank.memory.buffers:
+        raise KnobError(
+            f"strategy={type(wanted.strategy).__name__}: a compressor still hands the momentum back to the optimizer, "
+            f"which is to be shared out; switch one step later"
+        )
+    return wanted
 
 
 async def apply(run: Changing, wanted: Experiment) -> None:
@@ -45,7 +55,10 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     note_idle(run, was)
     run.rate.change(was, wanted, run.rank.step)
     if wanted.optimizer != was.optimizer:
+        shards = handover.cut(run, was.strategy)
+        await handover.reshard(run, shards, None)  # one may be made with state that is whole
         _renew(run, wanted)
+        await handover.reshard(run, None, shards)
     run.rate.follow(run)
     if wanted.batch != was.batch:
         run.restart_data()

@@ -121,8 +121,9 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     if was == to:
         return
     rank, layout = run.rank, run.layout
-    like = likes(layout, run.optimizer)
-    here = slots(layout, run.optimizer)
+    some = {place.name for place in layout.order if place.numel}
+    like, here = ({name: x for name, x in each(layout, run.optimizer).items() if name.partition("/")[2] in some}
+                  for each in (likes, slots))  # fmt: skip
     kept = await _kept(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
@@ -160,11 +161,8 @@ async def _kept(run: Changing, like: State, here: State) -> list[str]:
     if not like:
         return []
     has = torch.tensor([name in here for name in like], dtype=torch.int32)
-    if run.layout.order[0].param.is_meta:
-        await run.rank.all_reduce(has.to("meta"), "max", "slots")
-    else:
-        await run.rank.all_reduce(has, "max", "slots")
-    return [name for name, there in zip(like, has.tolist(), strict=True) if there]
+    told = await run.rank.all_reduce(has.to(run.layout.order[0].param.device), "max", "slots")
+    return [name for name, there in zip(like, (has if told.is_meta else told).tolist(), strict=True) if there]
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
@@ -178,7 +176,7 @@ def _in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool],
         return Placement.whole(counts, ranks)
     params = Placement({}, {})
     for parts in buckets:
-        params |= Placement.whole({p.name: numel[p.name] for p in parts}, [0]).dealt({0: ranks})
+        params |= Placement.whole({p.name: numel[p.name] for p in parts if p.stop > p.start}, [0]).dealt({0: ranks})
     one = (Slice(0, 1),)
     held = {r: {name: one if whole else params.at(r)[of[name]] for name, whole in kept if of[name] in params.at(r)}
             for r in ranks}  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -49,6 +50,7 @@ class Layout:
         self.order = [Place(n, p) for n, p in reversed(named)]
         self.weights: list[Tensor] = []
         self.roomy = False  # is there room for gradients that are to be exchanged?
+        self.gives_back = False  # do buckets give that back once they are summed?
         self._place()
 
     def reorder(self, names: Iterable[str]) -> None:
@@ -81,6 +83,7 @@ class Layout:
             at[dtype] = offset + whole.numel()
             self._slices.append(Bucket(index, whole, parts, offset))
             self.buckets.append(Bucket(index, self._stand_in(group), parts, offset))
+            self.buckets[-1].let_go = partial(self._give_back, index)
         self.weights = [bucket.data for bucket in self._slices]
 
     def lie_in(self, weights: list[Tensor]) -> None:
@@ -103,16 +106,31 @@ class Layout:
         if self.roomy:
             return
         self.roomy = True
-        for group, bucket in zip(self.groups, self.buckets, strict=True):
-            if len(group) == 1:
-                continue
-            bucket.data = torch.zeros(_numel(group), dtype=_dtype(group), device=group[0].param.device)
-            for place, part in zip(group, bucket.parts, strict=True):
-                place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
+        for bucket in self.buckets:
+            if len(bucket.parts) > 1:
+                self._room(bucket.index)
+
+    def _room(self, index: int) -> None:
+        """The gradients of this bucket have a vector."""
+        group, bucket = self.groups[index], self.buckets[index]
+        bucket.data = torch.zeros(_numel(group), dtype=_dtype(group), device=group[0].param.device)
+        for place, part in zip(group, bucket.parts, strict=True):
+            place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
+
+    def _give_back(self, index: int) -> None:
+        """Holds the gradients of this bucket no longer. Whoever still reads them, as a stream may, holds them itself.
+
+        Their memory is not taken away by force: autograd may have lent the same to another gradient.
+        """
+        self.gives_back = True
+        group = self.groups[index]
+        for place in group:
+            place.param.grad = None
+        self.buckets[index].data = self._stand_in(group)
 
     def clear(self) -> None:
         """Between steps: no bucket keeps room for gradients, as where they are not exchanged."""
-        self.roomy = False
+        self.roomy = self.gives_back = False
         for group, bucket in zip(self.groups, self.buckets, strict=True):
             bucket.data = self._stand_in(group)
 
@@ -124,7 +142,9 @@ class Layout:
             place.param.grad = grad = grad.contiguous()
             self.buckets[place.bucket].data = grad.view(-1)
         else:
-            home = _roomed(cast(Tensor, place.grad), self.buckets[place.bucket])
+            if place.grad is None:
+                self._room(place.bucket)
+            home = cast(Tensor, place.grad)
             home.copy_(grad)
             place.param.grad = home
 
@@ -132,7 +152,9 @@ class Layout:
         """Bucket `index`, whose gradients have all come: the small ones are copied now, in one call."""
         small = [p for p in self.groups[index] if p.small]
         if small:
-            homes = cast(list[Tensor], [_roomed(cast(Tensor, p.grad), self.buckets[index]) for p in small])
+            if small[0].grad is None:
+                self._room(index)
+            homes = cast(list[Tensor], [p.grad for p in small])
             grads = cast(list[Tensor], [p.param.grad for p in small])
             torch._foreach_copy_(homes, [g.to_dense() if g.is_sparse else g for g in grads])
             for place in small:
@@ -194,14 +216,6 @@ def grouped(order: list[Place], limit: float) -> list[list[Place]]:
             closed.append(open_.pop(dtype))
             filled[dtype] = 0
     return closed + list(open_.values())
-
-
-def _roomed(home: Tensor, bucket: Bucket) -> Tensor:
-    """`home`, a piece of the bucket's vector, for which there is room again if that was given back."""
-    storage = home.untyped_storage()
-    if not storage.nbytes() and not home.is_meta:
-        storage.resize_(bucket.data.numel() * bucket.data.element_size())
-    return home
 
 
 def _parts(group: list[Place]) -> Iterator[Part]:

@@ -50,6 +50,8 @@ class Life(ABC):
 
     async def live(self) -> None:
         """From the first evaluation to the last step."""
+        strategy = self.experiment.strategy
+        await handover.reshard(self, None, handover.cut(self, strategy))  # type: ignore[arg-type]
         await self.evaluate(together=True)
         self.say("running")
         self.ledger.stir()

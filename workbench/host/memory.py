@@ -153,7 +153,7 @@ class Passing:
         self.most = 0
 
     def __enter__(self) -> Passing:
-        self._counts = any(not bucket.data.untyped_storage().nbytes() for bucket in self._layout.buckets)
+        self._counts = self._layout.gives_back
         self._before = nbytes(gradients(self._layout)) if self._counts else 0
         for place in self._layout.order:
             hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))

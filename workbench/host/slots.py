@@ -6,7 +6,6 @@ parameter is (see `workbench.optimizers.elementwise`); step counters and the lik
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +44,8 @@ def likes(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
 def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
     small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
     small.grad = torch.zeros_like(small)
-    other = copy.copy(optimizer)
+    other = object.__new__(type(optimizer))  # a copy by torch's own rules leaves out what a class of one's own adds
+    other.__dict__.update(optimizer.__dict__)
     other.state = defaultdict(dict)
     other.param_groups = [{**optimizer.param_groups[number], "params": [small]}]
     other.step()

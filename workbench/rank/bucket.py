@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Generator, Tensor, dtype
 
 MOMENTUM = "momentum"  # the buffer of a compressor's Memory for the optimizer's momentum, where it keeps that itself
@@ -25,10 +27,11 @@ class Bucket:
     `data` is 1-D and contiguous; `offset` is where it begins in the model's flat vector. State that belongs
     to it is kept in a `Memory`, by place in the model, so it survives a change of bucket size.
 
-    kept: of a bucket of gradients that gave its memory back, what is left of them; else None
+    kept:   of a bucket of gradients that gave its memory back, what is left of them; else None
+    let_go: of a bucket of gradients, what makes its layout hold them no longer; else None
     """
 
-    __slots__ = ("data", "index", "kept", "name", "offset", "parts")
+    __slots__ = ("data", "index", "kept", "let_go", "name", "offset", "parts")
 
     def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
         self.index = index
@@ -37,6 +40,7 @@ class Bucket:
         self.parts = parts
         self.offset = offset
         self.kept: Tensor | None = None
+        self.let_go: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -51,13 +55,10 @@ class Bucket:
         return Bucket(self.index, self.data[start:stop], parts, self.offset + start)
 
     def give_back(self, kept: Tensor) -> None:
-        """The memory of its data is free again: of these gradients only `kept`, which lies elsewhere, is left.
-
-        Whoever puts gradients into it next makes room before; until then nobody may look.
-        """
+        """Of these gradients only `kept`, which lies elsewhere, is left; its layout makes room for the next ones."""
         self.kept = kept
-        if not self.data.is_meta:
-            self.data.untyped_storage().resize_(0)
+        if self.let_go is not None:
+            self.let_go()
 
     def like(self, data: Tensor) -> Bucket:
         """The same place in the model holding other data of the same length."""

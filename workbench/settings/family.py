@@ -15,6 +15,7 @@ class Family(ABC):
 
     __family__: ClassVar[bool] = True
     home: ClassVar[str] = ""
+    old: ClassVar[tuple[str, ...]] = ()  # knobs that it had in an earlier version; see `formerly`
     renamed: ClassVar[dict[str, str]] = {}  # what a member overrode by these names has other names today
 
     def __init_subclass__(cls, **rest: object) -> None:
@@ -35,7 +36,7 @@ class Family(ABC):
 
     @classmethod
     def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Settings with names that are no longer knobs -> the member that they are today, by name, and its settings."""
+        """Settings with names that were knobs, as `old` has them -> today's member, by name, and its settings."""
         return cls.__name__, settings
 
 

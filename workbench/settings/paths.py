@@ -56,13 +56,11 @@ def _formerly(thing: Any, path: str, value: Any) -> Any:
     *holder, name = path.split(".")
     for full, k in walk(thing):
         held: Any = k.default
-        if not k.family or not hasattr(held, "formerly") or not _subsequence(holder or [full], full.split(".")):
+        if name not in getattr(held, "old", ()) or not _subsequence(holder or [full], full.split(".")):
             continue
         ((_, settings),) = to_plain(held).items()
-        asked = {**settings, name: value}
-        now, rest = held.formerly(asked)
-        if rest != asked:
-            return _put(thing, full.split("."), checked(from_plain({now: rest}, k.kind, full), full))
+        now, rest = held.formerly({**settings, name: value})
+        return _put(thing, full.split("."), checked(from_plain({now: rest}, k.kind, full), full))
     return None
 
 

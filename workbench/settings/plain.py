@@ -40,14 +40,14 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
     own = [f.name for f in fields(member) if f.init]
     if not isinstance(settings, dict):
         raise KnobError(f"{path or name}={plain!r}: must be one name with its settings, such as {{{name!r}: {{}}}}")
-    if set(settings) - set(own) and hasattr(member, "formerly"):  # it may have been written by an earlier version
+    if (unknown := set(settings) - set(own)) and unknown <= set(getattr(member, "old", ())):  # an earlier version's
         name, settings = member.formerly(settings)
         member = find(base, name)
         types, own = field_types(member), [f.name for f in fields(member) if f.init]
-    if unknown := sorted(map(str, set(settings) - set(own))):
-        near = difflib.get_close_matches(unknown[0], own, n=1)
+    if others := sorted(map(str, set(settings) - set(own))):
+        near = difflib.get_close_matches(others[0], own, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'none'}"
-        raise KnobError(f"{path or name}: {name} has no knob {unknown[0]!r}; {hint}")
+        raise KnobError(f"{path or name}: {name} has no knob {others[0]!r}; {hint}")
     return member(**{k: _field_from_plain(v, types[k], f"{path}.{k}") for k, v in settings.items()})
 
 

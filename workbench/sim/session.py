@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
-from workbench.host import changes, handover, meeting, residual
+from workbench.host import changes, meeting, residual
 from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Counted, Ledger
 from workbench.host.measuring import Measuring
@@ -64,7 +64,6 @@ class Session(Turnable):
         self.mark_buckets()
         changes.note_idle(self)
         self.enter(None, self.experiment)
-        self.sharded(handover.cut(self, self.experiment.strategy))
         await super().live()
 
     @property

@@ -69,10 +69,13 @@ async def shortened(rank: Rank, shards: list[Bucket], longest: float) -> None:
     """Scales these gradients down to `longest` where all ranks' together are longer: one number is added up."""
     squares = torch.stack([_square(shard.data) for shard in shards]).sum().view(1)
     await rank.all_reduce(squares, "sum", "norm")
-    norm = math.sqrt(float(values_of(squares, otherwise=0.0)))
+    if (total := float(values_of(squares, otherwise=-1.0))) < 0:  # sizes only: there is no norm
+        return
+    norm = math.sqrt(total)
     await rank.sample("grad_norm", norm)
-    for shard in shards:
-        _scale(shard.data, min(1.0, longest / (norm + 1e-6)))
+    factor = longest / (norm + 1e-6)
+    for shard in [] if factor >= 1.0 else shards:  # one that is no number makes all gradients so, as in torch
+        shard.data.mul_(factor)
 
 
 @outlined(lambda into, x: None)
@@ -80,11 +83,6 @@ def _fill(into: Tensor, x: Tensor) -> None:
     into.copy_(x)
 
 
-@outlined(lambda x: x.new_empty((), dtype=torch.float32))
+@outlined(lambda x: x.new_empty((), dtype=torch.float64))
 def _square(x: Tensor) -> Tensor:
-    return x.float().square().sum()
-
-
-@outlined(lambda x, factor: None)
-def _scale(x: Tensor, factor: float) -> None:
-    x.mul_(factor)
+    return (x if x.dtype == torch.float64 else x.float()).square().sum().double()

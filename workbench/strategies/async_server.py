@@ -64,10 +64,11 @@ class AsyncServer(Strategy):
     exchanges: ClassVar[str] = "displacements"
     in_flight: ClassVar[bool] = True
     waits: ClassVar[bool] = False  # does the server answer only when every trainer has asked?
+    old: ClassVar[tuple[str, ...]] = ("synchronous",)
 
     @classmethod
     def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return async_server(settings)
+        return async_server(cls.__name__, settings)
 
     def trains(self, index: int, size: int) -> bool:
         return index < size - self.servers

@@ -10,7 +10,7 @@ from workbench.rank import Bucket, Memory, Op, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
-from workbench.strategies._former import local_sgd
+from workbench.strategies._former import LOCAL_SGD, local_sgd
 from workbench.strategies._slots import MOMENTUM, combine_slots
 
 
@@ -49,10 +49,11 @@ class LocalSGD(Strategy):
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
+    old: ClassVar[tuple[str, ...]] = LOCAL_SGD
 
     @classmethod
     def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return local_sgd(settings)
+        return local_sgd(cls.__name__, settings)
 
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
         return LocalState(params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from workbench.settings import knob
 from workbench.strategies._former import one_bit_adam
@@ -46,9 +46,11 @@ class OneBitAdam(MomentExchange):
     scaled: bool = knob(True, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
     warmup: int = knob(100, 1, 10**6, unit="steps", log=True, doc="steps of Adam before v is frozen")
 
+    old: ClassVar[tuple[str, ...]] = ("freeze_step",)
+
     @classmethod
     def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        return one_bit_adam(settings)
+        return one_bit_adam(cls.__name__, settings)
 
     @property
     def warm_steps(self) -> int:

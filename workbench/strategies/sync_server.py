@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from workbench.settings import knob
 from workbench.strategies.async_server import AsyncServer
 
 
@@ -30,8 +29,6 @@ class SyncServer(AsyncServer):
     https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu; the comparison with stale pushes:
     Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981
     """
-
-    weight: str = knob("mean", choices=("mean", "sum"), doc="weight of a push: 1/p or 1")
 
     waits: ClassVar[bool] = True
 
