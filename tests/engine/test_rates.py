@@ -47,7 +47,7 @@ def test_the_table_gives_the_links_rate_however_long_ranks_wait_for_a_late_one()
 def test_drift_is_told_with_how_far_into_a_round_it_was_taken() -> None:
     wanted = paced(2, 21, 1.0, 0.0, task=stack(2, 20), strategy=LocalSGD(every=4), eval_every=6)
     patch = Drift().update(recorded(run(wanted, within=120)))
-    assert patch.layout["xaxis.title.text"] == "step<br>points: 0 or 2 of 4 steps after a meeting"
+    assert patch.layout["xaxis.title.text"] == "step<br>points: step 0 or 2 of every 4"
     assert patch.append[2]["x"].tolist() == [6, 12, 18]
 
 
