@@ -22,6 +22,7 @@ from tests.ranks import experiment, live, mse, toy
 from tests.waiting import until
 from workbench.engine.session import Session
 from workbench.host.canonical import state_hash
+from workbench.optimizers import AdamW
 from workbench.settings import Change
 from workbench.tasks import Task
 
@@ -65,6 +66,19 @@ def test_one_rank_runs_over_nccl() -> None:
 def test_ranks_agree_over_nccl_through_live_switches() -> None:
     sessions = on_gpu(2, "nccl", *TURNS)
     assert len({state_hash(s.layout) for s in sessions}) == 1
+
+
+SHARED_OUT = (Change(3, "strategy", "ZeRO2"), Change(6, "bucket_mb", 1.0), Change(9, "strategy", "ZeRO1"))
+
+
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("nccl", marks=two_gpus)])
+def test_what_is_shared_out_trains_as_ddp_does(kind: str) -> None:
+    """A bucket's memory is given back while the lane's stream may still read it: what it holds must be safe."""
+    e = {"task": toy(model=Deep), "steps": 14, "bucket_mb": 16.0, "optimizer": AdamW()}
+    ours, plain = on_gpu(2, kind, *SHARED_OUT, Change(12, "strategy", "DDP"), **e), on_gpu(2, kind, **e)
+    for one, other in zip(ours, plain, strict=True):
+        for x, y in zip(one.model.parameters(), other.model.parameters(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 def late(seconds: float) -> Any:
@@ -137,6 +151,9 @@ class Deep(nn.Module):
         super().__init__()
         middle = [nn.Linear(2048, 2048) for _ in range(16)]
         self.layers = nn.ModuleList([nn.Linear(8, 2048), *middle, nn.Linear(2048, 4)])
+        rng = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
+        for p in self.parameters():
+            p.data.normal_(0.0, 0.02, generator=rng)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers[:-1]:
