@@ -117,5 +117,5 @@ def test_ranks_whose_optimizers_remember_unlike_things_do_not_go_on(monkeypatch:
     monkeypatch.setattr(handover, "spread", spoiled)
     sessions = live(experiment(3, 8, task=toy(ADAM)), (Change(4, "strategy", "LocalSGD"),))
     ended(sessions)
-    said = {s.error["text"] for s in sessions if s.error}
+    said = {s.error["text"] for s in sessions if s.error and not s.error["consequence"]}  # not of a lost peer
     assert said == {"after the switch the optimizer's slots of rank 1 differ from rank 0's"}
