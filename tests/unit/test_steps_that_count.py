@@ -12,6 +12,7 @@ from tests.ranks import experiment, live, run
 from tests.sim.virtual import rows
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
+from workbench.fabric import Slow
 from workbench.rank import Rank
 from workbench.settings import Change
 from workbench.strategies import AsyncServer, Strategy, SyncServer
@@ -69,3 +70,13 @@ def test_a_server_makes_no_step_though_it_comes_to_every_change(strategy: Strate
     simulated = simulate(e.set("pace", 5.0), changes=changes)
     assert [len(rows(simulated, "step", r)) for r in range(4)] == [20, 20, 20, 0]
     assert len(simulated.changes) == 2
+
+
+def test_a_rank_that_has_made_its_steps_makes_no_more_when_it_comes_to_a_change() -> None:
+    """Where ranks go apart the others may be done long before the slowest comes to the change's step."""
+    slow = (Slow(rank=0, factor=8.0),)
+    e = experiment(4, 20, strategy=AsyncServer(servers=1), pace=5.0).set("faults", slow)
+    changes = [Change(6, "lr", 0.01), Change(12, "bucket_mb", 0.03)]
+    simulated = simulate(e, changes=changes)
+    assert [len(rows(simulated, "step", r)) for r in range(4)] == [20, 20, 20, 0] and len(simulated.changes) == 2
+    assert [sum(r[1] == "step" for r in s.record) for s in run(e, *changes)] == [20, 20, 20, 0]

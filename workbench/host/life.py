@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.host import changes, handover, residual
+from workbench.host import changes, handover, meeting, residual
 from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
@@ -58,7 +58,7 @@ class Life(ABC):
         self.go_on()
         while not await self.over():
             before = self.rank.step
-            if self.rank.role == "trainer":  # a server comes here for changes only
+            if not meeting.idle(self.experiment, self.rank):  # such a one came here for changes only
                 await self.step()
             if self.experiment.evaluates(before, self.rank.step):
                 await self.evaluate(together=self.experiment.strategy.lockstep)
