@@ -131,7 +131,7 @@ def named(lab: Lab, rank: int) -> str:
 
 
 def test_a_frozen_rank_is_named_and_its_freeze_is_on_the_record(lab: Lab, files: tuple[Path, Path]) -> None:
-    run = running(lab, Experiment(task=task(*files)))
+    run = running(lab, Experiment(task=task(*files), eval_every=0))  # else some may wait in an evaluation
     pid = lab.status[2]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
