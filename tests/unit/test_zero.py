@@ -22,7 +22,7 @@ from workbench.host import handover
 from workbench.host.memory import nbytes, optimizer_state
 from workbench.host.slots import slots
 from workbench.optimizers import LARS, SGD, Adam, AdamW
-from workbench.rank import Rank
+from workbench.rank import Rank, StrategyError
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy, ZeRO1, ZeRO2
 from workbench.tasks import ByteGPT
@@ -75,6 +75,44 @@ def test_after_twenty_steps_it_is_to_the_bit_what_adding_up_in_order_gives(
     found = run(experiment(ranks, 20, strategy=stage, optimizer=optimizer, bucket_mb=LAYERS))
     for want in (trained(ranks, 20, strategy=s, optimizer=optimizer, bucket_mb=LAYERS)[1] for s in (DDP(), stage)):
         assert all(torch.equal(weights(s), x) for s, x in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [8, 17, 40])
+def test_many_ranks_add_up_in_order_too(ranks: int) -> None:
+    """A sum over rows is taken in another order from eight on."""
+    (ours, *_), (plain, *_) = (trained(ranks, 4, strategy=s, optimizer=AdamW(), bucket_mb=LAYERS)[1]
+                               for s in (ZeRO1(), DDP()))  # fmt: skip
+    assert torch.equal(ours, plain)
+
+
+def test_a_rank_updates_its_share_and_the_rest_of_a_step_is_as_long() -> None:
+    for ranks in (2, 4):
+        spans = simulate(experiment(ranks, 6, strategy=ZeRO1(), pace=40.0, bucket_mb=LAYERS)).spans
+        last = spans[(spans["rank"] == 0) & (spans.step == 5)]
+        took = last[last.name == "update"].t1.sum() - last[last.name == "update"].t0.sum()
+        assert took == pytest.approx(0.1 * 0.040 / ranks, rel=0.01)
+        whole = last[last.lane == "step"]
+        assert (whole.t1 - whole.t0).item() == pytest.approx(0.036 + took, rel=0.01)
+
+
+class ByBuckets(DDP):
+    """DDP that updates bucket by bucket and says nothing of clipping."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        async for bucket in rank.backward(1 / rank.size):
+            await rank.wait(await rank.start(rank.compressor.reduce(rank, bucket, rank.memory), name=bucket.name))
+        for bucket in await rank.params():
+            await rank.update(bucket)
+
+
+def test_whole_buckets_may_be_updated_one_by_one_but_not_clipped_so() -> None:
+    e = experiment(2, 8, strategy=ByBuckets(), bucket_mb=LAYERS)
+    for ours, plain in zip(run(e), run(e.set("strategy", DDP())), strict=True):
+        assert torch.equal(weights(ours), weights(plain))
+    for clipped in (e.set("clip", 0.1), e.set("clip", 0.1).set("pace", 5.0)):
+        with pytest.raises((AssertionError, StrategyError), match="one bucket's gradients have no global norm"):
+            run(clipped) if not clipped.pace else simulate(clipped, real=True)
 
 
 @stages

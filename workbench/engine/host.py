@@ -55,6 +55,7 @@ class Host(StepEnd):
         self.batches: Callable[[], Any] = lambda: None
         self.before_update: Callable[[], None] = lambda: None
         self.clip: Callable[[], float] = lambda: 0.0  # the longest that the gradient may be; 0: any
+        self.steppable: Callable[[Bucket], None] = lambda bucket: None  # raises where it may not be stepped by itself
         self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
         self.met = False  # did all ranks meet in this step?
         self.ledger: Any = None  # its session's
@@ -211,6 +212,7 @@ class Host(StepEnd):
             self._update_all(by)
         else:
             self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)
+            self.steppable(bucket)
             with self.alone:
                 step_shard(self.layout, self.optimizer, bucket)
         self.paced(1.0)

@@ -32,6 +32,7 @@ from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
+from workbench.host.slots import require_steppable
 from workbench.optimizers import built
 from workbench.rank import StrategyError
 from workbench.settings import KnobError
@@ -123,6 +124,7 @@ class Parts(Life):
         self.host.still_well = lambda: self.meeting.check()
         self.host.batches = self.batches.next
         self.host.clip = lambda: self.experiment.clip
+        self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
         self.host.ledger = self.ledger
 
     def _allocator(self) -> dict[str, int]:

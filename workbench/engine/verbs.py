@@ -10,6 +10,7 @@ from torch import Tensor
 from workbench.engine.collectives import Wire
 from workbench.engine.device import Chip
 from workbench.fabric import Load, even, uneven
+from workbench.host.canonical import added_up
 from workbench.rank import Op
 
 
@@ -68,7 +69,7 @@ class Verbs:
             case "all_to_all":
                 return hold.view(like.dtype).view(like.shape)
             case "reduce_scatter":
-                return hold.view(like.dtype).view(wire.size, -1).sum(0)
+                return added_up(hold.view(like.dtype).view(wire.size, -1))
             case "all_reduce" if op.args[1] == "mean":
                 return hold.div_(wire.size)
         return hold

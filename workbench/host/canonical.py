@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from workbench.host.checksum import checksum
 from workbench.host.layout import Layout
-from workbench.optimizers import elementwise
-from workbench.rank import StrategyError
 
 
 class Disagreement(RuntimeError):
@@ -53,13 +51,14 @@ def prime(layout: Layout, optimizer: Any) -> None:
         group["lr"] = rate
 
 
-def require_elementwise(optimizer: Any) -> None:
-    """Refuses in words to step part of a tensor where one element's step depends on others'."""
-    if not elementwise(optimizer):
-        raise StrategyError(
-            f"update of part of a tensor: {type(optimizer).__name__} is not known to step each element by itself; take "
-            f"SGD, Adam or AdamW, let the class of your own say `elementwise = True`, or update whole buckets"
-        )
+def added_up(rows: Tensor) -> Tensor:
+    """(p, n) -> (n,): the sum of the ranks' rows in the order of the ranks, so that all who add them get the same bits;
+    `rows.sum(0)` takes another order from eight rows on.
+    """
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def clipped(layout: Layout, longest: float) -> float:

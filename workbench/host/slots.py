@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.host.canonical import require_elementwise
+from workbench.experiment import Experiment
 from workbench.host.layout import Layout, Place
-from workbench.rank import Bucket
+from workbench.optimizers import elementwise
+from workbench.rank import Bucket, StrategyError
 
 
 def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
@@ -68,13 +69,19 @@ def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str
             optimizer.state[place.param][slot] = x.view(shape) if x.dim() and x.numel() == place.numel else x
 
 
-def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
-    """One step of the optimizer on these elements alone; the gradients of their whole bucket are used up.
+def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experiment) -> None:
+    """Refuses in words to step a bucket, or a shard of one, by itself where that would not be what was asked for."""
+    if e.clip and not e.strategy.shards:  # those that share out shorten what they have added up
+        raise StrategyError("one bucket's gradients have no global norm: take clip=0, or `rank.update()` whole")
+    if shard.data.numel() < layout.buckets[shard.index].data.numel() and not elementwise(optimizer):
+        raise StrategyError(
+            f"update of part of a tensor: {type(optimizer).__name__} is not known to step each element by itself; take "
+            f"SGD, Adam or AdamW, let the class of your own say `elementwise = True`, or update whole buckets"
+        )
 
-    Raises StrategyError where a shard is less than its bucket and the optimizer does not step each element by itself.
-    """
-    if shard.data.numel() < layout.buckets[shard.index].data.numel():
-        require_elementwise(optimizer)
+
+def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
+    """One step of the optimizer on these elements alone; the gradients of their whole bucket are used up."""
     with _seen(layout, shard):
         optimizer.step()
     layout.let_go(shard.index)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.fabric import Load, even, uneven
+from workbench.host.canonical import added_up
 from workbench.rank import Op, StrategyError, collective
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Collective:
                 return [rows[r].reshape(x.shape).clone() for r in range(p)]
             case "reduce_scatter":
                 rows = torch.stack([x.reshape(p, -1) for x in xs], 1)
-                return [rows[r].sum(0) for r in range(p)]
+                return [added_up(rows[r]) for r in range(p)]
         raise AssertionError(verb)
 
     def _mismatch(self, fiber: Fiber, op: Op) -> Mismatch:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from workbench.experiment import Experiment
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
-from workbench.host.canonical import optimizer_tensors, require_elementwise
+from workbench.host.canonical import optimizer_tensors
+from workbench.host.slots import require_steppable
 from workbench.rank import Handle, Op, Rank, StrategyError
 from workbench.sim.collective import Collective
 from workbench.sim.fiber import END, PARK, Child, CodedChild, Fiber, Lane
@@ -101,8 +102,8 @@ class Host:
         bucket, by = op.args
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
-        if bucket is not None and bucket.nbytes < self.body.cut.buckets[bucket.index].nbytes:
-            require_elementwise(self.body.optimizer)
+        if bucket is not None:
+            require_steppable(self.body.layout, self.body.optimizer, bucket, self.experiment)
         norm = self.body.update(bucket, self.experiment.clip, by)
         if norm is not None:
             self.note("grad_norm", norm)
