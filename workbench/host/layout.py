@@ -83,7 +83,7 @@ class Layout:
             at[dtype] = offset + whole.numel()
             self._slices.append(Bucket(index, whole, parts, offset))
             self.buckets.append(Bucket(index, self._stand_in(group), parts, offset))
-            self.buckets[-1].let_go = partial(self._give_back, index)
+            self.buckets[-1].forget = partial(self._give_back, index)
         self.weights = [bucket.data for bucket in self._slices]
 
     def lie_in(self, weights: list[Tensor]) -> None:

@@ -28,10 +28,10 @@ class Bucket:
     to it is kept in a `Memory`, by place in the model, so it survives a change of bucket size.
 
     kept:   of a bucket of gradients that gave its memory back, what is left of them; else None
-    let_go: of a bucket of gradients, what makes its layout hold them no longer; else None
+    forget: of a bucket of gradients, what makes its layout hold them no longer; else None
     """
 
-    __slots__ = ("data", "index", "kept", "let_go", "name", "offset", "parts")
+    __slots__ = ("data", "forget", "index", "kept", "name", "offset", "parts")
 
     def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
         self.index = index
@@ -40,7 +40,7 @@ class Bucket:
         self.parts = parts
         self.offset = offset
         self.kept: Tensor | None = None
-        self.let_go: Callable[[], None] | None = None
+        self.forget: Callable[[], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -57,8 +57,8 @@ class Bucket:
     def give_back(self, kept: Tensor) -> None:
         """Of these gradients only `kept`, which lies elsewhere, is left; its layout makes room for the next ones."""
         self.kept = kept
-        if self.let_go is not None:
-            self.let_go()
+        if self.forget is not None:
+            self.forget()
 
     def like(self, data: Tensor) -> Bucket:
         """The same place in the model holding other data of the same length."""
