@@ -23,7 +23,8 @@ ELEMENTWISE = (
 def elementwise(optimizer: Any) -> bool:
     """Does `optimizer` step each element by itself? If so its state can be cut anywhere, as ZeRO wants.
 
-    One of your own says so by an attribute `elementwise = True` of its class; LARS and LAMB, which look at the norm of
+    One of your own says so by an attribute `elementwise = True` of its class; what it remembers is then tensors, of the
+    parameter's shape or of one number; LARS and LAMB, which look at the norm of
     a whole tensor, cannot.
     """
     return type(optimizer) in ELEMENTWISE or bool(getattr(type(optimizer), "elementwise", False))

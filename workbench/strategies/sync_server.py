@@ -23,7 +23,7 @@ class SyncServer(AsyncServer):
     at each rank.
 
     When to use it: to see what the all-reduce has replaced, and what BackupWorkers and BoundedStaleness then mend. More
-    servers share the load: `servers` = p with p trainers are as fast as the all-reduce, with twice the ranks.
+    servers share the load; pushes begin when the step has been made, so none of it hides behind backward.
 
     Reference: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
     https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu; the comparison with stale pushes:

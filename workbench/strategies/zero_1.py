@@ -25,9 +25,10 @@ class ZeRO1(Strategy):
     ranks, so the shards make together what one process would, to the bit. With clip, one number more is added up.
     Of what crosses at most `outstanding` buckets are under way, for each takes memory while it is.
 
-    When to use it: always when the optimizer remembers much; nothing is lost but that the update waits for the last
-    bucket's sum, and the next step for the last bucket's parameters. Optimizers that look at a tensor as a whole (LARS,
-    LAMB) are refused, and a compressor acts on the gradients, never on the parameters.
+    When to use it: the optimizer remembers much. A rank also updates 1/p of the model only; but the all-gather comes
+    after the update, so half of the bytes hide behind nothing, where DDP's all hide behind backward as far as they can.
+    Optimizers that look at a tensor as a whole (LARS, LAMB) are refused, and a compressor acts on the gradients, never
+    on the parameters.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
     https://arxiv.org/abs/1910.02054, section 5.1
