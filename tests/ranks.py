@@ -21,6 +21,7 @@ from torch import nn
 from workbench.compressors import Compressor
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
+from workbench.host import absent
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, knobs, members
 from workbench.strategies import Strategy
@@ -92,7 +93,23 @@ def run(experiment: Experiment, *changes: Change, within: float = 120.0) -> list
             raise AssertionError(f"rank {s.rank.index} hangs: {s.status()}")
     for s in sessions:
         assert s.error is None, s.error["traceback"]
+    assemble(sessions)
     return sessions
+
+
+def assemble(sessions: list[Session]) -> None:
+    """Where a run has left parameters in shards each session gets those of all, as its ranks do before they read."""
+    if not sessions[0].training.reading.sharded:
+        return
+    shards = [[(begin, own) for begin, own in zip(s.layout.begins, s.layout.weights, strict=True)] for s in sessions]
+    for s in sessions:
+        for bucket in s.layout.params():
+            whole = shards[0][bucket.index][1].new_empty(bucket.data.numel())
+            for begin, own in (rank[bucket.index] for rank in shards):
+                whole[begin : begin + own.numel()] = own
+            s.layout.hold(bucket.like(whole))
+        for place in s.layout.order:
+            absent.come(place.param)
 
 
 def ended(sessions: list[Session], within: float = 60.0) -> None:

@@ -79,6 +79,8 @@ from workbench.strategies.easgd import EASGD as EASGD
 from workbench.strategies.gossip import Gossip as Gossip
 from workbench.strategies.hierarchical_local_sgd import HierarchicalLocalSGD as HierarchicalLocalSGD
 from workbench.strategies.hogwild import Hogwild as Hogwild
+from workbench.strategies.hpz import HpZ as HpZ
+from workbench.strategies.hsdp import HSDP as HSDP
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.low_precision_decentralized import LowPrecisionDecentralized as LowPrecisionDecentralized
 from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
@@ -93,6 +95,7 @@ from workbench.strategies.sync_server import SyncServer as SyncServer
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 from workbench.strategies.zero_1 import ZeRO1 as ZeRO1
 from workbench.strategies.zero_2 import ZeRO2 as ZeRO2
+from workbench.strategies.zero_3 import ZeRO3 as ZeRO3
 from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
 from workbench.tasks.click_through import ClickThrough as ClickThrough
 from workbench.tasks.criteo_tsv import CriteoTSV as CriteoTSV

@@ -1,9 +1,10 @@
-"""Engine DDP against torch's own DistributedDataParallel at its best, in alternating blocks of one run.
+"""Our strategies against torch's own at their best, in alternating blocks of one run: DDP and ZeRO3 (`fully_shard`).
 
-Each rank is a process that holds both: our session (recording on) and torch's DDP in a plain loop. Blocks of a
-few steps alternate ours, torch, torch, ...; the second torch block of each round is the A/A control.
+Each rank is a process that holds both: our session (recording on) and torch's in a plain loop. Blocks of a few steps
+alternate ours, torch, torch, ...; the second torch block of each round is the A/A control.
 
     python -m tests.bench.ddp --out docs/data/ddp.json
+    python -m tests.bench.ddp --strategy ZeRO3 --caps 0.5 1 5 --out docs/data/fsdp.json
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +62,14 @@ def tasks() -> dict[str, Any]:
 class Ours:
     """The engine's session, driven a block at a time."""
 
-    def __init__(self, task: Any, cap: float, rank: int, size: int, where: tuple[str, int], out: Path) -> None:
-        e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0)
+    def __init__(self, task: Any, cap: float, rank: int, size: int, where: tuple[str, int], out: Path,
+                 strategy: str) -> None:
+        e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0).set("strategy", strategy)
         session = Session(
             e, rank=rank, size=size, store=where, generation="ours", secret=b"ours", epoch=time.time(), run_dir=out
         )
         self.training = session.set_up()
+        self.training.host.drive(self.training.lay_out())
 
     def block(self, steps: int) -> None:
         for _ in range(steps):
@@ -76,19 +80,13 @@ class Ours:
 class Torchs:
     """torch's own, as its documentation would have it: nothing in the loop but training."""
 
-    def __init__(self, task: Any, cap: float, wire: Wire, rank: int, size: int) -> None:
+    def __init__(self, task: Any, cap: float, wire: Wire, store: Any, rank: int, size: int,
+                 wrap: Callable[..., nn.Module]) -> None:
         learner = task.build()
         torch.manual_seed(0)
-        model = learner.model()
         e = Experiment(task=task, ranks=size).filled()
-        self.optimizer = learner.optimizer(list(model.parameters()), e.lr)
-        self.ddp = nn.parallel.DistributedDataParallel(
-            model,
-            process_group=wire.group,
-            bucket_cap_mb=cap * 1e6 / 2**20,
-            gradient_as_bucket_view=True,
-            static_graph=True,
-        )
+        self.ddp = wrap(learner.model(), cap, wire, store)
+        self.optimizer = learner.optimizer(list(self.ddp.parameters()), e.lr)
         self.loss = learner.loss
         self.data = itertools.cycle(learner.data(rank, size, e.batch, 0))
 
@@ -101,8 +99,46 @@ class Torchs:
             float(loss.detach())
 
 
+def ddp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
+    """DistributedDataParallel around `model`."""
+    return nn.parallel.DistributedDataParallel(
+        model, process_group=wire.group, bucket_cap_mb=cap * 1e6 / 2**20, gradient_as_bucket_view=True,
+        static_graph=True,
+    )  # fmt: skip
+
+
+def fsdp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
+    """FSDP2 on every layer with so many megabytes of parameters as a bucket has, or the blocks of a transformer."""
+    from torch.distributed.fsdp import fully_shard
+
+    store = torch.distributed.PrefixStore("fsdp", store)
+    torch.distributed.init_process_group("gloo", store=store, rank=wire.rank, world_size=wire.size)
+    for unit in units(model, cap):
+        fully_shard(unit)
+    fully_shard(model)
+    return model
+
+
+def units(model: nn.Module, cap: float) -> list[nn.Module]:
+    """What is sharded together: modules of at least `cap` MB none of whose children is as large, and the blocks."""
+    found: list[nn.Module] = list(getattr(model, "blocks", []))
+    inside = {id(m) for unit in found for m in unit.modules()}
+    for module in model.modules():
+        if module is not model and id(module) not in inside and _mb(module) >= cap:
+            if not any(_mb(child) >= cap for child in module.children()):
+                found.append(module)
+    return found
+
+
+def _mb(module: nn.Module) -> float:
+    return sum(p.numel() * p.element_size() for p in module.parameters()) / 1e6
+
+
+RIVALS: dict[str, Callable[..., nn.Module]] = {"DDP": ddp, "ZeRO3": fsdp}
+
+
 def rank_main(
-    rank: int, size: int, where: tuple[str, int], name: str, cap: float, rounds: int, out: str, only: str
+    rank: int, size: int, where: tuple[str, int], name: str, cap: float, rounds: int, out: str, only: str, strategy: str
 ) -> None:
     torch.set_num_threads(1)
     from workbench.engine.collectives import Leaving, connect_store
@@ -114,9 +150,9 @@ def rank_main(
     task = tasks()[name]
     sides = {}
     if only != "torch":
-        sides["ours"] = Ours(task, cap, rank, size, where, Path(out))
+        sides["ours"] = Ours(task, cap, rank, size, where, Path(out), strategy)
     if only != "ours":
-        sides["torch"] = Torchs(task, cap, wire, rank, size)
+        sides["torch"] = Torchs(task, cap, wire, store, rank, size, RIVALS[strategy])
     order = {"both": ["ours", "torch", "torch"], "ours": ["ours"], "torch": ["torch"]}[only]
     rows = []
     for r in range(rounds + 2):
@@ -133,12 +169,12 @@ def rank_main(
     os._exit(0)
 
 
-def cell(name: str, size: int, cap: float, rounds: int, only: str = "both") -> dict[str, Any]:
+def cell(name: str, size: int, cap: float, rounds: int, only: str = "both", strategy: str = "DDP") -> dict[str, Any]:
     """One cell of the table: raw block times of rank 0, and the largest peak memory."""
     kept, *where = host_store()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as out:
-        rest = (size, tuple(where), name, cap, rounds, out, only)
+        rest = (size, tuple(where), name, cap, rounds, out, only, strategy)
         procs = [spawn.Process(target=rank_main, args=(r, *rest)) for r in range(size)]
         for p in procs:
             p.start()
@@ -147,6 +183,7 @@ def cell(name: str, size: int, cap: float, rounds: int, only: str = "both") -> d
         found = [json.loads(Path(out, f"rows-{r}.json").read_text()) for r in range(size)]
     del kept
     return {
+        "strategy": strategy,
         "task": name,
         "ranks": size,
         "bucket_mb": cap,
@@ -174,12 +211,13 @@ def main() -> None:
     ask.add_argument("--tasks", nargs="*", default=list(tasks()))
     ask.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
     ask.add_argument("--caps", nargs="*", type=float, default=[1, 5, 25])
+    ask.add_argument("--strategy", choices=list(RIVALS), default="DDP")
     a = ask.parse_args()
     cells = []
     for name in a.tasks:
         for size in a.ranks:
             for cap in a.caps:
-                found = cell(name, size, cap, a.rounds)
+                found = cell(name, size, cap, a.rounds, strategy=a.strategy)
                 r = ratios(found["rows"])
                 middle = {k: sorted(v)[len(v) // 2] for k, v in r.items()}
                 ms = [1e3 * x[3] for x in found["rows"] if x[1] == "torch"]
@@ -189,7 +227,7 @@ def main() -> None:
                     flush=True,
                 )
                 for only in ("ours", "torch") if cap == max(a.caps) else ():
-                    found[f"peak_{only}_kb"] = cell(name, size, cap, 2, only)["peak_kb"]
+                    found[f"peak_{only}_kb"] = cell(name, size, cap, 2, only, a.strategy)["peak_kb"]
                 cells.append(found)
                 if a.out:
                     a.out.write_text(json.dumps(cells))

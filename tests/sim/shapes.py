@@ -1,4 +1,4 @@
-"""Four shapes that every other varies, written against the verbs of a Rank; docs/shapes.md shows this very code.
+"""Three shapes that every other varies, written against the verbs of a Rank; docs/shapes.md shows this very code.
 
 They are examples and not shipped: each leaves out what its paper has beside the shape (tuning of sizes, memory
 pools, uneven stages).
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from torch.nn.functional import pad
 
 from workbench.rank import Bucket, Handle, Rank
 from workbench.settings import knob
@@ -77,83 +75,6 @@ class Wavelet(Strategy):
         for handle in pending:
             await rank.wait(handle)
         await rank.update()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeRO3(Strategy):
-    """Each rank keeps 1/p of the parameters and of the optimizer's state; a bucket is whole only while it is used.
-
-    Gathered before its layers' forward and again before their backward, each time one bucket ahead; gradients are
-    reduced to the rank that keeps their shard. Sends 3 (p-1)/p of the model's bytes per step, DDP 2 (p-1)/p.
-
-    Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
-    https://arxiv.org/abs/1910.02054
-    """
-
-    exact: ClassVar[bool] = True
-    in_flight: ClassVar[bool] = True
-    exchanges: ClassVar[str] = "parameters"
-
-    def init(self, rank: Rank, params: list[Bucket]) -> list[Bucket]:
-        return []  # the whole buckets, which say what is to be held
-
-    async def step(self, rank: Rank, state: list[Bucket]) -> None:
-        if not state:
-            state += await rank.params()
-            for bucket in state:
-                await rank.hold(mine(rank, bucket))
-        last = len(state) - 1
-        coming = await self._fetch(rank, state, last)
-        async for bucket in rank.forward():  # the last bucket's layers come first
-            assert coming
-            await rank.wait(coming)
-            coming = await self._fetch(rank, state, bucket.index - 1)
-            if bucket.index < last:
-                await rank.hold(mine(rank, state[bucket.index + 1]))
-        await rank.hold(mine(rank, state[0]))
-
-        await rank.wait(await self._fetch(rank, state, 0))
-        coming = await self._fetch(rank, state, 1)
-        pending = []
-        async for bucket in rank.backward(1 / rank.size):
-            await rank.hold(mine(rank, state[bucket.index]))
-            pending.append(await rank.start(reduced(rank, bucket), name=bucket.name))
-            if coming:
-                await rank.wait(coming)
-            coming = await self._fetch(rank, state, bucket.index + 2)
-        for bucket, handle in zip(state, pending, strict=True):
-            await rank.wait(handle)
-            await rank.update(mine(rank, bucket))
-
-    async def leave(self, rank: Rank, state: list[Bucket]) -> None:
-        for bucket in state:
-            await gathered(rank, await rank.hold(bucket))
-        state.clear()
-
-    async def _fetch(self, rank: Rank, state: list[Bucket], index: int) -> Handle | None:
-        if not 0 <= index < len(state):
-            return None
-        whole = await rank.hold(state[index])
-        return await rank.start(gathered(rank, whole), lane="gather", name=whole.name)
-
-
-def mine(rank: Rank, bucket: Bucket) -> Bucket:
-    """The shard of `bucket` that this rank keeps."""
-    return bucket.shard(rank.index, rank.size)
-
-
-async def gathered(rank: Rank, bucket: Bucket) -> None:
-    """Every rank's shard into `bucket`; the last shards are filled up, for all must be of one length."""
-    n, shard = bucket.data.numel(), mine(rank, bucket).data
-    rows = await rank.all_gather(pad(shard, (0, -(-n // rank.size) - len(shard))), bucket.name)
-    bucket.data.copy_(rows.view(-1)[:n])
-
-
-async def reduced(rank: Rank, bucket: Bucket) -> None:
-    """The sum over ranks into this rank's shard of `bucket`."""
-    n, shard = bucket.data.numel(), mine(rank, bucket).data
-    sums = await rank.reduce_scatter(pad(bucket.data, (0, -n % rank.size)), bucket.name)
-    shard.copy_(sums[: len(shard)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests.ranks import experiment, toy
-from tests.sim.shapes import ByteScheduler, OneFOneB, Wavelet, ZeRO3
+from tests.sim.shapes import ByteScheduler, OneFOneB, Wavelet
 from workbench import simulate
 from workbench.fabric import Fabric, Link
 from workbench.settings import Change, KnobError
-from workbench.strategies import DDP
+from workbench.strategies import DDP, ZeRO3
 
 pytestmark = pytest.mark.ranks
 
@@ -117,26 +117,26 @@ def test_both_waves_travel_as_one_gradient() -> None:
 def test_zero_sends_three_halves_of_ddp_and_holds_one_share(ranks: int) -> None:
     zero, plain = (simulated(s, ranks, 4) for s in (ZeRO3(), DDP()))
     sent, usual = (comm(r).query("step == 2")["nbytes"].sum() for r in (zero, plain))
-    assert sent / usual == 1.5
-    held = zero.samples[zero.samples["name"] == "held"]
+    kept = 2 * LAYER * (ranks - 1) / ranks  # the last layer stays for the backward, which does not read the first
+    assert sent + kept == 1.5 * usual
+    held = zero.samples[zero.samples["name"] == "memory parameters"]
     for rank in range(ranks):
-        mine = held[held["rank"] == rank].sort_values("t", kind="stable")
-        assert mine["value"].to_list()[-1] == LAYERS * LAYER / ranks, "between steps"
-        whole = 3  # at most: in use, used just now, and coming
-        peak = float(mine[mine["step"] > 1]["value"].max())
-        assert peak <= LAYERS * LAYER / ranks + whole * LAYER * (1 - 1 / ranks)
+        most = float(held[held["rank"] == rank].sort_values("t", kind="stable")["value"].iloc[-1])
+        assert most == LAYERS * LAYER / ranks + LAYER * (1 - 1 / ranks), "one is whole; what is coming is in flight"
 
 
 def test_zero_gathers_ahead_so_that_a_fast_link_costs_it_little() -> None:
-    free, linked = (period(simulated(ZeRO3(), fabric=f)) for f in (Fabric(), exchange(1.0)))
+    free, linked, late = (period(simulated(s, fabric=f)) for s, f in (
+        (ZeRO3(), Fabric()), (ZeRO3(), exchange(1.0)), (ZeRO3(prefetch=0), exchange(1.0))))  # fmt: skip
     assert free == pytest.approx((30 + 60 + 10 / 2) * 1e-3), "each of two ranks updates its half"
     assert linked < free + 5e-3  # the first gathers of each pass and the last reduction cannot hide
+    assert late > linked + 5e-3  # nor does any gather where none is begun ahead
 
 
 def test_uneven_buckets_are_gathered_whole() -> None:
     uneven = simulated(ZeRO3(), 3, 3)
     chunk = 4 * -(-WIDTH * WIDTH // 3)
-    assert set(comm(uneven)["nbytes"]) == {2 * chunk}
+    assert set(comm(uneven).query("step == 2")["nbytes"]) == {2 * chunk}
 
 
 # -- 1F1B

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sim import more_shapes, shapes
 from workbench.settings import Family
-from workbench.strategies import Hogwild
+from workbench.strategies import Hogwild, ZeRO3
 
 pytestmark = pytest.mark.ranks
 
@@ -19,7 +19,7 @@ SHOWN = [
     for module in (shapes, more_shapes)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if cls.__module__ == module.__name__ and issubclass(cls, Family)
-] + [Hogwild]  # written there first
+] + [Hogwild, ZeRO3]  # written there first
 
 
 @pytest.mark.parametrize("shape", SHOWN, ids=lambda c: c.__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.engine.collectives import Wire
 from workbench.host.canonical import Disagreement, buffers, check_same
@@ -66,18 +66,21 @@ def broadcast_model(wire: Wire | None, layout: Layout, model: nn.Module) -> None
 
 
 @contextmanager
-def mean_model(wire: Wire | None, layout: Layout, model: nn.Module) -> Iterator[float]:
-    """Inside, the model is the mean of all ranks' models; yields this rank's RMS distance from it."""
+def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: nn.Module) -> Iterator[float]:
+    """Inside, the model is the mean of all ranks' models; yields this rank's RMS distance from it.
+
+    weights: the parameters that may differ from rank to rank
+    """
     if wire is None:
         yield 0.0
         return
-    live = [x for x in [*layout.weights, *buffers(model)] if x.numel()]
+    live = [x for x in [*weights, *buffers(model)] if x.numel()]
     kept = [x.detach().clone() for x in live]
     for x in live:
         mean = x.detach().clone()
         wire.wait(wire.all_reduce(mean.view(-1)))
         x.data.copy_(mean.div_(wire.size))
-    count = sum(w.numel() > 0 for w in layout.weights)
+    count = sum(w.numel() > 0 for w in weights)
     try:
         yield distance(kept[:count], live[:count], layout.numel)
     finally:

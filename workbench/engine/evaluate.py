@@ -17,10 +17,20 @@ if TYPE_CHECKING:
 
 
 def mean_evaluated(run: Parts) -> Evaluated:
-    """Of the mean model, with this rank's drift from it. Rank 0 evaluates; the others wait for it."""
+    """Of the mean model, with this rank's drift from it. Rank 0 evaluates; the others wait for it.
+
+    Where parameters lie in shards it goes through them, and every rank evaluates.
+    """
     wire, found = run.control, dict[str, float]()
-    with torch.no_grad(), mean_model(None if run.shared.held else wire, run.layout, run.model) as drift:
-        if run.rank.id == 0:
+    own = None if run.shared.held else wire
+    weights = [] if run.reading.sharded else run.layout.weights  # in shards they are one value already
+    with torch.no_grad(), mean_model(own, run.layout, weights, run.model) as drift:
+        if run.reading.sharded:
+            with run.reading.passing("evaluation"):
+                found = numbers(run.learner.evaluate, run.model)
+                run.host.drive(run.reading.close())
+            found = found if run.rank.id == 0 else {}
+        elif run.rank.id == 0:
             found = numbers(run.learner.evaluate, run.model)
         if wire is not None:
             wire.wait(wire.broadcast(torch.tensor([found.get("loss", math.nan)], dtype=torch.float64), 0))

@@ -14,34 +14,27 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from workbench.engine.at import At
+from workbench.engine.compute import INSIDE, Compute
 from workbench.engine.hooks import GradientHooks
 from workbench.engine.lane import Lane
 from workbench.engine.lanes import Lanes
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
-from workbench.engine.step_end import StepEnd
 from workbench.engine.watch import Watch
-from workbench.host.canonical import clipped, optimizer_tensors
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
-from workbench.host.momentum import stilled
-from workbench.host.slots import step_shard
 from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message_name
 
 Span = Callable[..., None]
-_INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
-           "sample", "params", "clock", "send", "recv"}
 _NOT_YET = {
     "forward_buckets": "cannot stop before each bucket's layers: await `rank.forward()` whole, or simulate",
-    "hold": "keeps every parameter whole on every rank: simulate a strategy that shards them",
 }
 
 
-class Host(StepEnd):
+class Host(Compute):
     """One rank: model, optimizer, layout and lane, and the performing of every verb."""
 
     def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
@@ -51,17 +44,15 @@ class Host(StepEnd):
         self.lanes = Lanes(lane, lambda name: lane)
         self.alone = threading.Lock()  # held while a coroutine of this rank runs, or the optimizer
         self.clock, self.record = watch.clock, watch.record
-        self.module: Callable[..., Any] = model  # what forward calls: the model, or torch's wrapper around it
-        self.batches: Callable[[], Any] = lambda: None
-        self.before_update: Callable[[], None] = lambda: None
-        self.clip: Callable[[], float] = lambda: 0.0  # the longest that the gradient may be; 0: any
-        self.steppable: Callable[[Bucket], None] = lambda bucket: None  # raises where it may not be stepped by itself
+        self.module = model
+        self.batches = self.before_update = lambda: None
+        self.clip = lambda: 0.0
+        self.steppable = lambda bucket: None
         self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
         self.met = False  # did all ranks meet in this step?
-        self.ledger: Any = None  # its session's
         self.at = At()
         self.losses: list[Tensor] = []
-        self._open: dict[int, Tensor] = {}  # losses whose backward has not been asked for, by micro-batch
+        self._open = {}
         self.opened = self._open.values
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._hooks = GradientHooks(self)
@@ -72,7 +63,7 @@ class Host(StepEnd):
         self._did: dict[str, Callable[..., Any]] = {
             "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
-            "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
+            "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
             "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
             "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
         }
@@ -131,6 +122,7 @@ class Host(StepEnd):
         if self._stash is not None or self._ended is not None:
             return
         with self.lane.chip.inside():
+            drive(self.reading.filled(bucket.index), self._while_reading, self.alone)
             self._hand_out(bucket)
 
     def _hand_out(self, bucket: Bucket) -> None:
@@ -144,7 +136,7 @@ class Host(StepEnd):
         """Performs what can be performed inside of autograd."""
         if op.verb == "next_bucket":
             raise Later
-        if op.verb not in _INSIDE:
+        if op.verb not in INSIDE:
             self._stash = op
             raise Later
         return self._perform(op)
@@ -153,10 +145,14 @@ class Host(StepEnd):
         if self._order is not None and self._hooks.arrived:
             self._order = self._hooks.arrived
 
-    def learned_order(self) -> list[str] | None:
-        """The order in which gradients appeared in the first exchanged backward, once; else None."""
-        if not self._order:
-            return None
+    @property
+    def knows_order(self) -> bool:
+        """Has the first exchanged backward been made, and nobody asked for `learned_order` yet?"""
+        return bool(self._order)
+
+    def learned_order(self) -> list[str]:
+        """The order in which gradients appeared in the first exchanged backward; asked for once."""
+        assert self._order
         names, self._order = self._order, None
         missing = [p.name for p in self.layout.order if p.name not in set(names)]
         return names + missing
@@ -164,77 +160,6 @@ class Host(StepEnd):
     def forget_hooks(self) -> None:
         """Takes our hooks off the gradients, until a strategy asks for buckets again."""
         self._hooks.detach()
-
-    # -- compute --
-
-    def _forward(self, x: Any, micro: int) -> Tensor:
-        batch = self._batch() if x is None else x
-        self.at("forward")
-        began = self.watch.now()
-        self.pace.begin("forward", self.rank.step)
-        loss = self.loss_of(self.module, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
-        self._open[micro] = loss
-        self.losses.append(loss.detach())
-        self.ledger.forward(batch)
-        self.paced(1.0)
-        self.watch.span(self.rank.step, "forward", began)
-        return self.losses[-1]
-
-    def _batch(self) -> Any:
-        self.at("data iterator")
-        return self.batches()
-
-    def _backward_home(self, grad: Any, micro: int) -> None:
-        self._backward(grad, micro)
-
-    def _backward(self, grad: Any, micro: int) -> None:
-        self.at("backward")
-        if isinstance(grad, Tensor):
-            raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
-        loss = self._open.pop(micro, None)
-        if loss is None:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
-        began = self.watch.now()
-        self.pace.begin("backward", self.rank.step)
-        with self.ledger.backward(self._hooks.listening):
-            loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
-        self.paced(1.0)
-        self.watch.span(self.rank.step, "backward", began)
-
-    def _update(self, bucket: Bucket | None, by: Callable[[], None] | None) -> None:
-        self.before_update()
-        self.at("update")
-        began = self.watch.now()
-        if bucket is None:
-            self.pace.begin("update", self.rank.step)
-            self._update_all(by)
-        else:
-            self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)
-            self.steppable(bucket)
-            with self.alone:
-                step_shard(self.layout, self.optimizer, bucket)
-        self.paced(1.0)
-        self.watch.span(self.rank.step, "update", began)
-
-    def _update_all(self, by: Callable[[], None] | None) -> None:
-        with self.alone:
-            if longest := self.clip():
-                self._sample("grad_norm", clipped(self.layout, longest))
-            (by or self.optimizer.step)()
-            stilled(self.layout, self.optimizer, self.rank.memory)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.layout.let_go()
-
-    def _params(self) -> list[Bucket]:
-        return self.layout.params()
-
-    def _grads(self) -> list[Bucket]:
-        return self.layout.grads()
-
-    def _slots(self) -> list[Tensor]:
-        return optimizer_tensors(self.layout, self.optimizer)
 
     # -- communication --
 
@@ -290,9 +215,3 @@ class Host(StepEnd):
 
     def _again(self, rest: float) -> bool:
         raise StrategyError("`again` belongs in a background coroutine, not in `step`")
-
-
-def _what(loss: Any) -> str:
-    if isinstance(loss, Tensor):
-        return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
-    return f"a {type(loss).__name__}"

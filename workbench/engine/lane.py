@@ -85,7 +85,8 @@ class Lane(Verbs):
         self.started = self.completed = 0  # numbers of the last child that was started, and of the last waited for
         self.before: Callable[[int], None] = lambda number: None  # called before a child begins
         self.take: Callable[[Job, Op], None] = lambda job, op: None  # a child asks for a collective,
-        self.give: Callable[[Job], None] = lambda job: None  # and is over: what it held meanwhile is counted
+        # and is over, with a value that is kept until it is waited for: what it held meanwhile is counted
+        self.give: Callable[[Job, Any], None] = lambda job, value: None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = ""
@@ -128,6 +129,7 @@ class Lane(Verbs):
         if job.event is not None:
             self.chip.follow(job.event, job.value)
         self.completed = max(self.completed, job.number)
+        self.give(job, None)
         return job.value
 
     def close(self) -> None:
@@ -185,7 +187,7 @@ class Lane(Verbs):
     def _over(self, job: Job, failed: BaseException | None) -> None:
         """Frees whoever waits for `job`; failed: what went wrong outside the child, which comes after its own error."""
         if job.flight is None or failed is not None:
-            self.give(job)
+            self.give(job, job.value)
         if failed is not None:
             job.error, job.flight = job.error or failed, None
             with contextlib.suppress(Exception):  # it may not even have begun, and never will

@@ -32,6 +32,7 @@ from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
+from workbench.host.reading import Reading
 from workbench.host.slots import require_steppable
 from workbench.optimizers import built
 from workbench.rank import StrategyError
@@ -126,6 +127,7 @@ class Parts(Life):
         self.host.clip = lambda: self.experiment.clip
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
         self.host.ledger = self.ledger
+        self.reading = self.host.reading = Reading(run, self.host.read, listens=True)
 
     def _allocator(self) -> dict[str, int]:
         """What the allocator of this rank's chip says, where it has one that says something."""

@@ -72,12 +72,15 @@ class Training(Turnable):
         self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
         return made
 
+    @property
+    def reorders(self) -> bool:
+        return self.host.knows_order
+
     async def relearn(self) -> None:
-        if (names := self.host.learned_order()) is not None:
-            await Op("do", partial(self.adopt, names))
-        self.before_update()
+        await Op("do", partial(self.adopt, self.host.learned_order()))
 
     def moved(self, made: int) -> None:
+        self.before_update()  # where the step made none
         if self.credit:
             self.credit = max(0, self.credit - made)
             self.paused = self.credit == 0
@@ -95,7 +98,7 @@ class Training(Turnable):
     # -- between steps --
 
     async def evaluate(self, together: bool) -> None:
-        began = self.now
+        began, self.lane.step = self.now, self.rank.step
         self.host.at("evaluate")
         await super().evaluate(together)
         self.evaluated = max(self.evaluated, self.now - began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,14 @@ def mesh(strategy: Any, size: int, generation: int = 0) -> Mesh:
         ranks = tuple(r for r in range(size) if strategy.trains(r, size))
         made[size, generation] = Mesh(strategy.dims(len(ranks)), ranks, generation)
     return made[size, generation]
+
+
+@lru_cache(maxsize=64)  # thousands of ranks ask for the same
+def sharers(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks among whom `strategy` deals out what it shards; each group has all of it."""
+    who = mesh(strategy, size)
+    dims = strategy.shared_along or tuple(name for name, _ in who.dims)
+    return tuple(dict.fromkeys(who.group(dims, rank).ranks for rank in who.ranks))
 
 
 def refused(strategy: Any, size: int) -> str | None:

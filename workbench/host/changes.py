@@ -7,11 +7,12 @@ need 2 S adapters and not S squared. Afterwards a hash of the parameters must ag
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from workbench.compressors import inside
 from workbench.experiment import Experiment
-from workbench.experiment.arranged import mesh
+from workbench.experiment.arranged import mesh, sharers
 from workbench.fabric.load import idle
 from workbench.host import handover, residual
 from workbench.host.changing import Changing
@@ -63,10 +64,8 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     if wanted.batch != was.batch:
         run.restart_data()
     if wanted.bucket_mb != was.bucket_mb:
-        before = handover.cut(run, was.strategy)
-        await run.rebucket(wanted.bucket_mb)
-        await handover.reshard(run, before, handover.cut(run, was.strategy))
-    if needs_switch(was.strategy, wanted.strategy):
+        await handover.recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
+    if needs_switch(was.strategy, wanted.strategy, run.rank.size):
         await _switch(run, was, wanted)
     elif wanted.compressor != was.compressor:
         await residual.change(run, was, wanted)
@@ -76,6 +75,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     elif wanted.strategy != was.strategy and arrange(run, wanted.strategy):
         run.regrouped()
         await run.gather(0)  # nobody goes on before all have closed what is over
+    run.reading.by = wanted.strategy
     if not run.flushing:
         await move_momentum(run)
     run.choose_lane()
@@ -128,9 +128,12 @@ def _renew(run: Changing, wanted: Experiment) -> None:
         run.mark("optimizer", moved)
 
 
-def needs_switch(was: Any, wanted: Any) -> bool:
-    """Is `wanted` another way for ranks to agree? A background remembers by its knobs, so a turned one is new."""
-    return type(wanted) is not type(was) or (wanted != was and bool(wanted.has_background))
+def needs_switch(was: Any, wanted: Any, size: int) -> bool:
+    """Is `wanted` another way for ranks to agree? A background remembers by its knobs, so a turned one is new; so is
+    one that shares state out among others.
+    """
+    other = bool(wanted.has_background) or (bool(wanted.shards) and sharers(wanted, size) != sharers(was, size))
+    return type(wanted) is not type(was) or (wanted != was and other)
 
 
 async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
@@ -141,6 +144,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         if was.strategy.opaque:
             run.leave_opaque()
         else:
+            await run.reading.unshard()
             await run.leave(was.strategy)
             await handover.reshard(run, handover.cut(run, was.strategy), None)
             await handover.consolidate(run, was.strategy)
@@ -153,6 +157,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         run.enter(was, wanted)
         wanted.strategy.takes(run.rank, run.state, momentum)
         await handover.check(run)
+        await run.reading.shard()
 
 
 def _foreign(was: Experiment, wanted: Experiment) -> bool:

@@ -17,6 +17,7 @@ class Changing(Protocol):
     state: Any  # what the strategy remembers
     flushing: int  # uncompressed steps still to make, in which a residual is sent that nothing feeds back any more
     rate: Rate
+    reading: Any  # its Reading
 
     @property
     def layout(self) -> Any: ...

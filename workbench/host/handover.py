@@ -11,12 +11,13 @@ counter "step/NAME". Frozen parameters are not in it, since nothing makes them d
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from workbench.experiment.arranged import mesh
+from workbench.experiment.arranged import mesh, sharers
 from workbench.host.canonical import Disagreement, check_same, flattened, prime, scatter_back
 from workbench.host.changing import Changing
 from workbench.host.checksum import MASK, checksum
@@ -27,7 +28,16 @@ from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.rank import Part
 
-Cut = tuple[tuple[Part, ...], ...]  # by bucket, the places of its parameters
+
+class Cut(NamedTuple):
+    """How something lies in shards.
+
+    buckets: by bucket, the places of its parameters
+    groups:  ranks among whom each bucket is dealt out, in their order; every group has all of it
+    """
+
+    buckets: tuple[tuple[Part, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
 
 def parameters(layout: Layout) -> State:
@@ -108,15 +118,24 @@ def _numel(state: State) -> int:
 
 
 def cut(run: Changing, strategy: Any) -> Cut | None:
-    """By bucket, its parameters' places in it, where `strategy` keeps the optimizer's state in shards; else None."""
-    if "optimizer state" not in strategy.shards or run.rank.size == 1:
+    """How the optimizer's state lies in shards under `strategy`; None where it is whole on every rank."""
+    if "optimizer state" not in strategy.shards or len((groups := sharers(strategy, run.rank.size))[0]) == 1:
         return None
-    return tuple(bucket.parts for bucket in run.layout.buckets)
+    return Cut(tuple(bucket.parts for bucket in run.layout.buckets), groups)
+
+
+async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
+    """Buckets are cut anew by `anew`: what lies in shards of them under `strategy` comes to lie in those of the new."""
+    await run.reading.unshard()
+    before = cut(run, strategy)
+    await anew()
+    await reshard(run, before, cut(run, strategy))
+    await run.reading.shard()
 
 
 async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
-    """The optimizer's state, which lies in shards of the buckets `was` (None: whole on every rank), comes to lie as
-    `to` says: one `move`, of what each rank lacks. Where it is whole and comes to lie in shards, nothing is sent.
+    """The optimizer's state, which lies in shards as `was` says (None: whole on every rank), comes to lie as `to` says:
+    one `move`, of what each rank lacks. Where it is whole and comes to lie in shards, nothing is sent.
     """
     if was == to:
         return
@@ -149,10 +168,10 @@ async def _summed(run: Changing, state: State, lies: Placement) -> int:
     return sum(await run.gather(own)) & MASK
 
 
-def kept_bytes(layout: Layout, optimizer: Any, buckets: Cut, rank: int, size: int) -> int:
+def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int, size: int) -> int:
     """What a rank keeps of the optimizer's state in shards, once that has stepped."""
     like, sizes = likes(layout, optimizer), tuple((place.name, place.numel) for place in layout.order)
-    lies = _in_shards(sizes, tuple((name, bool(x.numel())) for name, x in like.items()), buckets, size)
+    lies = _in_shards(sizes, tuple((name, bool(x.numel())) for name, x in like.items()), cut, size)
     return sum(lies.numel(rank, name) * like[name].element_size() for name in lies.at(rank))
 
 
@@ -166,17 +185,19 @@ async def _kept(run: Changing, like: State, here: State) -> list[str]:
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
-def _in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], buckets: Cut | None,
+def _in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: Cut | None,
                size: int) -> Placement:  # fmt: skip
     """Where slots lie: whole on every rank, or each bucket's in shards; what cannot be cut lies beside what is."""
     numel, ranks = dict(sizes), range(size)
     of = {name: name.partition("/")[2] for name, _ in kept}
     counts = {name: 1 if whole else numel[of[name]] for name, whole in kept}
-    if buckets is None:
+    if cut is None:
         return Placement.whole(counts, ranks)
     params = Placement({}, {})
-    for parts in buckets:
-        params |= Placement.whole({p.name: numel[p.name] for p in parts if p.stop > p.start}, [0]).dealt({0: ranks})
+    for parts in cut.buckets:
+        whole = Placement.whole({p.name: numel[p.name] for p in parts if p.stop > p.start}, [0])
+        for group in cut.groups:
+            params |= whole.dealt({0: group})
     one = (Slice(0, 1),)
     held = {r: {name: one if whole else params.at(r)[of[name]] for name, whole in kept if of[name] in params.at(r)}
             for r in ranks}  # fmt: skip

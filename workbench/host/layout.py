@@ -49,6 +49,8 @@ class Layout:
         self.bucket_mb = bucket_mb
         self.order = [Place(n, p) for n, p in reversed(named)]
         self.weights: list[Tensor] = []
+        self.begins: list[int] = []  # by bucket, the element of it with which the vector in `weights` begins
+        self.keeps_values = False  # are those let go kept aside, where others' are to be known at any time?
         self.roomy = False  # is there room for gradients that are to be exchanged?
         self.gives_back = False  # do buckets give that back once they are summed?
         self._place()
@@ -85,14 +87,44 @@ class Layout:
             self.buckets.append(Bucket(index, self._stand_in(group), parts, offset))
             self.buckets[-1].forget = partial(self._give_back, index)
         self.weights = [bucket.data for bucket in self._slices]
+        self.begins = [0] * len(self.weights)
+
+    def hold(self, wanted: Bucket) -> Bucket:
+        """Of a bucket of parameters only these elements have memory here: a shard's, or all of them again.
+
+        To hold a bucket again its `data` is where it then lies, with the values that are there. A parameter that is not
+        whole has no values but NaN. Returns the bucket as it lies now.
+        """
+        bucket, own = self._slices[wanted.index], self.weights[wanted.index]
+        start = wanted.offset - bucket.offset
+        whole = wanted.data.numel() == bucket.data.numel()
+        if whole:
+            self._lie(wanted.index, wanted.data)
+        elif own.numel() == bucket.data.numel():
+            own = own[start : start + wanted.data.numel()].clone()
+            if not self.keeps_values:
+                self._lie(wanted.index, own.new_full((1,), torch.nan).expand(bucket.data.numel()))
+            self.weights[wanted.index], self.begins[wanted.index] = own, start
+        return wanted.like(self.weights[wanted.index])
+
+    def _lie(self, index: int, data: Tensor) -> None:
+        """The parameters of this bucket lie in `data`, of which all strides may be zero."""
+        bucket, nothing = self._slices[index], not data.stride(0)
+        bucket.data = self.weights[index] = data
+        self.begins[index] = 0
+        for place, part in zip(self.groups[index], bucket.parts, strict=True):
+            shape = place.param.shape
+            place.param.data = data[:1].expand(shape) if nothing else data[part.start : part.stop].view(shape)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the parameters that have memory here."""
+        return sum(w.numel() * w.element_size() for w in self.weights)
 
     def lie_in(self, weights: list[Tensor]) -> None:
         """The parameters lie in these vectors, one for each bucket, from now on, and take the values that are there."""
-        for group, bucket, whole in zip(self.groups, self._slices, weights, strict=True):
-            bucket.data = whole
-            for place, part in zip(group, bucket.parts, strict=True):
-                place.param.data = whole[part.start : part.stop].view(place.param.shape)
-        self.weights = list(weights)
+        for index, whole in enumerate(weights):
+            self._lie(index, whole)
 
     def _stand_in(self, group: list[Place]) -> Tensor:
         """A vector of a group's size without memory: where no gradients are, or one that lies elsewhere."""
@@ -179,7 +211,7 @@ class Layout:
                 bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
 
     def params(self) -> list[Bucket]:
-        """The parameters, cut like the gradients; writing into them changes the model."""
+        """The parameters, cut like the gradients; writing into them changes the model, where they are whole here."""
         return [Bucket(b.index, b.data, b.parts, b.offset) for b in self._slices]
 
     @property

@@ -10,7 +10,6 @@ What lives inside one call of torch (a layer's temporaries, an optimizer's, gloo
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,19 +18,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from workbench.host import memory
+from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
-from workbench.rank import Bucket, Memory, Op
+from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
               "buffers in flight")  # fmt: skip
 EVERY = 32  # steps between two in which activations are looked at
 FRESH = 3  # steps that are looked at in any case, at the start and after a change
 NOTICED = 0.01  # of a category: a smaller change is not written down
-_MADE: dict[str, Callable[[int, int], int]] = {  # bytes that a collective makes, of those given and the ranks
-    "all_gather": lambda nbytes, size: size * nbytes,
-    "all_to_all": lambda nbytes, size: nbytes,
-    "reduce_scatter": lambda nbytes, size: nbytes + nbytes // size,  # all pieces of a shard, and their sum
-}
 
 
 class Counts(Protocol):
@@ -95,78 +90,6 @@ class Counted:
         return memory.alive(self._alive)
 
 
-class Buffers:
-    """What children of a rank hold that is nobody's for good: what they send if it was made for that, and what comes.
-
-    Counted by what their collectives need, from the asking to the end of the child; a message from its sending to the
-    end of the step. Lanes call from threads of their own.
-    """
-
-    def __init__(self, run: Changing) -> None:
-        self._run = run
-        self._lock = threading.Lock()
-        self._held: dict[Any, int] = {}
-        self.known: dict[int, Callable[[], Any]] = {}  # storages that are counted elsewhere, weakly
-        self.rooms: dict[int, Any] = {}  # tensors of buckets that are the same in every step, weakly, by their ids
-        self.buckets: list[Bucket] = []  # where gradients lie, some of them elsewhere in every backward
-        self.now = self.most = 0
-        self.stepping = False
-
-    def take(self, who: Any, op: Op) -> None:
-        """`who`, a child, asks for a collective."""
-        room = self.rooms.get(id(op.args[0]))  # an id is soon another tensor's, once a room is given back
-        if (room is not None and room() is op.args[0] and op.verb == "all_reduce") or op.measures:  # nearly always
-            return
-        if nbytes := self._needs(op):
-            self._hold(who, nbytes)
-
-    def _hold(self, who: Any, nbytes: int) -> None:
-        with self._lock:
-            self._held[who] = self._held.get(who, 0) + nbytes
-            self.now += nbytes
-            self.most = max(self.most, self.now)
-
-    def give(self, who: Any) -> None:
-        """`who` is over."""
-        if self._held and who in self._held:
-            with self._lock:
-                self.now -= self._held.pop(who)
-
-    def post(self, x: Tensor) -> None:
-        """A message is a copy. Those that a server posts belong to no step of its own and are not counted."""
-        if self.stepping:
-            self._hold("messages", x.numel() * x.element_size())
-
-    def turn(self, stepping: bool) -> int:
-        """The most since this was last called; does a step begin here, or has it ended?"""
-        self.give("messages")
-        self.stepping = stepping
-        with self._lock:
-            most, self.most = self.most, self.now
-        return most
-
-    def _needs(self, op: Op) -> int:
-        """Bytes of what `op` is given, unless they are counted elsewhere, and of what it makes."""
-        x, rank, group = op.args[0], self._run.rank, op.group
-        me, size = (rank.id, rank.size) if group is None else (group.index(rank.id), len(group))
-        if op.verb == "all_to_allv":  # rows become one vector, and another comes
-            width = x[0].element_size()
-            rows = sum(row.numel() for row in x)
-            return int(width * (rows + rows + sum(row[me] for row in op.args[1])))
-        nbytes = x.numel() * x.element_size()
-        made = _MADE[op.verb](nbytes, size) if op.verb in _MADE else 0
-        return made + (0 if self._owned(x) else nbytes)
-
-    def _owned(self, x: Tensor) -> bool:
-        where = x.untyped_storage()._cdata
-        if where in self.known and self.known[where]() is not None:  # else another storage took its place
-            return True
-        for bucket in self.buckets:
-            if bucket.data is x:
-                return True
-        return any(bucket.data.untyped_storage()._cdata == where for bucket in self.buckets)
-
-
 class Ledger:
     """One rank's bytes by category. beside: what a chip's allocator says itself, by name, where there is one."""
 
@@ -183,6 +106,7 @@ class Ledger:
         self._together = 0  # the most of these two at once
         self._written: dict[str, int] = {}
         self._holds = self._held = 0  # bytes of parameters where a strategy says what it holds: now, most in the step
+        self._counted = 0  # and those that were counted with what stays
 
     # -- between steps --
 
@@ -260,7 +184,7 @@ class Ledger:
         if key not in alike:
             alike[key] = self._sorted(standing | own)
         nbytes, *places = alike[key]
-        self._standing = dict(nbytes)
+        self._standing, self._counted = dict(nbytes), run.layout.held
         self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
 
     def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:
@@ -279,7 +203,8 @@ class Ledger:
         room = self._standing["gradients"]
         now = self._standing | self._most
         now["gradients"] = max(room, now["gradients"])
-        now["parameters"] = self._held or now["parameters"]
+        if self._held:
+            now["parameters"] += self._held - self._counted
         now["buffers in flight"] = self.buffers.turn(stepping=False)
         together = max(self._together, room)
         told = {category: now[category] for category in CATEGORIES if category in now}

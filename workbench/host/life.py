@@ -15,6 +15,8 @@ from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
+from workbench.host.reading import Reading
+from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
@@ -34,6 +36,7 @@ class Life(ABC):
     planned: list[Change]
     measuring: Measuring
     ledger: Ledger
+    reading: Reading
     flushing = 0
     pending_pause = 0.0
 
@@ -50,8 +53,7 @@ class Life(ABC):
 
     async def live(self) -> None:
         """From the first evaluation to the last step."""
-        strategy = self.experiment.strategy
-        await handover.reshard(self, None, handover.cut(self, strategy))  # type: ignore[arg-type]
+        await self.lay_out()
         await self.evaluate(together=True)
         self.say("running")
         self.ledger.stir()
@@ -67,6 +69,11 @@ class Life(ABC):
         if strategy.lockstep and strategy.can_drain:
             await strategy.drain(self.rank, self.state)
         await self.finish()
+
+    async def lay_out(self) -> None:
+        """Before the first step: all that the ranks share out comes to lie where it belongs."""
+        await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
+        await self.reading.shard()
 
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""
@@ -107,9 +114,9 @@ class Life(ABC):
         self.ledger.close()
         if self.flushing and self.met:
             await residual.flushed(self)  # type: ignore[arg-type]
-        before = handover.cut(self, self.experiment.strategy)  # type: ignore[arg-type]
-        await self.relearn()
-        await handover.reshard(self, before, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
+        await self.reading.learn(self.shown)
+        if self.reorders:
+            await handover.recut(self, self.experiment.strategy, self.relearn)  # type: ignore[arg-type]
         self.rank.step += made
         self.moved(made)
 
@@ -158,9 +165,19 @@ class Life(ABC):
     async def make(self) -> int:
         """The strategy's step; for how many steps it counts."""
 
+    @property
+    @abstractmethod
+    def reorders(self) -> bool:
+        """Has the first exchanged backward just shown in which order gradients come?"""
+
     @abstractmethod
     async def relearn(self) -> None:
-        """After the first exchanged backward: cuts buckets in the order in which gradients came."""
+        """Cuts buckets in the order in which gradients came."""
+
+    @property
+    def shown(self) -> Trial | None:
+        """What this host knows that a step reads, but from its Reading."""
+        return None
 
     @abstractmethod
     async def mean_evaluated(self) -> Evaluated:

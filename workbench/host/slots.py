@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
+from workbench.host import absent
 from workbench.host.layout import Layout, Place
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
@@ -94,6 +95,7 @@ def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
     Their gradients are where they lie: in the bucket's vector, or what was kept of it when that was given back.
     """
     whole, bucket = layout.params()[shard.index], layout.buckets[shard.index]
+    held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
     start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
     grads = bucket.data[start:stop] if bucket.kept is None else bucket.kept
     inside = {id(place) for place in layout.groups[shard.index]}
@@ -104,16 +106,18 @@ def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
     for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
         low, high = max(part.start, start), min(part.stop, stop)
         if high > low:
-            own, all_of_it = place.param.data, high - low == place.numel
-            shape = own.shape if all_of_it else (high - low,)
-            cut.append((place.param, own))
-            place.param.data = whole.data[low:high].view(shape)
+            own, kind = absent.data_of(place.param), type(place.param)
+            shape = own.shape if high - low == place.numel else (high - low,)
+            cut.append((place.param, own, kind))
+            absent.come(place.param)
+            place.param.data = held[low - begin : high - begin].view(shape)
             place.param.grad = grads[low - start : high - start].view(shape)
     try:
         yield
     finally:
-        for param, own in cut:
+        for param, own, kind in cut:
             param.grad = None
             param.data = own
+            param.__class__ = kind  # absent still, if it was
         for param, grad in others:
             param.grad = grad

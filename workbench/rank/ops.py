@@ -30,6 +30,8 @@ class Rank:
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
     density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
     memory:       the compressor's memory on this rank
+    phase:        where parameters lie in shards, the pass of the model that is under way: "forward", "backward",
+                  "evaluation", which is no part of a step and written down apart as "measuring"; else ""
     """
 
     def __init__(self, index: int, size: int, seed: int = 0) -> None:
@@ -45,6 +47,7 @@ class Rank:
         self.compressor: Any = None
         self.density = 0.01
         self.memory = Memory(seed * 100_003 + index)
+        self.phase = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -112,9 +115,10 @@ class Rank:
         return Op("slots")
 
     def hold(self, bucket: Bucket) -> Op:
-        """Keeps of a parameter bucket only these elements in memory: a shard's, or all again with the whole.
+        """Keeps of a parameter bucket only these elements in memory: a shard's; or all again, which lie in its `data`.
 
-        Returns the bucket with its data as it lies now; what was not held before is undefined until written.
+        For a strategy that `shards` "parameters", in its `unshard` and `reshard`. Returns the bucket with its data as
+        it lies now; asked for the shard that is held it changes nothing.
         """
         return Op("hold", bucket)
 
@@ -200,7 +204,9 @@ class Rank:
 
     def _collective(self, verb: str, *args: Any) -> Op:
         """What all ranks of the group ask for, where this Rank stands for one."""
-        return Op(verb, *args)
+        op = Op(verb, *args)
+        op.measures = self.phase == "evaluation"
+        return op
 
 
 class Member(Rank):
@@ -223,7 +229,7 @@ class Member(Rank):
                 f"group {self.within} is over, for the ranks are arranged anew as {self.mesh}: ask rank.group() again"
             )
         op = Op(verb, *args)
-        op.group = self.within
+        op.measures, op.group = self.phase == "evaluation", self.within
         return op
 
     def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.compressors import inside
 from workbench.experiment import Experiment, momentum, sharding
+from workbench.experiment.arranged import sharers
 from workbench.fabric.load import pauses
 from workbench.host.changes import in_step, refuses_model, take_role
 from workbench.host.handover import Cut
@@ -118,7 +119,8 @@ class Turnable(Life):
         """A strategy takes over."""
         strategy = wanted.strategy
         take_role(self, strategy)
-        self.body.gradient_shards = self.rank.size if "gradients" in strategy.shards else 1
+        shared = "gradients" in strategy.shards
+        self.body.gradient_shards = len(sharers(strategy, self.rank.size)[0]) if shared else 1
         if strategy.shared and self.rank.size > 1:
             self.share()
         self.state = strategy.init(self.rank, self.body.params())

@@ -87,7 +87,7 @@ class Child(Fiber):
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
-        self.host.ledger.buffers.give(self)
+        self.host.ledger.buffers.give(self, value if self.waiter is None else None)
         assert self.lane is not None
         self.lane.next()
         waiter = self.waiter

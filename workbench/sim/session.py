@@ -15,6 +15,8 @@ from workbench.host.ledger import Counted, Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.momentum import stilled
 from workbench.host.rate import Rate
+from workbench.host.reading import Reading
+from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op
 from workbench.sim.changes import Turnable
 from workbench.sim.fiber import Fiber
@@ -41,6 +43,7 @@ class Session(Turnable):
         self.state: Any = None
         self.measuring = Measuring()
         self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts())
+        self.reading = self.host.reading = body.reading = Reading(self, None, listens=world.real)
         self.background: Fiber | None = None
         self.host.ended = self._ended
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
@@ -100,9 +103,15 @@ class Session(Turnable):
             losses.clear()
         return made or 1
 
+    @property
+    def reorders(self) -> bool:
+        return bool(self.body.to_learn)
+
+    @property
+    def shown(self) -> Trial | None:
+        return None if self.world.real else self.body.trial
+
     async def relearn(self) -> None:
-        if not self.body.to_learn:
-            return
         if (strategy := self.experiment.strategy).in_flight:
             await strategy.drain(self.rank, self.state)
         await self.relay(self.body.learn)

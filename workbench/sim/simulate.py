@@ -21,7 +21,7 @@ from workbench.sim.replay import Replay
 from workbench.sim.session import Session
 from workbench.sim.sizes import Outline, Sizes, outline
 from workbench.sim.stages import staged
-from workbench.sim.tensors import Tensors
+from workbench.sim.tensors import Tensors, assembled
 from workbench.sim.world import World
 from workbench.tasks import Learner
 
@@ -70,6 +70,8 @@ def simulate(
             ) from error
         finally:
             world.close()
+        for body in bodies if real and bodies[0].reading.sharded else ():
+            assembled(bodies, body)
     return Run(experiment, timeline=world.record.timeline(), environment=_environment(real), name="simulated")
 
 

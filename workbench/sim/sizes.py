@@ -20,6 +20,7 @@ from workbench.host.canonical import prime
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
+from workbench.host.trial import Listening, Trial, assumed
 from workbench.optimizers import Optimizer, built
 from workbench.rank import Bucket, StrategyError
 from workbench.sim.known import Kept, kept_of
@@ -70,10 +71,12 @@ class Outline:
         names = [p.name for p in first.order]
         self.learner, self._made = learner, dict[Optimizer, Any]()
         self.optimizer = self.made(experiment)
-        self.arrival = _tried(self.model, learner, experiment, self.optimizer)
-        self.learned = bool(self.arrival)
-        seen = set(self.arrival)
-        self.arrival = self.arrival + [n for n in names if n not in seen]
+        seen = _tried(self.model, learner, experiment)
+        _stepped(self.model, self.optimizer)
+        self.learned = seen is not None
+        self.trial = seen or assumed(reversed(names))
+        came = set(arrival := self.trial.arrival)
+        self.arrival = arrival + [n for n in names if n not in came]
         self._names = names
         self._cuts: dict[tuple[float, bool], Cut] = {}
         self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[int, Kept | None]()
@@ -130,6 +133,7 @@ class Sizes:
 
     losses: tuple[()] = ()
     ledger: Any = None  # its session's
+    reading: Any = None  # its session's
     share = 1.0  # of the model that this rank computes
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
@@ -151,6 +155,11 @@ class Sizes:
     def rebucket(self, bucket_mb: float) -> None:
         self._bucket_mb, self.roomy = bucket_mb, False
         self.cut = self._outline.cut(bucket_mb, self._learned)
+
+    @property
+    def trial(self) -> Trial:
+        """What a step reads, and in which order its gradients come."""
+        return self._outline.trial
 
     @property
     def to_learn(self) -> bool:
@@ -245,26 +254,28 @@ def outline(learner: Learner) -> nn.Module:
     return model.train()
 
 
-def _tried(model: nn.Module, learner: Learner, experiment: Experiment, optimizer: Any) -> list[str]:
-    """Names of the parameters in the order in which gradients appear; gives the optimizer its state."""
-    arrival: list[str] = []
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(lambda _, name=n: arrival.append(name)) for n, p in named]
+def _tried(model: nn.Module, learner: Learner, experiment: Experiment) -> Trial | None:
+    """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
+    listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
     try:
         batches = Batches(learner.data, 0, experiment.ranks, "meta")
         batches.restart(experiment.batch, experiment.seed, 0)
         with torch.enable_grad():
-            learner.loss(model, batches.next()).backward()
+            with listening.forward():
+                loss = learner.loss(model, batches.next())
+            with listening.backward():
+                loss.backward()
     except Exception:
-        arrival = []
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for _, p in named:
-        p.grad = torch.empty_like(p)
+        return None
+    return listening.heard
+
+
+def _stepped(model: nn.Module, optimizer: Any) -> None:
+    """Gives the optimizer its state."""
+    for p in model.parameters():
+        p.grad = torch.empty_like(p) if p.requires_grad else None
     try:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     except Exception:
         optimizer.state.clear()
-    return arrival

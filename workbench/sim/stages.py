@@ -24,7 +24,7 @@ class Part(Outline):
         named = [n for n, p in self.model.named_parameters() if p.requires_grad]
         self.learner, self._made = learner, {}
         self.optimizer = self.made(e)
-        self.arrival = [n for n in whole.arrival if n in set(named)]
+        self.arrival, self.trial = [n for n in whole.arrival if n in set(named)], whole.trial
         self._names = named[::-1]
         self._cuts, self._standing, self.alike = {}, {}, {}
 

@@ -35,6 +35,7 @@ class Tensors:
         self.learner = learner
         self.model = learner.model().train()
         self.layout = Layout(self.model, experiment.bucket_mb)
+        self.layout.keeps_values = True  # a whole pass is computed at once, and what is gathered comes bit by bit
         self.optimizer = self.made(experiment)
         self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
         self.restart_data(experiment.batch, experiment.seed, 0)
@@ -42,6 +43,7 @@ class Tensors:
         self._random_state = torch.get_rng_state()
         self.losses: list[float] = []
         self.ledger: Any = None  # its session's
+        self.reading: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
         self._worker = ""
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
@@ -103,7 +105,8 @@ class Tensors:
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_randomness(), torch.enable_grad():
             inputs = self.batches.next() if x is None else x
-            loss = self.learner.loss(self.model, inputs)
+            with self.reading.passing("forward"):
+                loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
         self._open[self._worker, micro] = loss
@@ -140,7 +143,7 @@ class Tensors:
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         learning = exchanged and self._arrival is None
-        with self._own_randomness(), torch.enable_grad():
+        with self._own_randomness(), torch.enable_grad(), self.reading.passing("backward"):
             if learning:
                 self._arrival = self._watched(loss, grad)
                 self.cut.ready = ready(self.layout, self._arrival)
@@ -208,15 +211,24 @@ def _run(loss: Tensor, grad: float | None) -> None:
 
 def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
     """By rank: the held-out numbers of the mean model, on the first; the rank's RMS distance from it."""
-    first = ranks[0]
-    every = [[*r.layout.weights, *buffers(r.model)] for r in ranks]
+    first, sharded = ranks[0], ranks[0].reading.sharded
+    if sharded:
+        assembled(ranks, first)
+    every = [[*([] if sharded else r.layout.weights), *buffers(r.model)] for r in ranks]
     means = [torch.stack(same).sum(0).div_(len(ranks)) if len(ranks) > 1 else same[0].clone()
              for same in zip(*every, strict=True)]  # fmt: skip
-    count = len(first.layout.weights)
+    count = 0 if sharded else len(first.layout.weights)
     drifts = [distance(own[:count], means[:count], first.layout.numel) for own in every]
     with holding(every[0], means):
         found = numbers(first.learner.evaluate, first.model)
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
+
+
+def assembled(ranks: list[Tensors], here: Tensors) -> None:
+    """The model of one rank has the values of every rank's shards."""
+    for rank in ranks:
+        for bucket, own, begin in zip(here.params(), rank.layout.weights, rank.layout.begins, strict=True):
+            bucket.data[begin : begin + own.numel()].copy_(own)
 
 
 def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> Evaluated:

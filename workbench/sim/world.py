@@ -35,7 +35,6 @@ class World:
         self._hosts: list[Any] = []
         self.open: dict[str, dict[tuple[Group | None, int], Collective]] = {}  # collectives under way, by lane
         self.orders: dict[str, Order] = {}
-        self.held: dict[int, dict[str, int]] = {}  # bytes of parameters that each rank holds, by bucket
         self._gathered: dict[str, dict[int, tuple[Fiber, Any]]] = {}
         self.ended = 0
         self.over = False  # have all ranks done their steps?

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from workbench.rank import Rank
+from workbench.rank import Bucket, Rank
 
 
 class Serving:
@@ -95,10 +95,22 @@ class Sharding:
 
     shards: what each rank keeps its part of: of p ranks the r-th keeps the r-th of p slices of every bucket, as
             `Bucket.shard` cuts it; "optimizer state", which only optimizers that step each element by itself allow,
-            and "gradients", once they are summed
+            "gradients", once they are summed, and "parameters", but while they are read
+    shared_along: the dimensions of the mesh along which they are dealt out; ranks that differ in others keep the same.
+            None named: all of them
     """
 
     shards: ClassVar[frozenset[str]] = frozenset()
+    shared_along: ClassVar[tuple[str, ...]] = ()
+
+    async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: list[Bucket]) -> None:
+        """Before a forward, a backward or an evaluation reads `bucket`: brings all of its parameters here.
+
+        following: the buckets that this pass is known to read next and that are not whole either, in their order
+        """
+
+    async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:
+        """The pass reads `bucket` no more: keeps this rank's shard of it. Asked of shards, too, when a pass is over."""
 
 
 class Outer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,19 +34,50 @@ class Outstanding:
         return self._results
 
 
-async def reduced(rank: Rank, bucket: Bucket, alone: bool = False) -> Bucket:
+class Among(NamedTuple):
+    """One rank among all, among those that each keep a shard of a bucket, and among those that keep the same shard.
+
+    replicas: None where all share
+    """
+
+    rank: Rank
+    sharers: Rank
+    replicas: Rank | None = None
+
+
+async def summed(among: Among, outstanding: int, alone: bool) -> list[Bucket]:
+    """One forward and backward: this rank's shards of the sums over ranks, shortened where `rank.clip` says so.
+
+    outstanding: exchanges under way at a time; alone: does the memory of a bucket go once it is summed?
+    """
+    rank = among.rank
+    await rank.forward()
+    sums = Outstanding(rank, outstanding)
+    async for bucket in rank.backward(1.0 / rank.size):
+        await sums.start(reduced(among, bucket, alone), bucket.name)
+    shards: list[Bucket] = await sums.all()
+    if rank.clip:
+        await shortened(among.sharers, shards, rank.clip)
+    return shards
+
+
+async def reduced(among: Among, bucket: Bucket, alone: bool = False) -> Bucket:
     """This rank's shard of the bucket's sum over the ranks; in the bucket's own memory, or `alone`, and that is free.
 
-    Sends (p-1)/p of the bucket. A compressor sends what it does for the whole bucket, of which the shard is taken.
+    Of p ranks g share: it sends (g-1)/g of the bucket among them, and, where they are not all, 2 (q-1)/q of a g-th
+    among the q = p/g that keep the same shard. A compressor sends what it does for the whole bucket, among all.
     """
-    shard = bucket.shard(rank.index, rank.size)
-    if rank.size == 1 or not rank.compressor.immediate:
+    rank, sharers, replicas = among
+    shard = bucket.shard(sharers.index, sharers.size)
+    if sharers.size == 1 or not rank.compressor.immediate:
         await rank.compressor.reduce(rank, bucket, rank.memory)
         if alone:
             shard.data = shard.data.clone()
     else:
-        n = -(-bucket.data.numel() // rank.size)
-        total = await rank.reduce_scatter(pad(bucket.data, (0, n * rank.size - bucket.data.numel())), bucket.name)
+        n = -(-bucket.data.numel() // sharers.size)
+        total = await sharers.reduce_scatter(_filled(bucket.data, n * sharers.size), bucket.name)
+        if replicas is not None:
+            await replicas.all_reduce(total, "sum", bucket.name)
         if alone:
             shard.data = total[: shard.data.numel()]
         else:
@@ -60,9 +91,15 @@ async def gathered(rank: Rank, bucket: Bucket) -> None:
     """Every rank's shard into `bucket`, whose own shard is there: sends (p-1)/p of the bucket."""
     if rank.size == 1:
         return
-    n, shard = -(-bucket.data.numel() // rank.size), bucket.shard(rank.index, rank.size).data
-    rows = await rank.all_gather(pad(shard, (0, n - shard.numel())), f"params {bucket.index}")
-    _fill(bucket.data, rows.view(-1)[: bucket.data.numel()])
+    shard = bucket.shard(rank.index, rank.size).data
+    _fill(bucket.data, await assembled(rank, shard, bucket))
+
+
+async def assembled(rank: Rank, shard: Tensor, bucket: Bucket) -> Tensor:
+    """(n,): the parameters of `bucket`, of which every rank gives its shard, in new memory: sends (p-1)/p of them."""
+    length = -(-bucket.data.numel() // rank.size)
+    rows = await rank.all_gather(_filled(shard, length), f"params {bucket.index}")
+    return rows.view(-1)[: bucket.data.numel()]
 
 
 async def shortened(rank: Rank, shards: list[Bucket], longest: float) -> None:
@@ -76,6 +113,11 @@ async def shortened(rank: Rank, shards: list[Bucket], longest: float) -> None:
     factor = longest / (norm + 1e-6)
     for shard in [] if factor >= 1.0 else shards:  # one that is no number makes all gradients so, as in torch
         shard.data.mul_(factor)
+
+
+def _filled(x: Tensor, n: int) -> Tensor:
+    """(n,): `x`, and zeros behind it where it is shorter."""
+    return x if x.numel() == n else pad(x, (0, n - x.numel()))
 
 
 @outlined(lambda into, x: None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from workbench.rank import Bucket, Rank
 from workbench.settings import knob
+from workbench.strategies import _grouped
 from workbench.strategies._mean import mean_of_all
 from workbench.strategies._slots import combine_slots
 from workbench.strategies.post_local_sgd import PostLocalSGD, PostLocalState
@@ -43,13 +44,10 @@ class HierarchicalLocalSGD(PostLocalSGD):
     group_every: int = knob(1, 1, 256, unit="steps", log=True, doc="steps between two averagings within a group")
 
     def refuses_size(self, size: int) -> str | None:
-        if size % self.group == 0:
-            return None
-        fit = ", ".join(str(g) for g in range(1, size + 1) if size % g == 0)
-        return f"group={self.group} does not divide {size} ranks into equal groups; use one of {fit}"
+        return _grouped.refuses(self.group, size)
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
-        return (("data", size),) if self.group == 1 else (("between", size // self.group), ("within", self.group))
+        return (("data", size),) if self.group == 1 else _grouped.dims(self.group, size)
 
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
         return _State()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from workbench.rank import Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
-from workbench.strategies._sharded import Outstanding, gathered, reduced, shortened
+from workbench.strategies._sharded import Among, Outstanding, gathered, summed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,7 @@ class ZeRO1(Strategy):
         return super().refuses(compressor)
 
     async def step(self, rank: Rank, state: Any) -> None:
-        await rank.forward()
-        sums = Outstanding(rank, self.outstanding)
-        async for bucket in rank.backward(1.0 / rank.size):
-            await sums.start(reduced(rank, bucket, "gradients" in self.shards), bucket.name)
-        shards = await sums.all()
-        if rank.clip:
-            await shortened(rank, shards, rank.clip)
+        shards = await summed(Among(rank, rank), self.outstanding, "gradients" in self.shards)
         params, wholes = await rank.params(), Outstanding(rank, self.outstanding)
         for shard in shards:
             await rank.update(shard)

@@ -1,0 +1,254 @@
+"""ZeRO stage 3: whatever a model reads is there when it is read, and gone when it is not."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from tests.laws.test_quick import trained
+from tests.ranks import ended, experiment, live, run, toy, weights
+from tests.sim.virtual import comm
+from workbench import simulate
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.host.absent import Absent
+from workbench.host.layout import Layout
+from workbench.host.reading import Reading
+from workbench.optimizers import SGD, AdamW
+from workbench.settings import Change
+from workbench.strategies import DDP, ZeRO2, ZeRO3
+from workbench.tasks import ByteGPT
+
+pytestmark = pytest.mark.ranks
+
+WIDTH = 64
+SMALL = 0.01  # MB: every matrix is a bucket of its own
+
+
+class Own(torch.autograd.Function):
+    """A layer of somebody's own that keeps its weight for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Many(nn.Module):
+    """A model that reads its parameters in every way: by modules and by hand, twice, again in backward, and not."""
+
+    def __init__(self, turns: bool = False) -> None:
+        super().__init__()
+        self.into, self.attention = nn.Linear(WIDTH, WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm, self.cell = nn.LayerNorm(WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.again = nn.Linear(WIDTH, WIDTH)
+        self.stack = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.hand, self.unread = nn.Parameter(torch.empty(WIDTH, WIDTH)), nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out.weight = self.into.weight  # tied
+        self.head = nn.Linear(WIDTH, 4)
+        self.turns, self.steps = turns, 0
+        rng = torch.Generator().manual_seed(0)
+        for p in self.parameters():
+            p.data = 0.08 * torch.randn(p.shape, generator=rng)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        layers = self.stack[::-1] if self.turns and self.steps % 3 == 0 else self.stack
+        y = self.into(x)[:, None]
+        y = self.norm(y + self.attention(y, y, y, need_weights=False)[0])
+        y = self.cell(y)[0][:, 0] * self.frozen
+        with set_checkpoint_early_stop(False):
+            y = checkpoint(lambda y: torch.tanh(self.again(y)), y, use_reentrant=False)
+        for layer in layers:
+            y = torch.relu(layer(y)) + y
+        return self.head(self.out(Own.apply(y, self.hand)))
+
+
+def batches(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rng = torch.Generator().manual_seed(rank)
+    return [(torch.randn(4, WIDTH, generator=rng), torch.randn(4, 4, generator=rng)) for _ in range(8)]
+
+
+def held_out(model: nn.Module) -> float:
+    x, y = batches(99, 1, 0)[0]
+    return float(nn.functional.mse_loss(model(x), y) + nn.functional.mse_loss(model(x + 1), y))
+
+
+def many(ranks: int, steps: int = 12, **rest: Any) -> Experiment:
+    model = partial(Many, rest.pop("turns", False))
+    task = toy(model=model, data=batches, evaluate=held_out)
+    return experiment(ranks, steps, task=task, **{"optimizer": AdamW(), "bucket_mb": SMALL, "lr": 1e-3, **rest})
+
+
+def seen(session: Session, name: str) -> list[float]:
+    return [value for _, what, _, value in session.record.samples if what == name]
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["one order", "another order at times"])
+def test_in_whatever_way_a_model_reads_it_is_what_ddp_gives(turns: bool) -> None:
+    """Where the order is not the one that was learned it is only slower."""
+    e = many(2, eval_every=4, turns=turns)
+    ours, plain = run(e.set("strategy", ZeRO3())), run(e)
+    assert len(ours[0].layout.buckets) > 10
+    for one, other in zip(ours, plain, strict=True):
+        assert torch.equal(weights(one), weights(other))
+    assert seen(ours[0], "held_out") == seen(plain[0], "held_out") and len(seen(ours[0], "held_out")) == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_two_clocks_ask_the_same_and_hold_the_same(ranks: int) -> None:
+    e = Experiment(task=ByteGPT(layers=4), ranks=ranks, steps=6, eval_every=3, strategy=ZeRO3(), optimizer=AdamW(),
+                   bucket_mb=0.1, batch=2)  # fmt: skip
+    sessions, model = run(e), simulate(e.set("pace", 10.0))
+    assert sessions[0].record.comm() == [tuple(row) for row in comm(model, 0)]
+    held = model.samples[model.samples.name == "memory parameters"]
+    for rank, s in enumerate(sessions):
+        said = held[held["rank"] == rank].value.iloc[-1]
+        assert seen(s, "memory parameters")[-1] == pytest.approx(said, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_sent_and_held_are_the_papers(ranks: int) -> None:
+    task = ByteGPT(layers=8)
+    e = Experiment(task=task, ranks=ranks, steps=5, eval_every=0, strategy=ZeRO3(), optimizer=AdamW(), bucket_mb=0.1,
+                   batch=2)  # fmt: skip
+    session = run(e)[0]
+    psi, layout = session.layout.nbytes, session.layout
+    sent = [sum(n for at, _, n in session.record.comm() if at == step) for step in range(5)]
+    share = psi * (ranks - 1) / ranks
+    assert sent[0] == pytest.approx(2 * share, rel=0.01), "gradients, and all is gathered once to cut buckets anew"
+    largest = max(b.nbytes for b in layout.buckets)
+    assert 3 * share - 2 * largest <= sent[3] <= 3 * share * 1.001 and sent[3] == sent[4]
+    assert seen(session, "memory parameters")[-1] <= psi / ranks + 3 * largest
+    assert seen(session, "memory optimizer state")[-1] == pytest.approx(2 * psi / ranks, rel=0.02)
+    assert seen(session, "memory gradients")[-1] <= psi / ranks + 3 * largest
+
+
+def test_what_was_let_go_is_gone_whatever_autograd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
+    most: list[int] = []
+    opened = Reading._open
+
+    def counting(self: Reading, index: int) -> None:
+        opened(self, index)
+        if self._run.rank.id == 0 and self.phase:
+            alive.append(weakref.ref(self._layout.weights[index].untyped_storage()))
+            most.append(sum(ref() is not None for ref in alive))
+
+    monkeypatch.setattr(Reading, "_open", counting)
+    e = Experiment(task=ByteGPT(layers=6), ranks=2, steps=4, eval_every=2, strategy=ZeRO3(), bucket_mb=0.05, batch=2)
+    run(e)
+    assert len(most) > 100 and max(most) <= 4
+
+
+def test_an_evaluation_goes_through_the_shards_on_every_rank() -> None:
+    away: list[int] = []
+
+    def evaluate(model: nn.Module) -> float:
+        loss = held_out(model)
+        away.append(sum(isinstance(p, Absent) for p in model.stack.parameters()))
+        return loss
+
+    task = toy(model=Many, data=batches, evaluate=evaluate)
+    e = experiment(2, 6, task=task, optimizer=AdamW(), bucket_mb=SMALL, eval_every=3, strategy=ZeRO3())
+    sessions = run(e)
+    assert len(seen(sessions[0], "held_out")) == 3 and not seen(sessions[1], "held_out")
+    gathered = {(row[0], row[1]) for row in sessions[1].record if row[2].startswith("all_gather params")}
+    steps = {(step, "comm") for step in range(6)}  # after the first all is gathered, to cut buckets anew
+    assert gathered == {*steps, (3, "measuring"), (6, "measuring")}
+    assert away == [0, 3, 3, 3, 3], "three of four matrices are gone; the last one is still here, and so are all biases"
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 64])
+def test_gathered_ahead_or_not_it_is_the_same(prefetch: int) -> None:
+    ours, plain = run(many(2, strategy=ZeRO3(prefetch=prefetch))), run(many(2, strategy=ZeRO2()))
+    assert torch.equal(weights(ours[0]), weights(plain[0]))
+    asked = sorted(n for step, _, n in ours[0].record.comm() if step == 5)
+    assert asked == sorted(n for step, _, n in run(many(2, strategy=ZeRO3()))[0].record.comm() if step == 5)
+
+
+def test_what_is_gathered_ahead_takes_memory() -> None:
+    most = []
+    for prefetch in (0, 1, 4):
+        e = Experiment(task=ByteGPT(layers=6), ranks=2, steps=4, eval_every=0, strategy=ZeRO3(prefetch=prefetch),
+                       bucket_mb=0.05, batch=2)  # fmt: skip
+        most.append(seen(run(e)[0], "memory buffers in flight")[-1])
+    assert most[0] < most[1] < most[2]
+
+
+def test_a_parameter_that_is_read_between_two_passes_is_named() -> None:
+    sessions = live(many(2, strategy=ZeRO3()))
+    ended(sessions)
+    with pytest.raises(RuntimeError, match=r"parameter head.weight is read between two passes, .* \(ZeRO2\)"):
+        sessions[0].model.head.weight.sum()
+    assert "not on this rank" in repr(sessions[0].model.head.weight)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD(momentum=0.9)], ids=["AdamW", "SGD"])
+def test_switched_live_to_and_from_everything_parameters_stay_the_same(ranks: int, optimizer: Any) -> None:
+    cuts = [Change(9, "bucket_mb", 0.05), Change(16, "bucket_mb", SMALL),
+            Change(18, "optimizer", {"SGD": {"momentum": 0.5}})]  # fmt: skip
+    there = [Change(4, "strategy", "ZeRO3"), cuts[0], Change(12, "strategy", "ZeRO1"), Change(14, "strategy", "ZeRO3"),
+             *cuts[1:], Change(20, "strategy.prefetch", 3), Change(22, "strategy", "ZeRO2"),
+             Change(24, "strategy", "ZeRO3")]  # fmt: skip
+    e = many(ranks, 28, optimizer=optimizer, eval_every=2)
+    sessions = run(e, *there)
+    assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("change")) == len(there)
+    if ranks == 2:
+        plain = run(e, *cuts)
+        assert torch.equal(weights(sessions[0]), weights(plain[0]))
+        assert seen(sessions[0], "held_out") == seen(plain[0], "held_out")
+    assert all(torch.equal(weights(s), weights(sessions[0])) for s in sessions)
+    _, ours = trained(ranks, 28, there, optimizer=optimizer, bucket_mb=SMALL)
+    _, plain_sim = trained(ranks, 28, cuts, optimizer=optimizer, bucket_mb=SMALL)
+    assert all(torch.equal(x, y) for x, y in zip(ours, plain_sim, strict=True))
+
+
+@pytest.mark.parametrize("target", ["LocalSGD", "DiLoCo", "Gossip", "AsyncServer", "TorchDDP", "BackupWorkers"])
+def test_it_is_entered_from_and_left_to_strategies_of_every_kind(target: str) -> None:
+    changes = [Change(3, "strategy", "ZeRO3"), Change(8, "strategy", target), Change(13, "strategy", "ZeRO3"),
+               Change(18, "strategy", "DDP")]  # fmt: skip
+    sessions = run(many(3, 22, optimizer=SGD(momentum=0.9), eval_every=5), *changes)
+    assert len(sessions[0].record.noted("change")) == 4
+    assert all(torch.equal(weights(s), weights(sessions[0])) for s in sessions)
+
+
+def test_a_layout_keeps_what_is_a_ranks_own_and_gives_room_for_the_rest() -> None:
+    layout = Layout(nn.Linear(6, 3), 1.0)
+    bucket = layout.params()[0]
+    values = bucket.data.clone()
+    shard = layout.hold(bucket.shard(1, 2))
+    assert torch.equal(shard.data, values[11:]) and layout.held == 4 * 10
+    assert torch.isnan(layout.params()[0].data).all()
+    shard.data += 1.0
+    whole = layout.hold(bucket.like(torch.cat([values[:11], shard.data])))
+    assert torch.equal(whole.data[11:], values[11:] + 1.0) and layout.held == 4 * 21
+    assert layout.order[0].param.data.data_ptr() == layout.params()[0].data[:3].data_ptr()
+
+
+def test_on_an_emulated_link_what_is_gathered_ahead_hides() -> None:
+    """In the simulator, where time is what the link and the pace say."""
+    e = Experiment(task=ByteGPT(layers=8), ranks=4, steps=5, eval_every=0, bucket_mb=0.2, pace=60.0,
+                   fabric=Fabric(link=Link(bandwidth=2000.0)))  # fmt: skip
+    took = {}
+    for strategy in (ZeRO3(prefetch=0), ZeRO3(), DDP()):
+        spans = simulate(e.set("strategy", strategy)).spans
+        last = spans[(spans["rank"] == 0) & (spans.step == 4) & (spans.lane == "step")]
+        took[str(strategy)] = float((last.t1 - last.t0).iloc[0])
+    late, ahead, _ = took.values()
+    assert ahead < late

@@ -1,0 +1,143 @@
+"""What a rank computes on the engine: forward, backward and update, and the passes over parameters in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.engine.hooks import GradientHooks
+from workbench.engine.step_end import StepEnd
+from workbench.host.canonical import clipped, optimizer_tensors
+from workbench.host.drive import drive
+from workbench.host.layout import Layout
+from workbench.host.momentum import stilled
+from workbench.host.slots import step_shard
+from workbench.rank import Bucket, Op, StrategyError
+
+# what may be asked for inside of torch, while a forward or a backward runs
+INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
+          "sample", "params", "clock", "send", "recv", "hold"}  # fmt: skip
+
+
+class Compute(StepEnd):
+    """The part of a Host that computes."""
+
+    alone: AbstractContextManager[Any]
+    layout: Layout
+    loss_of: Callable[..., Tensor]
+    optimizer: Any
+    ledger: Any = None  # its session's
+    reading: Any = None  # its session's
+    _hooks: GradientHooks
+    _open: dict[int, Tensor]  # losses whose backward has not been asked for, by micro-batch
+    _perform: Callable[[Op], Any]
+    _sample: Callable[[str, float], None]
+    module: Callable[..., Any]  # what forward calls: the model, or torch's wrapper around it
+    batches: Callable[[], Any]
+    before_update: Callable[[], None]
+    clip: Callable[[], float]  # the longest that the gradient may be; 0: any
+    steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
+
+    def _forward(self, x: Any, micro: int) -> Tensor:
+        batch = self._batch() if x is None else x
+        self.at("forward")
+        began = self.watch.now()
+        self.pace.begin("forward", self.rank.step)
+        with self.reading.passing("forward"):
+            loss = self.loss_of(self.module, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
+        self._open[micro] = loss
+        self.losses.append(loss.detach())
+        self.ledger.forward(batch)
+        self.paced(1.0)
+        self.watch.span(self.rank.step, "forward", began)
+        return self.losses[-1]
+
+    def _batch(self) -> Any:
+        self.at("data iterator")
+        return self.batches()
+
+    def _backward_home(self, grad: Any, micro: int) -> None:
+        self._backward(grad, micro)
+
+    def _backward(self, grad: Any, micro: int) -> None:
+        self.at("backward")
+        if isinstance(grad, Tensor):
+            raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
+        loss = self._open.pop(micro, None)
+        if loss is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        began = self.watch.now()
+        self.pace.begin("backward", self.rank.step)
+        with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
+            loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
+        drive(self.reading.close(), self._while_reading, self.alone)
+        self.paced(1.0)
+        self.watch.span(self.rank.step, "backward", began)
+
+    def read(self, buckets: Iterable[int], share: float) -> None:
+        """A pass of the model is about to read these buckets, which are not whole; `share` of it is computed.
+
+        Called inside of torch, and for a GPU's backward on autograd's thread.
+        """
+        with self.lane.chip.inside(), torch.no_grad():
+            around = self.at.now
+            if self.reading.phase != "evaluation":
+                self.paced(share)
+            drive(self.reading.need(buckets), self._while_reading, self.alone)
+            self.at(*around[:2])
+
+    def _while_reading(self, op: Op) -> Any:
+        """Performs what `unshard` and `reshard` ask for."""
+        if op.verb not in INSIDE:
+            raise StrategyError(f"{op.verb} cannot be asked for while a model is computed: ask it in `step`")
+        return self._perform(op)
+
+    def _hold(self, bucket: Bucket) -> Bucket:
+        held = self.layout.hold(bucket)
+        self.ledger.hold(self.layout.held)
+        return held
+
+    def _update(self, bucket: Bucket | None, by: Callable[[], None] | None) -> None:
+        self.before_update()
+        self.at("update")
+        began = self.watch.now()
+        if bucket is None:
+            self.pace.begin("update", self.rank.step)
+            self._update_all(by)
+        else:
+            self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)
+            self.steppable(bucket)
+            with self.alone:
+                step_shard(self.layout, self.optimizer, bucket)
+        self.paced(1.0)
+        self.watch.span(self.rank.step, "update", began)
+
+    def _update_all(self, by: Callable[[], None] | None) -> None:
+        with self.alone:
+            if longest := self.clip():
+                self._sample("grad_norm", clipped(self.layout, longest))
+            (by or self.optimizer.step)()
+            stilled(self.layout, self.optimizer, self.rank.memory)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.layout.let_go()
+
+    def _params(self) -> list[Bucket]:
+        return self.layout.params()
+
+    def _grads(self) -> list[Bucket]:
+        return self.layout.grads()
+
+    def _slots(self) -> list[Tensor]:
+        return optimizer_tensors(self.layout, self.optimizer)
+
+
+def _what(loss: Any) -> str:
+    if isinstance(loss, Tensor):
+        return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
+    return f"a {type(loss).__name__}"

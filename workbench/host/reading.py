@@ -1,0 +1,276 @@
+"""Passes over a model of which each rank holds only shards: what is read is made whole before, and let go after.
+
+[Note: Reading shards] A pass is a forward, a backward or an evaluation. Before it reads a bucket that is not whole on
+this rank the strategy is asked to `unshard` it, and told which buckets the pass is going to read next. Once the pass
+reads it no more the strategy is asked to `reshard` it: in a forward, when something else is first read after its last
+use, so tied weights stay from their first use to their last; in a backward, when its gradients are there.
+
+Order and last use are those of the first step, in which all is whole and this only listens (`Trial`). They are no more
+than a hint: an absent parameter asks for itself whenever it is read, so another order is slower and never wrong. But
+all ranks must read in the same order, for to gather is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.experiment.arranged import sharers
+from workbench.host import absent
+from workbench.host.changing import Changing
+from workbench.host.layout import Layout
+from workbench.host.trial import Listening, Trial
+from workbench.rank import StrategyError
+
+
+class Event(NamedTuple):
+    """Something that happens in a pass.
+
+    share: of the pass, what is computed before
+    kind:  "read", before buckets are first read; "full", when the gradients of one are there
+    over:  the buckets that are read no more
+    """
+
+    share: float
+    kind: str
+    buckets: tuple[int, ...]
+    over: tuple[int, ...] = ()
+
+
+class Lent(NamedTuple):
+    """A view of a bucket's parameters as autograd keeps it: where to find it again."""
+
+    bucket: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Reading:
+    """What one rank reads, and what its strategy does about it. See [Note: Reading shards].
+
+    ask:   how this rank's host comes to `need` buckets, from inside of torch, after such a share of the pass; None
+           where it goes by `events` instead
+    listens: does it see a real forward and backward?
+    trial: what the first step has shown; None before that
+    phase: the pass under way, "forward", "backward" or "evaluation"; "" between
+    whole: while parameters lie in shards, the buckets that are whole here all the same
+    """
+
+    def __init__(self, run: Changing, ask: Callable[[Iterable[int], float], None] | None, listens: bool) -> None:
+        self._run, self._ask, self._listens = run, ask, listens
+        self.by: Any = None  # the strategy that shares parameters out
+        self.trial: Trial | None = None
+        self.learning = False  # is everything whole, to listen to this step?
+        self.listening: Listening | None = None
+        self.phase = ""
+        self.sharded = False  # do parameters lie in shards?
+        self.whole: set[int] = set()
+        self._events: dict[tuple[int, str], tuple[Any, list[Event]]] = {}
+        self._lies: dict[int, int] = {}  # by storage, the bucket that is whole in it
+        self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout in buckets, its places by their parameters' ids
+
+    # -- from whole to shards, and back --
+
+    async def shard(self) -> None:
+        """Between steps: where the strategy wants that, this rank keeps its shard of every bucket.
+
+        Before it is known what a step reads, all of it, for one step more.
+        """
+        run = self._run
+        strategy = run.experiment.strategy
+        if "parameters" not in strategy.shards or len(sharers(strategy, run.rank.size)[0]) == 1:
+            return
+        self.by, self.learning, self.listening = strategy, self.trial is None, None
+        if not self.learning:
+            self.sharded, self.whole = True, set(range(len(self._layout.buckets)))
+            await self.close()
+
+    async def unshard(self) -> None:
+        """Between steps: every bucket is whole on every rank."""
+        if self.sharded:
+            await self.need(range(len(self._layout.buckets)))
+        self.sharded = self.learning = False
+        self._lies.clear()
+
+    async def learn(self, shown: Trial | None) -> None:
+        """After a step: what it has shown is known from now on. shown: by the host, where nothing listens"""
+        if self.learning and (heard := shown or (self.listening and self.listening.heard)):
+            self.trial, self.listening = heard, None
+            await self.shard()
+
+    # -- in a pass --
+
+    @contextmanager
+    def passing(self, phase: str) -> Iterator[None]:
+        """Inside, torch runs a forward, a backward or an evaluation of the model."""
+        self.phase = self._run.rank.phase = phase
+        try:
+            with self._watching(phase):
+                yield
+        finally:
+            self.phase = self._run.rank.phase = ""
+
+    def _watching(self, phase: str) -> AbstractContextManager[Any]:
+        if self.learning and self._listens and phase != "evaluation":
+            if self.listening is None:
+                self.listening = Listening({place.name: place.param for place in self._layout.order})
+            return self.listening.forward() if phase == "forward" else self.listening.backward()
+        if self.sharded and self._ask is not None and phase != "backward":
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return nullcontext()
+
+    async def need(self, buckets: Iterable[int]) -> None:
+        """Before these buckets are read: they are whole when this returns."""
+        run, params = self._run, self._layout.params()
+        strategy, asked = self.by, set(buckets)
+        events = self.events(self.phase) if self.phase else []
+        first = next((i for i, e in enumerate(events) if e.kind == "read" and asked & set(e.buckets)), len(events))
+        over = {i for e in events[: first + 1] for i in e.over}
+        if first == 0 and self.phase != "backward":  # what the pass before has left
+            over = set(self.whole)
+        for index in sorted(over & (self.whole - asked)):
+            await self._close(index, params)
+        coming = [i for e in events[first:] if e.kind == "read" for i in e.buckets if i not in self.whole]
+        for index in sorted(asked - self.whole, key=lambda i: (coming.index(i) if i in coming else -1, -i)):
+            following = [params[i] for i in coming[coming.index(index) + 1 :]] if index in coming else []
+            await strategy.unshard(run.rank, run.state, params[index], following)
+            self._open(index)
+
+    async def filled(self, index: int) -> None:
+        """The gradients of this bucket are there: its parameters are read no more."""
+        if self.sharded and index in self.whole:
+            await self._close(index, self._layout.params())
+
+    async def close(self) -> None:
+        """A backward or an evaluation is over: nothing is whole any more."""
+        if not self.sharded:
+            return
+        params = self._layout.params()
+        for index in range(len(params)):
+            await self._close(index, params)
+
+    async def _close(self, index: int, params: list[Any]) -> None:
+        run = self._run
+        if self._ask is not None:
+            for place in self._layout.groups[index]:
+                absent.leave(place.param, self._asked)
+            self._lies.pop(self._layout.weights[index].untyped_storage()._cdata, None)
+        self.whole.discard(index)
+        await self.by.reshard(run.rank, run.state, params[index])
+
+    def _open(self, index: int) -> None:
+        self.whole.add(index)
+        if self._ask is not None:
+            self._lies[self._layout.weights[index].untyped_storage()._cdata] = index
+            for place in self._layout.groups[index]:
+                absent.come(place.param)
+
+    def _asked(self, params: list[Any]) -> None:
+        """Something is about to read these parameters."""
+        if self._known[0] is not self._layout.buckets:
+            self._known = self._layout.buckets, {id(place.param): place for place in self._layout.order}
+        buckets = {place.bucket: place.name for place in (self._known[1][id(p)] for p in params)}
+        if not self.phase:
+            name = next(iter(buckets.values()))
+            raise StrategyError(
+                f"parameter {name} is read between two passes, and no rank holds all of it: read it in a forward, a "
+                f"backward or an evaluation, or take a strategy that keeps parameters whole (ZeRO2)"
+            )
+        self._asked_for(buckets)
+
+    def _asked_for(self, buckets: Iterable[int]) -> None:
+        assert self._ask is not None
+        wanted = set(buckets)
+        shares = [e.share for e in self.events(self.phase) if e.kind == "read" and wanted & set(e.buckets)]
+        self._ask(wanted, shares[0] if shares else 0.0)
+
+    def _pack(self, x: Tensor) -> Tensor | Lent:
+        """What autograd is to keep in place of `x`: of a bucket that will be let go, where it lies in it."""
+        bucket = self._lies.get(x.untyped_storage()._cdata)
+        if bucket is None or x.dtype != self._layout.weights[bucket].dtype:
+            return x
+        begins = self._layout.weights[bucket].storage_offset()
+        return Lent(bucket, x.shape, x.stride(), int(x.storage_offset() - begins))
+
+    def _unpack(self, kept: Tensor | Lent) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if self.sharded and kept.bucket not in self.whole:
+            self._asked_for([kept.bucket])
+        whole: Tensor = self._layout.weights[kept.bucket]
+        return whole.as_strided(kept.size, kept.stride, int(whole.storage_offset()) + kept.offset)
+
+    # -- what comes when --
+
+    @property
+    def _layout(self) -> Layout:
+        layout: Layout = self._run.layout
+        return layout
+
+    def events(self, phase: str) -> list[Event]:
+        """What happens in such a pass of the model in its present buckets, in order."""
+        layout, trial = self._layout, self.trial
+        assert trial is not None
+        key = id(layout.buckets), "backward" if phase == "backward" else "forward"
+        if key not in self._events or self._events[key][0] is not layout.buckets:
+            found = backward_events(layout, trial) if phase == "backward" else forward_events(layout, trial)
+            self._events = {k: v for k, v in self._events.items() if v[0] is layout.buckets}
+            self._events[key] = layout.buckets, found
+        return self._events[key][1]
+
+
+def forward_events(layout: Layout, trial: Trial) -> list[Event]:
+    """When buckets are first read in a forward, and which ones are over by then."""
+    bucket, numel = _places(layout)
+    last = {bucket[name]: at for at, names in enumerate(trial.forward) for name in names}
+    found: list[Event] = []
+    known, read, done, over = set[str](), set[int](), 0, set[int]()
+    for at, names in enumerate(trial.forward):
+        first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
+        if first:
+            ended = tuple(i for i in sorted(read - over) if last[i] < at)
+            found.append(Event(done / layout.numel, "read", first, ended))
+            read |= set(first)
+            over |= set(ended)
+        done += sum(numel[name] for name in set(names) - known)
+        known |= set(names)
+    return found
+
+
+def backward_events(layout: Layout, trial: Trial) -> list[Event]:
+    """When buckets are first read in a backward, and when their gradients are there, which is told in their order."""
+    bucket, numel = _places(layout)
+    left = [len(b.parts) for b in layout.buckets]
+    found: list[Event] = []
+    read, done, told = set[int](), 0, 0
+
+    def tell() -> None:
+        nonlocal told
+        while told < len(left) and not left[told]:
+            found.append(Event(done / layout.numel, "full", (told,)))
+            told += 1
+
+    for kind, names in trial.backward:
+        if kind == "read":
+            first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
+            if first := tuple(i for i in first if i >= told):
+                found.append(Event(done / layout.numel, "read", first))
+                read |= set(first)
+        else:
+            for name in names:
+                done += numel[name]
+                left[bucket[name]] -= 1
+            tell()
+    left, done = [0] * len(left), layout.numel  # whatever had no gradient
+    tell()
+    return found
+
+
+def _places(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+    """By name, the bucket of a parameter and its elements."""
+    return {p.name: p.bucket for p in layout.order}, {p.name: p.numel for p in layout.order}

@@ -1,0 +1,226 @@
+"""What one virtual rank computes, and how long that takes: phases whole, and passes that are handed out in pieces.
+
+A pass stops at every bucket: when its gradients are full, before its parameters are read. Each piece is computed when
+the next one is asked for, and the device stands still while the strategy waits for something in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from workbench.experiment import Experiment
+from workbench.fabric.load import stretch
+from workbench.fabric.pace import SHARES, Kept, lasts
+from workbench.host.canonical import optimizer_tensors
+from workbench.host.slots import require_steppable
+from workbench.rank import Op, Rank
+from workbench.sim.fiber import END, PARK, Fiber
+from workbench.sim.passing import Pass
+
+if TYPE_CHECKING:
+    from workbench.sim.world import World
+
+
+class Compute:
+    """The part of a Host that computes; its verbs answer at once, or PARK."""
+
+    world: World
+    clock: Any
+    rank: Rank
+    index: int
+    experiment: Experiment
+    body: Any
+    ledger: Any = None  # its session's
+    reading: Any = None  # its session's
+    span: Callable[..., None]
+    note: Callable[[str, float], None]
+    inner: Callable[..., Any]
+
+    def __init__(self) -> None:
+        self.free: dict[str, float] = {}  # when each worker's device is free again
+        self._held: tuple[Any, dict[int, int]] = None, {}  # a layout in buckets, bytes of parameters held by bucket
+        self._kept = Kept()
+        self._asked = self._took = 0.0  # seconds that this step's compute was to take, and takes without faults
+
+    def seconds(self, phase: str, share: float = 1.0) -> float:
+        """How long a phase of compute, or a share of it, lasts on this rank in this step."""
+        e, costs, step = self.experiment, self.world.costs, self.rank.step
+        share *= self.body.share
+        asked = e.pace * 1e-3 * SHARES[phase] * share
+        computed = costs.seconds(phase, self.index, step, e.seed) * share if costs is not None else 0.0
+        factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
+        self._asked, self._took = self._asked + asked, self._took + lasts(asked, computed)
+        return lasts(asked, computed, factor)
+
+    def pace_said(self) -> dict[str, Any] | None:
+        """A step is over; what there is to say of the pace, if that is news."""
+        asked, took, self._asked, self._took = self._asked, self._took, 0.0, 0.0
+        return self._kept.step(self.experiment.pace * 1e-3, asked, took)
+
+    def _occupy(self, fiber: Fiber, seconds: float) -> float:
+        """The device works for so long, from when it is free; returns when it begins."""
+        began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
+        self.free[fiber.origin] = began + seconds
+        return began
+
+    def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0) -> Any:
+        seconds = self.seconds(phase, share)
+        began = self._occupy(fiber, seconds)
+        self.span("compute", phase, self.clock.now, began, began + seconds, 0)
+        self.clock.at(began + seconds, fiber, value)
+        return PARK
+
+    def _forward(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
+        if self.reading.sharded:
+            return self.inner(fiber, self._through(fiber, "forward", lambda: self.body.forward(*op.args)))
+        return self._compute(fiber, "forward", self.body.forward(*op.args))
+
+    def _backward(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
+        value = self.body.backward(*op.args, False)
+        if self.reading.sharded:
+            return self.inner(fiber, self._through(fiber, "backward", lambda: value))
+        return self._compute(fiber, "backward", value)
+
+    def _update(self, fiber: Fiber, op: Op) -> Any:
+        bucket, by = op.args
+        share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
+        self.body.turn(fiber.origin)
+        if bucket is not None:
+            require_steppable(self.body.layout, self.body.optimizer, bucket, self.experiment)
+        norm = self.body.update(bucket, self.experiment.clip, by)
+        if norm is not None:
+            self.note("grad_norm", norm)
+        return self._compute(fiber, "update", None, share)
+
+    def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
+        self.body.backward(*op.args, True)
+        fiber.passing = self._passing(fiber, "backward", self.body.cut.ready)
+        if self.reading.sharded:
+            fiber.passing.events = deque(self.reading.events("backward"))
+        return self._next_bucket(fiber, op)
+
+    def _next_bucket(self, fiber: Fiber, op: Op) -> Any:
+        """The next full bucket, at the time at which it is full."""
+        passing: Pass = fiber.passing
+        if passing.events is not None:
+            return self.inner(fiber, self._next_full(passing))
+        index = passing.next
+        if index == len(passing.shares):
+            return self._over(fiber, passing)
+        passing.next = index + 1
+        self.clock.at(self._reach(fiber, passing, passing.shares[index]), fiber, self.body.full(index))
+        return PARK
+
+    def _forward_buckets(self, fiber: Fiber, op: Op) -> Any:
+        (forward,) = op.args
+        forward._state = self._passing(fiber, "forward", self.body.cut.needed)
+        return self._next_params(fiber, op)
+
+    def _next_params(self, fiber: Fiber, op: Op) -> Any:
+        """The next bucket of parameters, just before its layers are computed."""
+        (forward,) = op.args
+        passing: Pass | None = forward._state
+        if passing is None:
+            return END
+        index = passing.next
+        if index == len(passing.shares):
+            forward.loss, forward._state = self.body.forward(forward.x, forward.micro), None
+            return self._over(fiber, passing)
+        passing.next = index + 1
+        params = self.body.params()
+        self.clock.at(self._reach(fiber, passing, passing.shares[index]), fiber, params[len(params) - 1 - index])
+        return PARK
+
+    async def _through(self, fiber: Fiber, phase: str, computed: Callable[[], Any]) -> Any:
+        """A forward or a backward of parameters that lie in shards, whole."""
+        passing = self._passing(fiber, phase, [])
+        passing.events = deque(self.reading.events(phase))
+        while await self._next_full(passing) is not END:
+            pass
+        return computed()
+
+    async def _next_full(self, passing: Pass) -> Any:
+        """The next bucket that is full in a pass of parameters that lie in shards, or its END."""
+        reading, events = self.reading, passing.events
+        assert events is not None
+        reading.phase = self.rank.phase = passing.phase
+        while events:
+            event = events.popleft()
+            await Op("reach", passing, event.share)
+            if event.kind == "full":
+                await reading.filled(event.buckets[0])
+                return self.body.full(event.buckets[0])
+            if not reading.whole.issuperset(event.buckets):
+                await reading.need(event.buckets)
+        await Op("reach", passing, 1.0)
+        self._stretch(passing)
+        if passing.phase == "backward":
+            await reading.close()
+        reading.phase = self.rank.phase = ""
+        return END
+
+    def _until(self, fiber: Fiber, op: Op) -> Any:
+        """Until so much of a pass is computed."""
+        self.clock.at(self._reach(fiber, *op.args), fiber)
+        return PARK
+
+    def _passing(self, fiber: Fiber, phase: str, shares: list[float]) -> Pass:
+        began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
+        return Pass(phase, began, self.seconds(phase), shares)
+
+    def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
+        """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""
+        origin, free = fiber.origin, self.clock.now
+        if (until := self.free.get(origin, 0.0)) > free:
+            free = until
+        if free > passing.last:
+            self._stretch(passing)
+            passing.began += free - passing.last
+            passing.since = free
+        last = passing.last = self.free[origin] = passing.began + passing.seconds * share
+        return last
+
+    def _stretch(self, passing: Pass) -> None:
+        """Writes down what was computed without a break."""
+        if passing.last > passing.since:
+            self.span("compute", passing.phase, passing.since, passing.since, passing.last, 0)
+
+    def _over(self, fiber: Fiber, passing: Pass) -> Any:
+        """A pass has been handed out whole: its loop is left when its time is over."""
+        end = self._reach(fiber, passing, 1.0)
+        self._stretch(passing)
+        if end <= self.clock.now:
+            return END
+        self.clock.at(end, fiber, END)
+        return PARK
+
+    def _params(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.params()
+
+    def _grads(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
+        return self.body.grads()
+
+    def _slots(self, fiber: Fiber, op: Op) -> Any:
+        return optimizer_tensors(self.body.layout, self.body.optimizer)
+
+    def _hold(self, fiber: Fiber, op: Op) -> Any:
+        (bucket,) = op.args
+        layout = self.body.layout
+        if self.world.real:
+            bucket = layout.hold(bucket)
+            self.ledger.hold(layout.held)
+        else:  # one layout stands for those of all ranks
+            if self._held[0] is not layout.buckets:
+                self._held = layout.buckets, {b.index: b.nbytes for b in self.body.params()}
+            self._held[1][bucket.index] = bucket.nbytes
+            self.ledger.hold(sum(self._held[1].values()))
+        return bucket
+
+    def _batch(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.batch()
