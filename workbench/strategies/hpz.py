@@ -1,0 +1,70 @@
+"""hpZ of ZeRO++: ZeRO stage 3 whose backward gathers parameters from second shards that lie nearer."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from workbench.rank import Bucket, Handle, Op, Rank
+from workbench.settings import knob
+from workbench.strategies import _grouped
+from workbench.strategies._sharded import assembled
+from workbench.strategies.zero_3 import ZeRO3
+
+
+class _State(dict[int, Handle]):
+    """The gatherings under way; seconds: by bucket, this rank's second shard of it, from forward to backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[int, Tensor] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HpZ(ZeRO3):
+    """ZeRO3, and from the forward to the backward each group of g ranks keeps a second copy of the parameters.
+
+        before forward reads a bucket:       params <- params_r of all p ranks               all-gather, among all
+        once forward reads it no more:       second_r <- rank r's g-th of it
+        before backward reads it:            params <- second_r of the group's g ranks       all-gather, in the group
+        gradients, update:                   as ZeRO3
+
+    Each g = `group` consecutive ranks are a group. It sends as many bytes as ZeRO3 does, but those of the backward's
+    all-gather, (g-1)/g of the model's, stay within the group: between groups a third less crosses. Second shards take
+    4 Psi / g bytes in fp32 from the end of the forward on; each is let go when the backward has read it.
+
+    When to use it: ZeRO3 over hosts with fast wires inside and slow ones between, where 1/g of the model fits besides.
+    ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ); here a compressor acts on gradients only.
+
+    Reference: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", ICLR 2024,
+    https://arxiv.org/abs/2306.10209, section 3.2
+    """
+
+    group: int = knob(2, 1, 4096, unit="ranks", doc="g: ranks that keep a second copy of the parameters together")
+
+    def refuses_size(self, size: int) -> str | None:
+        return _grouped.refuses(self.group, size)
+
+    def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+        return _grouped.dims(self.group, size)
+
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State()
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await super().step(rank, state)
+        state.seconds.clear()  # of what backward had no need of; parameters are others now
+
+    async def gathering(self, rank: Rank, state: Any, bucket: Bucket) -> Coroutine[Op, Any, Tensor]:
+        if rank.phase != "backward" or bucket.index not in state.seconds:
+            return await super().gathering(rank, state, bucket)
+        return assembled(rank.group("within"), state.seconds.pop(bucket.index), bucket)
+
+    async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:
+        if rank.phase == "forward":
+            group = rank.group("within")
+            state.seconds[bucket.index] = bucket.shard(group.index, group.size).data.clone()
+        await super().reshard(rank, state, bucket)
