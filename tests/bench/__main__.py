@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
 COMMANDS = {
     "ddp": ["tests.bench.ddp"],
-    "fsdp": ["tests.bench.ddp", "--strategy", "ZeRO3", "--caps", "0.2", "1", "5"],
+    "fsdp": ["tests.bench.ddp", "--strategy", "ZeRO3", "--caps", "1", "5", "--rounds", "12"],
     "bound": ["tests.bench.bound"],
     "live": ["tests.bench.live"],
     "slow_link": ["tests.bench.slow_link"],

@@ -4,7 +4,7 @@ Each rank is a process that holds both: our session (recording on) and torch's i
 alternate ours, torch, torch, ...; the second torch block of each round is the A/A control.
 
     python -m tests.bench.ddp --out docs/data/ddp.json
-    python -m tests.bench.ddp --strategy ZeRO3 --caps 0.5 1 5 --out docs/data/fsdp.json
+    python -m tests.bench.ddp --strategy ZeRO3 --caps 1 5 --rounds 12 --out docs/data/fsdp.json
 """
 
 from __future__ import annotations

@@ -33,14 +33,14 @@ class Absent:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _says(func):
-            with torch._C.DisableTorchFunctionSubclass():
+            with unasked():
                 return func(*args, **kwargs)
         read = list(_within([args, kwargs]))
         for ask in dict.fromkeys(p.ask for p in read):  # type: ignore[attr-defined]
             ask([p for p in read if p.ask == ask])  # type: ignore[attr-defined]
         if not any(isinstance(p, Absent) for p in read):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():  # who asked only wants to know
+        with unasked():  # who asked only wants to know
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -69,9 +69,14 @@ def come(param: nn.Parameter) -> None:
         param.__class__ = param.was  # what it asks stays with it
 
 
+def unasked() -> Any:
+    """Within it absent parameters are handled as they lie, and ask nobody."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def data_of(param: nn.Parameter) -> Tensor:
-    """Its `data` as it lies, which asks nobody."""
-    with torch._C.DisableTorchFunctionSubclass():
+    """Its `data` as it lies."""
+    with unasked():
         return param.data
 
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from workbench.host.absent import unasked
 from workbench.rank import Bucket, Part
 
 SMALL = 32_768  # bytes of a gradient that may wait to be copied with others
@@ -112,9 +113,9 @@ class Layout:
         bucket, nothing = self._slices[index], not data.stride(0)
         bucket.data = self.weights[index] = data
         self.begins[index] = 0
-        for place, part in zip(self.groups[index], bucket.parts, strict=True):
-            shape = place.param.shape
-            place.param.data = data[:1].expand(shape) if nothing else data[part.start : part.stop].view(shape)
+        with unasked():
+            for place, (_, shape, start, stop) in zip(self.groups[index], bucket.parts, strict=True):
+                place.param.data = data[:1].expand(shape) if nothing else data[start:stop].view(shape)
 
     @property
     def held(self) -> int:

@@ -98,26 +98,27 @@ def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
     held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
     start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
     grads = bucket.data[start:stop] if bucket.kept is None else bucket.kept
-    inside = {id(place) for place in layout.groups[shard.index]}
-    others = [(place.param, place.param.grad) for place in layout.order if id(place) not in inside]
     cut = []
-    for place in layout.order:
-        place.param.grad = None
-    for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
-        low, high = max(part.start, start), min(part.stop, stop)
-        if high > low:
-            own, kind = absent.data_of(place.param), type(place.param)
-            shape = own.shape if high - low == place.numel else (high - low,)
-            cut.append((place.param, own, kind))
-            absent.come(place.param)
-            place.param.data = held[low - begin : high - begin].view(shape)
-            place.param.grad = grads[low - start : high - start].view(shape)
+    with absent.unasked():
+        others = [(place.param, place.param.grad) for place in layout.order if place.bucket != shard.index]
+        for place in layout.order:
+            place.param.grad = None
+        for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
+            low, high = max(part.start, start), min(part.stop, stop)
+            if high > low:
+                own, kind = place.param.data, type(place.param)
+                shape = part.shape if high - low == place.numel else (high - low,)
+                cut.append((place.param, own, kind))
+                absent.come(place.param)
+                place.param.data = held[low - begin : high - begin].view(shape)
+                place.param.grad = grads[low - start : high - start].view(shape)
     try:
         yield
     finally:
-        for param, own, kind in cut:
-            param.grad = None
-            param.data = own
-            param.__class__ = kind  # absent still, if it was
-        for param, grad in others:
-            param.grad = grad
+        with absent.unasked():
+            for param, own, kind in cut:
+                param.grad = None
+                param.data = own
+                param.__class__ = kind  # absent still, if it was
+            for param, grad in others:
+                param.grad = grad
