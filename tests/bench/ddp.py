@@ -120,12 +120,15 @@ def fsdp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
 
 
 def units(model: nn.Module, cap: float) -> list[nn.Module]:
-    """What is sharded together: modules of at least `cap` MB none of whose children is as large, and the blocks."""
+    """What is sharded together: the blocks, and modules of half of `cap` MB or more none of whose children is as large.
+
+    That is what is a bucket of its own with us.
+    """
     found: list[nn.Module] = list(getattr(model, "blocks", []))
     inside = {id(m) for unit in found for m in unit.modules()}
     for module in model.modules():
-        if module is not model and id(module) not in inside and _mb(module) >= cap:
-            if not any(_mb(child) >= cap for child in module.children()):
+        if module is not model and id(module) not in inside and _mb(module) >= cap / 2:
+            if not any(_mb(child) >= cap / 2 for child in module.children()):
                 found.append(module)
     return found
 

@@ -68,14 +68,15 @@ def test_ranks_agree_over_nccl_through_live_switches() -> None:
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-SHARED_OUT = (Change(3, "strategy", "ZeRO2"), Change(6, "bucket_mb", 1.0), Change(9, "strategy", "ZeRO1"))
+SHARED_OUT = (Change(3, "strategy", "ZeRO2"), Change(6, "bucket_mb", 1.0), Change(9, "strategy", "ZeRO1"),
+              Change(11, "strategy", "ZeRO3"))  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["gloo", pytest.param("nccl", marks=two_gpus)])
 def test_what_is_shared_out_trains_as_ddp_does(kind: str) -> None:
     """A bucket's memory is given back while the lane's stream may still read it: what it holds must be safe."""
-    e = {"task": toy(model=Deep), "steps": 14, "bucket_mb": 16.0, "optimizer": AdamW()}
-    ours, plain = on_gpu(2, kind, *SHARED_OUT, Change(12, "strategy", "DDP"), **e), on_gpu(2, kind, **e)
+    e = {"task": toy(model=Deep), "steps": 19, "bucket_mb": 16.0, "optimizer": AdamW()}
+    ours, plain = on_gpu(2, kind, *SHARED_OUT, Change(17, "strategy", "DDP"), **e), on_gpu(2, kind, **e)
     for one, other in zip(ours, plain, strict=True):
         for x, y in zip(one.model.parameters(), other.model.parameters(), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

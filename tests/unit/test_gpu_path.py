@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu_nccl import made
 from tests.gpu_order import Gpu, gpu_here, look_up
-from tests.ranks import Rows, ended, experiment, live, mse, run, toy, weights
+from tests.ranks import Rows, assemble, ended, experiment, live, mse, run, toy, weights
 from tests.waiting import until
 from workbench.compressors import PowerSGD, TopK
 from workbench.engine import device, peers
@@ -32,7 +32,7 @@ from workbench.engine.wires import Line
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError
 from workbench.settings import Change
-from workbench.strategies import Gossip, LocalSGD, ShadowMA
+from workbench.strategies import Gossip, LocalSGD, ShadowMA, ZeRO2, ZeRO3
 
 pytestmark = pytest.mark.ranks
 
@@ -61,6 +61,7 @@ def on_gpus(wanted: Any, *changes: Change, kind: str = "nccl", within: float = 6
             raise AssertionError(f"rank {s.rank.index} hangs: {s.status()}")
     for s in sessions:
         assert s.error is None, s.error["traceback"]
+    assemble(sessions)
     return sessions
 
 
@@ -135,8 +136,9 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"strategy": LocalSGD(every=3)}, {"compressor": TopK(density=0.2)}, {"compressor": PowerSGD(rank=2)}],
-    ids=["DDP", "LocalSGD", "TopK", "PowerSGD"],
+    [{}, {"strategy": LocalSGD(every=3)}, {"compressor": TopK(density=0.2)}, {"compressor": PowerSGD(rank=2)},
+     {"strategy": ZeRO2(), "bucket_mb": 0.01}, {"strategy": ZeRO3(), "bucket_mb": 0.01}],
+    ids=["DDP", "LocalSGD", "TopK", "PowerSGD", "ZeRO2", "ZeRO3"],
 )
 def test_the_engine_on_streams_and_nccl_equals_the_engine_on_a_cpu_bit_for_bit(how: Any, gpus: list[Gpu],
                                                                                monkeypatch: Any) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from workbench.engine.collectives import Wire
 from workbench.host.canonical import Disagreement, buffers, check_same
 from workbench.host.evaluating import distance
-from workbench.host.layout import Layout, description, difference, signature
+from workbench.host.layout import Layout
+from workbench.host.signature import description, difference, signature
 
 
 def all_equal(wire: Wire | None, number: int) -> list[int]:

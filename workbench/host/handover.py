@@ -179,9 +179,13 @@ async def _kept(run: Changing, like: State, here: State) -> list[str]:
     """The slots that any rank has."""
     if not like:
         return []
-    has = torch.tensor([name in here for name in like], dtype=torch.int32)
-    told = await run.rank.all_reduce(has.to(run.layout.order[0].param.device), "max", "slots")
-    return [name for name, there in zip(like, (has if told.is_meta else told).tolist(), strict=True) if there]
+    has = [name in here for name in like]
+    known = run.layout.weights[0].new_zeros(len(has), dtype=torch.int32).copy_(torch.tensor(has))
+    told = await run.rank.all_reduce(known, "max", "slots")
+    if told.is_meta:
+        return [name for name, there in zip(like, has, strict=True) if there]
+    names = list(like)
+    return [names[i] for i in told.nonzero().view(-1).tolist()]
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same

@@ -8,10 +8,9 @@ copied at all.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +69,7 @@ class Layout:
     def _place(self) -> None:
         """Moves the parameters into a vector for each bucket."""
         self._slices, self.buckets, self.roomy = [], [], False
+        self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: it as a whole, and each parameter of it
         for place in self.order:
             place.grad = None  # the old vectors go before the new ones come
         self.groups = grouped(self.order, self.bucket_mb * 1e6)
@@ -104,18 +104,30 @@ class Layout:
         elif own.numel() == bucket.data.numel():
             own = own[start : start + wanted.data.numel()].clone()
             if not self.keeps_values:
-                self._lie(wanted.index, own.new_full((1,), torch.nan).expand(bucket.data.numel()))
+                self._lie(wanted.index, self._nothing(wanted.index))
             self.weights[wanted.index], self.begins[wanted.index] = own, start
         return wanted.like(self.weights[wanted.index])
 
     def _lie(self, index: int, data: Tensor) -> None:
-        """The parameters of this bucket lie in `data`, of which all strides may be zero."""
-        bucket, nothing = self._slices[index], not data.stride(0)
+        """The parameters of this bucket lie in `data`, or have no values where that is `_nothing`."""
+        bucket, nothing = self._slices[index], self._absent.get(index)
         bucket.data = self.weights[index] = data
         self.begins[index] = 0
+        if nothing is not None and data is nothing[0]:
+            views = nothing[1]
+        else:
+            views = [data[start:stop].view(shape) for _, shape, start, stop in bucket.parts]
         with unasked():
-            for place, (_, shape, start, stop) in zip(self.groups[index], bucket.parts, strict=True):
-                place.param.data = data[:1].expand(shape) if nothing else data[start:stop].view(shape)
+            for place, view in zip(self.groups[index], views, strict=True):
+                place.param.data = view
+
+    def _nothing(self, index: int) -> Tensor:
+        """What stands for a bucket of parameters that are not here: NaN, in the memory of one element."""
+        if index not in self._absent:
+            bucket = self._slices[index]
+            one = bucket.data.new_full((1,), torch.nan)
+            self._absent[index] = one.expand(bucket.data.numel()), [one.expand(p.shape) for p in bucket.parts]
+        return self._absent[index][0]
 
     @property
     def held(self) -> int:
@@ -264,33 +276,3 @@ def _numel(group: list[Place]) -> int:
 
 def _dtype(group: list[Place]) -> torch.dtype:
     return group[0].param.dtype
-
-
-def signature(model: nn.Module) -> int:
-    """A 63-bit hash of the model's parameter names, shapes and dtypes: equal on all ranks or they cannot agree."""
-    text = ";".join(f"{n}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for n, p in model.named_parameters())
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def description(model: nn.Module) -> list[list[Any]]:
-    """[name, shape, dtype, whether it is trained] of every parameter: what `signature` is the hash of."""
-    return [[n, list(p.shape), str(p.dtype)[6:], p.requires_grad] for n, p in model.named_parameters()]
-
-
-def difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
-    """In what the model described by `other`, of `rank`, is first unlike rank 0's, described by `first`."""
-    for one, two in zip(first, other, strict=False):
-        if one != two:
-            what = f"parameter {one[0]!r} is {_in_words(one)} on rank 0, "
-            what += f"{_in_words(two)} on rank {rank}" if one[0] == two[0] else f"where rank {rank} has {two[0]!r}"
-            break
-    else:
-        more, who = (first, 0) if len(first) > len(other) else (other, rank)
-        extra = more[min(len(first), len(other))]
-        what = f"parameter {extra[0]!r}, {_in_words(extra)}, is there on rank {who} only"
-    return f"{what}: task.model() must make the same model on every rank"
-
-
-def _in_words(about: list[Any]) -> str:
-    _, shape, dtype, trained = about
-    return f"{dtype} of shape {tuple(shape)}{'' if trained else ', frozen'}"

@@ -70,6 +70,7 @@ class Reading:
         self.phase = ""
         self.sharded = False  # do parameters lie in shards?
         self.whole: set[int] = set()
+        self._offered: set[int] = set()  # buckets that may be under way, or whole
         self._events: dict[tuple[int, str], tuple[Any, list[Event]]] = {}
         self._lies: dict[int, int] = {}  # by storage, the bucket that is whole in it
         self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout in buckets, its places by their parameters' ids
@@ -138,6 +139,7 @@ class Reading:
         coming = [i for e in events[first:] if e.kind == "read" for i in e.buckets if i not in self.whole]
         for index in sorted(asked - self.whole, key=lambda i: (coming.index(i) if i in coming else -1, -i)):
             following = [params[i] for i in coming[coming.index(index) + 1 :]] if index in coming else []
+            self._offered.update(coming)
             await strategy.unshard(run.rank, run.state, params[index], following)
             self._open(index)
 
@@ -151,7 +153,7 @@ class Reading:
         if not self.sharded:
             return
         params = self._layout.params()
-        for index in range(len(params)):
+        for index in sorted(self.whole | self._offered):
             await self._close(index, params)
 
     async def _close(self, index: int, params: list[Any]) -> None:
@@ -161,6 +163,7 @@ class Reading:
                 absent.leave(place.param, self._asked)
             self._lies.pop(self._layout.weights[index].untyped_storage()._cdata, None)
         self.whole.discard(index)
+        self._offered.discard(index)
         await self.by.reshard(run.rank, run.state, params[index])
 
     def _open(self, index: int) -> None:
