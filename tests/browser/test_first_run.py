@@ -65,7 +65,7 @@ def typed(sheet: Sheet, path: str, text: str) -> None:
 
 
 def lettered(sheet: Sheet, path: str, text: str) -> None:
-    """Chooses by typing the first messages; again where a busy page was so slow that they began a new word."""
+    """Chooses by typing the first letters; again where a busy page was so slow that they began a new word."""
     select = sheet.control(path).locator("select")
     select.focus()
     for _ in range(5):
@@ -73,7 +73,7 @@ def lettered(sheet: Sheet, path: str, text: str) -> None:
         if select.locator("option:checked").inner_text().startswith(text):
             return
         sheet.page.wait_for_timeout(1500)
-    raise AssertionError(f"{text} could not be chosen by its messages")
+    raise AssertionError(f"{text} could not be chosen by its letters")
 
 
 def recorded(sheet: Sheet) -> Run:
