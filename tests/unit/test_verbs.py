@@ -82,7 +82,7 @@ async def _idle() -> None:
 
 REFUSED = [
     (_iterate, "cannot stop before each bucket's layers"),
-    (lambda rank, params: rank.hold(params[0].shard(0, 2)), "keeps every parameter whole"),
+    (lambda rank, params: rank.hold(params[0].shard(0, 2)), "a strategy that keeps parts of them claims"),
     (lambda rank, params: rank.start(_idle(), priority=1), "in the order of their start"),
     (lambda rank, params: rank.backward(torch.ones(3)), "runs no pipeline stages"),
 ]

@@ -99,6 +99,7 @@ class Compute(StepEnd):
         return self._perform(op)
 
     def _hold(self, bucket: Bucket) -> Bucket:
+        self.reading.require_sharded()
         held = self.layout.hold(bucket)
         self.ledger.hold(self.layout.held)
         return held

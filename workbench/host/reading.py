@@ -143,6 +143,14 @@ class Reading:
             await strategy.unshard(run.rank, run.state, params[index], following)
             self._open(index)
 
+    def require_sharded(self) -> None:
+        """Refuses in words to hold a part of a bucket where nobody would bring the rest before it is read."""
+        if not self.sharded:
+            raise StrategyError(
+                "hold: parameters are all here; a strategy that keeps parts of them claims \"parameters\" in `shards`, and "
+                "holds them in its `unshard` and `reshard`"
+            )
+
     async def filled(self, index: int) -> None:
         """The gradients of this bucket are there: its parameters are read no more."""
         if self.sharded and index in self.whole:

@@ -211,6 +211,7 @@ class Compute:
 
     def _hold(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args
+        self.reading.require_sharded()
         layout = self.body.layout
         if self.world.real:
             bucket = layout.hold(bucket)
