@@ -147,8 +147,8 @@ class Reading:
         """Refuses in words to hold a part of a bucket where nobody would bring the rest before it is read."""
         if not self.sharded:
             raise StrategyError(
-                "hold: parameters are all here; a strategy that keeps parts of them claims 'parameters' in `shards`, and "
-                "holds them in its `unshard` and `reshard`"
+                "hold: parameters are all here; a strategy that keeps parts of them claims 'parameters' in `shards` "
+                "and holds them in its `unshard` and `reshard`"
             )
 
     async def filled(self, index: int) -> None:
