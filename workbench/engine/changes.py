@@ -28,7 +28,8 @@ class Turnable(Parts):
 
     def choose_lane(self) -> None:
         """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
-        self.lane.eager = self.rank.compressor.immediate and not self.port.active
+        alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators were under way at a time
+        self.lane.eager = self.rank.compressor.immediate and not self.port.active and alone
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer = self.host.optimizer = optimizer

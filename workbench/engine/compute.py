@@ -80,16 +80,18 @@ class Compute(StepEnd):
         self.paced(1.0)
         self.watch.span(self.rank.step, "backward", began)
 
-    def read(self, buckets: Iterable[int], share: float) -> None:
+    def read(self, buckets: Iterable[int], beside: Iterable[int], share: float) -> None:
         """A pass of the model is about to read these buckets, which are not whole; `share` of it is computed.
+
+        beside: buckets that are, and that the same call reads
 
         Called inside of torch, and for a GPU's backward on autograd's thread.
         """
-        with self.lane.chip.inside(), torch.no_grad():
+        with self.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():
             around = self.at.now
             if self.reading.phase != "evaluation":
                 self.paced(share)
-            drive(self.reading.need(buckets), self._while_reading, self.alone)
+            drive(self.reading.need(buckets, beside), self._while_reading, self.alone)
             self.at(*around[:2])
 
     def _while_reading(self, op: Op) -> Any:

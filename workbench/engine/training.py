@@ -37,10 +37,10 @@ class Training(Turnable):
         self.set_fabric(None, self.experiment)
         residual.begin(self)
         changes.note_idle(self)
-        self.choose_lane()
         if self.experiment.strategy.opaque:
             self.enter_opaque()
         self.enter(None, self.experiment)
+        self.choose_lane()
         self.mark_start()
         self.mark_buckets()
 

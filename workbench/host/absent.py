@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Ask = Callable[[list[nn.Parameter]], None]  # brings these here, or raises
+# brings the first, which are absent, here, or raises; the others, which are here, are read in the same call
+Ask = Callable[[list[nn.Parameter], list[nn.Parameter]], None]
 _SAYS = set(  # functions that look at no value
     "size dim numel nelement element_size stride storage_offset is_floating_point is_complex is_contiguous get_device "
     "register_hook register_post_accumulate_grad_hook requires_grad_ zeros_like ones_like empty_like full_like "
@@ -36,8 +37,9 @@ class Absent:
             with unasked():
                 return func(*args, **kwargs)
         read = list(_within([args, kwargs]))
-        for ask in dict.fromkeys(p.ask for p in read):  # type: ignore[attr-defined]
-            ask([p for p in read if p.ask == ask])  # type: ignore[attr-defined]
+        away, here = [p for p in read if isinstance(p, Absent)], [p for p in read if not isinstance(p, Absent)]
+        for ask in dict.fromkeys(p.ask for p in away):
+            ask([p for p in away if p.ask == ask], here)
         if not any(isinstance(p, Absent) for p in read):
             return func(*args, **kwargs)
         with unasked():  # who asked only wants to know
@@ -45,7 +47,7 @@ class Absent:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = self.was
-        self.ask([self])  # type: ignore[list-item]
+        self.ask([self], [])  # type: ignore[list-item]
         copied = kind(data_of(self).clone(), self.requires_grad)  # type: ignore
         return memo.setdefault(id(self), copied)
 
@@ -66,7 +68,8 @@ def leave(param: nn.Parameter, ask: Ask) -> None:
 def come(param: nn.Parameter) -> None:
     """`param` is here again."""
     if isinstance(param, Absent):
-        param.__class__ = param.was  # what it asks stays with it
+        param.__class__ = param.was
+        del param.ask
 
 
 def unasked() -> Any:
@@ -89,15 +92,15 @@ def _says(func: Any) -> bool:
 
 
 def _within(x: Any) -> Iterator[nn.Parameter]:
-    """The absent parameters in the arguments of a call, once each and in their order."""
+    """The parameters in the arguments of a call, once each and in their order."""
     seen: set[int] = set()
     todo = [x]
     while todo:
         x = todo.pop(0)
-        if isinstance(x, Absent):
+        if isinstance(x, nn.Parameter):
             if id(x) not in seen:
                 seen.add(id(x))
-                yield x  # type: ignore[misc]
+                yield x
         elif isinstance(x, dict):
             todo[:0] = x.values()
         elif isinstance(x, list | tuple):

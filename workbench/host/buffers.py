@@ -90,4 +90,5 @@ class Buffers:
         for bucket in self.buckets:
             if bucket.data is x:
                 return True
-        return any(bucket.data.untyped_storage()._cdata == where for bucket in self.buckets)
+        here = [*(bucket.data for bucket in self.buckets), *self._run.layout.weights]
+        return any(each.untyped_storage()._cdata == where for each in here)

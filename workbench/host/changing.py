@@ -18,6 +18,7 @@ class Changing(Protocol):
     flushing: int  # uncompressed steps still to make, in which a residual is sent that nothing feeds back any more
     rate: Rate
     reading: Any  # its Reading
+    ledger: Any  # its Ledger
 
     @property
     def layout(self) -> Any: ...

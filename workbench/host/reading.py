@@ -7,7 +7,8 @@ use, so tied weights stay from their first use to their last; in a backward, whe
 
 Order and last use are those of the first step, in which all is whole and this only listens (`Trial`). They are no more
 than a hint: an absent parameter asks for itself whenever it is read, so another order is slower and never wrong. But
-all ranks must read in the same order, for to gather is a collective.
+all ranks must read in the same order, for to gather is a collective; they compare it in the steps in which the ledger
+looks at memory.
 """
 
 from __future__ import annotations
@@ -21,24 +22,11 @@ from torch import Tensor
 
 from workbench.experiment.arranged import sharers
 from workbench.host import absent
+from workbench.host.canonical import check_same
 from workbench.host.changing import Changing
 from workbench.host.layout import Layout
-from workbench.host.trial import Listening, Trial
+from workbench.host.trial import Event, Listening, Trial, backward_events, forward_events
 from workbench.rank import StrategyError
-
-
-class Event(NamedTuple):
-    """Something that happens in a pass.
-
-    share: of the pass, what is computed before
-    kind:  "read", before buckets are first read; "full", when the gradients of one are there
-    over:  the buckets that are read no more
-    """
-
-    share: float
-    kind: str
-    buckets: tuple[int, ...]
-    over: tuple[int, ...] = ()
 
 
 class Lent(NamedTuple):
@@ -53,15 +41,15 @@ class Lent(NamedTuple):
 class Reading:
     """What one rank reads, and what its strategy does about it. See [Note: Reading shards].
 
-    ask:   how this rank's host comes to `need` buckets, from inside of torch, after such a share of the pass; None
-           where it goes by `events` instead
+    ask:   how this rank's host comes to `need` buckets (and those beside), from inside of torch, after such a share of
+           the pass; None where it goes by `events` instead
     listens: does it see a real forward and backward?
     trial: what the first step has shown; None before that
     phase: the pass under way, "forward", "backward" or "evaluation"; "" between
     whole: while parameters lie in shards, the buckets that are whole here all the same
     """
 
-    def __init__(self, run: Changing, ask: Callable[[Iterable[int], float], None] | None, listens: bool) -> None:
+    def __init__(self, run: Changing, ask: Callable[..., None] | None, listens: bool) -> None:
         self._run, self._ask, self._listens = run, ask, listens
         self.by: Any = None  # the strategy that shares parameters out
         self.trial: Trial | None = None
@@ -125,23 +113,28 @@ class Reading:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         return nullcontext()
 
-    async def need(self, buckets: Iterable[int]) -> None:
-        """Before these buckets are read: they are whole when this returns."""
-        run, params = self._run, self._layout.params()
-        strategy, asked = self.by, set(buckets)
+    async def need(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
+        """Before these buckets are read, and those `beside` in the same call: they are whole when this returns."""
+        asked = set(buckets)
         events = self.events(self.phase) if self.phase else []
         first = next((i for i, e in enumerate(events) if e.kind == "read" and asked & set(e.buckets)), len(events))
         over = {i for e in events[: first + 1] for i in e.over}
         if first == 0 and self.phase != "backward":  # what the pass before has left
             over = set(self.whole)
-        for index in sorted(over & (self.whole - asked)):
-            await self._close(index, params)
+        for index in sorted(over & (self.whole - asked - set(beside))):
+            await self._close(index)
         coming = [i for e in events[first:] if e.kind == "read" for i in e.buckets if i not in self.whole]
         for index in sorted(asked - self.whole, key=lambda i: (coming.index(i) if i in coming else -1, -i)):
-            following = [params[i] for i in coming[coming.index(index) + 1 :]] if index in coming else []
+            following = coming[coming.index(index) + 1 :] if index in coming else []
             self._offered.update(coming)
-            await strategy.unshard(run.rank, run.state, params[index], following)
+            if self.phase and self._ask is not None and self._run.ledger.due:  # another bucket's would be taken for it
+                check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next")
+            await self._unsharded(index, following)
             self._open(index)
+
+    async def _unsharded(self, index: int, following: list[int]) -> None:
+        params = self._layout.params()  # not held any longer: a bucket that is closed must be gone
+        await self.by.unshard(self._run.rank, self._run.state, params[index], [params[i] for i in following])
 
     def require_sharded(self) -> None:
         """Refuses in words to hold a part of a bucket where nobody would bring the rest before it is read."""
@@ -154,17 +147,16 @@ class Reading:
     async def filled(self, index: int) -> None:
         """The gradients of this bucket are there: its parameters are read no more."""
         if self.sharded and index in self.whole:
-            await self._close(index, self._layout.params())
+            await self._close(index)
 
     async def close(self) -> None:
         """A backward or an evaluation is over: nothing is whole any more."""
         if not self.sharded:
             return
-        params = self._layout.params()
         for index in sorted(self.whole | self._offered):
-            await self._close(index, params)
+            await self._close(index)
 
-    async def _close(self, index: int, params: list[Any]) -> None:
+    async def _close(self, index: int) -> None:
         run = self._run
         if self._ask is not None:
             for place in self._layout.groups[index]:
@@ -172,7 +164,7 @@ class Reading:
             self._lies.pop(self._layout.weights[index].untyped_storage()._cdata, None)
         self.whole.discard(index)
         self._offered.discard(index)
-        await self.by.reshard(run.rank, run.state, params[index])
+        await self.by.reshard(run.rank, run.state, self._layout.params()[index])
 
     def _open(self, index: int) -> None:
         self.whole.add(index)
@@ -181,8 +173,8 @@ class Reading:
             for place in self._layout.groups[index]:
                 absent.come(place.param)
 
-    def _asked(self, params: list[Any]) -> None:
-        """Something is about to read these parameters."""
+    def _asked(self, params: list[Any], others: list[Any]) -> None:
+        """Something is about to read these parameters, and others that are here."""
         if self._known[0] is not self._layout.buckets:
             self._known = self._layout.buckets, {id(place.param): place for place in self._layout.order}
         buckets = {place.bucket: place.name for place in (self._known[1][id(p)] for p in params)}
@@ -192,16 +184,19 @@ class Reading:
                 f"parameter {name} is read between two passes, and no rank holds all of it: read it in a forward, a "
                 f"backward or an evaluation, or take a strategy that keeps parameters whole (ZeRO2)"
             )
-        self._asked_for(buckets)
+        beside = {self._known[1][id(p)].bucket for p in others if id(p) in self._known[1]}
+        self._asked_for(buckets, beside)
 
-    def _asked_for(self, buckets: Iterable[int]) -> None:
+    def _asked_for(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
         assert self._ask is not None
         wanted = set(buckets)
         shares = [e.share for e in self.events(self.phase) if e.kind == "read" and wanted & set(e.buckets)]
-        self._ask(wanted, shares[0] if shares else 0.0)
+        self._ask(wanted, beside, shares[0] if shares else 0.0)
 
     def _pack(self, x: Tensor) -> Tensor | Lent:
         """What autograd is to keep in place of `x`: of a bucket that will be let go, where it lies in it."""
+        if x.layout != torch.strided or x.is_conj() or x.is_neg():
+            return x
         bucket = self._lies.get(x.untyped_storage()._cdata)
         if bucket is None or x.dtype != self._layout.weights[bucket].dtype:
             return x
@@ -233,55 +228,3 @@ class Reading:
             self._events = {k: v for k, v in self._events.items() if v[0] is layout.buckets}
             self._events[key] = layout.buckets, found
         return self._events[key][1]
-
-
-def forward_events(layout: Layout, trial: Trial) -> list[Event]:
-    """When buckets are first read in a forward, and which ones are over by then."""
-    bucket, numel = _places(layout)
-    last = {bucket[name]: at for at, names in enumerate(trial.forward) for name in names}
-    found: list[Event] = []
-    known, read, done, over = set[str](), set[int](), 0, set[int]()
-    for at, names in enumerate(trial.forward):
-        first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
-        if first:
-            ended = tuple(i for i in sorted(read - over) if last[i] < at)
-            found.append(Event(done / layout.numel, "read", first, ended))
-            read |= set(first)
-            over |= set(ended)
-        done += sum(numel[name] for name in set(names) - known)
-        known |= set(names)
-    return found
-
-
-def backward_events(layout: Layout, trial: Trial) -> list[Event]:
-    """When buckets are first read in a backward, and when their gradients are there, which is told in their order."""
-    bucket, numel = _places(layout)
-    left = [len(b.parts) for b in layout.buckets]
-    found: list[Event] = []
-    read, done, told = set[int](), 0, 0
-
-    def tell() -> None:
-        nonlocal told
-        while told < len(left) and not left[told]:
-            found.append(Event(done / layout.numel, "full", (told,)))
-            told += 1
-
-    for kind, names in trial.backward:
-        if kind == "read":
-            first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
-            if first := tuple(i for i in first if i >= told):
-                found.append(Event(done / layout.numel, "read", first))
-                read |= set(first)
-        else:
-            for name in names:
-                done += numel[name]
-                left[bucket[name]] -= 1
-            tell()
-    left, done = [0] * len(left), layout.numel  # whatever had no gradient
-    tell()
-    return found
-
-
-def _places(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
-    """By name, the bucket of a parameter and its elements."""
-    return {p.name: p.bucket for p in layout.order}, {p.name: p.numel for p in layout.order}

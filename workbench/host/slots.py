@@ -106,9 +106,9 @@ def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
         for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
             low, high = max(part.start, start), min(part.stop, stop)
             if high > low:
-                own, kind = place.param.data, type(place.param)
+                own, ask = place.param.data, getattr(place.param, "ask", None)
                 shape = part.shape if high - low == place.numel else (high - low,)
-                cut.append((place.param, own, kind))
+                cut.append((place.param, own, ask))
                 absent.come(place.param)
                 place.param.data = held[low - begin : high - begin].view(shape)
                 place.param.grad = grads[low - start : high - start].view(shape)
@@ -116,9 +116,10 @@ def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
         yield
     finally:
         with absent.unasked():
-            for param, own, kind in cut:
+            for param, own, ask in cut:
                 param.grad = None
                 param.data = own
-                param.__class__ = kind  # absent still, if it was
+                if ask is not None:
+                    absent.leave(param, ask)
             for param, grad in others:
                 param.grad = grad

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host import absent
+from workbench.host.layout import Layout
 
 Names = tuple[str, ...]
 
@@ -35,6 +36,20 @@ class Trial(NamedTuple):
     def arrival(self) -> list[str]:
         """Names in the order in which gradients came."""
         return [name for kind, names in self.backward for name in names if kind == "grad"]
+
+
+class Event(NamedTuple):
+    """Something that happens in a pass.
+
+    share: of the pass, what is computed before
+    kind:  "read", before buckets are first read; "full", when the gradients of one are there
+    over:  the buckets that are read no more
+    """
+
+    share: float
+    kind: str
+    buckets: tuple[int, ...]
+    over: tuple[int, ...] = ()
 
 
 def assumed(names: Iterable[str]) -> Trial:
@@ -93,7 +108,7 @@ class Listening:
     def _came(self, name: str, _: Any) -> None:
         self._backward.append(("grad", (name,)))
 
-    def _asked(self, params: list[nn.Parameter]) -> None:
+    def _asked(self, params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
         self._read(tuple(self._names[id(p)] for p in params))
 
     def _read(self, names: Names) -> None:
@@ -103,7 +118,7 @@ class Listening:
             self._forward.append(names)
 
     def _pack(self, x: Tensor) -> Any:
-        begins = self._lies.get(x.untyped_storage()._cdata)
+        begins = self._lies.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
         if begins is None:
             return x
         return x, begins[max(0, bisect_right(begins, (x.storage_offset(), "\uffff")) - 1)][1]
@@ -114,3 +129,55 @@ class Listening:
         x, name = packed
         self._read((name,))
         return x
+
+
+def forward_events(layout: Layout, trial: Trial) -> list[Event]:
+    """When buckets are first read in a forward, and which ones are over by then."""
+    bucket, numel = _places(layout)
+    last = {bucket[name]: at for at, names in enumerate(trial.forward) for name in names}
+    found: list[Event] = []
+    known, read, done, over = set[str](), set[int](), 0, set[int]()
+    for at, names in enumerate(trial.forward):
+        first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
+        if first:
+            ended = tuple(i for i in sorted(read - over) if last[i] < at)
+            found.append(Event(done / layout.numel, "read", first, ended))
+            read |= set(first)
+            over |= set(ended)
+        done += sum(numel[name] for name in set(names) - known)
+        known |= set(names)
+    return found
+
+
+def backward_events(layout: Layout, trial: Trial) -> list[Event]:
+    """When buckets are first read in a backward, and when their gradients are there, which is told in their order."""
+    bucket, numel = _places(layout)
+    left = [len(b.parts) for b in layout.buckets]
+    found: list[Event] = []
+    read, done, told = set[int](), 0, 0
+
+    def tell() -> None:
+        nonlocal told
+        while told < len(left) and not left[told]:
+            found.append(Event(done / layout.numel, "full", (told,)))
+            told += 1
+
+    for kind, names in trial.backward:
+        if kind == "read":
+            first = tuple(dict.fromkeys(bucket[name] for name in names if bucket[name] not in read))
+            if first := tuple(i for i in first if i >= told):
+                found.append(Event(done / layout.numel, "read", first))
+                read |= set(first)
+        else:
+            for name in names:
+                done += numel[name]
+                left[bucket[name]] -= 1
+            tell()
+    left, done = [0] * len(left), layout.numel  # whatever had no gradient
+    tell()
+    return found
+
+
+def _places(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+    """By name, the bucket of a parameter and its elements."""
+    return {p.name: p.bucket for p in layout.order}, {p.name: p.numel for p in layout.order}

@@ -94,7 +94,7 @@ class Outline:
 
         cut: the buckets in whose shards the optimizer's state lies; as the first rank keeps it, whose are the largest
         """
-        key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut is None
+        key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut and len(cut.groups[0])
         if key not in self._standing:
             kept = memory.optimizer_state(optimizer) if optimizer else {}
             if optimizer and cut is not None:

@@ -34,7 +34,8 @@ class HpZ(ZeRO3):
 
     Each g = `group` consecutive ranks are a group. It sends as many bytes as ZeRO3 does, but those of the backward's
     all-gather, (g-1)/g of the model's, stay within the group: between groups a third less crosses. Second shards take
-    4 Psi / g bytes in fp32 from the end of the forward on; each is let go when the backward has read it.
+    4 Psi / g bytes in fp32 from the end of the forward on, which the record does not count; each is let go when the
+    backward has read it.
 
     When to use it: ZeRO3 over hosts with fast wires inside and slow ones between, where 1/g of the model fits besides.
     ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ); here a compressor acts on gradients only.
