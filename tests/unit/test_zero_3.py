@@ -260,6 +260,17 @@ def test_gathered_ahead_or_not_it_is_the_same(prefetch: int) -> None:
     assert asked == sorted(n for step, _, n in run(many(2, strategy=ZeRO3()))[0].record.comm() if step == 5)
 
 
+@pytest.mark.parametrize("strategy", [ZeRO3(), ZeRO2(outstanding=1)], ids=str)
+def test_a_pass_that_waits_is_not_computing_meanwhile(strategy: ZeRO2) -> None:
+    e = Experiment(task=ByteGPT(layers=4), ranks=2, steps=6, eval_every=0, strategy=strategy, bucket_mb=0.1, batch=2)
+    rows = [row for row in run(e)[0].record if row[0] == 4]
+    computed, waits = ([row[4:6] for row in rows if row[1] == lane] for lane in ("compute", "wait"))
+    assert len(computed) > 3 and len(waits) > 10
+    for t0, t1 in waits:
+        over = sum(max(0.0, min(t1, end) - max(t0, began)) for began, end in computed)
+        assert over < 2e-4, "a wait that is shorter is not worth a break"
+
+
 def test_what_is_gathered_ahead_takes_memory() -> None:
     most = []
     for prefetch in (0, 1, 4):

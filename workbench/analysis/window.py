@@ -99,6 +99,7 @@ class Window:
     def stood(self) -> np.ndarray:
         """(steps, ranks) seconds for which a step stood still while something was measured."""
         out, waits = np.zeros(self.shape), self.lane("wait")
+        waits = waits[~self.outside(waits)]  # an evaluation of what lies in shards gathers it, and belongs to no step
         for rank in np.unique(self.lane(MEASURING).rank):
             mine = waits[waits.rank == rank]
             measuring = self.cover(rank, MEASURING).between(mine.t0, mine.t1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workbench.engine.hooks import GradientHooks
 from workbench.engine.step_end import StepEnd
+from workbench.engine.watch import CODEC_FLOOR
 from workbench.host.canonical import clipped, optimizer_tensors
 from workbench.host.drive import drive
 from workbench.host.layout import Layout
@@ -41,11 +42,12 @@ class Compute(StepEnd):
     before_update: Callable[[], None]
     clip: Callable[[], float]  # the longest that the gradient may be; 0: any
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
+    _stretch: tuple[str, Any] | None = None  # the pass under way, and since when it has not stood still
 
     def _forward(self, x: Any, micro: int) -> Tensor:
         batch = self._batch() if x is None else x
         self.at("forward")
-        began = self.watch.now()
+        self._stretch = "forward", self.watch.now()
         self.pace.begin("forward", self.rank.step)
         with self.reading.passing("forward"):
             loss = self.loss_of(self.module, batch)
@@ -55,7 +57,7 @@ class Compute(StepEnd):
         self.losses.append(loss.detach())
         self.ledger.forward(batch)
         self.paced(1.0)
-        self.watch.span(self.rank.step, "forward", began)
+        self._computed()
         return self.losses[-1]
 
     def _batch(self) -> Any:
@@ -72,13 +74,27 @@ class Compute(StepEnd):
         loss = self._open.pop(micro, None)
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
-        began = self.watch.now()
+        self._stretch = "backward", self.watch.now()
         self.pace.begin("backward", self.rank.step)
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
             loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
         drive(self.reading.close(), self._while_reading, self.alone)
         self.paced(1.0)
-        self.watch.span(self.rank.step, "backward", began)
+        self._computed()
+
+    def _computed(self) -> None:
+        """The pass under way is over."""
+        assert self._stretch is not None
+        name, since = self._stretch
+        self.watch.span(self.rank.step, name, since)
+        self._stretch = None
+
+    def stood(self, asked: Any, ended: Any, seconds: float) -> None:
+        """A pass under way has waited: what it computed before is a span of its own, as on a virtual clock."""
+        if self._stretch is not None and (self.lane.chip.runs_ahead or seconds > CODEC_FLOOR):
+            name, since = self._stretch
+            self.watch.write(self.rank.step, "compute", name, since, since, asked, 0)
+            self._stretch = name, ended
 
     def read(self, buckets: Iterable[int], beside: Iterable[int], share: float) -> None:
         """A pass of the model is about to read these buckets, which are not whole; `share` of it is computed.

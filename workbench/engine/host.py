@@ -174,8 +174,10 @@ class Host(Compute):
         self.at(f"wait for {handle.name}", waits=True)
         began, asked = self.clock.now(), self.watch.now()
         value = self.lanes.wait(handle)
-        self.pace.put_off(self.clock.now() - began)
-        self.watch.write(self.rank.step, "wait", handle.name, asked, asked, self.watch.now(), 0)
+        waited, ended = self.clock.now() - began, self.watch.now()
+        self.pace.put_off(waited)
+        self.watch.write(self.rank.step, "wait", handle.name, asked, asked, ended, 0)
+        self.stood(asked, ended, waited)
         return value
 
     def _collective(self, op: Op) -> Any:

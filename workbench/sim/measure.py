@@ -66,7 +66,8 @@ class _Recorded:
                 seconds[i] /= stretch(faults, rank, step, phase)
         found = []
         for rank in self.ranks:
-            mine = seconds[rows.rank == rank]
+            steps, which = np.unique(rows.step[rows.rank == rank], return_inverse=True)
+            mine = np.bincount(which, seconds[rows.rank == rank], len(steps))  # a phase may have stood still in between
             middle = float(np.median(mine)) if len(mine) else 0.0
             spread = 1.4826 * float(np.median(np.abs(mine - middle))) / middle if middle else 0.0
             found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
