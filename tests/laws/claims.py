@@ -53,6 +53,7 @@ ROUNDS = {"LowPrecisionDecentralized"}
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("Gossip", "edges"): ({}, "0-1 1-2 2-3"),  # 3 is no graph
     ("HierarchicalLocalSGD", "group"): ({}, 1),  # 3 would not divide the ranks
+    ("HSDP", "group"): ({}, 4),  # nor here
     ("HierarchicalLocalSGD", "warmup"): ({}, 9),  # a warm-up that lies behind is over
     ("PostLocalSGD", "warmup"): ({"warmup": 0}, 9),
     ("PostLocalSGD", "every"): ({"warmup": 0}, 3),
@@ -67,7 +68,11 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
 }
 
 # knobs that change only when things are done and what memory that takes, and the test that shows it
-WHEN = {(name, "outstanding"): "tests/unit/test_zero.py" for name in ("ZeRO1", "ZeRO2")}
+WHEN = {
+    **{(name, "outstanding"): "tests/unit/test_zero.py" for name in ("ZeRO1", "ZeRO2", "ZeRO3", "HSDP", "HpZ")},
+    **{(name, "prefetch"): "tests/unit/test_zero_3.py" for name in ("ZeRO3", "HSDP", "HpZ")},
+    ("HpZ", "group"): "tests/unit/test_hsdp.py",  # a model as small as the laws' stays whole from forward to backward
+}
 
 # asynchronous strategies in which one rank may be sent the model more often than another, and why
 AT_NEED = {"BoundedStaleness": "a rank fetches when its copy is too old, not in every step"}
