@@ -102,9 +102,9 @@ def compare_with_record(sheet: Sheet, run: Run, *, fresh: bool) -> None:
     steps = rows[rows.equal("lane", "step") & (rows.step >= first) & (rows.step <= last)]
     assert last == min(int(rows[rows.equal("lane", "step") & (rows.rank == r)].step.max()) for r in range(4))
     visible = np.isin(rows.lane, DRAWN)
-    mine = visible & (rows.step >= first) & (rows.step <= last)  # an evaluation lies behind the step that it belongs to
-    least = int(mine.sum())
-    most = int((mine | (visible & (rows.t1 >= steps.t0.min()) & (rows.asked <= steps.t1.max()))).sum())
+    inside = visible & (rows.t1 >= steps.t0.min()) & (rows.asked <= steps.t1.max())
+    least = int((inside & (rows.step >= first) & (rows.step <= last)).sum())  # the evaluation before `first` has ended
+    most = int(inside.sum())
     assert least <= drawn(sheet, "timeline", "spans") <= len(rows)
     if fresh:
         assert drawn(sheet, "timeline", "spans") <= most
