@@ -83,27 +83,25 @@ def require_steppable(layout: Layout, optimizer: Any, shard: Bucket, e: Experime
 
 def step_shard(layout: Layout, optimizer: Any, shard: Bucket) -> None:
     """One step of the optimizer on these elements alone; the gradients of their whole bucket are used up."""
-    with _seen(layout, shard):
+    with _seen(layout, optimizer, shard):
         optimizer.step()
     layout.let_go(shard.index)
 
 
 @contextmanager
-def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
-    """Within it the parameters of `shard` are only its elements, and no other has a gradient.
+def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
+    """Within it the optimizer has no parameters but those of `shard`, and these are only its elements.
 
     Their gradients are where they lie: in the bucket's vector, or what was kept of it when that was given back.
     """
-    whole, bucket = layout.params()[shard.index], layout.buckets[shard.index]
+    whole, bucket = layout.lies(shard.index), layout.buckets[shard.index]
     held, begin = layout.weights[shard.index], layout.begins[shard.index]  # the shard alone, or all of the bucket
     start, stop = shard.offset - whole.offset, shard.offset - whole.offset + shard.data.numel()
     grads = bucket.data[start:stop] if bucket.kept is None else bucket.kept
     cut = []
     with absent.unasked():
-        others = [(place.param, place.param.grad) for place in layout.order if place.bucket != shard.index]
-        for place in layout.order:
-            place.param.grad = None
         for place, part in zip(layout.groups[shard.index], whole.parts, strict=True):
+            place.param.grad = None
             low, high = max(part.start, start), min(part.stop, stop)
             if high > low:
                 own, ask = place.param.data, getattr(place.param, "ask", None)
@@ -112,14 +110,17 @@ def _seen(layout: Layout, shard: Bucket) -> Iterator[None]:
                 absent.come(place.param)
                 place.param.data = held[low - begin : high - begin].view(shape)
                 place.param.grad = grads[low - start : high - start].view(shape)
+    all_of_it, mine = [group["params"] for group in optimizer.param_groups], {id(param) for param, _, _ in cut}
     try:
+        for group, params in zip(optimizer.param_groups, all_of_it, strict=True):
+            group["params"] = [p for p in params if id(p) in mine]
         yield
     finally:
+        for group, params in zip(optimizer.param_groups, all_of_it, strict=True):
+            group["params"] = params
         with absent.unasked():
             for param, own, ask in cut:
                 param.grad = None
                 param.data = own
                 if ask is not None:
                     absent.leave(param, ask)
-            for param, grad in others:
-                param.grad = grad
