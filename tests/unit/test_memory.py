@@ -172,7 +172,7 @@ class Still:
     """A run of which nothing is known but its rank."""
 
     rank = Rank(0, 2)
-    layout = type("Layout", (), {"buckets": (), "weights": ()})
+    layout = type("Layout", (), {"buckets": (), "lying": {}})
 
 
 def test_a_payload_that_has_the_id_of_a_bucket_that_is_gone_is_a_payload() -> None:

@@ -78,7 +78,8 @@ class Compute(StepEnd):
         self.pace.begin("backward", self.rank.step)
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
             loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
-        drive(self.reading.close(), self._while_reading, self.alone)
+        if self.reading.sharded:
+            drive(self.reading.close(), self._while_reading, self.alone)
         self.paced(1.0)
         self._computed()
 

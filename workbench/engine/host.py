@@ -122,7 +122,8 @@ class Host(Compute):
         if self._stash is not None or self._ended is not None:
             return
         with self.lane.chip.inside():
-            drive(self.reading.filled(bucket.index), self._while_reading, self.alone)
+            if self.reading.sharded:
+                drive(self.reading.filled(bucket.index), self._while_reading, self.alone)
             self._hand_out(bucket)
 
     def _hand_out(self, bucket: Bucket) -> None:

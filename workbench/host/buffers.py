@@ -87,8 +87,9 @@ class Buffers:
         where = x.untyped_storage()._cdata
         if where in self.known and self.known[where]() is not None:  # else another storage took its place
             return True
+        if where in self._run.layout.lying:
+            return True
         for bucket in self.buckets:
             if bucket.data is x:
                 return True
-        here = [*(bucket.data for bucket in self.buckets), *self._run.layout.weights]
-        return any(each.untyped_storage()._cdata == where for each in here)
+        return any(bucket.data.untyped_storage()._cdata == where for bucket in self.buckets)

@@ -50,6 +50,8 @@ class Layout:
         self.order = [Place(n, p) for n, p in reversed(named)]
         self.weights: list[Tensor] = []
         self.begins: list[int] = []  # by bucket, the element of it with which the vector in `weights` begins
+        self.held = 0  # bytes of the parameters that have memory here
+        self.lying: dict[int, int] = {}  # by storage, the bucket of parameters that lies in it
         self.keeps_values = False  # are those let go kept aside, where others' are to be known at any time?
         self.roomy = False  # is there room for gradients that are to be exchanged?
         self.gives_back = False  # do buckets give that back once they are summed?
@@ -89,6 +91,8 @@ class Layout:
             self.buckets[-1].forget = partial(self._give_back, index)
         self.weights = [bucket.data for bucket in self._slices]
         self.begins = [0] * len(self.weights)
+        self.held = sum(bucket.nbytes for bucket in self._slices)
+        self.lying = {w.untyped_storage()._cdata: index for index, w in enumerate(self.weights)}
 
     def hold(self, wanted: Bucket) -> Bucket:
         """Of a bucket of parameters only these elements have memory here: a shard's, or all of them again.
@@ -105,14 +109,14 @@ class Layout:
             own = own[start : start + wanted.data.numel()].clone()
             if not self.keeps_values:
                 self._lie(wanted.index, self._nothing(wanted.index))
-            self.weights[wanted.index], self.begins[wanted.index] = own, start
+            self._put(wanted.index, own, start)
         return wanted.like(self.weights[wanted.index])
 
     def _lie(self, index: int, data: Tensor) -> None:
         """The parameters of this bucket lie in `data`, or have no values where that is `_nothing`."""
         bucket, nothing = self._slices[index], self._absent.get(index)
-        bucket.data = self.weights[index] = data
-        self.begins[index] = 0
+        bucket.data = data
+        self._put(index, data, 0)
         if nothing is not None and data is nothing[0]:
             views = nothing[1]
         else:
@@ -129,10 +133,18 @@ class Layout:
             self._absent[index] = one.expand(bucket.data.numel()), [one.expand(p.shape) for p in bucket.parts]
         return self._absent[index][0]
 
-    @property
-    def held(self) -> int:
-        """Bytes of the parameters that have memory here."""
-        return sum(w.numel() * w.element_size() for w in self.weights)
+    def _put(self, index: int, data: Tensor, begin: int) -> None:
+        """What is here of a bucket of parameters is `data`, from element `begin` on."""
+        was = self.weights[index]
+        self.held += data.numel() * data.element_size() - was.numel() * was.element_size()
+        if self.lying.get(was.untyped_storage()._cdata) == index:
+            del self.lying[was.untyped_storage()._cdata]
+        self.lying[data.untyped_storage()._cdata] = index
+        self.weights[index], self.begins[index] = data, begin
+
+    def lies(self, index: int) -> Bucket:
+        """A bucket of parameters as it lies at any time; `params` are all of them as they lie now."""
+        return self._slices[index]
 
     def lie_in(self, weights: list[Tensor]) -> None:
         """The parameters lie in these vectors, one for each bucket, from now on, and take the values that are there."""

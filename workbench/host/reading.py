@@ -26,7 +26,7 @@ from workbench.host.canonical import check_same
 from workbench.host.changing import Changing
 from workbench.host.layout import Layout
 from workbench.host.trial import Event, Listening, Trial, backward_events, forward_events
-from workbench.rank import StrategyError
+from workbench.rank import Bucket, StrategyError
 
 
 class Lent(NamedTuple):
@@ -36,6 +36,17 @@ class Lent(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class Plan(NamedTuple):
+    """What happens in a pass; by bucket, before which event it is first read, and before which it is over."""
+
+    events: list[Event]
+    first: dict[int, int]
+    over: dict[int, int]
+
+
+NO_PLAN = Plan([], {}, {})
 
 
 class Reading:
@@ -59,8 +70,7 @@ class Reading:
         self.sharded = False  # do parameters lie in shards?
         self.whole: set[int] = set()
         self._offered: set[int] = set()  # buckets that may be under way, or whole
-        self._events: dict[tuple[int, str], tuple[Any, list[Event]]] = {}
-        self._lies: dict[int, int] = {}  # by storage, the bucket that is whole in it
+        self._plans: tuple[Any, dict[str, Plan]] = None, {}  # a layout in buckets, and what its passes do
         self._known: tuple[Any, dict[int, Any]] = None, {}  # a layout in buckets, its places by their parameters' ids
 
     # -- from whole to shards, and back --
@@ -83,8 +93,8 @@ class Reading:
         """Between steps: every bucket is whole on every rank."""
         if self.sharded:
             await self.need(range(len(self._layout.buckets)))
+            self._offered.clear()  # their numbers may be others' when shards are next
         self.sharded = self.learning = False
-        self._lies.clear()
 
     async def learn(self, shown: Trial | None) -> None:
         """After a step: what it has shown is known from now on. shown: by the host, where nothing listens"""
@@ -116,25 +126,28 @@ class Reading:
     async def need(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
         """Before these buckets are read, and those `beside` in the same call: they are whole when this returns."""
         asked = set(buckets)
-        events = self.events(self.phase) if self.phase else []
-        first = next((i for i, e in enumerate(events) if e.kind == "read" and asked & set(e.buckets)), len(events))
-        over = {i for e in events[: first + 1] for i in e.over}
-        if first == 0 and self.phase != "backward":  # what the pass before has left
-            over = set(self.whole)
-        for index in sorted(over & (self.whole - asked - set(beside))):
+        plan = self._plan(self.phase) if self.phase else NO_PLAN
+        first = min((plan.first[i] for i in asked if i in plan.first), default=len(plan.events))
+        left = self.whole - asked - set(beside)
+        if first or self.phase == "backward":  # else the pass begins, and what is here the one before has left
+            left = {i for i in left if plan.over.get(i, first + 1) <= first}
+        for index in sorted(left):
             await self._close(index)
-        coming = [i for e in events[first:] if e.kind == "read" for i in e.buckets if i not in self.whole]
-        for index in sorted(asked - self.whole, key=lambda i: (coming.index(i) if i in coming else -1, -i)):
-            following = coming[coming.index(index) + 1 :] if index in coming else []
-            self._offered.update(coming)
+        for index in sorted(asked - self.whole, key=lambda i: (plan.first.get(i, -1), -i)):
             if self.phase and self._ask is not None and self._run.ledger.due:  # another bucket's would be taken for it
                 check_same(await self._run.gather(index), f"the parameters that {self.phase} reads next")
-            await self._unsharded(index, following)
+            self._offered.add(index)
+            following = self._following(plan, index) if index in plan.first else iter(())
+            await self.by.unshard(self._run.rank, self._run.state, self._layout.lies(index), following)
             self._open(index)
 
-    async def _unsharded(self, index: int, following: list[int]) -> None:
-        params = self._layout.params()  # not held any longer: a bucket that is closed must be gone
-        await self.by.unshard(self._run.rank, self._run.state, params[index], [params[i] for i in following])
+    def _following(self, plan: Plan, index: int) -> Iterator[Bucket]:
+        """The buckets that are read after this one and not whole, one by one: who takes one may begin to gather it."""
+        for event in plan.events[plan.first[index] :]:
+            for other in event.buckets if event.kind == "read" else ():
+                if other != index and other not in self.whole:
+                    self._offered.add(other)
+                    yield self._layout.lies(other)
 
     def require_sharded(self) -> None:
         """Refuses in words to hold a part of a bucket where nobody would bring the rest before it is read."""
@@ -161,15 +174,13 @@ class Reading:
         if self._ask is not None:
             for place in self._layout.groups[index]:
                 absent.leave(place.param, self._asked)
-            self._lies.pop(self._layout.weights[index].untyped_storage()._cdata, None)
         self.whole.discard(index)
         self._offered.discard(index)
-        await self.by.reshard(run.rank, run.state, self._layout.params()[index])
+        await self.by.reshard(run.rank, run.state, self._layout.lies(index))
 
     def _open(self, index: int) -> None:
         self.whole.add(index)
         if self._ask is not None:
-            self._lies[self._layout.weights[index].untyped_storage()._cdata] = index
             for place in self._layout.groups[index]:
                 absent.come(place.param)
 
@@ -189,16 +200,16 @@ class Reading:
 
     def _asked_for(self, buckets: Iterable[int], beside: Iterable[int] = ()) -> None:
         assert self._ask is not None
-        wanted = set(buckets)
-        shares = [e.share for e in self.events(self.phase) if e.kind == "read" and wanted & set(e.buckets)]
-        self._ask(wanted, beside, shares[0] if shares else 0.0)
+        plan, wanted = self._plan(self.phase), set(buckets)
+        at = min((plan.first[i] for i in wanted if i in plan.first), default=None)
+        self._ask(wanted, beside, 0.0 if at is None else plan.events[at].share)
 
     def _pack(self, x: Tensor) -> Tensor | Lent:
         """What autograd is to keep in place of `x`: of a bucket that will be let go, where it lies in it."""
         if x.layout != torch.strided or x.is_conj() or x.is_neg():
             return x
-        bucket = self._lies.get(x.untyped_storage()._cdata)
-        if bucket is None or x.dtype != self._layout.weights[bucket].dtype:
+        bucket = self._layout.lying.get(x.untyped_storage()._cdata)
+        if bucket is None or bucket not in self.whole or x.dtype != self._layout.weights[bucket].dtype:
             return x
         begins = self._layout.weights[bucket].storage_offset()
         return Lent(bucket, x.shape, x.stride(), int(x.storage_offset() - begins))
@@ -220,11 +231,17 @@ class Reading:
 
     def events(self, phase: str) -> list[Event]:
         """What happens in such a pass of the model in its present buckets, in order."""
+        return self._plan(phase).events
+
+    def _plan(self, phase: str) -> Plan:
         layout, trial = self._layout, self.trial
         assert trial is not None
-        key = id(layout.buckets), "backward" if phase == "backward" else "forward"
-        if key not in self._events or self._events[key][0] is not layout.buckets:
-            found = backward_events(layout, trial) if phase == "backward" else forward_events(layout, trial)
-            self._events = {k: v for k, v in self._events.items() if v[0] is layout.buckets}
-            self._events[key] = layout.buckets, found
-        return self._events[key][1]
+        if self._plans[0] is not layout.buckets:
+            self._plans = layout.buckets, {}
+        kind, found = "backward" if phase == "backward" else "forward", self._plans[1]
+        if kind not in found:
+            events = backward_events(layout, trial) if kind == "backward" else forward_events(layout, trial)
+            reads = [(at, e) for at, e in enumerate(events) if e.kind == "read"]
+            found[kind] = Plan(events, {i: at for at, e in reads for i in e.buckets},
+                               {i: at for at, e in reads for i in e.over})  # fmt: skip
+        return found[kind]

@@ -5,6 +5,7 @@ A strategy overrides what it needs of a group and leaves the others alone. The l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from workbench.rank import Bucket, Rank
@@ -103,10 +104,11 @@ class Sharding:
     shards: ClassVar[frozenset[str]] = frozenset()
     shared_along: ClassVar[tuple[str, ...]] = ()
 
-    async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: list[Bucket]) -> None:
+    async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
         """Before a forward, a backward or an evaluation reads `bucket`: brings all of its parameters here.
 
-        following: the buckets that this pass is known to read next and that are not whole either, in their order
+        following: the buckets that this pass is known to read next and that are not whole either, in their order; take
+                   no more than begin to come
         """
 
     async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -64,8 +65,8 @@ class ZeRO3(ZeRO2):
         shard = await rank.hold(bucket.shard(sharers.index, sharers.size))
         return assembled(sharers, shard.data, bucket)
 
-    async def unshard(self, rank: Rank, state: dict[int, Handle], bucket: Bucket, following: list[Bucket]) -> None:
-        for one in [bucket, *following[: self.prefetch]]:
+    async def unshard(self, rank: Rank, state: dict[int, Handle], bucket: Bucket, following: Iterator[Bucket]) -> None:
+        for one in [bucket, *islice(following, self.prefetch)]:
             if one.index not in state:
                 child = await self.gathering(rank, state, one)
                 state[one.index] = await rank.start(child, name=f"params {one.index}")
