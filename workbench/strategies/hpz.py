@@ -32,8 +32,8 @@ class HpZ(ZeRO3):
         before backward reads it:            params <- second_r of the group's g ranks       all-gather, in the group
         gradients, update:                   as ZeRO3
 
-    Each g = `group` consecutive ranks are a group. It sends as many bytes as ZeRO3 does, but those of the backward's
-    all-gather, (g-1)/g of the model's, stay within the group: between groups a third less crosses. Second shards take
+    Each g = `group` consecutive ranks are a group. The backward's all-gather is of (g-1)/g of the model in place of
+    ZeRO3's (p-1)/p, and stays within the group: between groups a third less crosses. Second shards take
     4 Psi / g bytes in fp32 from the end of the forward on, which the record does not count; each is let go when the
     backward has read it.
 
