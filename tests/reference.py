@@ -19,6 +19,8 @@ from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipes
 from workbench.fabric import Fabric, Fault, Link
 from workbench.optimizers import Optimizer
+from workbench.partitions import Partition
+from workbench.partitions.schedules import Schedule
 from workbench.rank import Rank
 from workbench.settings import Family, Knob, describe, knobs, members, to_plain
 from workbench.settings.plain import in_words
@@ -30,6 +32,8 @@ FAMILIES: dict[str, tuple[type[Family], tuple[str, ...]]] = {
     "strategies": (Strategy, ("exact", "lockstep", "periodic")),
     "compressors": (Compressor, ("linear", "unbiased", "contraction")),
     "optimizers": (Optimizer, ()),
+    "partitions": (Partition, ()),
+    "schedules": (Schedule, ()),
     "faults": (Fault, ()),
     "tasks": (TaskBase, ()),
 }

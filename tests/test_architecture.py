@@ -18,19 +18,20 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # The rooms of the house and what each may import of the others. A new arrow is a decision: it is written here first.
-FAMILIES = "strategies compressors optimizers fabric tasks"
+FAMILIES = "strategies compressors optimizers fabric tasks partitions"
 ROOMS = {
     "settings": "",
     "rank": "",
     "fabric": "settings",
     "tasks": "settings",
     "optimizers": "settings",
+    "partitions": "settings",
     "compressors": "settings rank",
     "strategies": "settings rank compressors",  # codecs, for what they send in a way of their own
     "experiment": f"settings rank {FAMILIES}",
     "record": "settings experiment",  # what is recorded names the experiment that it is of
-    "host": "settings rank experiment compressors optimizers fabric tasks",
-    "engine": "settings rank fabric tasks optimizers experiment record host",
+    "host": "settings rank experiment compressors optimizers fabric tasks partitions",
+    "engine": "settings rank fabric tasks optimizers partitions experiment record host",
     "analysis": "settings record",
     "sim": "settings rank compressors optimizers fabric tasks experiment record host analysis",
     "run": "settings record analysis sim",

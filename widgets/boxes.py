@@ -112,7 +112,7 @@ def _kinds(rows: Rows) -> np.ndarray:
     compute, comm = rows.equal("lane", "compute"), rows.equal("lane", "comm")
     out[compute] = _NUMBER["forward"]
     for name in ("backward", "update"):
-        out[compute & rows.equal("name", name)] = _NUMBER[name]
+        out[compute & rows.phase(name)] = _NUMBER[name]
     names = rows.coded("name")
     odd = np.array([_odd(text) for text in names.words.texts], bool)
     out[comm] = np.where(odd[names.codes[comm]], _NUMBER["odd"], _NUMBER["transfer"])

@@ -16,6 +16,8 @@ _HOMES = {
     "fabric": ("Fabric", "Fault", "Link"),
     "lab": ("Lab",),
     "optimizers": ("Optimizer",),
+    "partitions": ("Partition",),
+    "partitions.schedules": ("Schedule",),
     "rank": ("Bucket", "Memory", "Rank"),
     "record.timeline": ("Mark", "Sample", "Span", "Timeline"),
     "run": ("Run", "RunError", "simulate"),
@@ -23,7 +25,9 @@ _HOMES = {
     "sim": ("Costs", "Deadlock"),
     "strategies": ("Strategy",),
 }
-_FAMILIES = ("strategies", "compressors", "optimizers", "fabric", "tasks")  # packages whose files hold members
+_FAMILIES = (  # packages whose files hold members
+    "strategies", "partitions", "partitions.schedules", "compressors", "optimizers", "fabric", "tasks",
+)  # fmt: skip
 
 __version__ = "0.1.0"
 

@@ -50,6 +50,12 @@ from workbench.optimizers.lamb import LAMB as LAMB
 from workbench.optimizers.lars import LARS as LARS
 from workbench.optimizers.sgd import SGD as SGD
 from workbench.optimizers.task_own import TaskOwn as TaskOwn
+from workbench.partitions import Partition as Partition
+from workbench.partitions.pipeline import Pipeline as Pipeline
+from workbench.partitions.schedules import Schedule as Schedule
+from workbench.partitions.schedules.gpipe import GPipe as GPipe
+from workbench.partitions.schedules.one_f_one_b import OneFOneB as OneFOneB
+from workbench.partitions.whole import Whole as Whole
 from workbench.rank import Bucket as Bucket
 from workbench.rank import Memory as Memory
 from workbench.rank import Rank as Rank

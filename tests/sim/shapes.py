@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from workbench.rank import Bucket, Handle, Rank
-from workbench.settings import knob
 from workbench.strategies import Strategy
 
 
@@ -75,51 +74,3 @@ class Wavelet(Strategy):
         for handle in pending:
             await rank.wait(handle)
         await rank.update()
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneFOneB(Strategy):
-    """A pipeline of stages; after a rank's warm-up one backward follows one forward, and all flush before the update.
-
-    Stage i has at most min(m, p - i) micro-batches in flight. Bubble: (p-1)/(m+p-1) of the time.
-
-    Reference: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC
-    2021, https://arxiv.org/abs/2104.04473
-    """
-
-    micros: int = knob(8, 1, 256, unit="micro-batches", doc="m: batches that follow each other in a step")
-
-    lockstep: ClassVar[bool] = False
-    staged: ClassVar[bool] = True
-    exchanges: ClassVar[str] = "parameters"
-
-    def propagation(self, size: int) -> int:
-        return 1  # the word goes down the stages with a step's activations
-
-    async def step(self, rank: Rank, state: Any) -> None:
-        ahead = min(self.micros, rank.size - rank.index)
-        for micro in range(ahead):
-            await self._forward(rank, micro)
-        for micro in range(self.micros):
-            await self._backward(rank, micro)
-            if micro + ahead < self.micros:
-                await self._forward(rank, micro + ahead)
-        await rank.update()
-
-    async def _forward(self, rank: Rank, micro: int) -> None:
-        x = None
-        if rank.index > 0:
-            x, _ = await rank.recv(None, rank.index - 1, "activation")
-        y = await rank.forward(x, micro)
-        if rank.index < rank.size - 1:
-            await rank.send(y, rank.index + 1, "activation")
-
-    async def _backward(self, rank: Rank, micro: int) -> None:
-        grad: Any = 1 / self.micros
-        if rank.index < rank.size - 1:
-            grad, _ = await rank.recv(None, rank.index + 1, "gradient")
-        grad = await rank.backward(grad, micro)
-        if rank.index > 0:
-            await rank.send(grad, rank.index - 1, "gradient")
-
-

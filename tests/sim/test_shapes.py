@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from tests.ranks import experiment, toy
-from tests.sim.shapes import ByteScheduler, OneFOneB, Wavelet
+from tests.sim.shapes import ByteScheduler, Wavelet
 from workbench import simulate
 from workbench.fabric import Fabric, Link
+from workbench.partitions import Pipeline
+from workbench.partitions.schedules import GPipe, OneFOneB, Schedule
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, ZeRO3
 
@@ -139,57 +141,73 @@ def test_uneven_buckets_are_gathered_whole() -> None:
     assert set(comm(uneven).query("step == 2")["nbytes"]) == {2 * chunk}
 
 
-# -- 1F1B
+# -- pipelines
 
 
-@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 2), (8, 8), (1, 4)])
-def test_the_bubble_is_the_formula_and_few_are_in_flight(stages: int, micros: int) -> None:
-    run = simulated(OneFOneB(micros=micros), stages, 3)
+def piped(stages: int, micros: int, steps: int, schedule: Schedule, ranks: int = 0) -> Any:
+    """Micro-batches of one example each."""
+    task = toy(model=deep, data=lambda rank, ranks, seed: [(torch.ones(micros, WIDTH), torch.zeros(micros, WIDTH))])
+    partition = Pipeline(stages=stages, micros=micros, schedule=schedule)
+    return simulated(DDP(), ranks or stages, steps, partition=partition, task=task)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 2), (8, 8), (2, 1)])
+def test_the_bubble_is_the_formula_and_as_many_are_in_flight(schedule: Schedule, stages: int, micros: int) -> None:
+    run = piped(stages, micros, 3, schedule)
     step = run.spans[(run.spans["step"] == 1) & (run.spans["lane"] == "compute") & (run.spans["name"] != "update")]
     makespan = float(step["t1"].max() - step["t0"].min())
     busy = float((step["t1"] - step["t0"]).sum()) / stages
     assert 1 - busy / makespan == pytest.approx((stages - 1) / (micros + stages - 1), abs=1e-9)
     for rank in range(stages):
-        assert in_flight(step[step["rank"] == rank]) == min(micros, stages - rank)
+        few = min(micros, stages - rank) if isinstance(schedule, OneFOneB) else micros
+        assert in_flight(step[step["rank"] == rank]) == few
 
 
 def in_flight(spans: Any) -> int:
     """The most micro-batches whose forward had begun and whose backward had not ended."""
-    events = [(t, 1) for t in spans[spans["name"] == "forward"]["t0"]]
-    events += [(t, -1) for t in spans[spans["name"] == "backward"]["t1"]]
+    events = [(t, 1) for t in spans[spans["name"].str.startswith("forward")]["t0"]]
+    events += [(t, -1) for t in spans[spans["name"].str.startswith("backward")]["t1"]]
     return int(np.cumsum([change for _, change in sorted(events)]).max())
 
 
 def test_stages_hand_on_activations_and_their_gradients() -> None:
-    stages, micros = 4, 3
-    run = simulated(OneFOneB(micros=micros), stages, 2)
-    assert set(comm(run)["nbytes"]) == {4 * 4 * WIDTH}, "four examples of one layer's width"
+    stages, micros = 4, 4
+    run = piped(stages, micros, 2, OneFOneB())
+    sent = comm(run).query("step == 1")
+    assert set(sent[~sent["name"].str.contains("loss")]["nbytes"]) == {4 * WIDTH}, "one example of one layer's width"
     for rank in range(stages):
-        sent = comm(run, rank).query("step == 1")["name"].to_list()
-        kinds = [f"activation to {rank + 1}"] * (rank < stages - 1) + [f"gradient to {rank - 1}"] * (rank > 0)
-        assert sorted(sent) == sorted(f"send {kind}" for kind in kinds * micros)
+        names = sorted(name.split(" in ")[0] for name in comm(run, rank).query("step == 1")["name"])
+        ways = ["activation"] * (rank < stages - 1) + ["gradient"] * (rank > 0)
+        kinds = [f"send {way} {micro}" for way in ways for micro in range(micros)]
+        assert names == sorted(kinds + ["send loss"] * (stages - 1) * (rank == stages - 1))
 
 
-def test_a_staged_strategy_needs_as_many_parts_as_ranks() -> None:
+def test_between_replicas_a_stage_exchanges_what_it_holds() -> None:
+    run = piped(2, 4, 2, OneFOneB(), ranks=4)
+    sums = run.spans.query("lane == 'comm' and step == 1")
+    sums = sums[sums["name"].str.startswith("all_reduce")]
+    assert set(sums["name"].str.split(" in ").str[1]) == {"data [0, 2]", "data [1, 3]"}
+    whole = simulated(DDP(), 2, 2).spans.query("lane == 'comm' and step == 1")["nbytes"].sum()
+    assert sums["nbytes"].sum() == whole, "two stages of two replicas send what two replicas do"
+
+
+def test_a_pipeline_needs_as_many_parts_as_stages() -> None:
     with pytest.raises(KnobError, match=f"{LAYERS} parts"):
-        simulated(OneFOneB(), LAYERS + 1, 1)
+        piped(LAYERS + 1, 4, 1, GPipe())
 
 
 def test_stages_are_refused_where_they_cannot_be() -> None:
-    wanted = experiment(2, 1, strategy=OneFOneB(), pace=PACE)
-    with pytest.raises(KnobError, match="cut from a torch Sequential"):
+    wanted = experiment(2, 1, partition=Pipeline(), pace=PACE)
+    with pytest.raises(KnobError, match="make the model a Sequential"):
         simulate(wanted)
-    with pytest.raises(KnobError, match="take real=False"):
-        simulate(wanted, real=True)
     narrow = toy(model=lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     with pytest.raises(KnobError, match="does not run on the meta device"):
-        simulate(experiment(2, 1, strategy=OneFOneB(), pace=PACE, task=narrow))
+        simulate(experiment(2, 1, partition=Pipeline(), pace=PACE, task=narrow))
 
 
-def test_a_run_does_not_become_a_pipeline_midway() -> None:
-    run = simulated(DDP(), steps=3, changes=(Change(1, "strategy", "OneFOneB"),))
+def test_a_run_becomes_a_pipeline_midway_or_says_why_not() -> None:
+    run = simulated(DDP(), 4, 3, changes=(Change(1, "partition", "Pipeline"), Change(2, "partition.stages", 3)))
+    assert [c.path for c in run.changes] == ["partition"]
     (refusal,) = run.details("refused")
-    assert "begin another run" in refusal[2]["reason"]
-    assert not run.changes
-
-
+    assert "4 cannot be dealt out" in refusal[2]["reason"]

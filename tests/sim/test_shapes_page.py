@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim import more_shapes, shapes
+from workbench.partitions.schedules import OneFOneB
 from workbench.settings import Family
 from workbench.strategies import Hogwild, ZeRO3
 
@@ -19,7 +20,7 @@ SHOWN = [
     for module in (shapes, more_shapes)
     for _, cls in inspect.getmembers(module, inspect.isclass)
     if cls.__module__ == module.__name__ and issubclass(cls, Family)
-] + [Hogwild, ZeRO3]  # written there first
+] + [Hogwild, OneFOneB, ZeRO3]  # written there first
 
 
 @pytest.mark.parametrize("shape", SHOWN, ids=lambda c: c.__name__)

@@ -84,7 +84,7 @@ REFUSED = [
     (_iterate, "cannot stop before each bucket's layers"),
     (lambda rank, params: rank.hold(params[0].shard(0, 2)), "a strategy that keeps parts of them claims"),
     (lambda rank, params: rank.start(_idle(), priority=1), "in the order of their start"),
-    (lambda rank, params: rank.backward(torch.ones(3)), "runs no pipeline stages"),
+    (lambda rank, params: rank.backward(torch.ones(3)), "begins with its loss"),
 ]
 
 
@@ -157,7 +157,6 @@ def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("claims", "words"), [
-    ({"staged": True}, "every rank computes the whole model"),
     ({"workers": 2}, "every rank has one worker"),
 ])  # fmt: skip
 def test_the_engine_refuses_claims_that_it_does_not_perform(

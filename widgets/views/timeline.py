@@ -171,7 +171,13 @@ def _name(name: str) -> dict[str, Any]:
     """A span's name and shorter forms of it, for boxes of any width."""
     bucket = re.search(r"bucket (\d+)", name)
     brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "update": ["upd", "U"]}
-    short = [bucket[0], f"b{bucket[1]}", bucket[1]] if bucket else [name, *brief.get(name, [])]
+    phase, _, micro = name.partition(" ")
+    if bucket:
+        short = [bucket[0], f"b{bucket[1]}", bucket[1]]
+    elif micro.isdigit() and phase in brief:
+        short = [name, *(f"{letters}{micro}" for letters in brief[phase]), micro]
+    else:
+        short = [name, *brief.get(name, [])]
     return {"name": name, "short": short}
 
 

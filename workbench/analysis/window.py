@@ -36,7 +36,7 @@ class Window:
         for lane in lanes:
             mask |= self.rows.equal("lane", lane)
         if name is not None:
-            mask &= self.rows.equal("name", name)
+            mask &= self.rows.phase(name) if lanes == ("compute",) else self.rows.equal("name", name)
         return self.rows[mask]
 
     def column(self, ranks: np.ndarray) -> np.ndarray:

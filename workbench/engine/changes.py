@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from workbench.engine.canonical import all_equal
 from workbench.engine.opaque import unwrap, wrap
@@ -14,6 +15,7 @@ from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
 from workbench.fabric.load import pauses
 from workbench.host.changes import in_step, take_role
+from workbench.host.cutting import Stages
 
 
 class Turnable(Parts):
@@ -42,7 +44,7 @@ class Turnable(Parts):
         self.mark_buckets()
 
     async def leave(self, strategy: Any) -> None:
-        await strategy.leave(self.rank, self.state)
+        await strategy.leave(self.rank.replicas, self.state)
         self.shared.leave()
         self.layout.clear()
 
@@ -50,10 +52,18 @@ class Turnable(Parts):
         """Another strategy takes over."""
         if wanted.strategy.shared:
             self.shared.enter()
-        take_role(self, wanted.strategy)
-        self.state = wanted.strategy.init(self.rank, self.layout.params())
+        take_role(self, wanted)
+        self.state = wanted.strategy.init(self.rank.replicas, self.layout.params())
         self.regrouped()
         self.meeting.enter()
+
+    def relaid(self, names: set[str], stages: Stages | None) -> None:
+        """Of the model these parameters lie here from now on."""
+        self.host.forget_hooks()
+        self.layout.take(self.model, names)
+        self.stages, self.twin = stages, None
+        self.host.cut(stages)
+        self.mark_buckets()
 
     def sharded(self, buckets: Any) -> None:
         """What the optimizer remembers lies where it does."""
@@ -62,7 +72,8 @@ class Turnable(Parts):
         """Wires of groups that are over are closed, and children are counted anew."""
         for lane in self.host.lanes:
             self.peers.drop(lane.wires.given_up(self.rank.mesh.generation))
-        self.tickets.enter(self.experiment.strategy, self.lane, self.rank.mesh.flat)
+        flat = self.rank.mesh.flat and not self.rank.mesh.inside
+        self.tickets.enter(self.experiment.strategy, self.lane, flat)
 
     async def gather(self, number: int) -> list[int]:
         """Every rank's number, by rank."""
@@ -93,6 +104,19 @@ class Turnable(Parts):
         unwrap(self.host.module)
         self.host.module = self.model
 
+    def _first_of_replicas(self, order: Tensor) -> Tensor:
+        """What the first rank says of those that hold the same of the model as this one."""
+        assert self.control is not None
+        if self.stages is None:
+            self.control.wait(self.control.broadcast(order, 0))
+            return order
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        here = self.rank.id % len(self.stages)
+        for stage, names in enumerate(self.stages.names):
+            said = order if stage == here else torch.empty(len(names & trained), dtype=torch.int64)
+            self.control.wait(self.control.broadcast(said, stage))
+        return order
+
     def adopt(self, names: list[str]) -> None:
         """Rank 0's order of gradients on all ranks, once, as torch's DDP rebuilds its buckets once."""
         index = {p.name: i for i, p in enumerate(self.layout.order)}
@@ -100,9 +124,9 @@ class Turnable(Parts):
         if self.control is not None:
             if self.tickets.asked:
                 self.pocket = self.tickets.take()
-            self.control.wait(self.control.broadcast(order, 0))
+            order = self._first_of_replicas(order)
         if (strategy := self.experiment.strategy).in_flight:
-            self.host.drive(strategy.drain(self.rank, self.state))
+            self.host.drive(strategy.drain(self.rank.replicas, self.state))
         self.host.forget_hooks()
         self.shared.relay(lambda: self.layout.reorder([self.layout.order[i].name for i in order.tolist()]))
         self.mark_buckets()

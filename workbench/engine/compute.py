@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.engine.hooks import GradientHooks
-from workbench.engine.step_end import StepEnd
+from workbench.engine.stage import Stage
 from workbench.engine.watch import CODEC_FLOOR
 from workbench.host.canonical import clipped, optimizer_tensors
 from workbench.host.drive import drive
@@ -24,7 +24,7 @@ INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", 
           "sample", "params", "clock", "send", "recv", "hold"}  # fmt: skip
 
 
-class Compute(StepEnd):
+class Compute(Stage):
     """The part of a Host that computes."""
 
     alone: AbstractContextManager[Any]
@@ -44,8 +44,11 @@ class Compute(StepEnd):
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
     _stretch: tuple[str, Any] | None = None  # the pass under way, and since when it has not stood still
 
-    def _forward(self, x: Any, micro: int) -> Tensor:
+    def _forward(self, x: Any, micro: int) -> Tensor | None:
         batch = self._batch() if x is None else x
+        if self.piece is not None:  # backward takes it through the stages, both ways
+            self._batches[micro] = batch
+            return None
         self.at("forward")
         self._stretch = "forward", self.watch.now()
         self.pace.begin("forward", self.rank.step)
@@ -64,13 +67,15 @@ class Compute(StepEnd):
         self.at("data iterator")
         return self.batches()
 
-    def _backward_home(self, grad: Any, micro: int) -> None:
-        self._backward(grad, micro)
-
-    def _backward(self, grad: Any, micro: int) -> None:
-        self.at("backward")
+    def _backward(self, grad: Any, micro: int, exchanged: bool = False) -> None:
+        """Gradients of a forward; those that are `exchanged` go into buckets, which are handed out as they fill."""
         if isinstance(grad, Tensor):
-            raise StrategyError("the engine runs no pipeline stages: simulate a strategy that hands gradients on")
+            raise StrategyError("a rank's backward begins with its loss: give a number, or take partition=Pipeline()")
+        if self.piece is not None:
+            return self._through_stages(grad, micro, exchanged)
+        if exchanged:
+            self._listen()
+        self.at("backward")
         loss = self._open.pop(micro, None)
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
@@ -139,9 +144,10 @@ class Compute(StepEnd):
         self.watch.span(self.rank.step, "update", began)
 
     def _update_all(self, by: Callable[[], None] | None) -> None:
+        if longest := self.clip():
+            of_replica = self._of_replica if self.piece is not None else float
+            self._sample("grad_norm", clipped(self.layout, longest, of_replica))
         with self.alone:
-            if longest := self.clip():
-                self._sample("grad_norm", clipped(self.layout, longest))
             (by or self.optimizer.step)()
             stilled(self.layout, self.optimizer, self.rank.memory)
         self.optimizer.zero_grad(set_to_none=True)

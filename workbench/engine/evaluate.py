@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from workbench.engine.canonical import mean_model
-from workbench.host.evaluating import Evaluated, distance, numbers
-from workbench.rank import Bucket
+from workbench.host.canonical import buffers, flattened
+from workbench.host.cutting import instead
+from workbench.host.evaluating import Evaluated, distance, holding, numbers
+from workbench.host.pipelining import evaluated
+from workbench.rank import Bucket, Op
 
 if TYPE_CHECKING:
     from workbench.engine.setup import Parts
@@ -21,6 +24,8 @@ def mean_evaluated(run: Parts) -> Evaluated:
 
     Where parameters lie in shards it goes through them, and every rank evaluates.
     """
+    if run.stages is not None:
+        return _through_stages(run)
     wire, found = run.control, dict[str, float]()
     own = None if run.shared.held else wire
     weights = [] if run.reading.sharded else run.layout.weights  # in shards they are one value already
@@ -35,6 +40,34 @@ def mean_evaluated(run: Parts) -> Evaluated:
         if wire is not None:
             wire.wait(wire.broadcast(torch.tensor([found.get("loss", math.nan)], dtype=torch.float64), 0))
     return found, drift
+
+
+async def _asked(op: Op) -> Any:
+    return await op
+
+
+def _through_stages(run: Parts) -> Evaluated:
+    """The same where replicas lie in stages: the first one evaluates, each of its ranks the same, and passes on."""
+    wire, rank, piece = run.control, run.rank, run.host.piece
+    assert wire is not None and piece is not None
+    found: dict[str, float] = {}
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        return run.host.drive(evaluated(rank.inside, piece.parts, *inputs, **named))
+
+    live = [x for x in [*run.layout.weights, *buffers(run.model)] if x.numel()]
+    with torch.no_grad(), run.reading.passing("evaluation"):
+        own = flattened(live)
+        mean = own.clone().div_(rank.replicas.size)
+        run.host.drive(_asked(rank.replicas.all_reduce(mean, "sum", "parameters")))
+        values = mean.split([x.numel() for x in live])
+        with holding(live, [value.view(x.shape) for value, x in zip(values, live, strict=True)]):
+            if rank.replicas.index == 0:
+                with instead(run.model, forward):
+                    found = numbers(run.learner.evaluate, run.model)
+        drift = distance([own[: run.layout.numel]], [mean[: run.layout.numel]], run.layout.numel)
+        wire.wait(wire.broadcast(torch.tensor([found.get("loss", math.nan)], dtype=torch.float64), 0))
+    return found if rank.id == 0 else {}, drift
 
 
 def known_evaluated(run: Parts, known: list[Bucket]) -> Evaluated:

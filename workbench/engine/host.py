@@ -24,8 +24,10 @@ from workbench.engine.lanes import Lanes
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
 from workbench.engine.watch import Watch
+from workbench.host.cutting import Stages
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
+from workbench.partitions import Whole
 from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message_name
 
 Span = Callable[..., None]
@@ -49,11 +51,12 @@ class Host(Compute):
         self.clip = lambda: 0.0
         self.steppable = lambda bucket: None
         self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
+        self.follow: Callable[[], None] = lambda: None  # raises when a peer has been gone for a while
         self.met = False  # did all ranks meet in this step?
         self.at = At()
         self.losses: list[Tensor] = []
-        self._open = {}
-        self.opened = self._open.values
+        self._open, self._batches, self._micros = {}, {}, []
+        self.partition = Whole
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._hooks = GradientHooks(self)
         self._begun = False  # has backward emitted a first bucket?
@@ -61,12 +64,21 @@ class Host(Compute):
         self._stash: Op | None = None
         self._ended: Ended | None = None
         self._did: dict[str, Callable[..., Any]] = {
-            "forward": self._forward, "backward": self._backward_home, "update": self._update, "params": self._params,
+            "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
+            "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
             "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
             "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
             "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
         }
+
+    def opened(self) -> list[Tensor]:
+        """What backward is still to be asked of."""
+        return [*self._open.values(), *(self.piece.opened.values() if self.piece is not None else ())]
+
+    def _listen(self) -> None:
+        """The backward that comes next is exchanged."""
+        self._hooks.open(learn=self._order is not None)
 
     # -- driving --
 
@@ -100,9 +112,9 @@ class Host(Compute):
     def _backward_out(self, coro: Coroutine[Op, Any, Any], op: Op) -> Any:
         """Backward with buckets handed out; answers what the strategy asked for then that is not about buckets."""
         self._coro, self._stash, self._ended = coro, None, None
-        self._hooks.open(learn=self._order is not None)
+        grad, micro = op.args
         try:
-            self._backward(*op.args)
+            self._backward(grad, micro, exchanged=True)
             self._hooks.flush()
             self.at("step")
         finally:
@@ -141,6 +153,11 @@ class Host(Compute):
             self._stash = op
             raise Later
         return self._perform(op)
+
+    def cut(self, stages: Stages | None) -> None:
+        """This rank computes its stage from now on; the order of its gradients is to be learned anew."""
+        super().cut(stages)
+        self._order = []
 
     def _learn_order(self) -> None:
         if self._order is not None and self._hooks.arrived:
@@ -189,7 +206,7 @@ class Host(Compute):
 
     def _send(self, tensor: Tensor, to: int, kind: str = "") -> None:
         self.ledger.buffers.post(tensor)
-        self.mailbox.send(tensor, to, kind)
+        self.mailbox.send(tensor, to, kind, lane="measuring" if self.reading.phase == "evaluation" else "comm")
 
     def _recv(self, into: Tensor | None, source: int | None, kind: str) -> Any:
         name = message_name("recv", kind, **{"from": source})
@@ -198,11 +215,14 @@ class Host(Compute):
 
         def over() -> bool:
             self.still_well()
+            if self.piece is not None:  # one that is yet to send its first message has no line that could close
+                self.follow()
             return False
 
         got = self.mailbox.recv(into, source, kind, over)
         now = self.clock.now()
-        self.record.span(self.rank.step, "wait", name, began, began, now, 0)
+        if self.reading.phase != "evaluation":
+            self.record.span(self.rank.step, "wait", name, began, began, now, 0)
         if source is None and got is not None:
             self.record.sample(self.rank.step, message_name("recv", kind), now, got[1])
         return got

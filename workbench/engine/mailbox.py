@@ -98,7 +98,7 @@ class Mailbox:
         """The ranks that this one has connected to."""
         return set(self._out)
 
-    def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP) -> None:
+    def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm") -> None:
         """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
         if not 0 <= to < self.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
@@ -119,7 +119,7 @@ class Mailbox:
 
         def posted() -> None:
             if origin != HOST:
-                self.span(step, "comm", name, asked, begun, max(end, self.port.now() if not plain else end), len(data))
+                self.span(step, lane, name, asked, begun, max(end, self.port.now() if not plain else end), len(data))
 
         self._line(to).put(head + text, data, posted)
 

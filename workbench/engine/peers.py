@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from workbench.engine.session import Session
 
 LOOK = 0.02  # seconds between two looks whether all have come
+GRACE = 3.0  # seconds in which what a peer has sent before it left may still come
 
 
 class Peers:
@@ -38,6 +39,7 @@ class Peers:
         self.data: Wire | None = None
         self.arrivals: Wire | None = None
         self.local, self.doubt = True, 0.0
+        self._parted: float | None = None  # when a peer was seen to be gone while a message is awaited
         self._folder = Path()
         if self.rank.size > 1:
             self._meet()
@@ -88,6 +90,15 @@ class Peers:
             raise Aborted("told to leave")
         if self.parted():
             raise ConnectionError("Connection closed by peer")
+
+    def follow(self) -> None:
+        """The same while a message is awaited: one that was sent before its sender left may still be on its way."""
+        if not self.parted():
+            self._parted = None
+        elif self._parted is None:
+            self._parted = time.monotonic()
+        elif time.monotonic() - self._parted > GRACE:
+            self.look()
 
     def arrival_table(self, name: str = "", ranks: Sequence[int] = ()) -> ArrivalTable | None:
         """Where ranks of this host, all or some, post their arrivals at the collectives of one wire."""

@@ -24,9 +24,10 @@ from workbench.engine.shaping import Pace, Port, Shaper
 from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
-from workbench.experiment import Experiment, momentum, sharding
-from workbench.host import changes
-from workbench.host.batches import Batches
+from workbench.experiment import Experiment, momentum, partitioned, sharding
+from workbench.host import changes, repartition
+from workbench.host.batches import Batches, example
+from workbench.host.cutting import Stages
 from workbench.host.layout import Layout
 from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
@@ -52,6 +53,7 @@ class Parts(Life):
     paused, credit: do the ranks make no steps; but for so many
     pocket:         requests that were heard before their turn
     evaluated:      seconds, of the longest evaluation so far
+    stages:         where the model is cut; None while every rank holds all of it
     twin:           a copy of the model, to be evaluated while the model itself goes on being changed
     """
 
@@ -67,6 +69,7 @@ class Parts(Life):
         if reason := self.refused(self.experiment.strategy):
             raise KnobError(reason)
         self.tickets = Tickets(self.control, self.rank.id, self.inbox, self.peers.flag())
+        self.stages: Stages | None = None
         self._make_model()
         self.able(self.experiment)
         self._make_host()
@@ -98,11 +101,19 @@ class Parts(Life):
         self.batches = Batches(self.learner.data, rank.id, rank.size, device)
         self.restart_data()
 
-    def make_optimizer(self, wanted: Experiment) -> Any:
-        params = [p for p in self.model.parameters() if p.requires_grad]
+    def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Any:
+        """For the parameters that lie here, or for these."""
+        if params is None:
+            here = {id(place.param) for place in self.layout.order}
+            params = [p for p in self.model.parameters() if id(p) in here]
         return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
+    def example(self) -> Any:
+        """A batch, the same on all ranks, that training does not miss."""
+        return example(self.learner, self.experiment, self.session.device)
+
     def restart_data(self) -> None:
+        self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))
         self.batches.restart(self.experiment.batch, self.experiment.seed, self.rank.step)
 
     def _make_host(self) -> None:
@@ -123,7 +134,9 @@ class Parts(Life):
                          Pace(rank.id, self.naps), seen)
         self.host.lanes.open = self.open_lane
         self.host.still_well = lambda: self.meeting.check()
+        self.host.follow = self.peers.follow
         self.host.batches = self.batches.next
+        self.host.partition = lambda: self.experiment.partition
         self.host.clip = lambda: self.experiment.clip
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
         self.host.ledger = self.ledger
@@ -154,11 +167,10 @@ class Parts(Life):
         """Why the engine cannot do here what `strategy` claims, in a sentence that says what would do; or None."""
         if reason := shared.refused(strategy, self.rank.size, self.session.device, self.peers.local):
             return reason
-        if not strategy.staged and strategy.workers == 1:
+        if strategy.workers == 1:
             return None
-        what = "every rank computes the whole model" if strategy.staged else "every rank has one worker"
         name = type(strategy).__name__
-        return f"strategy={name}: on the engine {what}; simulate it, or take another strategy"
+        return f"strategy={name}: on the engine every rank has one worker; simulate it, or take another strategy"
 
     def able(self, wanted: Experiment) -> Experiment:
         """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""
@@ -166,6 +178,7 @@ class Parts(Life):
         made = partial(self.make_optimizer, wanted)
         if reason := reason or momentum.refused(wanted, made) or sharding.refused(wanted, made):
             raise KnobError(reason)
+        repartition.able(self, wanted)
         return wanted
 
     # -- saying --

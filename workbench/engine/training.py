@@ -62,7 +62,7 @@ class Training(Turnable):
 
     async def make(self) -> int:
         host, strategy = self.host, self.experiment.strategy
-        host.met, host.lanes.aside = strategy.opaque, False
+        host.met, host.lanes.aside = strategy.opaque or bool(self.rank.mesh.inside), False
         self.lane.step = self.rank.step
         host.at("step")
         since, began = self.clock.now(), host.watch.now()

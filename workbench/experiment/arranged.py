@@ -6,22 +6,28 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from workbench.partitions import Partition, Whole
 from workbench.rank import Mesh, StrategyError
 
-_MADE: WeakKeyDictionary[Any, dict[tuple[int, int], Mesh]] = WeakKeyDictionary()  # by strategy: (size, generation)
+WHOLE = Whole()
+# by strategy: (size, generation, the partition's dimensions)
+_MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
 
 
-def mesh(strategy: Any, size: int, generation: int = 0) -> Mesh:
-    """Of `size` ranks those that train, as `strategy` wants them. Raises StrategyError where its dimensions do not fit.
+def mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = WHOLE) -> Mesh:
+    """Of `size` ranks those that train, as `strategy` wants replicas and `partition` the ranks of each. Raises
+    StrategyError where the dimensions do not fit.
 
     One for all ranks of a process, as long as the strategy is there: with thousands of them each would hold thousands
     of numbers.
     """
     made = _MADE.setdefault(strategy, {})
-    if (size, generation) not in made:
+    inside = partition.dims()
+    if (size, generation, inside) not in made:
         ranks = tuple(r for r in range(size) if strategy.trains(r, size))
-        made[size, generation] = Mesh(strategy.dims(len(ranks)), ranks, generation)
-    return made[size, generation]
+        dims = (*strategy.dims(len(ranks) // partition.size), *inside)
+        made[size, generation, inside] = Mesh(dims, ranks, generation, tuple(name for name, _ in inside))
+    return made[size, generation, inside]
 
 
 @lru_cache(maxsize=64)  # thousands of ranks ask for the same

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.compressors import Compressor, Dense, inside
-from workbench.experiment import arranged, momentum, rates, sharding
+from workbench.experiment import arranged, momentum, partitioned, rates, sharding
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
+from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError, checked, from_plain, knob, normalise, short, to_plain, with_value
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
@@ -29,6 +30,7 @@ class Experiment:
 
     task: TaskBase = knob(ByteGPT(), live=False, doc="what learns")
     strategy: Strategy = knob(DDP(), doc="how ranks agree")
+    partition: Partition = knob(Whole(), doc="how one replica of the model is spread over ranks")
     compressor: Compressor = knob(Dense(), doc="what crosses the wire instead of a bucket")
     fabric: Fabric = knob(Fabric(), doc="the network and its faults")
     optimizer: Optimizer = knob(TaskOwn(), doc="how gradients become steps")
@@ -67,11 +69,13 @@ class Experiment:
                 raise KnobError(reason)
         if reason := good.strategy.refuses(good.compressor):
             raise KnobError(reason)
-        if reason := good.strategy.refuses_size(good.ranks) or arranged.refused(good.strategy, good.ranks):
+        if reason := partitioned.refused(good):
+            raise KnobError(reason)
+        if reason := good.strategy.refuses_size(good.replicas) or arranged.refused(good.strategy, good.replicas):
             raise KnobError(reason)
         if reason := good.task.refuses(good.batch):
             raise KnobError(reason)
-        if good.clip and (good.strategy.staged or not good.strategy.clips):
+        if good.clip and not good.strategy.clips:
             raise KnobError(
                 f"clip={good.clip:g}: under {type(good.strategy).__name__} no update has all gradients before it, so "
                 f"their norm cannot be told; use clip=0 with it, or DDP or LocalSGD"
@@ -84,9 +88,14 @@ class Experiment:
             if getattr(fault, "rank", 0) >= good.ranks:
                 raise KnobError(f"rank={fault.rank}: there are ranks 0 to {good.ranks - 1}")
         good = good.filled()
-        if reason := rates.refused(good):
+        if reason := partitioned.refused(good) or rates.refused(good):
             raise KnobError(reason)
         return good
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model there are; what a strategy takes for all ranks that train."""
+        return partitioned.replicas(self)
 
     def filled(self) -> Experiment:
         """This experiment with the task's own learning rate and batch where none was given."""

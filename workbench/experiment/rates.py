@@ -23,7 +23,7 @@ def factor(e: Experiment) -> float:
     """
     if not e.lr_scaled:
         return 1.0
-    batches = e.strategy.batches(e.ranks)
+    batches = e.strategy.batches(e.replicas)
     return batches * e.batch / (e.lr_base or e.task.batch) if e.batch else float(batches)
 
 

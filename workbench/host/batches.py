@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from workbench.tasks import TaskError
+from workbench.experiment import Experiment
+from workbench.tasks import Learner, TaskError
 
 
 class Batches:
@@ -18,6 +20,10 @@ class Batches:
         self._source: Iterable[Any] = ()
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
+
+    def share(self, rank: int, size: int) -> None:
+        """What is drawn from the next restart on is the data of `rank` of `size`."""
+        self._rank, self._size = rank, size
 
     def restart(self, batch: int, seed: int, step: int) -> None:
         """Draws from now on batches of `batch` examples; a later restart takes other examples than the first."""
@@ -39,6 +45,14 @@ class Batches:
             f"the data of rank {self._rank} ran out after {drawn} batches and cannot start over: return something that "
             f"can be iterated again (a list, a DataLoader), or a generator that does not end"
         )
+
+
+def example(learner: Learner, e: Experiment, device: str) -> Any:
+    """A batch, the same on all ranks, that training does not miss; no random number that it would draw is used up."""
+    with torch.random.fork_rng(devices=[]):
+        batches = Batches(learner.data, 0, e.ranks, device)
+        batches.restart(e.batch, e.seed, 0)
+        return batches.next()
 
 
 def to_device(batch: Any, device: str) -> Any:

@@ -6,6 +6,7 @@ it here; how ranks come to agree on it is theirs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -61,9 +62,16 @@ def added_up(rows: Tensor) -> Tensor:
     return total
 
 
-def clipped(layout: Layout, longest: float) -> float:
-    """The norm of all gradients together; where it is above `longest` they are scaled down to it first."""
-    return float(nn.utils.clip_grad_norm_([place.param for place in layout.order], longest))
+def clipped(layout: Layout, longest: float, of_replica: Callable[[float], float] = float) -> float:
+    """The norm of all gradients together; where it is above `longest` they are scaled down to it first.
+
+    of_replica: makes of this rank's sum of squares that of its whole replica
+    """
+    params = [place.param for place in layout.order]
+    own = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    norm = own if of_replica is float else own.new_tensor(of_replica(float(own) ** 2) ** 0.5)
+    nn.utils.clip_grads_with_norm_(params, longest, norm)
+    return float(norm)
 
 
 def buffers(model: nn.Module) -> list[Tensor]:

@@ -16,7 +16,8 @@ from workbench.experiment.arranged import mesh, sharers
 from workbench.fabric.load import idle
 from workbench.host import handover, residual
 from workbench.host.changing import Changing
-from workbench.host.momentum import move_momentum
+from workbench.host.momentum import give_back, move_momentum
+from workbench.host.repartition import moves, repartition, stages_of
 from workbench.optimizers import carry
 from workbench.rank import MOMENTUM, Part
 from workbench.settings import Change, KnobError
@@ -50,7 +51,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
     was = run.experiment
     if was.strategy.in_flight:
-        await was.strategy.drain(run.rank, run.state)
+        await was.strategy.drain(run.rank.replicas, run.state)
     run.experiment = wanted
     run.set_fabric(was, wanted)
     note_idle(run, was)
@@ -61,18 +62,18 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         _renew(run, wanted)
         await handover.reshard(run, None, shards)
     run.rate.follow(run)
-    if wanted.batch != was.batch:
+    if wanted.batch != was.batch or wanted.replicas != was.replicas:
         run.restart_data()
     if wanted.bucket_mb != was.bucket_mb:
         await handover.recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
-    if needs_switch(was.strategy, wanted.strategy, run.rank.size):
+    if moves(was, wanted) or needs_switch(was.strategy, wanted.strategy, run.rank.size):
         await _switch(run, was, wanted)
     elif wanted.compressor != was.compressor:
         await residual.change(run, was, wanted)
     elif wanted.strategy.opaque and (wanted.bucket_mb, wanted.fabric) != (was.bucket_mb, was.fabric):
         run.leave_opaque()
         run.enter_opaque()
-    elif wanted.strategy != was.strategy and arrange(run, wanted.strategy):
+    elif wanted.strategy != was.strategy and arrange(run, wanted):
         run.regrouped()
         await run.gather(0)  # nobody goes on before all have closed what is over
     run.reading.by = wanted.strategy
@@ -81,10 +82,10 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     run.choose_lane()
 
 
-def take_role(run: Changing, strategy: Any) -> None:
-    """Whether this rank trains under `strategy` or only serves, and where in its mesh; said of all by rank 0."""
-    rank = run.rank
-    arrange(run, strategy)
+def take_role(run: Changing, wanted: Experiment) -> None:
+    """Whether this rank trains as `wanted` says or only serves, and where in its mesh; said of all by rank 0."""
+    rank, strategy = run.rank, wanted.strategy
+    arrange(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
     serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.id == 0 else []
     if serve:
@@ -92,15 +93,15 @@ def take_role(run: Changing, strategy: Any) -> None:
         run.mark("roles", {"serve": serve, "text": text})
 
 
-def arrange(run: Changing, strategy: Any) -> bool:
-    """Arranges the ranks that train as `strategy` wants them; groups of before are over if that is anew. Is it?"""
+def arrange(run: Changing, wanted: Experiment) -> bool:
+    """Arranges the ranks that train as `wanted` says; groups of before are over if that is anew. Is it?"""
     rank = run.rank
-    wanted = mesh(strategy, rank.size, rank.mesh.generation + 1)
-    if (wanted.dims, wanted.ranks) == (rank.mesh.dims, rank.mesh.ranks):
+    made = mesh(wanted.strategy, rank.size, rank.mesh.generation + 1, wanted.partition)
+    if (made.dims, made.ranks) == (rank.mesh.dims, rank.mesh.ranks):
         return False
-    rank.mesh = wanted
+    rank.mesh = made
     if rank.id == 0:
-        run.mark("mesh", {"dims": dict(wanted.dims), "ranks": wanted.ranks, "text": f"ranks are arranged as {wanted}"})
+        run.mark("mesh", {"dims": dict(made.dims), "ranks": made.ranks, "text": f"ranks are arranged as {made}"})
     return True
 
 
@@ -149,15 +150,37 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
             await handover.reshard(run, handover.cut(run, was.strategy), None)
             await handover.consolidate(run, was.strategy)
             await handover.spread(run, was.strategy)
-        await residual.change(run, was, wanted, _foreign(was, wanted))
+        moved = moves(was, wanted)
+        await residual.change(run, was, wanted, moved or _foreign(was, wanted))
         if wanted.strategy.opaque:
             run.enter_opaque()
-        momentum = was.strategy.hands_on(run.rank, run.state)
+        momentum = was.strategy.hands_on(run.rank.replicas, run.state)
+        if moved:
+            await _spread_anew(run, wanted)
+            if momentum is not None and run.rank.id == 0:
+                run.mark("momentum", {"text": "the outer momentum begins anew: other ranks hold its parameters now"})
+            momentum = None
         await handover.reshard(run, None, handover.cut(run, wanted.strategy))
         run.enter(was, wanted)
-        wanted.strategy.takes(run.rank, run.state, momentum)
+        wanted.strategy.takes(run.rank.replicas, run.state, momentum)
         await handover.check(run)
         await run.reading.shard()
+
+
+async def spread_out(run: Changing) -> None:
+    """Before the first step: the model, which each rank has made whole, comes to lie as the partition says."""
+    began = run.experiment
+    await _spread_anew(run, began)
+    run.enter(began, began)
+    await handover.check(run)
+
+
+async def _spread_anew(run: Changing, wanted: Experiment) -> None:
+    """The model comes to lie as `wanted` says. What a compressor remembers is each rank's own: it begins anew."""
+    if MOMENTUM in run.rank.memory.buffers:
+        await give_back(run)
+    await repartition(run, run.stages, stages_of(wanted, run.model, run.learner))
+    run.rank.memory.clear()
 
 
 def _foreign(was: Experiment, wanted: Experiment) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from workbench.experiment import Experiment
+from workbench.host.cutting import Stages
 from workbench.host.rate import Rate
 from workbench.rank import Rank
 
@@ -19,7 +20,10 @@ class Changing(Protocol):
     rate: Rate
     reading: Any  # its Reading
     ledger: Any  # its Ledger
+    stages: Stages | None  # where the model is cut
 
+    @property
+    def learner(self) -> Any: ...  # its task's functions
     @property
     def layout(self) -> Any: ...
     @property
@@ -29,7 +33,8 @@ class Changing(Protocol):
 
     def able(self, wanted: Experiment) -> Experiment: ...  # `wanted`, or KnobError where this host cannot do it
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None: ...
-    def make_optimizer(self, wanted: Experiment) -> Any: ...
+    def make_optimizer(self, wanted: Experiment, params: list[Any] | None = None) -> Any: ...
+    def relaid(self, names: set[str], stages: Stages | None) -> None: ...  # these parameters lie here now
     def use_optimizer(self, optimizer: Any) -> None: ...
     def choose_lane(self) -> None: ...
     def restart_data(self) -> None: ...

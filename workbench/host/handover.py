@@ -50,6 +50,12 @@ def beside(run: Changing) -> State:
     return {**{name: b.data for name, b in run.model.named_buffers()}, **slots(run.layout, run.optimizer)}
 
 
+def alike(run: Changing, numbers: list[int]) -> list[int]:
+    """Of every rank's number those of the ranks that hold the same of the model as this one."""
+    who = run.rank.replicas.within
+    return numbers if who is None else [numbers[rank] for rank in who.ranks]
+
+
 async def consolidate(run: Changing, strategy: Any) -> None:
     """After `strategy` was left: the mean over the ranks that trained of what each has made beside the parameters.
 
@@ -59,13 +65,13 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     rank, who = run.rank, mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
         return
-    numbers = await run.gather(_numel(beside(run)))
-    if numbers[rank.id] < max(numbers):  # it served, or is yet to make its first step
+    own = _numel(beside(run))
+    if own < max(alike(run, await run.gather(own))):  # it served, or is yet to make its first step
         prime(run.layout, run.optimizer)
-    check_same(await run.gather(_numel(beside(run))), "sizes of the optimizer state")
+    check_same(alike(run, await run.gather(_numel(beside(run)))), "sizes of the optimizer state")
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
-    group = rank if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
+    group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
     drifted = [x for x in beside(run).values() if x.numel()]
     floats = [x for x in drifted if x.is_floating_point()]
     if floats:
@@ -97,10 +103,11 @@ async def spread(run: Changing, strategy: Any) -> None:
 
 async def check(run: Changing) -> None:
     """All ranks hold the same parameters, and their optimizers the same of them. Raises Disagreement."""
-    check_same(await run.gather(checksum(parameters(run.layout))), "after the switch the parameters")
+    own = checksum(parameters(run.layout))
+    check_same(alike(run, await run.gather(own)), "after the switch the parameters")
     if cut(run, run.experiment.strategy) is None:
         own = checksum(slots(run.layout, run.optimizer))
-        check_same(await run.gather(own), "after the switch the optimizer's slots")
+        check_same(alike(run, await run.gather(own)), "after the switch the optimizer's slots")
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
@@ -143,7 +150,7 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     some = {place.name for place in layout.order if place.numel}
     like, here = ({name: x for name, x in each(layout, run.optimizer).items() if name.partition("/")[2] in some}
                   for each in (likes, slots))  # fmt: skip
-    kept = await _kept(run, like, here)
+    kept = await kept_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
     lies, comes = (_in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
@@ -175,7 +182,7 @@ def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int, size: int) -
     return sum(lies.numel(rank, name) * like[name].element_size() for name in lies.at(rank))
 
 
-async def _kept(run: Changing, like: State, here: State) -> list[str]:
+async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
     """The slots that any rank has."""
     if not like:
         return []

@@ -8,7 +8,7 @@ copied at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import cast
 
@@ -61,6 +61,12 @@ class Layout:
         """Lays everything out anew in this order of parameter names."""
         by_name = {p.name: p for p in self.order}
         self.order = [by_name[n] for n in names]
+        self._place()
+
+    def take(self, model: nn.Module, names: Collection[str]) -> None:
+        """Lays out these parameters and no others, in the reverse order of registration."""
+        named = [(n, p) for n, p in model.named_parameters() if n in names]
+        self.order = [Place(n, p) for n, p in reversed(named)]
         self._place()
 
     def rebucket(self, bucket_mb: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, handover, meeting, residual
+from workbench.host.cutting import Stages
 from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
@@ -37,6 +38,7 @@ class Life(ABC):
     measuring: Measuring
     ledger: Ledger
     reading: Reading
+    stages: Stages | None = None
     flushing = 0
     pending_pause = 0.0
 
@@ -67,11 +69,13 @@ class Life(ABC):
         await self.rest()
         strategy = self.experiment.strategy
         if strategy.lockstep and strategy.can_drain:
-            await strategy.drain(self.rank, self.state)
+            await strategy.drain(self.rank.replicas, self.state)
         await self.finish()
 
     async def lay_out(self) -> None:
         """Before the first step: all that the ranks share out comes to lie where it belongs."""
+        if self.experiment.partition.size > 1:
+            await changes.spread_out(self)  # type: ignore[arg-type]
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         await self.reading.shard()
 

@@ -27,8 +27,8 @@ class Measuring:
         """A step of the run's strategy, measured if it is time."""
         strategy = run.experiment.strategy
         if run.flushing or not measurable(run.experiment):
-            return strategy.step(run.rank, run.state)
-        return self._watched(run, strategy.step(run.rank, run.state))
+            return strategy.step(run.rank.replicas, run.state)
+        return self._watched(run, strategy.step(run.rank.replicas, run.state))
 
     async def _watched(self, run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
         rank = run.rank
@@ -51,5 +51,5 @@ def measurable(e: Experiment) -> bool:
     if not e.measure_every:
         return False
     s = e.strategy
-    alike = s.lockstep and not (s.in_flight or s.opaque or s.staged) and s.workers == 1
+    alike = s.lockstep and not (s.in_flight or s.opaque) and s.workers == 1
     return alike and lossy(e.compressor)

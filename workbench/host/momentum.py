@@ -41,7 +41,7 @@ async def move_momentum(run: Changing) -> None:
         memory.buffers[MOMENTUM] = {}
         _take(run)
     elif here and not wanted:
-        await _give_back(run)
+        await give_back(run)
     else:
         return
     if run.rank.id == 0:
@@ -53,11 +53,11 @@ def _take(run: Changing) -> None:
     for place in run.layout.order:
         buffer = run.optimizer.state.get(place.param, {}).get("momentum_buffer")
         if buffer is not None and not buffer.is_meta and plain(run.optimizer):
-            run.rank.memory.buffers[MOMENTUM][place.name] = buffer.reshape(-1) / run.rank.size
+            run.rank.memory.buffers[MOMENTUM][place.name] = buffer.reshape(-1) / run.rank.replicas.size
             buffer.zero_()
 
 
-async def _give_back(run: Changing) -> None:
+async def give_back(run: Changing) -> None:
     """The sum of what all ranks keep is added to the optimizer's momentum, if it has one. Crosses uncompressed."""
     kept = run.rank.memory.buffers[MOMENTUM]
     places = [place for place in run.layout.order if place.name in kept]
@@ -65,7 +65,7 @@ async def _give_back(run: Changing) -> None:
     run.rank.memory.drop(MOMENTUM)
     if not flat.numel():
         return
-    await run.rank.all_reduce(flat, "sum", "momentum")
+    await run.rank.replicas.all_reduce(flat, "sum", "momentum")
     if flat.is_meta or not plain(run.optimizer):
         return
     has = {p for group in run.optimizer.param_groups for p in group["params"] if group["momentum"]}

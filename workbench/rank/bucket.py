@@ -125,6 +125,11 @@ class Memory:
             pieces[part.name] = whole[part.start : part.stop]
         self._joined[key] = whole
 
+    def clear(self) -> None:
+        """Forgets everything but how its random numbers go on."""
+        for name in {*self.buffers, *self.parts}:
+            self.drop(name)
+
     def drop(self, name: str) -> None:
         """Forgets a buffer."""
         self.buffers.pop(name, None)

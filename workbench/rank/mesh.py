@@ -50,6 +50,8 @@ class Group:
 class Mesh:
     """Named dimensions and their sizes, outermost first; `ranks` are those of the run that fill it, in order.
 
+    inside: the dimensions over which one replica of the model is spread; along all others ranks hold the same of it
+
     >>> Mesh((("between", 2), ("within", 2)), (0, 1, 2, 3)).group(("within",), 2).ranks
     (2, 3)
     """
@@ -57,6 +59,7 @@ class Mesh:
     dims: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
     generation: int = 0
+    inside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dims]

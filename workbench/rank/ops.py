@@ -68,6 +68,17 @@ class Rank:
             self._groups[dims] = Member(self, self.mesh.group(dims, self.id))
         return self._groups[dims]
 
+    @property
+    def replicas(self) -> Rank:
+        """This rank among those that hold the same of the model, one of each replica: whom a strategy is about."""
+        inside = self.mesh.inside
+        return self.group(*[name for name, _ in self.mesh.dims if name not in inside]) if inside else self
+
+    @property
+    def inside(self) -> Rank:
+        """This rank among those over which its replica is spread. Raises StrategyError where replicas are whole."""
+        return self.group(*self.mesh.inside)
+
     # compute
     def batch(self) -> Op:
         """The next batch of this rank's data, to be looked at before `forward(batch)`."""

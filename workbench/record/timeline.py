@@ -140,6 +140,12 @@ class Rows:
             return np.asarray(column.codes == column.words.code(text))
         return np.array([v == text for v in column], bool)
 
+    def phase(self, text: str) -> np.ndarray:
+        """A mask: the names that are `text`, or that of one micro-batch: "forward", and "forward 3"."""
+        names = self.coded("name")
+        alike = np.array([word == text or word.rstrip("0123456789") == f"{text} " for word in names.words.texts], bool)
+        return alike[names.codes] if len(names) else np.zeros(0, bool)
+
     def coded(self, name: str) -> Coded:
         """A text column as numbers into its word list, for grouping."""
         column = self._columns[name]

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 from workbench.compressors import inside
 from workbench.experiment import Experiment, momentum, sharding
 from workbench.experiment.arranged import sharers
+from workbench.experiment.partitioned import dealt
 from workbench.fabric.load import pauses
+from workbench.host.batches import example
 from workbench.host.changes import in_step, refuses_model, take_role
+from workbench.host.cutting import Stages
 from workbench.host.handover import Cut
 from workbench.host.life import Life
+from workbench.host.repartition import able
 from workbench.rank import Op
 from workbench.settings import KnobError
 from workbench.sim.costs import Costs
@@ -56,11 +60,7 @@ class Turnable(Life):
         """`wanted` if it can be simulated, on this model. Raises KnobError."""
         if reason := refused(wanted, self.world.costs, self.world.real, self.layout, lambda: self.body.made(wanted)):
             raise KnobError(reason)
-        if wanted.strategy.staged != self.experiment.strategy.staged:
-            raise KnobError(
-                f"strategy={type(wanted.strategy).__name__}: a model is cut into stages, or not, when a run begins; "
-                f"begin another run with it"
-            )
+        able(self, wanted)
         return wanted
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
@@ -77,10 +77,27 @@ class Turnable(Life):
             self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
     def restart_data(self) -> None:
+        self.body.deal(*dealt(self.experiment, self.rank.id))
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
 
-    def make_optimizer(self, wanted: Experiment) -> Any:
-        return self.body.made(wanted)
+    def make_optimizer(self, wanted: Experiment, params: list[Any] | None = None) -> Any:
+        return self.body.made(wanted, params)
+
+    @property
+    def learner(self) -> Any:
+        return self.body.learner
+
+    def example(self) -> Any:
+        """A batch, the same on all ranks, that training does not miss."""
+        return example(self.learner, self.experiment, "cpu" if self.world.real else "meta")
+
+    def relaid(self, names: set[str], stages: Stages | None) -> None:
+        """Of the model these parameters lie here from now on."""
+        self.stages = stages
+        self.body.relaid(names, stages, self.rank.id % len(stages) if stages else 0)
+        if not self.world.real:
+            self.body.go_on_with(self.body.made(self.experiment))
+        self.mark_buckets()
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.body.use(optimizer)
@@ -109,7 +126,7 @@ class Turnable(Life):
 
     async def leave(self, strategy: Any) -> None:
         await self.rest()
-        await strategy.leave(self.rank, self.state)
+        await strategy.leave(self.rank.replicas, self.state)
         if self.common and self.world.real:
             self.body.lie_alone()
         self.common = False
@@ -118,12 +135,12 @@ class Turnable(Life):
     def enter(self, was: Experiment | None, wanted: Experiment) -> None:
         """A strategy takes over."""
         strategy = wanted.strategy
-        take_role(self, strategy)
+        take_role(self, wanted)
         shared = "gradients" in strategy.shards
         self.body.gradient_shards = len(sharers(strategy, self.rank.size)[0]) if shared else 1
         if strategy.shared and self.rank.size > 1:
             self.share()
-        self.state = strategy.init(self.rank, self.body.params())
+        self.state = strategy.init(self.rank.replicas, self.body.params())
 
     def sharded(self, buckets: Cut | None) -> None:
         """With sizes only one optimizer stands for all ranks', so it is told of which part they keep the state."""
@@ -184,8 +201,6 @@ def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | Non
             f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "
             f"DDP, which sends the same bytes"
         )
-    if real and e.strategy.staged:
-        return f"strategy={name}: pipeline stages are simulated with sizes only; take real=False"
     if not e.pace and costs is None:
         return (
             "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run) of a run that was recorded, "

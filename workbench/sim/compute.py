@@ -18,12 +18,13 @@ from workbench.host.slots import require_steppable
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
+from workbench.sim.stage import Stage
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Compute:
+class Compute(Stage):
     """The part of a Host that computes; its verbs answer at once, or PARK."""
 
     world: World
@@ -65,21 +66,25 @@ class Compute:
         self.free[fiber.origin] = began + seconds
         return began
 
-    def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0) -> Any:
+    def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0, name: str = "") -> Any:
         seconds = self.seconds(phase, share)
         began = self._occupy(fiber, seconds)
-        self.span("compute", phase, self.clock.now, began, began + seconds, 0)
+        self.span("compute", name or phase, self.clock.now, began, began + seconds, 0)
         self.clock.at(began + seconds, fiber, value)
         return PARK
 
     def _forward(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
+        if self.body.piece is not None:  # backward takes the batch through the stages, both ways
+            return self.body.open(*op.args)
         if self.reading.sharded:
             return self.inner(fiber, self._through(fiber, "forward", lambda: self.body.forward(*op.args)))
         return self._compute(fiber, "forward", self.body.forward(*op.args))
 
     def _backward(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
+        if self.body.piece is not None:
+            return self.inner(fiber, self._through_stages(*op.args))
         value = self.body.backward(*op.args, False)
         if self.reading.sharded:
             return self.inner(fiber, self._through(fiber, "backward", lambda: value))
@@ -98,6 +103,9 @@ class Compute:
 
     def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
+        if self.body.piece is not None:
+            grad, micro = op.args
+            return self.inner(fiber, self._through_stages(grad, micro, fiber))
         self.body.backward(*op.args, True)
         fiber.passing = self._passing(fiber, "backward", self.body.cut.ready)
         if self.reading.sharded:
@@ -169,9 +177,9 @@ class Compute:
         self.clock.at(self._reach(fiber, *op.args), fiber)
         return PARK
 
-    def _passing(self, fiber: Fiber, phase: str, shares: list[float]) -> Pass:
+    def _passing(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "") -> Pass:
         began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
-        return Pass(phase, began, self.seconds(phase), shares)
+        return Pass(name or phase, began, self.seconds(phase, part), shares)
 
     def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
         """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""
@@ -194,6 +202,9 @@ class Compute:
         """A pass has been handed out whole: its loop is left when its time is over."""
         end = self._reach(fiber, passing, 1.0)
         self._stretch(passing)
+        if passing.then is not None:
+            self.clock.at(end, *passing.then)  # which answers for the loop when the batch is over
+            return PARK
         if end <= self.clock.now:
             return END
         self.clock.at(end, fiber, END)

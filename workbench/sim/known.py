@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from workbench.host import memory
 from workbench.host.batches import Batches
+from workbench.host.cutting import parts_of
 from workbench.host.layout import Layout
+from workbench.host.piece import Piece
 from workbench.tasks import Learner
 
 
@@ -106,17 +108,21 @@ def _most(kept: Kept, new: dict[str, int]) -> int:
     return most
 
 
-def kept_of(model: nn.Module, learner: Learner, ranks: int, seed: int, batch: int) -> Kept | None:
-    """What one batch keeps; None where the model runs on no tensors without values. model: on the meta device"""
+def kept_of(model: nn.Module, learner: Learner, ranks: int, seed: int, batch: int,
+            stage: tuple[list[int], int] | None = None) -> Kept | None:  # fmt: skip
+    """What one batch keeps; None where the model runs on no tensors without values. model: on the meta device
+
+    stage: by stage how many parts it has, and of which stage it is asked
+    """
     try:
         batches = Batches(learner.data, 0, ranks, "meta")
         batches.restart(batch, seed, 0)
-        return _passed(model, learner, batches.next())
+        return _passed(model, learner, batches.next(), stage)
     except Exception:
         return None
 
 
-def _passed(model: nn.Module, learner: Learner, inputs: Any) -> Kept:
+def _passed(model: nn.Module, learner: Learner, inputs: Any, stage: tuple[list[int], int] | None) -> Kept:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = copy.deepcopy(model)
@@ -124,15 +130,31 @@ def _passed(model: nn.Module, learner: Learner, inputs: Any) -> Kept:
         _put_on_cpu(fake)
         x = _like(inputs)
         layout = Layout(fake, 1.0)
-        loss = learner.loss(fake, x)
         others = memory.parameters(fake, layout) | memory.storages(x)
+        if stage is None:
+            loss = learner.loss(fake, x)
+        else:
+            loss = _staged(fake, learner, x, *stage)
         found = memory.saved([loss])
         alive = memory.watched({where: s for where, s in found.items() if where not in others})
         nbytes = memory.alive(alive)
         del found
         with memory.Passing(layout, alive, lambda place: 0) as passing:
-            loss.backward()
+            loss.backward(torch.ones_like(loss))
     return Kept(nbytes, passing.looks, passing.names)
+
+
+def _staged(model: nn.Module, learner: Learner, inputs: Any, counts: list[int], stage: int) -> Tensor:
+    """What a stage makes of `inputs`."""
+    parts, begin = parts_of(model, learner), sum(counts[:stage])
+    own, before = tuple(parts[begin : begin + counts[stage]]), tuple(parts[:begin])
+    came = None
+    if before:
+        with torch.no_grad():
+            came = Piece(model, before, 0, 2).forward(learner.loss, inputs, None, 0).requires_grad_()
+    piece = Piece(model, own, stage, len(counts))
+    piece.forward(learner.loss, inputs, came, 0)
+    return piece.opened[0]
 
 
 def _put_on_cpu(model: nn.Module) -> None:

@@ -42,10 +42,14 @@ class _Recorded:
         fresh = {at + k for at, _ in self.changed for k in range(WARM)}
         rows = run.timeline.spans.rows()
         aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
-        settled = [s for s in range(stop) if s not in fresh]
-        good = [s for s in settled if s not in aside] or settled or list(range(stop))
+        settled = [s for s in range(stop) if s not in fresh and self.at(s).partition.size == 1]
+        good = [s for s in settled if s not in aside] or settled
+        good = good or [s for s in range(stop) if self.at(s).partition.size == 1]
         if not good:
-            raise ValueError(f"run {run.name} has no step that ended on all ranks, so nothing can be measured")
+            raise ValueError(
+                f"run {run.name} has no step that ended on all ranks and in which each computed the whole model, so "
+                f"nothing can be measured; record some steps with partition=Whole()"
+            )
         self.good = good[-ENOUGH:]
         self.window = Window(run.timeline, self.good[0], stop)
         self.kept = np.isin(self.window.steps, self.good)
@@ -59,7 +63,7 @@ class _Recorded:
 
     def durations(self, phase: str) -> tuple[Duration, ...]:
         """Median and spread of a phase on each rank, without what faults stretched."""
-        rows = self.spans[self.spans.equal("lane", "compute") & self.spans.equal("name", phase)]
+        rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
         seconds = rows.t1 - rows.t0
         for i, (rank, step) in enumerate(zip(rows.rank.tolist(), rows.step.tolist(), strict=True)):
             if faults := self.at(step).fabric.faults:

@@ -12,12 +12,14 @@ class Pass:
     began: when it would have begun had it never been interrupted; since: when its present stretch did
     last:  when the pieces asked for so far are computed
     events: what is still to come, where parameters lie in shards; else None
+    then:   who goes on once it is over, and with what: the batch of which it is one micro-batch's
     """
 
-    __slots__ = ("began", "events", "last", "next", "phase", "seconds", "shares", "since")
+    __slots__ = ("began", "events", "last", "next", "phase", "seconds", "shares", "since", "then")
 
     def __init__(self, phase: str, began: float, seconds: float, shares: list[float]) -> None:
         self.phase, self.seconds, self.shares = phase, seconds, shares
         self.began = self.since = self.last = began
         self.next = 0
         self.events: deque[Any] | None = None
+        self.then: tuple[Any, Any] | None = None

@@ -19,10 +19,10 @@ from workbench.host.reading import Reading
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op
 from workbench.sim.changes import Turnable
+from workbench.sim.evaluate import known_evaluated, mean_evaluated
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
 from workbench.sim.known import Known
-from workbench.sim.tensors import known_evaluated, mean_evaluated
 from workbench.tasks import rate
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Session(Turnable):
         self.host.ended = self._ended
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
         self._workers = 0
+        body.examples = lambda: self.experiment.batch
         if world.real:
             body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
         self.set_fabric(None, experiment)
@@ -113,7 +114,7 @@ class Session(Turnable):
 
     async def relearn(self) -> None:
         if (strategy := self.experiment.strategy).in_flight:
-            await strategy.drain(self.rank, self.state)
+            await strategy.drain(self.rank.replicas, self.state)
         await self.relay(self.body.learn)
         self.mark_buckets()
 

@@ -12,16 +12,18 @@ import psutil
 import torch
 
 from workbench.experiment import Experiment, given
+from workbench.host.repartition import able
 from workbench.rank import StrategyError
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError
 from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
+from workbench.sim.evaluate import assembled
+from workbench.sim.outline import Outline, outline
 from workbench.sim.replay import Replay
 from workbench.sim.session import Session
-from workbench.sim.sizes import Outline, Sizes, outline
-from workbench.sim.stages import staged
-from workbench.sim.tensors import Tensors, assembled
+from workbench.sim.sizes import Sizes
+from workbench.sim.tensors import Tensors
 from workbench.sim.world import World
 from workbench.tasks import Learner
 
@@ -60,7 +62,9 @@ def simulate(
         if reason := refused(experiment, costs, real, bodies[0].layout, lambda: bodies[0].optimizer):
             raise KnobError(reason)
         try:
-            world.run([Session(world, r, experiment, body) for r, body in enumerate(bodies)])
+            sessions = [Session(world, r, experiment, body) for r, body in enumerate(bodies)]
+            able(sessions[0], experiment)
+            world.run(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in str(error):
                 raise
@@ -89,8 +93,6 @@ def _environment(real: bool) -> dict[str, Any]:
 
 def _sizes(experiment: Experiment, learner: Learner) -> list[Any]:
     whole = Outline(experiment, learner)
-    if experiment.strategy.staged:
-        return staged(whole, experiment, learner)
     return [Sizes(whole, experiment.bucket_mb) for _ in range(experiment.ranks)]
 
 

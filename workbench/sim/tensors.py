@@ -5,20 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
+from workbench.experiment.partitioned import dealt
 from workbench.host.batches import Batches
-from workbench.host.canonical import buffers, clipped
-from workbench.host.evaluating import Evaluated, distance, holding, numbers
+from workbench.host.canonical import clipped
+from workbench.host.cutting import Stages
 from workbench.host.layout import Layout
+from workbench.host.piece import Piece, micro_batches
 from workbench.host.slots import step_shard
 from workbench.optimizers import built
 from workbench.rank import Bucket, StrategyError
-from workbench.sim.sizes import Cut, ready
+from workbench.sim.outline import Cut, ready
 from workbench.tasks import Learner
 
 
@@ -28,6 +31,7 @@ class Tensors:
     share = 1.0  # of the model that this rank computes
     shards: Any = None  # what Sizes are told, and these show
     gradient_shards = 1
+    piece: Piece | None = None  # the stage that this rank is
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
         torch.manual_seed(experiment.seed)
@@ -37,7 +41,7 @@ class Tensors:
         self.layout = Layout(self.model, experiment.bucket_mb)
         self.layout.keeps_values = True  # a whole pass is computed at once, and what is gathered comes bit by bit
         self.optimizer = self.made(experiment)
-        self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
+        self.batches = Batches(learner.data, *dealt(experiment, rank), "cpu")
         self.restart_data(experiment.batch, experiment.seed, 0)
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()
@@ -45,6 +49,8 @@ class Tensors:
         self.ledger: Any = None  # its session's
         self.reading: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
+        self._batches: dict[int, Any] = {}  # those that are to go through the stages, and the parts of one that does
+        self._micros: list[Any] = []
         self._worker = ""
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
@@ -52,9 +58,11 @@ class Tensors:
         self.stepped: Callable[[], None] = lambda: None  # follows each step of the optimizer, before gradients are gone
         self._cut()
 
-    def made(self, experiment: Experiment) -> Any:
-        """The optimizer that `experiment` wants."""
-        params = [p for p in self.model.parameters() if p.requires_grad]
+    def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
+        """The optimizer that `experiment` wants, for the parameters that lie here or for these."""
+        if params is None:
+            here = {id(place.param) for place in self.layout.order}
+            params = [p for p in self.model.parameters() if id(p) in here]
         return built(experiment.optimizer, self.learner.optimizer, params, experiment.lr)
 
     def use(self, optimizer: Any) -> None:
@@ -96,11 +104,54 @@ class Tensors:
         self.layout.reorder(self._arrival)
         self._cut()
 
+    def deal(self, rank: int, size: int) -> None:
+        """Reads from the next restart on the data of `rank` of `size`."""
+        self.batches.share(rank, size)
+
     def restart_data(self, batch: int, seed: int, step: int) -> None:
         self.batches.restart(batch, seed, step)
 
     def batch(self) -> Any:
         return self.batches.next()
+
+    # -- where this rank is one stage --
+
+    def relaid(self, names: set[str], stages: Stages | None, stage: int) -> None:
+        """These parameters lie here from now on, and this rank computes the stage that they are; or the whole model."""
+        self.layout.take(self.model, names)
+        self.share = stages.shares[stage] if stages else 1.0
+        self.piece = Piece(self.model, stages.parts[stage], stage, len(stages)) if stages else None
+        self._arrival, self._learned = None, False
+        self._cut()
+
+    def open(self, x: Any, micro: int) -> None:
+        """A batch is there, which goes through the stages when its backward is asked for."""
+        self._batches[micro] = self.batches.next() if x is None else x
+
+    def begin(self, micro: int, count: int) -> None:
+        """A batch goes through the stages in so many parts."""
+        if micro not in self._batches:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        self._micros = micro_batches(self._batches.pop(micro), count)
+
+    def stage_forward(self, x: Tensor | None, micro: int) -> Tensor:
+        assert self.piece is not None
+        with self._own_randomness(), torch.enable_grad():
+            made = self.piece.forward(self.learner.loss, self._micros[micro], x, micro)
+        self.ledger.forward(self._micros[micro])
+        return made
+
+    def stage_backward(self, grad: Any, micro: int, exchanged: bool) -> Tensor | None:
+        """With the last of a batch that is `exchanged` its gradients go into the buckets."""
+        assert self.piece is not None
+        came: list[Tensor | None] = []
+        piece = self.piece
+        self._gathered(lambda: came.append(piece.backward(grad, micro)), exchanged)
+        return came[0]
+
+    def told(self, loss: Tensor) -> None:
+        """What a batch's loss was, on all stages."""
+        self.losses.append(float(loss))
 
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_randomness(), torch.enable_grad():
@@ -115,8 +166,8 @@ class Tensors:
         return loss.detach()
 
     def opened(self) -> Iterable[Tensor]:
-        """The losses whose backward is to come."""
-        return self._open.values()
+        """What backward is still to be asked of."""
+        return [*self._open.values(), *(self.piece.opened.values() if self.piece else ())]
 
     def turn(self, worker: str) -> None:
         """What comes now is `worker`'s: parameters are common to all workers of a rank, gradients are not."""
@@ -129,37 +180,37 @@ class Tensors:
 
     def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         """Gradients of a forward; if they are `exchanged` they go into the buckets."""
-        if exchanged:
-            self.layout.make_room()
-        with self.ledger.backward(exchanged):
-            self._backward(grad, micro, exchanged)
-
-    def _backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         if isinstance(grad, Tensor):
-            raise StrategyError("pipeline stages are simulated with sizes only: real=False")
+            raise StrategyError("a rank's backward begins with its loss: give a number, or take partition=Pipeline()")
         loss = self._open.pop((self._worker, micro), None)
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
-        learning = exchanged and self._arrival is None
-        with self._own_randomness(), torch.enable_grad(), self.reading.passing("backward"):
-            if learning:
-                self._arrival = self._watched(loss, grad)
-                self.cut.ready = ready(self.layout, self._arrival)
-            else:
-                _run(loss, grad)
-        if exchanged:
-            self.grads()
+        self._gathered(partial(_run, loss, grad), exchanged)
 
-    def _watched(self, loss: Tensor, grad: Any) -> list[str]:
+    def _gathered(self, run: Callable[[], None], exchanged: bool) -> None:
+        """Runs a backward."""
+        if exchanged:
+            self.layout.make_room()
+        with self.ledger.backward(exchanged), self._own_randomness(), torch.enable_grad():
+            with self.reading.passing("backward"):
+                if exchanged and self._arrival is None:
+                    self._arrival = self._watched(run)
+                    self.cut.ready = ready(self.layout, self._arrival)
+                else:
+                    run()
+            if exchanged:
+                self.grads()
+
+    def _watched(self, run: Callable[[], None]) -> list[str]:
         """Runs backward and returns in which order gradients appeared; those that did not come last."""
         names: list[str] = []
         hooks = [
             place.param.register_post_accumulate_grad_hook(lambda _, name=place.name: names.append(name))
             for place in self.layout.order
         ]
-        _run(loss, grad)
+        run()
         for hook in hooks:
             hook.remove()
         return names + [p.name for p in self.layout.order if p.name not in set(names)]
@@ -207,35 +258,3 @@ class Tensors:
 
 def _run(loss: Tensor, grad: float | None) -> None:
     loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
-
-
-def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
-    """By rank: the held-out numbers of the mean model, on the first; the rank's RMS distance from it."""
-    first, sharded = ranks[0], ranks[0].reading.sharded
-    if sharded:
-        assembled(ranks, first)
-    every = [[*([] if sharded else r.layout.weights), *buffers(r.model)] for r in ranks]
-    means = [torch.stack(same).sum(0).div_(len(ranks)) if len(ranks) > 1 else same[0].clone()
-             for same in zip(*every, strict=True)]  # fmt: skip
-    count = 0 if sharded else len(first.layout.weights)
-    drifts = [distance(own[:count], means[:count], first.layout.numel) for own in every]
-    with holding(every[0], means):
-        found = numbers(first.learner.evaluate, first.model)
-    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
-
-
-def assembled(ranks: list[Tensors], here: Tensors) -> None:
-    """The model of one rank has the values of every rank's shards."""
-    for rank in ranks:
-        for bucket, own, begin in zip(here.params(), rank.layout.weights, rank.layout.begins, strict=True):
-            bucket.data[begin : begin + own.numel()].copy_(own)
-
-
-def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> Evaluated:
-    """The held-out numbers of the parameters in `known` if `evaluate`; this rank's RMS distance from them."""
-    own, values = [b.data for b in rank.layout.params()], [b.data.clone() for b in known]
-    drift = distance(own, values, rank.layout.numel)
-    if not evaluate:
-        return {}, drift
-    with holding(own, values):
-        return numbers(rank.learner.evaluate, rank.model), drift

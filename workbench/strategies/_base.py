@@ -23,7 +23,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, Sharding, Outer, OneMemory, F
     clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
     plain:      on one rank its step is the optimizer's and no more (no outer momentum, no moments of its own)
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
-    staged:     rank i holds and computes only the i-th of `size` consecutive parts of the model (a pipeline stage)
+    sees_all:   its step goes by all gradients of a replica, or by its examples, so a rank must be a whole replica
     """
 
     home: ClassVar[str] = "workbench.strategies"
@@ -36,7 +36,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, Sharding, Outer, OneMemory, F
     clips: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     opaque: ClassVar[bool] = False
-    staged: ClassVar[bool] = False
+    sees_all: ClassVar[bool] = False
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
         """The mesh in which this strategy arranges the `size` ranks that train, as (name, size), neighbours last.

@@ -70,6 +70,7 @@ class SelSync(Strategy):
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
+    sees_all: ClassVar[bool] = True
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()

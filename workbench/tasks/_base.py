@@ -1,4 +1,4 @@
-"""What learns: a model and its data, as five functions. No ranks, wires or records are known here."""
+"""What learns: a model and its data, as a few functions. No ranks, wires or records are known here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ class TaskError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A task as the engine uses it: five functions.
+    """A task as the engine uses it: five functions, and where the model may be cut.
 
     model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
     data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples
     loss:       (model, batch) -> scalar Tensor
     optimizer:  (params, lr) -> Optimizer; lr = 0 leaves the rates that the optimizer was made with
     evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None for none
+    parts:      (model) -> Modules of its parameters, of which each takes what the one before returns, together what the
+                model computes; None: it can be cut if it is a Sequential
     """
 
     model: Callable[[], nn.Module]
@@ -33,6 +35,7 @@ class Learner:
     loss: Callable[[nn.Module, Any], Tensor]
     optimizer: Callable[[Iterable[Any], float], Optimizer]
     evaluate: Callable[[nn.Module], float | dict[str, float]] | None = None
+    parts: Callable[[nn.Module], list[nn.Module]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ class ByteGPT(TaskBase):
             loss=_loss,
             optimizer=lambda params, lr: torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.01),
             evaluate=partial(_held_out, self.context),
+            parts=_parts,
         )
 
     def refuses(self, batch: int) -> str | None:
@@ -93,10 +94,46 @@ class GPT(nn.Module):
                 nn.init.zeros_(out.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.byte(x.long()) + self.place.weight[: x.shape[1]]
+        h = _embedded(self, x)
         for block in self.blocks:
             h = block(h)
-        return self.head(self.norm(h))
+        return _predicted(self, h)
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """Between which blocks a GPT may be cut."""
+    assert isinstance(model, GPT)
+    return [Bytes(model), *model.blocks, Next(model)]
+
+
+def _embedded(holds: GPT | Bytes, x: Tensor) -> Tensor:  # (B, T) -> (B, T, width)
+    return holds.byte(x.long()) + holds.place.weight[: x.shape[1]]
+
+
+def _predicted(holds: GPT | Next, h: Tensor) -> Tensor:  # (B, T, width) -> (B, T, 256)
+    return holds.head(holds.norm(h))
+
+
+class Bytes(nn.Module):
+    """What a GPT does before its blocks, with the GPT's own parameters."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.byte, self.place = gpt.byte, gpt.place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _embedded(self, x)
+
+
+class Next(nn.Module):
+    """What a GPT does after its blocks, with the GPT's own parameters."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, h: Tensor) -> Tensor:
+        return _predicted(self, h)
 
 
 class Block(nn.Module):

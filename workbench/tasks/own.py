@@ -29,6 +29,8 @@ class Task(TaskBase):
     loss:       (model, batch) -> scalar Tensor
     optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is turned
     evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
+    parts:      (model) -> a list of Modules, each taking what the one before returns, that together compute what the
+                model does and hold its very parameters: where a Pipeline may cut it; a Sequential needs none
 
     When to use it: for a model, data or a loss of your own. The functions may be written in the notebook.
     """
@@ -38,6 +40,7 @@ class Task(TaskBase):
     loss: Function
     optimizer: Function
     evaluate: Function | None = None
+    parts: Function | None = None
 
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
@@ -52,7 +55,7 @@ class Task(TaskBase):
                 raise TaskError(f"{name}={getattr(self, name)!r}: must be a function (a record keeps only its name)")
         return Learner(
             model=self._model, data=self._data, loss=self._loss, optimizer=self._optimizer,
-            evaluate=self._evaluate if self.evaluate else None,
+            evaluate=self._evaluate if self.evaluate else None, parts=self._parts if self.parts else None,
         )  # fmt: skip
 
     def refuses(self, batch: int) -> str | None:
@@ -113,6 +116,15 @@ class Task(TaskBase):
         except (TypeError, ValueError):
             reason = f"evaluate(model) returned {_kind(found)}: must return a number, or a dict with 'loss'"
             raise TaskError(reason) from None
+
+    def _parts(self, model: Any) -> Any:
+        from torch import nn
+
+        assert self.parts is not None
+        found = self.parts(model)
+        if not isinstance(found, list | tuple | nn.ModuleList) or not all(isinstance(p, nn.Module) for p in found):
+            raise TaskError(f"parts(model) returned {_kind(found)}: must return a list of torch.nn.Modules")
+        return list(found)
 
 
 def _takes_batch(data: Function) -> bool:

@@ -1,0 +1,356 @@
+"""Pipelines on real ranks: each stage computes its part, and the whole learns what one rank alone would."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import ended, experiment, fitting, live, run, shipped, toy
+from tests.waiting import until
+from workbench import simulate
+from workbench.compressors import QSGD, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
+from workbench.engine.session import Session
+from workbench.experiment import Experiment, partitioned
+from workbench.host.cutting import cut
+from workbench.host.piece import micro_batches
+from workbench.optimizers import SGD, AdamW, Optimizer
+from workbench.partitions import Pipeline, Whole
+from workbench.partitions.schedules import GPipe, OneFOneB, Schedule
+from workbench.settings import Change, KnobError
+from workbench.strategies import AsyncServer, LocalSGD, SelSync, Strategy, ZeRO3
+from workbench.tasks import Task
+
+pytestmark = pytest.mark.ranks
+
+WIDTH, DEPTH, ROWS = 12, 6, 8
+
+
+def deep() -> nn.Module:
+    """Six layers of one size, from a generator of their own: threads as ranks share torch's."""
+    rng = torch.Generator().manual_seed(7)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+    for p in model.parameters():
+        p.data = 0.4 * torch.randn(p.shape, generator=rng)
+    return model
+
+
+def batches(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rng = torch.Generator().manual_seed(100 + rank)
+    return [(torch.randn(ROWS, WIDTH, generator=rng), torch.randn(ROWS, 4, generator=rng)) for _ in range(8)]
+
+
+def held_out(model: nn.Module) -> float:
+    x, y = batches(99, 1, 0)[0]
+    return float(nn.functional.mse_loss(model(x), y))
+
+
+def loss(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+
+def piped(ranks: int, steps: int = 6, **rest: Any) -> Experiment:
+    task = toy(model=deep, data=batches, evaluate=held_out, loss=loss)
+    return experiment(ranks, steps, **{"task": task, "optimizer": AdamW(), "lr": 1e-2, "bucket_mb": 0.01, **rest})
+
+
+def assembled(sessions: list[Session], stages: int, replica: int = 0) -> dict[str, torch.Tensor]:
+    """All parameters of one replica by name, from whoever holds them."""
+    mine = sessions[replica * stages : (replica + 1) * stages]
+    found = [(place.name, place.param.data) for s in mine for place in s.layout.order]
+    assert len({name for name, _ in found}) == len(found)
+    return dict(found)
+
+
+def alone(e: Experiment, *phases: tuple[int, int, int], longest: float = 0.0) -> dict[str, torch.Tensor]:
+    """What one process comes to that adds up the same micro-batches, and replicas' sums, in the same order.
+
+    phases: (steps, replicas, micro-batches) one after the other, each with the data from its beginning
+    """
+    model = deep()
+    params = list(model.parameters())
+    optimizer = e.optimizer.make(params, e.lr, lambda lr: torch.optim.SGD(params, lr))
+    for step, replicas, micros in ((k, *rest) for steps, *rest in phases for k in range(steps)):
+        sums: list[list[torch.Tensor]] = []
+        for replica in range(replicas):
+            model.zero_grad()
+            for part in micro_batches(batches(replica, replicas, 0)[step % 8], micros):
+                loss(model, part).backward(torch.tensor(1.0 / micros))
+            sums.append([p.grad.clone() for p in params])
+        for p, *grads in zip(params, *sums, strict=True):
+            p.grad = sum(grads[1:], grads[0]) / replicas if replicas > 1 else grads[0]
+        if longest:
+            nn.utils.clip_grad_norm_(params, longest)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def same(sessions: list[Session], stages: int, want: dict[str, torch.Tensor]) -> None:
+    """Every replica has these parameters to the bit, each rank a part of them."""
+    for replica in range(len(sessions) // stages):
+        found = assembled(sessions, stages, replica)
+        assert found.keys() == want.keys()
+        assert [name for name, x in want.items() if not torch.equal(found[name], x)] == []
+
+
+def seen(session: Session, name: str) -> list[float]:
+    return [value for _, what, _, value in session.record.samples if what == name]
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
+@pytest.mark.parametrize(("ranks", "stages", "micros"), [(2, 2, 4), (3, 3, 2), (4, 2, 4), (2, 2, 1), (4, 4, 8)])
+def test_it_is_bit_equal_to_one_process_that_adds_up_the_same_micro_batches(
+    schedule: Schedule, ranks: int, stages: int, micros: int
+) -> None:
+    e = piped(ranks, partition=Pipeline(stages=stages, micros=micros, schedule=schedule))
+    sessions = run(e)
+    same(sessions, stages, alone(e, (6, ranks // stages, micros)))
+    assert all(0 < len(s.layout.order) < 2 * DEPTH + 2 for s in sessions)
+    assert [seen(s, "loss") for s in sessions[:stages]] == [seen(sessions[0], "loss")] * stages
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD()], ids=["AdamW", "SGD"])
+def test_it_is_switched_live_and_nothing_is_lost(optimizer: Optimizer) -> None:
+    """Whole, two stages, whole again: parameters and moments go on to the bit."""
+    e = piped(2, 12, eval_every=2, optimizer=optimizer)
+    sessions = run(e, Change(4, "partition", Pipeline()), Change(8, "partition", Whole()))
+    same(sessions, 1, alone(e, (4, 2, 1), (4, 1, 4), (4, 2, 1)))
+    assert not sessions[0].record.noted("refused")
+
+
+def test_what_moves_is_what_lacks() -> None:
+    """Two stages of two, four stages, and all of it on each of four: the fewest bytes that can be, and a Mark's."""
+    e = piped(4, 12)
+    ways = [Pipeline(), Pipeline(stages=4), Whole()]
+    sessions = run(e, *[Change(3 * (k + 1), "partition", way) for k, way in enumerate(ways)])
+    marks = [json.loads(m[3]) for m in sessions[0].record.noted("partition")]
+    assert [m["stages"] for m in marks] == [2, 4, 1]
+    want = deep().state_dict()
+    whole = 4 * (3 * sum(x.numel() for x in want.values()) + len(want))  # it, AdamW's moments, and its counters
+    halves, fourths = (cut(e.set("partition", way), deep(), e.task.build()).names for way in ways[:2])
+    lacks = [name for r in range(4) for name in fourths[r] - halves[r % 2]]
+    some = sum(4 * (3 * want[name].numel() + 1) for name in lacks)
+    assert lacks and [m["nbytes"] for m in marks] == [0, some, 3 * whole]
+    for name, x in alone(e, (3, 4, 1), (3, 2, 4), (3, 1, 4), (3, 4, 1)).items():  # gloo adds four in another order
+        torch.testing.assert_close(assembled(sessions, 1)[name], x.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_held_out_loss_is_that_of_the_whole_model() -> None:
+    e = piped(4, 6, eval_every=3)
+    whole, cut = run(piped(2, 6, eval_every=3)), run(e.set("partition", Pipeline(micros=1)))
+    assert seen(cut[0], "held_out") == seen(whole[0], "held_out") and len(seen(cut[0], "held_out")) == 3
+    assert not any(seen(s, "held_out") for s in cut[1:])
+    assert seen(cut[0], "drift") == [0.0] * 3
+
+
+def test_a_replica_is_clipped_as_a_whole() -> None:
+    e = piped(4, clip=0.5, partition=Pipeline(), optimizer=SGD(momentum=0.0))
+    sessions = run(e)
+    want = alone(e, (6, 2, 4), longest=0.5)
+    for name, x in assembled(sessions, 2).items():
+        torch.testing.assert_close(x, want[name], rtol=1e-5, atol=1e-7)
+    norms = [seen(s, "grad_norm") for s in sessions]
+    assert norms == [norms[0]] * 4 and max(norms[0]) > 0.5
+
+
+PIPED = piped(4, partition=Pipeline())
+PARTED = [name for name, cls in shipped(Strategy).items()
+          if partitioned.refused(replace(PIPED, strategy=fitting(cls, 2))) is None]  # fmt: skip
+
+
+def test_most_strategies_go_on_between_pipelines() -> None:
+    assert len(PARTED) >= 10 and {"DDP", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "SlowMo"} <= set(PARTED)
+
+
+@pytest.mark.parametrize("name", sorted({*PARTED} - {"StreamingDiLoCo"}))  # fragments of what a rank holds
+def test_between_pipelines_a_strategy_does_what_it_does_between_whole_replicas(name: str) -> None:
+    """Two replicas of two stages each, one micro-batch: to the bit what two ranks do that hold all of it."""
+    strategy = fitting(shipped(Strategy)[name], 2)
+    e = piped(4, 10, strategy=strategy, partition=Pipeline(micros=1))
+    cut, whole = run(e), run(piped(2, 10, strategy=strategy))
+    for replica in range(2):
+        found = assembled(cut, 2, replica)
+        for place in whole[replica].layout.order:
+            torch.testing.assert_close(found[place.name], place.param.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_every_strategy_is_left_and_entered_with_the_partition(name: str) -> None:
+    """One change after the other under the strategy; replicas are alike when it has been left."""
+    strategy = fitting(shipped(Strategy)[name], 2)
+    e = piped(4, 18, strategy=strategy)
+    ways = [Pipeline(), Whole(), Pipeline(schedule=GPipe(), micros=2)]
+    changes = [Change(4 * (k + 1), "partition", way) for k, way in enumerate(ways)]
+    sessions = run(e, *changes, Change(16, "strategy", "DDP"))
+    assert not sessions[0].record.noted("refused")
+    first, second = (assembled(sessions, 2, replica) for replica in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert len(sessions[0].record.noted("partition")) == 3
+
+
+@pytest.mark.parametrize("compressor", [ErrorFeedback(of=TopK(density=0.1)), QSGD(), PowerSGD()], ids=str)
+def test_what_stages_exchange_is_compressed(compressor: Compressor) -> None:
+    e = piped(4, 9, compressor=compressor, partition=Pipeline())
+    sessions = run(e, Change(5, "partition", Whole()), Change(7, "partition", Pipeline()))
+    dense, less = (sum(n for _, name, n in s.record.comm() if name.startswith(("all_", "reduce")))
+                   for s in (run(e.set("compressor", Dense()))[0], sessions[0]))  # fmt: skip
+    assert less != dense and not sessions[0].record.noted("refused")
+    first, second = (assembled(sessions, 2, replica) for replica in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_everything_else_is_turned_while_it_is_a_pipeline() -> None:
+    e = piped(4, 20, partition=Pipeline(), eval_every=5)
+    asked = [("bucket_mb", 0.1), ("micros", 8), ("schedule", "GPipe"), ("optimizer", SGD()), ("lr", 1e-3),
+             ("clip", 1.0), ("strategy", LocalSGD(every=2)), ("strategy", "DDP")]  # fmt: skip
+    sessions = run(e, *[Change(2 * (k + 1), path, value) for k, (path, value) in enumerate(asked)])
+    assert not sessions[0].record.noted("refused")
+    assert len(sessions[0].record.noted("change")) == len(asked)
+    first, second = (assembled(sessions, 2, replica) for replica in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_engine_and_the_simulator_agree_to_the_bit() -> None:
+    e = piped(4, 12, eval_every=3, pace=4.0, partition=Pipeline())
+    changes = [Change(3, "schedule", GPipe()), Change(6, "stages", 4), Change(9, "partition", Pipeline(micros=8))]
+    sessions = run(e, *changes)
+    simulated = simulate(e, changes=changes, real=True)
+    rows = simulated.timeline.samples.rows()
+    for name in ("loss", "held_out"):
+        for rank in range(4):
+            mine = rows.value[rows.equal("name", name) & (rows.rank == rank)].tolist()
+            assert mine == seen(sessions[rank], name)
+    sizes = simulate(e, changes=changes)
+    for each in (simulated, sizes):
+        spans = each.timeline.spans.rows()
+        for rank, s in enumerate(sessions):
+            ours = Counter(s.record.comm())
+            here = (spans.rank == rank) & spans.equal("lane", "comm")
+            sent = [getattr(spans, column)[here].tolist() for column in ("step", "name", "nbytes")]
+            assert ours == Counter(zip(*sent, strict=True))
+
+
+REFUSED = [
+    ({"partition": Pipeline(stages=3)}, "4 cannot be dealt out to such; take a number that divides 4"),
+    ({"partition": Pipeline(micros=3), "batch": 8}, "take micros=1, 2, 4 or 8, or another batch"),
+    ({"partition": Pipeline(), "strategy": ZeRO3()}, "ranks share out what those hold alike"),
+    ({"partition": Pipeline(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
+    ({"partition": Pipeline(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])
+def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(KnobError, match=re.escape(words)):
+        replace(Experiment(), **given).checked()
+
+
+class Tied(nn.Module):
+    """A model whose last layer is its first."""
+
+    def __init__(self, calls: int = 1) -> None:
+        super().__init__()
+        self.into, self.between, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+        self.out.weight = self.into.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.out(torch.relu(self.between(self.into(x)))))
+
+
+def inside_out(model: Any) -> list[nn.Module]:
+    return [model.into, model.between, nn.Sequential(nn.ReLU(), model.out), model.head]
+
+
+def twice(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(pair[0]) + model(-pair[0]), pair[1])
+
+
+UNCUT = [
+    ({"model": Tied}, "give the task `parts`"),
+    ({"model": Tied, "parts": inside_out}, "parameter into.weight is tied: stages 0 and 1"),
+    ({"model": Tied, "parts": lambda m: [m.into, m.between]}, "parameter out.bias is in no part"),
+    ({"loss": twice}, "the loss calls the model 2 times"),
+    ({"parts": lambda m: [*list(m)[-2::-1], m[-1]]}, "one after the other have loss"),
+    ({"model": lambda: nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 4))}, "would have no parameters to train"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), UNCUT, ids=[words[:24] for _, words in UNCUT])
+def test_a_model_that_cannot_be_cut_is_refused_in_words_and_the_run_goes_on(given: dict[str, Any], words: str) -> None:
+    task = Task(**{"model": deep, "data": batches, "loss": loss, "optimizer": _sgd, **given})
+    sessions = run(piped(2, 6, task=task), Change(3, "partition", Pipeline()))
+    (refused,) = sessions[0].record.noted("refused")
+    assert words in json.loads(refused[3])["reason"]
+    assert len(seen(sessions[0], "loss")) == 6
+    (begun, _) = live(piped(2, 6, task=task, partition=Pipeline()))
+    assert begun.join(20) and begun.error is not None and words in begun.error["text"]
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.01)
+
+
+def test_a_batch_that_cannot_be_cut_is_named() -> None:
+    sessions = live(piped(2, 6, partition=Pipeline(micros=3)))
+    ended(sessions)
+    assert any("cannot be cut into so many equal parts" in (s.error or {}).get("text", "") for s in sessions)
+
+
+def test_a_parameter_of_another_stage_is_read_by_nobody() -> None:
+    def nosy(model: nn.Module) -> float:
+        return float(model[-1].weight.sum())  # type: ignore[index]
+
+    sessions = live(piped(2, 4, partition=Pipeline(), task=toy(model=deep, data=batches, loss=loss, evaluate=nosy)))
+    ended(sessions)
+    assert any("lies on another stage" in (s.error or {}).get("text", "") for s in sessions)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_when_a_stage_fails_the_others_leave(stage: int) -> None:
+    def failing(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        name = threading.current_thread().name
+        calls[name] = calls.get(name, 0) + 1
+        if name == f"rank {stage} training" and calls[name] > 9:
+            raise ValueError("on purpose")
+        return loss(model, pair)
+
+    calls: dict[str, int] = {}
+    task = toy(model=deep, data=batches, loss=failing, evaluate=None)
+    sessions = live(piped(3, 0, partition=Pipeline(stages=3), task=task))
+    ended(sessions, within=20)
+    assert "on purpose" in sessions[stage].error["text"]
+    assert all(s.error is None or s.error["consequence"] for s in sessions if s is not sessions[stage])
+
+
+def test_when_evaluation_fails_on_one_stage_the_others_leave() -> None:
+    def failing(model: nn.Module) -> float:
+        if threading.current_thread().name == "rank 0 training":
+            raise ValueError("on purpose")
+        return held_out(model)
+
+    task = toy(model=deep, data=batches, loss=loss, evaluate=failing)
+    sessions = live(piped(3, 4, partition=Pipeline(stages=3), task=task))
+    ended(sessions, within=20)
+    assert "on purpose" in sessions[0].error["text"]
+
+
+def test_it_is_stopped_and_paused_like_any_run() -> None:
+    sessions = live(piped(4, 0, partition=Pipeline(), pace=20.0))
+    until(lambda: sessions[0].rank.step > 3)
+    sessions[0].request({"kind": "pause", "id": "a"})
+    until(lambda: sessions[0].phase == "paused")
+    sessions[0].request({"kind": "change", "at_step": 0, "path": "partition", "value": "Whole", "id": "b"})
+    sessions[0].request({"kind": "resume", "id": "c"})
+    until(lambda: bool(sessions[0].record.noted("partition")[1:]))
+    sessions[0].request({"kind": "stop", "id": "d"})
+    ended(sessions, within=20)
+    assert all(s.phase == "stopped" and s.error is None for s in sessions)

@@ -1,0 +1,96 @@
+"""What a rank computes on the engine where it is one stage of a replica: micro-batches, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.engine.step_end import StepEnd
+from workbench.host.cutting import Stages
+from workbench.host.drive import drive
+from workbench.host.piece import Piece, micro_batches
+from workbench.host.pipelining import one_batch
+from workbench.partitions import Partition
+from workbench.rank import Op, StrategyError
+
+
+class Stage(StepEnd):
+    """The part of a Host that is a stage, while `piece` is there."""
+
+    alone: AbstractContextManager[Any]
+    ledger: Any
+    loss_of: Callable[..., Tensor]
+    model: nn.Module
+    partition: Callable[[], Partition]  # the experiment's, as it is now
+    piece: Piece | None = None
+    _hooks: Any
+    _listen: Callable[[], None]
+    _perform: Callable[[Op], Any]
+    _computed: Callable[[], None]
+    _stretch: tuple[str, Any] | None
+    _batches: dict[int, Any]  # those whose backward has not been asked for
+    _micros: list[Any]  # of the batch that is under way
+    _share = 1.0  # of the model's compute that is this stage's
+    _left = 0  # backwards still to come of this batch
+    _exchanged = False
+
+    def cut(self, stages: Stages | None) -> None:
+        """This rank computes its stage from now on; the whole model where there are none."""
+        self.piece = None
+        if stages is not None:
+            here = self.rank.id % len(stages)
+            self.piece = Piece(self.model, stages.parts[here], here, len(stages))
+            self._share = stages.shares[here]
+
+    def _through_stages(self, grad: float | None, micro: int, exchanged: bool) -> None:
+        assert self.piece is not None
+        if micro not in self._batches:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        partition = self.partition()
+        count = self._left = partition.micro_batches
+        self._micros, self._exchanged = micro_batches(self._batches.pop(micro), count), exchanged
+        share = (1.0 if grad is None else grad) / count
+        passes = one_batch(self.rank.inside, partition.actions(self.piece.stage), share)
+        self.losses.append(drive(passes, self._perform, self.alone))
+        self._micros = []
+
+    def _stage_forward(self, x: Tensor | None, micro: int) -> Tensor:
+        assert self.piece is not None
+        self._begin("forward", micro)
+        with torch.enable_grad():
+            made = self.piece.forward(self.loss_of, self._micros[micro], x, micro)
+        self.ledger.forward(self._micros[micro])
+        self._end()
+        return made
+
+    def _stage_backward(self, grad: Tensor | float, micro: int) -> Tensor | None:
+        assert self.piece is not None
+        self._left -= 1
+        if self._exchanged and not self._left:  # gradients are those of the batch once this one is added
+            self._listen()
+        self._begin("backward", micro)
+        with self.ledger.backward(self._hooks.listening):
+            came = self.piece.backward(grad, micro)
+        self._end()
+        return came
+
+    def _begin(self, phase: str, micro: int) -> None:
+        self.at(f"{phase} of micro-batch {micro}")
+        self._stretch = f"{phase} {micro}", self.watch.now()
+        self.pace.begin(phase, self.rank.step, self._share / len(self._micros))
+
+    def _end(self) -> None:
+        self.paced(1.0)
+        self._computed()
+
+    def _of_replica(self, squares: float) -> float:
+        """The sum over all stages of a replica."""
+        if self.piece is None:
+            return squares
+        x = torch.tensor([squares], dtype=torch.float64)
+        return float(self._perform(self.rank.inside.all_reduce(x, "sum", "gradient norm")))
+

@@ -1,0 +1,61 @@
+"""Which replicas may be spread over several ranks: the partition must fit the ranks, the batch and the strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workbench.experiment.experiment import Experiment
+    from workbench.strategies import Strategy
+
+
+def replicas(e: Experiment) -> int:
+    """How many replicas of the model there are; each reads a batch of its own."""
+    return e.ranks // e.partition.size
+
+
+def replica(e: Experiment, rank: int) -> tuple[int, int]:
+    """To which replica rank `rank` of the run belongs, and as which of its ranks."""
+    return divmod(rank, e.partition.size)
+
+
+def dealt(e: Experiment, rank: int) -> tuple[int, int]:
+    """Whose data rank `rank` of the run reads, of how many: every rank's own, or all ranks' of a replica the same."""
+    return (rank, e.ranks) if e.partition.size == 1 else (replica(e, rank)[0], replicas(e))
+
+
+def refused(e: Experiment) -> str | None:
+    """Why no replica of `e` can be spread as its partition says, in a sentence that says what would do; or None."""
+    partition, strategy = e.partition, e.strategy
+    if partition.size == 1:
+        return None
+    said = f"partition={type(partition).__name__}"
+    if e.ranks % partition.size:
+        dims = ", ".join(f"{name}s={size}" for name, size in partition.dims())
+        fits = [n for n in range(2, e.ranks + 1) if e.ranks % n == 0]
+        others = f"a number that divides {e.ranks} ({', '.join(map(str, fits))}), or " if fits else ""
+        return (
+            f"{dims}: one replica takes {partition.size} ranks, and {e.ranks} cannot be dealt out to such; take "
+            f"{others}ranks={-(-e.ranks // partition.size) * partition.size}"
+        )
+    if lacks := _unfit(strategy, replicas(e)):
+        return (
+            f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy whose "
+            f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo"
+        )
+    return partition.refuses(e.batch) if e.batch else None
+
+
+def _unfit(strategy: Strategy, size: int) -> str:
+    """What of a strategy between `size` replicas does not go with replicas on several ranks each; "" where nothing."""
+    said = {
+        "torch's own exchange needs the whole model on every rank": strategy.opaque,
+        "ranks share out what those hold alike": strategy.shards,
+        "ranks keep their parameters in one memory": strategy.shared,
+        "ranks have several workers": strategy.workers > 1,
+        "ranks exchange beside their steps, too": strategy.has_background,
+        "ranks go by all of a replica's gradients or examples at once": strategy.sees_all,
+        "some ranks serve": not all(strategy.trains(r, size) for r in range(size)),
+        "ranks keep no common step": not strategy.lockstep or strategy.propagation(size) > 0,
+    }
+    return next((words for words, holds in said.items() if holds), "")

@@ -1,0 +1,180 @@
+"""Where a model is cut into stages, which parameters each has, and whether its parts compute what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from workbench.experiment import Experiment
+from workbench.settings import KnobError
+from workbench.tasks import Learner
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model in consecutive stages; each of these has an entry per stage.
+
+    parts:   Modules that follow each other
+    names:   of the parameters that are trained, and of the buffers, as the model calls them
+    shares:  of the model's compute, as far as numbers of parameters tell
+    """
+
+    parts: tuple[tuple[nn.Module, ...], ...]
+    names: tuple[frozenset[str], ...]
+    shares: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __str__(self) -> str:
+        ends = list(accumulate(len(parts) for parts in self.parts))
+        return "parts " + " | ".join(_span(a, b - 1) for a, b in pairwise([0, *ends]))
+
+
+_MADE: WeakKeyDictionary[nn.Module, dict[int, Stages]] = WeakKeyDictionary()
+
+
+def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
+    """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
+    made = _MADE.setdefault(model, {})  # with sizes only thousands of ranks have one model
+    if e.partition.size not in made:
+        made[e.partition.size] = _cut(e, model, learner)
+    return made[e.partition.size]
+
+
+def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
+    count, parts = e.partition.size, parts_of(model, learner)
+    said = f"partition={type(e.partition).__name__}"
+    if len(parts) < count:
+        raise KnobError(
+            f"stages={count}: the model has {len(parts)} parts, so there are at most {len(parts)} stages; take "
+            f"stages={max(2, len(parts))} or fewer, or a deeper model"
+        )
+    weights = [_weight(part) for part in parts]
+    ends = [*_balanced(weights, count), len(parts)]
+    dealt = tuple(tuple(parts[a:b]) for a, b in pairwise(ends))
+    own = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    names = tuple(frozenset(own[id(x)] for x in _held(some) if id(x) in own) for some in dealt)
+    for name in (name for where, name in own.items() if where in trained):
+        stages = [stage for stage, has in enumerate(names) if name in has]
+        if len(stages) > 1:
+            raise KnobError(
+                f"{said}: parameter {name} is tied: stages {' and '.join(map(str, stages))} would each need it; untie "
+                f"it, or take fewer stages, so that the parts which share it lie on one"
+            )
+        if not stages:
+            raise KnobError(f"{said}: parameter {name} is in no part of the model; let `parts` return one that has it")
+    if empty := [stage for stage, some in enumerate(dealt) if not trained & {id(x) for x in _held(some)}]:
+        raise KnobError(
+            f"stages={count}: stage {empty[0]} would have no parameters to train; take fewer stages, or a model whose "
+            f"parts are more alike"
+        )
+    total = sum(weights)
+    return Stages(dealt, names, tuple(sum(weights[a:b]) / total for a, b in pairwise(ends)))
+
+
+def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
+    """The parts between which `model` may be cut. Raises KnobError where nobody says any."""
+    if learner.parts is not None:
+        return list(learner.parts(model))
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    raise KnobError(
+        f"partition=Pipeline: a {type(model).__name__} does not say where it may be cut; make the model a Sequential, "
+        f"or give the task `parts`: model -> a list of Modules that compute, one after the other, what the model does"
+    )
+
+
+def check(model: nn.Module, learner: Learner, batch: Any) -> None:
+    """Raises KnobError where the parts one after the other do not compute the very loss that the model does."""
+    parts, calls = parts_of(model, learner), [0]
+
+    def composed(*inputs: Any, **named: Any) -> Any:
+        calls[0] += 1
+        return through(parts, *inputs, **named)
+
+    was = model.training
+    model.eval()  # so that no part draws random numbers
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            whole = learner.loss(model, batch)
+            with instead(model, composed):
+                pieces = learner.loss(model, batch)
+    except Exception as reason:
+        if not next(model.parameters()).is_meta:
+            raise
+        raise KnobError(
+            f"partition=Pipeline: what stages hand on cannot be told, for the model does not run on the meta device "
+            f"({reason}); take a task whose model does, or real=True"
+        ) from reason
+    finally:
+        model.train(was)
+    if calls[0] != 1:
+        raise KnobError(
+            f"partition=Pipeline: the loss calls the model {calls[0]} times, and a pipeline passes each micro-batch "
+            f"through once; let loss(model, batch) call model once"
+        )
+    if not whole.is_meta and not torch.equal(whole, pieces):
+        raise KnobError(
+            f"partition=Pipeline: the model's parts one after the other have loss {float(pieces):.6g} where the model "
+            f"has {float(whole):.6g}; let `parts` return Modules that together compute what the model does"
+        )
+
+
+def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
+    """What the parts make of these inputs, one after the other."""
+    x = parts[0](*inputs, **named)
+    for part in parts[1:]:
+        x = part(x)
+    return x
+
+
+@contextmanager
+def instead(model: nn.Module, forward: Any) -> Iterator[None]:
+    """Within it, whoever calls `model` gets what `forward` answers."""
+    model.__dict__["forward"] = forward  # found before the class's own, and no parameter or module of it
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+
+
+def _held(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The parameters and buffers of some parts."""
+    for part in parts:
+        yield from part.parameters()
+        yield from part.buffers()
+
+
+def _weight(part: nn.Module) -> int:
+    """How much a part computes, for one example: its parameters that each example is multiplied with, and a little."""
+    looked_up = {id(m.weight) for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    return 1 + sum(p.numel() for p in part.parameters() if id(p) not in looked_up)
+
+
+def _balanced(weights: list[int], count: int) -> list[int]:
+    """Where each of `count` stages begins, so that the heaviest is as light as can be."""
+    sums = [0, *accumulate(weights)]
+    n = len(weights)
+    best = {end: (sums[end], [0]) for end in range(1, n + 1)}  # by end: the heaviest of the stages so far, their begins
+    for stages in range(2, count + 1):
+        best = {
+            end: min(
+                ((max(best[at][0], sums[end] - sums[at]), [*best[at][1], at]) for at in range(stages - 1, end)),
+                key=lambda found: found[0],
+            )
+            for end in range(stages, n + 1)
+        }
+    return best[n][1]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}–{last}"

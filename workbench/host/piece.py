@@ -1,0 +1,124 @@
+"""What one stage of a pipeline computes: the user's own loss, in which the model is only the parts that lie here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.cutting import instead, through
+from workbench.rank import StrategyError
+from workbench.tasks import TaskError
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class _Handed(BaseException):
+    """Leaves the user's loss at the end of a stage that is not the last; no `except Exception` of theirs sees it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Piece:
+    """One stage, with the micro-batches that have gone forward and not yet backward.
+
+    opened: by micro-batch what the stage has made of it, whose graph holds what backward needs
+    """
+
+    def __init__(self, model: nn.Module, parts: tuple[nn.Module, ...], stage: int, stages: int) -> None:
+        self.model, self.parts, self.stage, self.stages = model, parts, stage, stages
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.opened: dict[int, Tensor] = {}
+        self._came: dict[int, Tensor] = {}
+
+    def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int) -> Tensor:
+        """The stage's activation of a micro-batch, or on the last stage the loss: a tensor that is detached.
+
+        x: what the stage before has made of it; None on the first
+        """
+        if x is not None:
+            self._came[micro] = x.requires_grad_(x.is_floating_point() or x.is_complex())
+
+        def mine(*inputs: Any, **named: Any) -> Any:
+            given = through(self.parts, *inputs, **named) if x is None else through(self.parts, x)
+            if self.last:
+                return given
+            raise _Handed(given)
+
+        with instead(self.model, mine):
+            try:
+                made = loss(self.model, batch)
+            except _Handed as handed:
+                made = handed.value
+        self._check(made)
+        self.opened[micro] = made
+        return made.detach()
+
+    def backward(self, grad: Tensor | float, micro: int) -> Tensor | None:
+        """The gradient of what came of a micro-batch, given that of what was made of it; None on the first stage.
+
+        grad: on the last stage a number that the loss is multiplied with
+        """
+        if micro not in self.opened:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        made = self.opened.pop(micro)
+        made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
+        x = self._came.pop(micro, None)
+        if x is None:
+            return None
+        if x.grad is None:
+            raise StrategyError(f"stage {self.stage} does not depend on what stage {self.stage - 1} hands it")
+        return x.grad
+
+    def evaluate(self, x: Any) -> Any:
+        """What the parts here make of an example, without a graph."""
+        return through(self.parts, x)
+
+    def _check(self, made: Any) -> None:
+        if self.last:
+            if not isinstance(made, Tensor) or made.numel() != 1 or not made.requires_grad:
+                raise TypeError("the loss must be a scalar tensor with a gradient")
+        elif not isinstance(made, Tensor):
+            raise TaskError(
+                f"part {len(self.parts) - 1} of stage {self.stage} returned a {type(made).__name__}: what crosses "
+                f"between stages must be one Tensor"
+            )
+
+
+def micro_batches(batch: Any, count: int) -> list[Any]:
+    """`batch` in so many equal parts along the first dimension of its tensors. Raises TaskError where it cannot be."""
+    if count == 1:
+        return [batch]
+    sizes = {x.shape[0] for x in _tensors(batch) if x.dim()}
+    if not sizes:
+        raise TaskError("micro_batches: the batch holds no tensors that could be cut; take micros=1")
+    if len(sizes) > 1 or next(iter(sizes)) % count:
+        listed = ", ".join(map(str, sorted(sizes)))
+        raise TaskError(
+            f"micros={count}: the batch's tensors have {listed} rows and cannot be cut into so many equal parts; let "
+            f"the first dimension of each count the examples, and be a multiple of {count}"
+        )
+    return [_part(batch, number, count) for number in range(count)]
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    return [x for each in batch for x in _tensors(each)] if isinstance(batch, list | tuple) else []
+
+
+def _part(batch: Any, number: int, count: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.chunk(count)[number] if batch.dim() else batch
+    if isinstance(batch, dict):
+        cut = {k: _part(v, number, count) for k, v in batch.items()}
+        return cut if type(batch) is dict else type(batch)(cut)
+    if isinstance(batch, list | tuple):
+        parts = [_part(v, number, count) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

@@ -1,0 +1,154 @@
+"""A model comes to lie in stages, in others, or whole again, between two steps and by one `move`.
+
+What moves is the state of the run: parameters, buffers and what the optimizer remembers, each bit as it was. A
+parameter that lies on another stage is absent here (workbench.host.absent): it has its shape and no memory.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host import absent
+from workbench.host.canonical import Disagreement
+from workbench.host.changing import Changing
+from workbench.host.checksum import MASK, checksum
+from workbench.host.cutting import Stages, check, cut
+from workbench.host.handover import kept_slots
+from workbench.host.layout import Place
+from workbench.host.move import State, move
+from workbench.host.placement import Placement
+from workbench.host.plan import plan
+from workbench.host.slots import likes, put, slots
+from workbench.rank import StrategyError
+from workbench.settings import KnobError
+from workbench.tasks import at_rate, rate
+
+
+class _Order(NamedTuple):
+    """All trained parameters, wherever they lie."""
+
+    order: list[Place]
+
+
+def stages_of(e: Experiment, model: nn.Module, learner: Any) -> Stages | None:
+    """Where `e` cuts `model`; None where a replica is whole. Raises KnobError where it cannot be cut so."""
+    return cut(e, model, learner) if e.partition.size > 1 else None
+
+
+def able(run: Any, wanted: Experiment) -> None:
+    """Raises KnobError where `run`'s model, or what its optimizer remembers, cannot be spread as `wanted` says."""
+    if wanted.partition.size == (len(run.stages) if run.stages else 1):
+        return
+    stages_of(wanted, run.model, run.learner)
+    for name, x in slots(run.layout, run.optimizer).items():
+        if x.numel() > 1 and x.shape != run.model.get_parameter(name.partition("/")[2]).shape:
+            raise KnobError(
+                f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} remembers {name} in a "
+                f"shape of its own, which does not show how to hand it over; take optimizer=AdamW() or SGD()"
+            )
+    if wanted.partition.size > 1 and not any(isinstance(p, absent.Absent) for p in run.model.parameters()):
+        check(run.model, run.learner, run.example())
+
+
+def moves(was: Experiment, wanted: Experiment) -> bool:
+    """Does a model lie otherwise under `wanted`?"""
+    return was.partition.dims() != wanted.partition.dims()
+
+
+async def repartition(run: Any, was: Stages | None, to: Stages | None) -> None:
+    """The model comes to lie as `to` says. All ranks stand at the same boundary, and replicas are alike."""
+    rank, model, everyone = run.rank, run.model, range(run.rank.size)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    buffers = {name: b for name, b in model.named_buffers() if b.numel()}
+    every = _Order([Place(name, p) for name, p in trained.items()])
+    whole = run.make_optimizer(run.experiment, list(trained.values()))
+    like: State = likes(every, whole)  # type: ignore[arg-type]
+    here = slots(run.layout, run.optimizer)
+    kept = await kept_slots(run, like, here)
+    sizes_only = run.layout.order[0].param.is_meta  # one model stands for those of all ranks, and stays as it is
+    if sizes_only and kept:
+        kept = list(like)
+    shapes = {name: like[name].shape if like[name].numel() else trained[name.partition("/")[2]].shape for name in kept}
+    sizes = {name: p.numel() for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
+    sizes |= {name: shape.numel() for name, shape in shapes.items()}
+    lies, comes = (_placed(tuple(sizes.items()), each, rank.size) for each in (was, to))
+    like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
+    state = {place.name: place.param.data for place in run.layout.order} | buffers | here
+    if sizes_only:
+        state = {name: like[name].new_empty(sizes[name]) for name in lies.at(rank.id)}
+    before = await _summed(run, state, lies)
+    given = await move(rank, {name: state[name] for name in lies.at(rank.id)}, lies, comes, everyone, like)
+    if await _summed(run, given, comes) != before:
+        raise Disagreement("the model's state is not what it was before it was spread anew")
+    mine = set(trained) if to is None else set(trained) & to.names[rank.id % len(to)]
+    if not sizes_only:
+        with torch.no_grad():
+            for name in buffers.keys() & given.keys():
+                buffers[name].copy_(given[name].view(buffers[name].shape))
+            _lay(trained, given, mine)
+    run.relaid(mine, to)
+    if not sizes_only:
+        made = run.make_optimizer(run.experiment)
+        if rate(made) != rank.lr:
+            at_rate(made, rank.lr)
+        run.use_optimizer(made)
+        put(run.layout, made, {name: x for name, x in given.items() if name in shapes}, like)
+    if rank.id == 0:
+        widths = {name: like[name].element_size() for name in comes.sizes}
+        nbytes = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone))))
+        text = f"each replica lies in {len(to)} stages: {to}" if to else "every rank holds the whole model"
+        run.mark("partition", {"stages": len(to) if to else 1, "nbytes": nbytes, "text": text})
+
+
+@lru_cache(maxsize=4)  # the ranks of a simulation all ask for the same
+def _placed(named: tuple[tuple[str, int], ...], stages: Stages | None, size: int) -> Placement:
+    """Where everything lies: what belongs to a parameter lies with it; what is of no stage lies everywhere."""
+    sizes = dict(named)
+    if stages is None:
+        return Placement.whole(sizes, range(size))
+    count = len(stages)
+    owner = {name: stage for stage, names in enumerate(stages.names) for name in names}
+    of = {name: owner.get(name.partition("/")[2] or name, -1) for name in sizes}
+    placed = Placement({}, {})
+    for stage in range(count):
+        own = {name: n for name, n in sizes.items() if of[name] == stage}
+        placed |= Placement.whole(own, range(stage, size, count))
+    return placed | Placement.whole({name: n for name, n in sizes.items() if of[name] < 0}, range(size))
+
+
+def _lay(trained: dict[str, nn.Parameter], given: State, mine: set[str]) -> None:
+    """These parameters are here, with the values that were given, and no others."""
+    for name, p in trained.items():
+        if name in mine:
+            absent.come(p)
+            p.data = given[name].view(p.shape)
+        else:
+            nothing = absent.data_of(p).new_full((1,), torch.nan).expand(p.shape)
+            absent.leave(p, _elsewhere)
+            with absent.unasked():
+                p.grad, p.data = None, nothing
+
+
+def _elsewhere(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
+    shape = tuple(params[0].shape)
+    raise StrategyError(
+        f"a parameter of shape {shape} is read that lies on another stage: parts of a pipeline, and `evaluate`, may "
+        f"read a model only by calling it; let it be in the part that reads it, or take partition=Whole()"
+    )
+
+
+async def _summed(run: Changing, state: State, lies: Placement) -> int:
+    """The hash of what all ranks hold together, replicas counted once, by the first that has them."""
+    me = run.rank.id
+    if run.layout.order[0].param.is_meta:
+        return 0
+    mine = {name: slices for name, slices in lies.at(me).items()
+            if not any(name in lies.at(r) for r in range(me))}  # fmt: skip
+    own = checksum({name: state[name] for name in mine}, mine)
+    return sum(await run.gather(own)) & MASK
+

@@ -1,0 +1,43 @@
+"""The whole contract of a partition, on one screen. No tensors, no ranks' states and no wires are known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+from workbench.partitions.schedules import Action
+from workbench.settings import Family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition(Family):
+    """How one replica of the model is spread over ranks, and in which order they compute its pieces.
+
+    A strategy is what happens between replicas, a partition what happens inside one. What a strategy calls all ranks
+    are those that hold the same piece, so its text knows nothing of partitions.
+    """
+
+    home: ClassVar[str] = "workbench.partitions"
+
+    def dims(self) -> tuple[tuple[str, int], ...]:
+        """The dimensions of the mesh that one replica takes, as (name, size), neighbours last; none: it is whole."""
+        return ()
+
+    @property
+    def size(self) -> int:
+        """How many ranks one replica takes."""
+        return prod(size for _, size in self.dims())
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many parts a batch is cut, whose gradients add up."""
+        return 1
+
+    def actions(self, stage: int) -> list[Action]:
+        """What the ranks of a stage compute of one batch, in order; nothing where a replica is whole."""
+        return []
+
+    def refuses(self, batch: int) -> str | None:
+        """Why a batch of so many examples (0: not known) cannot be, in a sentence that says what would do; or None."""
+        return None

@@ -1,0 +1,64 @@
+"""Pipeline parallelism: layers dealt out over stages, and micro-batches that follow each other through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.partitions._base import Partition
+from workbench.partitions.schedules import Action, OneFOneB, Schedule
+from workbench.settings import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Partition):
+    """Consecutive layers on consecutive ranks: p stages make one replica, and m micro-batches pass through them.
+
+        x of micro-batch i:     0 -> 1 -> ... -> p-1              activations, from stage to stage
+        its gradient:           0 <- 1 <- ... <- p-1
+        once all m are back:    what the strategy does between the ranks that have the same stage
+
+    Each rank holds its own stage's parameters, gradients and optimizer state, about 1/p of the model's, and cuts its
+    batch into m equal parts, whose gradients add up to those of the batch. Stages wait for each other while the
+    pipeline fills and drains: where all take equally long, a share (p-1) / (m+p-1) of the passes' time under GPipe and
+    1F1B. What crosses between two stages is the activation of each micro-batch and its gradient, whatever the model's
+    size.
+    With `micros` = 1 it is naive layer parallelism: one stage computes at a time.
+
+    Layers are cut where they lie evenly by their numbers of parameters, embeddings not counted: a Sequential between
+    its children, any other model between the parts that its task names.
+
+    When to use it: for a model that one rank cannot hold or compute, on links too slow to exchange all its gradients or
+    parameters in each step.
+
+    Reference: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS
+    2019, https://arxiv.org/abs/1811.06965
+    """
+
+    stages: int = knob(2, 2, 64, unit="stages", doc="p: ranks that make one replica")
+    micros: int = knob(4, 1, 1024, unit="micro-batches", doc="m: equal parts that a replica's batch is cut into")
+    schedule: Schedule = knob(OneFOneB(), doc="in which order a stage computes forwards and backwards")
+
+    def dims(self) -> tuple[tuple[str, int], ...]:
+        return (("stage", self.stages),)
+
+    @property
+    def micro_batches(self) -> int:
+        return self.micros
+
+    def actions(self, stage: int) -> list[Action]:
+        return self.schedule.actions(stage, self.stages, self.micros)
+
+    def refuses(self, batch: int) -> str | None:
+        if batch % self.micros:
+            fits = [m for m in range(1, batch + 1) if batch % m == 0]
+            return (
+                f"micros={self.micros}: a replica's batch of {batch} examples cannot be cut into so many equal "
+                f"micro-batches; take micros={_listed(fits)}, or another batch"
+            )
+        return None
+
+
+def _listed(numbers: list[Any], most: int = 6) -> str:
+    shown = [str(n) for n in numbers[:most]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"

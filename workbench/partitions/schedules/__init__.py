@@ -1,0 +1,15 @@
+"""In which order the stages of a pipeline compute: one schedule per file, found by looking."""
+
+from typing import Any
+
+from workbench.partitions.schedules._base import Action as Action
+from workbench.partitions.schedules._base import Schedule as Schedule
+from workbench.settings import member, shipped
+
+
+def __getattr__(name: str) -> Any:
+    return member(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *shipped(__name__)})

@@ -1,0 +1,226 @@
+"""A model as sizes, one for all ranks of a simulation: its buckets, its optimizer, what its passes keep and hand on."""
+
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host import memory
+from workbench.host.batches import Batches
+from workbench.host.cutting import Stages, instead, through
+from workbench.host.handover import Cut as Shards
+from workbench.host.handover import kept_bytes
+from workbench.host.layout import Layout
+from workbench.host.piece import micro_batches
+from workbench.host.trial import Listening, Trial, assumed
+from workbench.optimizers import Optimizer, built
+from workbench.sim.known import Kept, kept_of
+from workbench.tasks import Learner
+
+
+class Cut:
+    """One layout of the model in buckets, and when in a pass each of them is ready.
+
+    ready: by bucket, the share of backward after which it is full
+    needed: by bucket in the order of forward (the last bucket first), the share of forward before which it is used
+    """
+
+    def __init__(self, layout: Layout, arrival: list[str]) -> None:
+        self.layout = layout
+        self.buckets = layout.buckets
+        self.params = layout.params()
+        self.ready = ready(layout, arrival)
+        self.needed, before = [], 0
+        for bucket in reversed(self.params):
+            self.needed.append(before / layout.numel)
+            before += bucket.data.numel()
+        self.nbytes = {b.name: b.nbytes for b in self.params}
+
+
+def ready(layout: Layout, arrival: list[str]) -> list[float]:
+    """By bucket, the share of the elements whose gradients have come once it is full and its turn has come."""
+    numel = {p.name: p.numel for p in layout.order}
+    share, done = {}, 0
+    for name in arrival:
+        done += numel[name]
+        share[name] = done / layout.numel
+    found, last = [], 0.0
+    for bucket in layout.buckets:
+        last = max([last, *(share.get(part.name, 1.0) for part in bucket.parts)])
+        found.append(last)
+    return found
+
+
+class Outline:
+    """The model as sizes, shared by all ranks."""
+
+    def __init__(self, experiment: Experiment, learner: Learner) -> None:
+        torch.manual_seed(experiment.seed)
+        random.seed(experiment.seed)
+        self.model = outline(learner)
+        first = Layout(self.model, experiment.bucket_mb)
+        self._names = names = [p.name for p in first.order]
+        self._stages: dict[tuple[Stages, int], StageOutline] = {}
+        self.learner, self._made = learner, dict[Optimizer, Any]()
+        self.optimizer = self.made(experiment)
+        seen = _tried(self.model, learner, experiment)
+        _stepped(self.model, self.optimizer)
+        self.learned = seen is not None
+        self.trial = seen or assumed(reversed(names))
+        came = set(arrival := self.trial.arrival)
+        self.arrival = arrival + [n for n in names if n not in came]
+        self._cuts: dict[tuple[float, bool], Cut] = {}
+        self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[int, Kept | None]()
+        self._standing: dict[Any, dict[str, memory.Storages]] = {}
+        self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
+
+    def kept(self, batch: int) -> Kept | None:
+        """What one batch keeps for its backward; None where nobody can tell."""
+        if batch not in self._kept:
+            self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch)
+        return self._kept[batch]
+
+    def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
+        """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped.
+
+        cut: the buckets in whose shards the optimizer's state lies; as the first rank keeps it, whose are the largest
+        """
+        key = id(layout), roomy, id(optimizer), len(optimizer.state) if optimizer else 0, cut and len(cut.groups[0])
+        if key not in self._standing:
+            kept = memory.optimizer_state(optimizer) if optimizer else {}
+            if optimizer and cut is not None:
+                nbytes = kept_bytes(layout, optimizer, cut, 0, self._ranks)
+                kept = memory.storages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+            self._standing[key] = {
+                "parameters": memory.parameters(self.model, layout),
+                "gradients": memory.storages(memory.rooms(layout)) if roomy else {},
+                "optimizer state": kept,
+            }
+        return self._standing[key]
+
+    def stage(self, names: set[str], stages: Stages, stage: int) -> StageOutline:
+        """One stage of the model."""
+        if (stages, stage) not in self._stages:
+            self._stages[stages, stage] = StageOutline(self, names, stages, stage)
+        return self._stages[stages, stage]
+
+    def made(self, experiment: Experiment) -> Any:
+        """The optimizer that `experiment` wants, one for all ranks."""
+        wanted, here = experiment.optimizer, set(self._names)
+        if wanted not in self._made:
+            params = [p for name, p in self.model.named_parameters() if name in here]
+            self._made[wanted] = built(wanted, self.learner.optimizer, params, experiment.lr)
+        return self._made[wanted]
+
+    def cut(self, bucket_mb: float, learned: bool) -> Cut:
+        """The buckets of this size, in the learned order of gradients or in the one before that was known."""
+        key = bucket_mb, learned
+        if key not in self._cuts:
+            layout = Layout(self.model, bucket_mb)
+            layout.take(self.model, set(self._names))
+            layout.reorder(self.arrival if learned else self._names)
+            layout.make_room()
+            for place in layout.order:
+                layout.keep(place, torch.empty_like(place.param))
+            self._cuts[key] = Cut(layout, self.arrival)
+        return self._cuts[key]
+
+
+class StageOutline(Outline):
+    """One stage of the model as sizes, shared by all ranks that have it.
+
+    stages, number: where the model is cut, and which of the stages this is
+    """
+
+    def __init__(self, whole: Outline, names: set[str], stages: Stages, stage: int) -> None:
+        self.model, self.learner, self.trial = whole.model, whole.learner, whole.trial
+        self.stages, self.number = stages, stage
+        self._names = [n for n in whole._names if n in names]
+        self.arrival = [n for n in whole.arrival if n in names]
+        self._ranks, self._seed = whole._ranks, whole._seed
+        self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}
+        self._crossing: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def hands_on(self, batch: int, count: int) -> torch.Tensor:
+        """What this stage makes of one of `count` micro-batches; on the last one the loss."""
+        if (batch, count) not in self._crossing:
+            self._crossing[batch, count] = crossing(self, self._ranks, self._seed, batch, count)
+        return self._crossing[batch, count][self.number]
+
+    def kept(self, batch: int) -> Kept | None:
+        """What one micro-batch of `batch` examples keeps on this stage."""
+        if batch not in self._kept:
+            cut = [len(parts) for parts in self.stages.parts], self.number
+            self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch, cut)
+        return self._kept[batch]
+
+
+def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: int) -> list[torch.Tensor]:
+    """What each stage makes of a micro-batch, on the meta device."""
+    seen: list[torch.Tensor] = []
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        x = through(outline.stages.parts[0], *inputs, **named)
+        for parts in outline.stages.parts[1:]:
+            seen.append(x)
+            x = through(parts, x)
+        return x
+
+    batches = Batches(outline.learner.data, 0, ranks, "meta")
+    batches.restart(batch, seed, 0)
+    with torch.no_grad(), instead(outline.model, forward):
+        made = outline.learner.loss(outline.model, micro_batches(batches.next(), count)[0])
+    return [x.detach() for x in (*seen, made)]
+
+
+def outline(learner: Learner) -> nn.Module:
+    """The model on the meta device: built there, or, if it does not let itself be, built and then emptied."""
+    try:
+        with torch.device("meta"):
+            model = learner.model()
+    except Exception:
+        model = learner.model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:  # one that is tied stays tied
+                empty = known.setdefault(id(p), nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+                module._parameters[name] = empty
+                known[id(empty)] = empty
+        for name, b in module._buffers.items():
+            module._buffers[name] = None if b is None else torch.empty_like(b, device="meta")
+    return model.train()
+
+
+def _tried(model: nn.Module, learner: Learner, experiment: Experiment) -> Trial | None:
+    """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
+    listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
+    try:
+        batches = Batches(learner.data, 0, experiment.ranks, "meta")
+        batches.restart(experiment.batch, experiment.seed, 0)
+        with torch.enable_grad():
+            with listening.forward():
+                loss = learner.loss(model, batches.next())
+            with listening.backward():
+                loss.backward()
+    except Exception:
+        return None
+    return listening.heard
+
+
+def _stepped(model: nn.Module, optimizer: Any) -> None:
+    """Gives the optimizer its state."""
+    for p in model.parameters():
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    try:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    except Exception:
+        optimizer.state.clear()

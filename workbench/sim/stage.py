@@ -1,0 +1,57 @@
+"""What one virtual rank computes where it is one stage of a replica: micro-batches on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from workbench.host.pipelining import one_batch
+from workbench.rank import Op, Rank
+from workbench.sim.fiber import END, PARK, Fiber
+from workbench.sim.passing import Pass
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+
+
+class Stage:
+    """The part of a Host that is a stage, while its body has a `piece`."""
+
+    body: Any
+    experiment: Experiment
+    rank: Rank
+    seconds: Callable[..., float]
+    _compute: Callable[..., Any]
+    _next_bucket: Callable[..., Any]
+    _passing: Callable[..., Pass]
+    _left = 0  # backwards still to come of the batch under way
+    _count = 1
+    _takes: Fiber | None = None  # who takes the buckets of its last backward
+
+    async def _through_stages(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
+        """One batch, there and back; answers the loop of who `takes` its buckets, if anybody does."""
+        partition = self.experiment.partition
+        self._count = self._left = partition.micro_batches
+        self._takes = takes
+        self.body.begin(micro, self._count)
+        actions = partition.actions(self.body.piece.stage)
+        loss = await one_batch(self.rank.inside, actions, (1.0 if grad is None else grad) / self._count)
+        self.body.told(loss)
+        return None if takes is None else END
+
+    def _stage_forward(self, fiber: Fiber, op: Op) -> Any:
+        x, micro = op.args
+        made = self.body.stage_forward(x, micro)
+        return self._compute(fiber, "forward", made, 1.0 / self._count, f"forward {micro}")
+
+    def _stage_backward(self, fiber: Fiber, op: Op) -> Any:
+        grad, micro = op.args
+        self._left -= 1
+        takes = self._takes if not self._left else None
+        came = self.body.stage_backward(grad, micro, takes is not None)
+        if takes is None:
+            return self._compute(fiber, "backward", came, 1.0 / self._count, f"backward {micro}")
+        takes.passing = self._passing(takes, "backward", self.body.cut.ready, 1.0 / self._count, f"backward {micro}")
+        takes.passing.then = fiber, came
+        self._next_bucket(takes, op)
+        return PARK
