@@ -55,7 +55,7 @@ KINDS = (
     Kind("odd", "transferring, odd bucket", 0.0, 0.30, "#F6D48A", text="#000000", listed=False, edge=BROWN),
     Kind("codec", "compressing", 0.0, 0.30, theme.GREEN, "."),
     Kind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
-    Kind("measuring", "measuring what compression does", 0.0, 0.30, BROWN, "x"),
+    Kind("measuring", "sent to evaluate, or to measure compression", 0.0, 0.30, BROWN, "x"),
     Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
 )
 SENDING = ("transfer", "odd", "measuring", "port")  # the kinds of boxes that bytes belong to

@@ -12,7 +12,7 @@ from widgets.options import Option, chosen, covered, options, sentence
 from widgets.stops import nearest, shown, stops
 from workbench.settings import Knob, KnobError, knobs
 
-FIRST = ("strategy", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
+FIRST = ("strategy", "partition", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
 LATER = "can be set only before Start; stop this run first"
 
 Row = dict[str, Any]

@@ -65,6 +65,7 @@ def test_the_code_of_a_run_rebuilds_its_experiment_and_changes(monkeypatch: pyte
     from workbench.experiment import Experiment
 
     experiment = Experiment().set("strategy", "LocalSGD").set("compressor", "TopK").set("steps", 100)
+    experiment = experiment.set("partition", "Pipeline").set("schedule", "GPipe")
     experiment = experiment.set("fabric.faults", [{"Slow": {"rank": 1, "factor": 2.0}}])
     run = Run(experiment.plain())
     detail = {"id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 4}}}

@@ -26,7 +26,7 @@ from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import GPipe, OneFOneB, Schedule
 from workbench.settings import Change, KnobError
 from workbench.strategies import AsyncServer, LocalSGD, SelSync, Strategy, ZeRO3
-from workbench.tasks import Task
+from workbench.tasks import ByteGPT, Task
 
 pytestmark = pytest.mark.ranks
 
@@ -354,3 +354,24 @@ def test_it_is_stopped_and_paused_like_any_run() -> None:
     sessions[0].request({"kind": "stop", "id": "d"})
     ended(sessions, within=20)
     assert all(s.phase == "stopped" and s.error is None for s in sessions)
+
+
+def test_a_stage_holds_its_part_and_as_many_activations_as_are_in_flight() -> None:
+    """Engine and simulator say the same of every category; with sizes only the peak is within 5 %."""
+    task = ByteGPT(layers=6, width=32, context=16, heads=2)
+    e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0)
+    e = e.set("partition", Pipeline(stages=4, micros=8))
+    ours = run(e)
+    simulated = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
+    for rank, session in enumerate(ours):
+        here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
+        real, sizes = ({n: v for n, v in zip(rows.name[rows.rank == rank], rows.value[rows.rank == rank], strict=True)
+                        if n.startswith("memory ")} for rows in simulated)  # fmt: skip
+        assert here == real
+        assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.05)
+        assert sizes == real
+        assert here["memory gradients"] == here["memory parameters"], "kept once, though eight micro-batches add up"
+    first, last = (seen(s, "memory activations")[-1] for s in (ours[1], ours[2]))
+    whole = run(e.set("partition", Pipeline(stages=4, micros=8, schedule=GPipe())))
+    most = seen(whole[1], "memory activations")[-1]
+    assert first / most == pytest.approx(3 / 8, rel=0.01) and last / most == pytest.approx(2 / 8, rel=0.01)

@@ -175,7 +175,7 @@ def _name(name: str) -> dict[str, Any]:
     if bucket:
         short = [bucket[0], f"b{bucket[1]}", bucket[1]]
     elif micro.isdigit() and phase in brief:
-        short = [name, *(f"{letters}{micro}" for letters in brief[phase]), micro]
+        short = [name, f"{brief[phase][-1]}{micro}", micro]
     else:
         short = [name, *brief.get(name, [])]
     return {"name": name, "short": short}

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # from top to bottom
 LANES = ("step", "compute", "wait", "comm", "port", "codec", "measuring", "ticket", "eval", "switch")
 _FIELDS = {
-    "task": "tasks", "strategy": "strategies", "compressor": "compressors", "fabric": "fabric",
-    "optimizer": "optimizers",
+    "task": "tasks", "strategy": "strategies", "partition": "partitions", "compressor": "compressors",
+    "fabric": "fabric", "optimizer": "optimizers",
 }  # fmt: skip
 
 
@@ -112,7 +112,8 @@ def as_python(run: Run) -> str:
             text, comment[field] = "...", "  # your own Task(...): its functions are not in the record"
         elif home:
             ours = {name for name in used if public.get(name, "").startswith(f"workbench.{home}")}
-            names.setdefault(home, set()).update(ours)
+            for name in ours:
+                names.setdefault(_package(public[name]), set()).add(name)
             if own := sorted(used - ours):
                 comment[field] = f"  # {', '.join(own)}: your own, to be defined before"
         lines.append(f"    {field}={text},{comment.get(field, '')}")
@@ -123,6 +124,12 @@ def as_python(run: Run) -> str:
     body = ["experiment = Experiment(", *lines, ")", "changes = [", *changes, "]"]
     tail = [f"lab = Lab(ranks={ranks})", "run = lab.run(experiment, changes=changes)", "run.wait()"]
     return "\n".join([*head, "", *body, *tail, ""])
+
+
+def _package(module: str) -> str:
+    """Where a member of this module is imported from: `strategies` for "workbench.strategies.ddp"."""
+    _, first, *rest = module.split(".")
+    return ".".join([first, *rest[:-1]])
 
 
 def _call(value: Any, names: set[str]) -> str:

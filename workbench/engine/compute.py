@@ -133,7 +133,7 @@ class Compute(Stage):
         self.at("update")
         began = self.watch.now()
         if bucket is None:
-            self.pace.begin("update", self.rank.step)
+            self.pace.begin("update", self.rank.step, self._share)
             self._update_all(by)
         else:
             self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)

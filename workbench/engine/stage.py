@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from workbench.engine.step_end import StepEnd
 from workbench.host.cutting import Stages
 from workbench.host.drive import drive
+from workbench.host.layout import Layout
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.pipelining import one_batch
 from workbench.partitions import Partition
@@ -22,6 +23,7 @@ class Stage(StepEnd):
     """The part of a Host that is a stage, while `piece` is there."""
 
     alone: AbstractContextManager[Any]
+    layout: Layout
     ledger: Any
     loss_of: Callable[..., Tensor]
     model: nn.Module
@@ -40,7 +42,7 @@ class Stage(StepEnd):
 
     def cut(self, stages: Stages | None) -> None:
         """This rank computes its stage from now on; the whole model where there are none."""
-        self.piece = None
+        self.piece, self._share = None, 1.0
         if stages is not None:
             here = self.rank.id % len(stages)
             self.piece = Piece(self.model, stages.parts[here], here, len(stages))
@@ -75,6 +77,8 @@ class Stage(StepEnd):
         self._begin("backward", micro)
         with self.ledger.backward(self._hooks.listening):
             came = self.piece.backward(grad, micro)
+            if self._exchanged and 0 < self._left == len(self._micros) - 1:
+                self.layout.grads()  # what the others add goes where it is exchanged from
         self._end()
         return came
 

@@ -124,8 +124,8 @@ class Sizes:
         self.ledger.forward()
         return self._stage.hands_on(self.examples(), self._count)
 
-    def stage_backward(self, grad: Any, micro: int, exchanged: bool) -> torch.Tensor | None:
-        self.backward(grad, micro, exchanged)
+    def stage_backward(self, grad: Any, micro: int, exchanged: bool, first: bool) -> torch.Tensor | None:
+        self.backward(grad, micro, exchanged, first or bool(self.came))
         x = self._asked.pop(micro)
         return None if x is None else torch.empty_like(x)
 
@@ -143,10 +143,11 @@ class Sizes:
         self.ledger.forward()
         return x
 
-    def backward(self, grad: Any, micro: int, exchanged: bool) -> Any:
+    def backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False) -> Any:
+        """kept: gradients lie in the buckets after it, whether this backward's are exchanged or not"""
         self.learning, self.roomy = self.learning or exchanged, self.roomy or exchanged
         with self.ledger.backward(exchanged):
-            self.opened, self.came = self.opened - 1, exchanged
+            self.opened, self.came, self.roomy = self.opened - 1, exchanged or kept, self.roomy or kept
 
     def kept(self, batch: int) -> Kept | None:
         """What one batch, or a micro-batch of it, keeps for its backward."""

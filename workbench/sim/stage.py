@@ -48,7 +48,8 @@ class Stage:
         grad, micro = op.args
         self._left -= 1
         takes = self._takes if not self._left else None
-        came = self.body.stage_backward(grad, micro, takes is not None)
+        first = self._takes is not None and 0 < self._left == self._count - 1
+        came = self.body.stage_backward(grad, micro, takes is not None, first)
         if takes is None:
             return self._compute(fiber, "backward", came, 1.0 / self._count, f"backward {micro}")
         takes.passing = self._passing(takes, "backward", self.body.cut.ready, 1.0 / self._count, f"backward {micro}")

@@ -141,12 +141,12 @@ class Tensors:
         self.ledger.forward(self._micros[micro])
         return made
 
-    def stage_backward(self, grad: Any, micro: int, exchanged: bool) -> Tensor | None:
-        """With the last of a batch that is `exchanged` its gradients go into the buckets."""
+    def stage_backward(self, grad: Any, micro: int, exchanged: bool, first: bool) -> Tensor | None:
+        """With the last of a batch its gradients are `exchanged`; after the `first` of such they lie in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
         piece = self.piece
-        self._gathered(lambda: came.append(piece.backward(grad, micro)), exchanged)
+        self._gathered(lambda: came.append(piece.backward(grad, micro)), exchanged, first)
         return came[0]
 
     def told(self, loss: Tensor) -> None:
@@ -189,7 +189,7 @@ class Tensors:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         self._gathered(partial(_run, loss, grad), exchanged)
 
-    def _gathered(self, run: Callable[[], None], exchanged: bool) -> None:
+    def _gathered(self, run: Callable[[], None], exchanged: bool, first: bool = False) -> None:
         """Runs a backward."""
         if exchanged:
             self.layout.make_room()
@@ -200,7 +200,7 @@ class Tensors:
                     self.cut.ready = ready(self.layout, self._arrival)
                 else:
                     run()
-            if exchanged:
+            if exchanged or first:
                 self.grads()
 
     def _watched(self, run: Callable[[], None]) -> list[str]:

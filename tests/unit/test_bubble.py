@@ -1,0 +1,69 @@
+"""What is said of a pipeline's time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import experiment, toy
+from workbench import simulate
+from workbench.analysis import bubble, straggler, why_silent
+from workbench.fabric import Fabric, Slow
+from workbench.partitions import Pipeline, Whole
+from workbench.partitions.schedules import GPipe, OneFOneB
+from workbench.settings import Change
+
+pytestmark = pytest.mark.ranks
+
+WIDTH = 16
+
+
+EQUAL = (WIDTH,) * 4
+
+
+def simulated(ranks: int, widths: tuple[int, ...] = EQUAL, steps: int = 10, *changes: Change, **rest: Any) -> Any:
+    """Layers of equal widths, or of these, on a virtual clock; a batch of eight."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, w), nn.Linear(w, WIDTH)) for w in widths])
+
+    def data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(torch.ones(8, WIDTH), torch.zeros(8, WIDTH))]
+
+    e = experiment(ranks, steps, pace=100.0, task=toy(model=model, data=data, evaluate=None), **rest)
+    return simulate(e, changes=changes).timeline
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 1)])
+def test_equal_stages_stand_still_as_long_as_they_must(schedule: Any, stages: int, micros: int) -> None:
+    found = bubble(simulated(4, partition=Pipeline(stages=stages, micros=micros, schedule=schedule)))
+    assert found is not None and (found.stages, found.micros) == (stages, micros)
+    assert found.share == pytest.approx(found.least, abs=2e-3) and found.least == (stages - 1) / (micros + stages - 1)
+    few = [min(micros, stages - r % stages) if isinstance(schedule, OneFOneB) else micros for r in range(4)]
+    assert found.in_flight.tolist() == few
+    assert "longest" not in found.text and "Rank" not in found.text
+
+
+def test_a_stage_that_takes_longest_is_named() -> None:
+    found = bubble(simulated(4, (WIDTH, WIDTH, 3 * WIDTH, WIDTH), partition=Pipeline(stages=4, micros=8)))
+    assert found is not None and found.share > found.least + 0.1
+    assert "Stage 2 takes longest, 2.0 times the mean" in found.text
+
+
+def test_a_rank_that_is_slower_than_others_with_its_stage_is_named() -> None:
+    slow = Fabric(faults=(Slow(rank=3, factor=2.0),))
+    found = bubble(simulated(6, partition=Pipeline(), fabric=slow))
+    assert found is not None
+    assert "Rank 3 takes 2.0 times what is usual for its stage (rank 1, 5)" in found.text
+
+
+def test_nothing_is_said_of_whole_replicas_and_only_of_steps_since_the_change() -> None:
+    changes = Change(4, "partition", Pipeline()), Change(8, "partition", Whole())
+    whole, cut = simulated(4, EQUAL, 12, *changes), simulated(4, EQUAL, 8, *changes[:1])
+    assert bubble(whole) is None and why_silent(whole) != "stages"
+    assert bubble(cut) is not None
+    assert straggler(cut) is None and why_silent(cut) == "stages", "stages are unlike, which makes none a straggler"

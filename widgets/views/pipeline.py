@@ -1,0 +1,40 @@
+"""What becomes of a pipeline's time, in words; not on the page while replicas are whole."""
+
+from __future__ import annotations
+
+import time
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch, View
+from workbench.analysis import bubble
+
+AGAIN = 3.0  # seconds before the numbers are told anew
+
+
+class Pipeline(View):
+    """A line: how long stages stand still, how much of it has to be, and which stage or rank makes it more."""
+
+    name: ClassVar[str] = "pipeline"
+    title: ClassVar[str] = "Pipeline"
+    about: ClassVar[str] = "How long the stages stand still (the bubble), how much of it filling and draining makes."
+    order: ClassVar[int] = 7
+    spoken: ClassVar[bool] = True
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked = 0.0
+        self._said = ""
+
+    def update(self, run: Any) -> Patch:
+        now = time.monotonic()
+        if len(run.timeline.spans) == self.cursor or (run.live and self._looked and now - self._looked < AGAIN):
+            return Patch()
+        self.cursor, self._looked = len(run.timeline.spans), now
+        found = bubble(run.timeline)
+        said = found.text if found else ""
+        if said == self._said:
+            return Patch()
+        self._said = said
+        return Patch(html=f'<p class="wb-verdict">{escape(said)}</p>' if said else "")

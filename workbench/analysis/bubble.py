@@ -1,0 +1,102 @@
+"""How long the stages of a pipeline stand still, and why: filling and draining, unlike stages, or a slow rank."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.analysis.window import Window, last_steps, since_change
+from workbench.analysis.words import duration
+from workbench.record.timeline import Rows, Timeline
+
+UNLIKE = 1.15  # times the mean: a stage that takes so long is named
+SLOW = 1.25  # times what others take that have the same stage: a rank that does is named
+
+
+class Bubble(NamedTuple):
+    """A stretch of steps under one pipeline.
+
+    share:     of the time from a replica's first pass to its last, what a stage stands still of it in the mean
+    least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (m+p-1)
+    busy:      (ranks,) seconds per step that each computes passes, the median over steps
+    in_flight: (ranks,) micro-batches at most that have gone forward on a rank and not yet backward
+    """
+
+    stages: int
+    micros: int
+    share: float
+    least: float
+    busy: np.ndarray
+    in_flight: np.ndarray
+
+    @property
+    def text(self) -> str:
+        """What there is to say of it."""
+        p, m = self.stages, self.micros
+        said = [
+            f"Stages stand still for {self.share * 100:.0f} % of their passes' time; filling and draining {p} stages "
+            f"with {m} micro-batch{'es' if m > 1 else ''} makes {self.least * 100:.0f} %."
+        ]
+        by_stage = self.busy.reshape(-1, p)
+        mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
+        if p > 1 and mean[longest] > UNLIKE * mean.mean():
+            takes = f"{mean[longest] / mean.mean():.1f} times the mean: {duration(mean[longest])} per step"
+            said.append(f"Stage {longest} takes longest, {takes}.")
+        usual = np.median(by_stage, axis=0)
+        rank = int(np.argmax(by_stage / np.maximum(usual, 1e-9)))
+        if len(by_stage) > 1 and self.busy[rank] > SLOW * usual[rank % p]:
+            others = ", ".join(str(r) for r in range(rank % p, len(self.busy), p) if r != rank)
+            times = self.busy[rank] / usual[rank % p]
+            said.append(f"Rank {rank} takes {times:.1f} times what is usual for its stage (rank {others}).")
+        flying = ", ".join(str(n) for n in self.in_flight[:p])
+        said.append(f"At most {flying} micro-batches in flight, by stage.")
+        return " ".join(said)
+
+
+def stages_at(tl: Timeline, step: int) -> int:
+    """In how many stages a replica lies at a step; 1: it is whole."""
+    rows = tl.marks.rows()
+    if not len(rows):
+        return 1
+    told = rows[rows.equal("name", "partition") & (rows.step <= step)]
+    return int(json.loads(told.detail[-1])["stages"]) if len(told) else 1
+
+
+def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
+    """Of the last `last` steps since the last change; None where replicas are whole, or no step has ended since."""
+    first, stop = last_steps(tl, last)
+    p = stages_at(tl, stop - 1)
+    w = Window(tl, max(first, since_change(tl, 0, stop)), stop)
+    if p == 1 or not w.complete.any() or len(w.ranks) % p:
+        return None
+    rows = w.rows[w.rows.equal("lane", "compute") & (w.rows.phase("forward") | w.rows.phase("backward"))]
+    rows = rows[np.isin(rows.step, w.steps[w.complete])]
+    if not len(rows):
+        return None
+    seconds = rows.t1 - rows.t0
+    place = (rows.step - w.first) * len(w.ranks) + rows.rank
+    size = len(w.steps) * len(w.ranks)
+    busy = np.bincount(place, seconds, size).reshape(-1, len(w.ranks))[w.complete]
+    began, ended = np.full(size, np.inf), np.full(size, -np.inf)
+    np.minimum.at(began, place, rows.t0)
+    np.maximum.at(ended, place, rows.t1)
+    spread = [each.reshape(-1, len(w.ranks) // p, p)[w.complete] for each in (began, ended)]
+    lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
+    share = 1.0 - busy.reshape(len(busy), -1, p).mean(axis=2) / lasts
+    micros = len({name for name in np.unique(rows.name) if str(name).startswith("forward ")})
+    flying = np.array([_in_flight(rows[rows.rank == rank]) for rank in w.ranks])
+    return Bubble(p, micros, float(np.median(share)), (p - 1) / (micros + p - 1), np.median(busy, axis=0), flying)
+
+
+def _in_flight(rows: Rows) -> int:
+    """The most micro-batches of one rank whose forward had begun and whose backward had not ended."""
+    forward, backward = rows.phase("forward"), rows.phase("backward")
+    ended: dict[tuple[int, str], float] = {}  # a backward that stood still is several rows
+    for step, name, t1 in zip(rows.step[backward], rows.name[backward], rows.t1[backward], strict=True):
+        ended[int(step), str(name)] = max(ended.get((int(step), str(name)), 0.0), float(t1))
+    times = np.concatenate([rows.t0[forward], np.array(list(ended.values()))])
+    ways = np.concatenate([np.ones(int(forward.sum())), -np.ones(len(ended))])
+    order = np.lexsort((ways, times))
+    return int(np.cumsum(ways[order]).max()) if len(order) else 0
