@@ -13,7 +13,7 @@ from workbench import simulate
 from workbench.analysis import bubble, straggler, why_silent
 from workbench.fabric import Fabric, Slow
 from workbench.partitions import Pipeline, Whole
-from workbench.partitions.schedules import GPipe, OneFOneB
+from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB
 from workbench.settings import Change
 
 pytestmark = pytest.mark.ranks
@@ -46,6 +46,15 @@ def test_equal_stages_stand_still_as_long_as_they_must(schedule: Any, stages: in
     few = [min(micros, stages - r % stages) if isinstance(schedule, OneFOneB) else micros for r in range(4)]
     assert found.in_flight.tolist() == few
     assert "longest" not in found.text and "Rank" not in found.text
+
+
+def test_pieces_make_it_smaller() -> None:
+    widths = (WIDTH,) * 8
+    found = bubble(simulated(4, widths, partition=Pipeline(stages=4, micros=8, schedule=Interleaved())))
+    assert found is not None and (found.stages, found.micros, found.pieces) == (4, 8, 2)
+    assert found.least == 3 / 19 and found.share == pytest.approx(found.least, abs=3e-3)
+    assert found.in_flight.tolist() == [11, 9, 7, 5], "as measured of torch's own Interleaved1F1B"
+    assert "8 micro-batches through 2 pieces each" in found.text
 
 
 def test_a_stage_that_takes_longest_is_named() -> None:

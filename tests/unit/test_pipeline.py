@@ -23,9 +23,9 @@ from workbench.host.cutting import cut
 from workbench.host.piece import micro_batches
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
-from workbench.partitions.schedules import GPipe, OneFOneB, Schedule
+from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, Schedule
 from workbench.settings import Change, KnobError
-from workbench.strategies import AsyncServer, LocalSGD, SelSync, Strategy, ZeRO3
+from workbench.strategies import DDP, AsyncServer, LocalSGD, SelSync, Strategy, ZeRO3
 from workbench.tasks import ByteGPT, Task
 
 pytestmark = pytest.mark.ranks
@@ -117,6 +117,26 @@ def test_it_is_bit_equal_to_one_process_that_adds_up_the_same_micro_batches(
     assert [seen(s, "loss") for s in sessions[:stages]] == [seen(sessions[0], "loss")] * stages
 
 
+SHAPES = [(2, 2, 4, 2), (2, 2, 4, 3), (4, 2, 8, 3), (2, 2, 8, 2)]
+
+
+@pytest.mark.parametrize(("ranks", "stages", "micros", "chunks"), SHAPES)
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=1)], ids=["DDP", "LocalSGD"])
+def test_so_it_is_with_several_pieces_on_each_stage(
+    strategy: Strategy, ranks: int, stages: int, micros: int, chunks: int
+) -> None:
+    way = Pipeline(stages=stages, micros=micros, schedule=Interleaved(chunks=chunks))
+    e = piped(ranks, partition=way, strategy=strategy, eval_every=2, optimizer=SGD(momentum=0.0))
+    sessions = run(e)
+    want = alone(e, (6, ranks // stages, micros))
+    if isinstance(strategy, DDP):
+        same(sessions, stages, want)
+    for name, x in assembled(sessions, stages).items():
+        torch.testing.assert_close(x, want[name].detach(), rtol=1e-5, atol=1e-6)
+    whole = run(e.set("partition", Pipeline(stages=stages, micros=micros)))
+    assert seen(sessions[0], "held_out") == seen(whole[0], "held_out")
+
+
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD()], ids=["AdamW", "SGD"])
 def test_it_is_switched_live_and_nothing_is_lost(optimizer: Optimizer) -> None:
     """Whole, two stages, whole again: parameters and moments go on to the bit."""
@@ -187,7 +207,7 @@ def test_every_strategy_is_left_and_entered_with_the_partition(name: str) -> Non
     """One change after the other under the strategy; replicas are alike when it has been left."""
     strategy = fitting(shipped(Strategy)[name], 2)
     e = piped(4, 18, strategy=strategy)
-    ways = [Pipeline(), Whole(), Pipeline(schedule=GPipe(), micros=2)]
+    ways = [Pipeline(), Whole(), Pipeline(schedule=Interleaved(), micros=2)]
     changes = [Change(4 * (k + 1), "partition", way) for k, way in enumerate(ways)]
     sessions = run(e, *changes, Change(16, "strategy", "DDP"))
     assert not sessions[0].record.noted("refused")
@@ -219,8 +239,9 @@ def test_everything_else_is_turned_while_it_is_a_pipeline() -> None:
 
 
 def test_the_engine_and_the_simulator_agree_to_the_bit() -> None:
-    e = piped(4, 12, eval_every=3, pace=4.0, partition=Pipeline())
-    changes = [Change(3, "schedule", GPipe()), Change(6, "stages", 4), Change(9, "partition", Pipeline(micros=8))]
+    e = piped(4, 13, eval_every=3, pace=4.0, partition=Pipeline())
+    changes = [Change(3, "schedule", GPipe()), Change(5, "stages", 4), Change(7, "partition", Pipeline(micros=8)),
+               Change(9, "schedule", Interleaved(chunks=3)), Change(11, "schedule", OneFOneB())]  # fmt: skip
     sessions = run(e, *changes)
     simulated = simulate(e, changes=changes, real=True)
     rows = simulated.timeline.samples.rows()

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.ranks import shipped
-from workbench.partitions.schedules import Action, GPipe, OneFOneB, Schedule
+from workbench.partitions.schedules import Action, GPipe, Interleaved, OneFOneB, Schedule
 
 SCHEDULES = list(shipped(Schedule).values())
 
@@ -16,31 +16,51 @@ SCHEDULES = list(shipped(Schedule).values())
 def drawn(schedule: Schedule, stages: int, micros: int) -> list[list[str]]:
     """By stage what it computes in each slot of time, "." where it waits; passes take a slot, messages no time."""
     todo = [schedule.actions(stage, stages, micros) for stage in range(stages)]
-    done: dict[tuple[int, Action], int] = {}
+    done: dict[tuple[str, int, int], int] = {}  # by pass, micro-batch and piece of the model: when
     rows: list[list[str]] = [[] for _ in range(stages)]
-    for slot in range(8 * (micros + stages)):
+    pieces = schedule.pieces * stages
+    for slot in range(8 * schedule.pieces * (micros + stages)):
         if not any(todo):
             return rows
         for stage, row in enumerate(rows):
-            needs = (stage - 1 if todo[stage][0].what == "F" else stage + 1) if todo[stage] else -1
-            here = bool(todo[stage]) and (not 0 <= needs < stages or done.get((needs, todo[stage][0]), slot) < slot)
-            row.append(str(todo[stage][0]) if here else ".")
-            if here:
-                done[stage, todo[stage].pop(0)] = slot
+            row.append(".")
+            if todo[stage]:
+                what, micro, chunk = todo[stage][0]
+                piece = chunk * stages + stage
+                needs = what, micro, piece - 1 if what == "F" else piece + 1
+                if not 0 <= needs[2] < pieces or done.get(needs, slot) < slot:
+                    row[-1] = str(todo[stage].pop(0))
+                    done[what, micro, piece] = slot
     raise AssertionError(f"{schedule}: stages wait for each other for ever: {todo}")
 
 
 @pytest.mark.parametrize("cls", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 4), (3, 4), (4, 2), (4, 16), (7, 5)])
+@pytest.mark.parametrize(("stages", "micros"), [(2, 1), (2, 4), (3, 4), (4, 2), (4, 16), (7, 5), (4, 4), (3, 9)])
 def test_every_micro_batch_goes_forward_and_back_once_and_nobody_waits_for_ever(
     cls: type[Schedule], stages: int, micros: int
 ) -> None:
-    for stage, row in enumerate(drawn(cls(), stages, micros)):
+    schedule = cls()
+    if schedule.refuses(stages, micros):
+        return
+    for stage, row in enumerate(drawn(schedule, stages, micros)):
         passes = [cell for cell in row if cell != "."]
-        assert sorted(passes) == sorted(f"{what}{micro}" for what in "FB" for micro in range(micros)), stage
-        assert all(passes.index(f"F{m}") < passes.index(f"B{m}") for m in range(micros))
-        backs = [cell for cell in passes if cell[0] == "B"]
-        assert backs == [f"B{m}" for m in range(micros)], "gradients add up in the order of the micro-batches"
+        every = [str(Action(what, m, c)) for what in "FB" for m in range(micros) for c in range(schedule.pieces)]
+        assert sorted(passes) == sorted(every), stage
+        assert all(passes.index(f"F{cell[1:]}") < passes.index(cell) for cell in passes if cell[0] == "B")
+        for chunk in range(schedule.pieces):
+            backs = [str(Action("B", m, chunk)) for m in range(micros)]
+            assert [cell for cell in passes if cell in backs] == backs, "gradients add up in the micro-batches' order"
+
+
+@pytest.mark.parametrize(("stages", "micros", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 4, 3), (2, 2, 4)])
+def test_more_pieces_make_the_bubble_smaller(stages: int, micros: int, chunks: int) -> None:
+    rows = drawn(Interleaved(chunks=chunks), stages, micros)
+    assert len(rows[0]) == 2 * (chunks * micros + stages - 1)
+    most = now = 0
+    for what, *_ in Interleaved(chunks=chunks).actions(0, stages, micros):
+        now += 1 if what == "F" else -1
+        most = max(most, now)
+    assert most == min(chunks * micros, 2 * (stages - 1) + (chunks - 1) * stages + 1)
 
 
 @pytest.mark.parametrize("cls", [GPipe, OneFOneB])
@@ -54,5 +74,5 @@ def test_the_bubble_is_that_of_the_papers(cls: type[Schedule], stages: int, micr
 def test_the_docstring_draws_it(cls: type[Schedule]) -> None:
     lines = re.findall(r"^ *stage (\d) +(.*)$", inspect.getdoc(cls) or "", flags=re.M)
     shown = [row.split() for _, row in lines]
-    micros = max(int(cell[1:]) for row in shown for cell in row if cell != ".") + 1
+    micros = max(int(re.findall(r"\d+", cell)[0]) for row in shown for cell in row if cell != ".") + 1
     assert shown == drawn(cls(), len(shown), micros)

@@ -174,7 +174,7 @@ def _name(name: str) -> dict[str, Any]:
     phase, _, micro = name.partition(" ")
     if bucket:
         short = [bucket[0], f"b{bucket[1]}", bucket[1]]
-    elif micro.isdigit() and phase in brief:
+    elif micro.replace(".", "").isdigit() and phase in brief:
         short = [name, f"{brief[phase][-1]}{micro}", micro]
     else:
         short = [name, *brief.get(name, [])]

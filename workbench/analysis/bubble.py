@@ -19,13 +19,15 @@ class Bubble(NamedTuple):
     """A stretch of steps under one pipeline.
 
     share:     of the time from a replica's first pass to its last, what a stage stands still of it in the mean
-    least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (m+p-1)
+    pieces:    of the model on each stage, v
+    least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1)
     busy:      (ranks,) seconds per step that each computes passes, the median over steps
-    in_flight: (ranks,) micro-batches at most that have gone forward on a rank and not yet backward
+    in_flight: (ranks,) passes at most that a rank has made forward and not yet backward, each of a micro-batch
     """
 
     stages: int
     micros: int
+    pieces: int
     share: float
     least: float
     busy: np.ndarray
@@ -35,9 +37,10 @@ class Bubble(NamedTuple):
     def text(self) -> str:
         """What there is to say of it."""
         p, m = self.stages, self.micros
+        pieces = f" through {self.pieces} pieces each" if self.pieces > 1 else ""
         said = [
             f"Stages stand still for {self.share * 100:.0f} % of their passes' time; filling and draining {p} stages "
-            f"with {m} micro-batch{'es' if m > 1 else ''} makes {self.least * 100:.0f} %."
+            f"with {m} micro-batch{'es' if m > 1 else ''}{pieces} makes {self.least * 100:.0f} %."
         ]
         by_stage = self.busy.reshape(-1, p)
         mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
@@ -51,7 +54,8 @@ class Bubble(NamedTuple):
             times = self.busy[rank] / usual[rank % p]
             said.append(f"Rank {rank} takes {times:.1f} times what is usual for its stage (rank {others}).")
         flying = ", ".join(str(n) for n in self.in_flight[:p])
-        said.append(f"At most {flying} micro-batches in flight, by stage.")
+        what = "micro-batches" if self.pieces == 1 else f"passes through one of {self.pieces} pieces"
+        said.append(f"At most {flying} {what} in flight, by stage.")
         return " ".join(said)
 
 
@@ -85,9 +89,11 @@ def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
     spread = [each.reshape(-1, len(w.ranks) // p, p)[w.complete] for each in (began, ended)]
     lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
     share = 1.0 - busy.reshape(len(busy), -1, p).mean(axis=2) / lasts
-    micros = len({name for name in np.unique(rows.name) if str(name).startswith("forward ")})
+    passes = [str(name).split()[-1].partition(".") for name in np.unique(rows.name[rows.phase("forward")])]
+    micros, v = len({micro for micro, _, _ in passes}), len({chunk for _, _, chunk in passes})
     flying = np.array([_in_flight(rows[rows.rank == rank]) for rank in w.ranks])
-    return Bubble(p, micros, float(np.median(share)), (p - 1) / (micros + p - 1), np.median(busy, axis=0), flying)
+    least = (p - 1) / (v * micros + p - 1)
+    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying)
 
 
 def _in_flight(rows: Rows) -> int:

@@ -53,7 +53,7 @@ def _through_stages(run: Parts) -> Evaluated:
     found: dict[str, float] = {}
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        return run.host.drive(evaluated(rank.inside, piece.parts, *inputs, **named))
+        return run.host.drive(evaluated(rank.inside, piece.pieces, *inputs, **named))
 
     live = [x for x in [*run.layout.weights, *buffers(run.model)] if x.numel()]
     with torch.no_grad(), run.reading.passing("evaluation"):

@@ -90,6 +90,18 @@ class GradientHooks:
             self._next += 1
             self.host.hand_out(layout.full(self._next - 1))
 
+    def have(self, params: set[int]) -> None:
+        """The gradients of these, by id, have come in backwards before this one: whatever is full of them goes out."""
+        for place in self.host.layout.order:
+            if id(place.param) in params and place.param.grad is not None:
+                place.round = self._round
+                if self._learn:
+                    self.arrived.append(place.name)
+                if not place.small:
+                    self.host.layout.keep(place, place.param.grad)
+                self._left[place.bucket] -= 1
+        self._emit()
+
     def flush(self) -> None:
         """After backward: parameters without a gradient count as zero, and their buckets go out, too."""
         for place in self.host.layout.order:

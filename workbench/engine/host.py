@@ -11,7 +11,7 @@ aside until backward has ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,9 +76,11 @@ class Host(Compute):
         """What backward is still to be asked of."""
         return [*self._open.values(), *(self.piece.opened.values() if self.piece is not None else ())]
 
-    def _listen(self) -> None:
-        """The backward that comes next is exchanged."""
+    def _listen(self, there: Sequence[Any] = ()) -> None:
+        """The backward that comes next is exchanged; the gradients of some parameters are there already."""
         self._hooks.open(learn=self._order is not None)
+        if there:
+            self._hooks.have({id(param) for param in there})
 
     # -- driving --
 

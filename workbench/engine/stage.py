@@ -14,7 +14,7 @@ from workbench.host.cutting import Stages
 from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.piece import Piece, micro_batches
-from workbench.host.pipelining import one_batch
+from workbench.host.pipelining import one_batch, pass_name
 from workbench.partitions import Partition
 from workbench.rank import Op, StrategyError
 
@@ -30,14 +30,15 @@ class Stage(StepEnd):
     partition: Callable[[], Partition]  # the experiment's, as it is now
     piece: Piece | None = None
     _hooks: Any
-    _listen: Callable[[], None]
+    _listen: Callable[..., None]
     _perform: Callable[[Op], Any]
     _computed: Callable[[], None]
     _stretch: tuple[str, Any] | None
     _batches: dict[int, Any]  # those whose backward has not been asked for
     _micros: list[Any]  # of the batch that is under way
     _share = 1.0  # of the model's compute that is this stage's
-    _left = 0  # backwards still to come of this batch
+    _shares: tuple[float, ...] = ()  # the same of each of its pieces
+    _left: list[int]  # by piece, the backwards still to come of this batch
     _exchanged = False
 
     def cut(self, stages: Stages | None) -> None:
@@ -45,47 +46,51 @@ class Stage(StepEnd):
         self.piece, self._share = None, 1.0
         if stages is not None:
             here = self.rank.id % len(stages)
-            self.piece = Piece(self.model, stages.parts[here], here, len(stages))
-            self._share = stages.shares[here]
+            self.piece = Piece(self.model, stages.of(here), here, len(stages))
+            self._share, self._shares = stages.share(here), stages.shares[here :: len(stages)]
 
     def _through_stages(self, grad: float | None, micro: int, exchanged: bool) -> None:
         assert self.piece is not None
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         partition = self.partition()
-        count = self._left = partition.micro_batches
+        count, pieces = partition.micro_batches, partition.pieces
+        self._left = [count] * pieces
         self._micros, self._exchanged = micro_batches(self._batches.pop(micro), count), exchanged
         share = (1.0 if grad is None else grad) / count
-        passes = one_batch(self.rank.inside, partition.actions(self.piece.stage), share)
+        passes = one_batch(self.rank.inside, partition.actions(self.piece.stage), share, pieces)
         self.losses.append(drive(passes, self._perform, self.alone))
         self._micros = []
 
-    def _stage_forward(self, x: Tensor | None, micro: int) -> Tensor:
+    def _stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
-        self._begin("forward", micro)
+        self._begin("forward", micro, chunk)
         with torch.enable_grad():
-            made = self.piece.forward(self.loss_of, self._micros[micro], x, micro)
+            made = self.piece.forward(self.loss_of, self._micros[micro], x, micro, chunk)
         self.ledger.forward(self._micros[micro])
         self._end()
         return made
 
-    def _stage_backward(self, grad: Tensor | float, micro: int) -> Tensor | None:
+    def _stage_backward(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
         assert self.piece is not None
-        self._left -= 1
-        if self._exchanged and not self._left:  # gradients are those of the batch once this one is added
-            self._listen()
-        self._begin("backward", micro)
+        begun = sum(self._left) < len(self._left) * len(self._micros)
+        self._left[chunk] -= 1
+        if self._exchanged and not any(self._left):  # gradients are those of the batch once this one is added
+            others = [c for c in range(len(self._left)) if c != chunk]
+            self._listen([p for c in others for p in self.piece.params(c)])
+        self._begin("backward", micro, chunk)
         with self.ledger.backward(self._hooks.listening):
-            came = self.piece.backward(grad, micro)
-            if self._exchanged and 0 < self._left == len(self._micros) - 1:
+            came = self.piece.backward(grad, micro, chunk)
+            if self._exchanged and not begun and any(self._left):
                 self.layout.grads()  # what the others add goes where it is exchanged from
         self._end()
         return came
 
-    def _begin(self, phase: str, micro: int) -> None:
+    def _begin(self, phase: str, micro: int, chunk: int) -> None:
+        assert self.piece is not None
         self.at(f"{phase} of micro-batch {micro}")
-        self._stretch = f"{phase} {micro}", self.watch.now()
-        self.pace.begin(phase, self.rank.step, self._share / len(self._micros))
+        self._stretch = pass_name(phase, micro, chunk, len(self.piece.pieces)), self.watch.now()
+        self.pace.begin(phase, self.rank.step, self._shares[chunk] / len(self._micros))
 
     def _end(self) -> None:
         self.paced(1.0)

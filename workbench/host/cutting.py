@@ -19,47 +19,66 @@ from workbench.tasks import Learner
 
 @dataclass(frozen=True)
 class Stages:
-    """A model in consecutive stages; each of these has an entry per stage.
+    """A model in consecutive pieces, dealt out over stages round and round: piece k is on stage k modulo their number.
 
-    parts:   Modules that follow each other
-    names:   of the parameters that are trained, and of the buffers, as the model calls them
-    shares:  of the model's compute, as far as numbers of parameters tell
+    count:   of stages
+    pieces:  of each the Modules that follow each other
+    shares:  of each, what it is of the model's compute, as far as numbers of parameters tell
+    names:   by stage of the parameters that are trained, and of the buffers, as the model calls them
     """
 
-    parts: tuple[tuple[nn.Module, ...], ...]
-    names: tuple[frozenset[str], ...]
+    count: int
+    pieces: tuple[tuple[nn.Module, ...], ...]
     shares: tuple[float, ...]
+    names: tuple[frozenset[str], ...]
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return self.count
 
     def __str__(self) -> str:
-        ends = list(accumulate(len(parts) for parts in self.parts))
-        return "parts " + " | ".join(_span(a, b - 1) for a, b in pairwise([0, *ends]))
+        """"0–2 | 3–6": the numbers of the parts on each stage."""
+        ends = [0, *accumulate(len(parts) for parts in self.pieces)]
+        spans = [_span(a, b - 1) for a, b in pairwise(ends)]
+        return "parts " + " | ".join(", ".join(spans[stage :: self.count]) for stage in range(self.count))
+
+    def of(self, stage: int) -> list[tuple[nn.Module, ...]]:
+        """The pieces of a stage."""
+        return list(self.pieces[stage :: self.count])
+
+    def share(self, stage: int) -> float:
+        """What a stage is of the model's compute."""
+        return sum(self.shares[stage :: self.count])
 
 
-_MADE: WeakKeyDictionary[nn.Module, dict[int, Stages]] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[nn.Module, dict[tuple[int, int], Stages]] = WeakKeyDictionary()
 
 
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
-    made = _MADE.setdefault(model, {})  # with sizes only thousands of ranks have one model
-    if e.partition.size not in made:
-        made[e.partition.size] = _cut(e, model, learner)
-    return made[e.partition.size]
+    made, key = _MADE.setdefault(model, {}), shape(e)  # with sizes only thousands of ranks have one model
+    if key not in made:
+        made[key] = _cut(e, model, learner)
+    return made[key]
+
+
+def shape(e: Experiment) -> tuple[int, int]:
+    """How many stages a replica of `e` has, and how many pieces each."""
+    return e.partition.size, e.partition.pieces
 
 
 def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
-    count, parts = e.partition.size, parts_of(model, learner)
+    (count, each), parts = shape(e), parts_of(model, learner)
     said = f"partition={type(e.partition).__name__}"
-    if len(parts) < count:
+    if len(parts) < count * each:
+        what = f"{count} stages of {each} pieces" if each > 1 else f"{count} stages"
         raise KnobError(
-            f"stages={count}: the model has {len(parts)} parts, so there are at most {len(parts)} stages; take "
-            f"stages={max(2, len(parts))} or fewer, or a deeper model"
+            f"{said}: the model has {len(parts)} parts, too few for {what}; take at most {len(parts)} "
+            f"{'pieces in all' if each > 1 else 'stages'}, or a deeper model"
         )
     weights = [_weight(part) for part in parts]
-    ends = [*_balanced(weights, count), len(parts)]
-    dealt = tuple(tuple(parts[a:b]) for a, b in pairwise(ends))
+    ends = [*_balanced(weights, count * each), len(parts)]
+    pieces = tuple(tuple(parts[a:b]) for a, b in pairwise(ends))
+    dealt = [[part for piece in pieces[stage::count] for part in piece] for stage in range(count)]
     own = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     names = tuple(frozenset(own[id(x)] for x in _held(some) if id(x) in own) for some in dealt)
@@ -78,7 +97,7 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
             f"parts are more alike"
         )
     total = sum(weights)
-    return Stages(dealt, names, tuple(sum(weights[a:b]) / total for a, b in pairwise(ends)))
+    return Stages(count, pieces, tuple(sum(weights[a:b]) / total for a, b in pairwise(ends)), names)
 
 
 def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:

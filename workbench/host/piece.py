@@ -22,29 +22,33 @@ class _Handed(BaseException):
         self.value = value
 
 
-class Piece:
-    """One stage, with the micro-batches that have gone forward and not yet backward.
+Place = tuple[int, int]  # a micro-batch, and one of the pieces that lie here
 
-    opened: by micro-batch what the stage has made of it, whose graph holds what backward needs
+
+class Piece:
+    """One stage with its pieces of the model, and the micro-batches that have gone forward and not yet backward.
+
+    opened: by micro-batch and piece what came of it, whose graph holds what backward needs
     """
 
-    def __init__(self, model: nn.Module, parts: tuple[nn.Module, ...], stage: int, stages: int) -> None:
-        self.model, self.parts, self.stage, self.stages = model, parts, stage, stages
-        self.first, self.last = stage == 0, stage == stages - 1
-        self.opened: dict[int, Tensor] = {}
-        self._came: dict[int, Tensor] = {}
+    def __init__(self, model: nn.Module, pieces: list[tuple[nn.Module, ...]], stage: int, stages: int) -> None:
+        self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
+        self.opened: dict[Place, Tensor] = {}
+        self._came: dict[Place, Tensor] = {}
 
-    def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int) -> Tensor:
-        """The stage's activation of a micro-batch, or on the last stage the loss: a tensor that is detached.
+    def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
+        """What a piece makes of a micro-batch, or the last one of the model the loss: a tensor that is detached.
 
-        x: what the stage before has made of it; None on the first
+        x: what the piece before has made of it; None on the first
         """
         if x is not None:
-            self._came[micro] = x.requires_grad_(x.is_floating_point() or x.is_complex())
+            self._came[micro, chunk] = x.requires_grad_(x.is_floating_point() or x.is_complex())
+        last = self.stage == self.stages - 1 and chunk == len(self.pieces) - 1
+        parts = self.pieces[chunk]
 
         def mine(*inputs: Any, **named: Any) -> Any:
-            given = through(self.parts, *inputs, **named) if x is None else through(self.parts, x)
-            if self.last:
+            given = through(parts, *inputs, **named) if x is None else through(parts, x)
+            if last:
                 return given
             raise _Handed(given)
 
@@ -53,37 +57,37 @@ class Piece:
                 made = loss(self.model, batch)
             except _Handed as handed:
                 made = handed.value
-        self._check(made)
-        self.opened[micro] = made
+        self._check(made, last)
+        self.opened[micro, chunk] = made
         return made.detach()
 
-    def backward(self, grad: Tensor | float, micro: int) -> Tensor | None:
-        """The gradient of what came of a micro-batch, given that of what was made of it; None on the first stage.
+    def backward(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
+        """The gradient of what came of a micro-batch, given that of what a piece made of it; None on the first piece.
 
-        grad: on the last stage a number that the loss is multiplied with
+        grad: on the last piece of the model a number that the loss is multiplied with
         """
-        if micro not in self.opened:
+        if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
-        made = self.opened.pop(micro)
+        made = self.opened.pop((micro, chunk))
         made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
-        x = self._came.pop(micro, None)
+        x = self._came.pop((micro, chunk), None)
         if x is None:
             return None
         if x.grad is None:
-            raise StrategyError(f"stage {self.stage} does not depend on what stage {self.stage - 1} hands it")
+            raise StrategyError(f"stage {self.stage}: its piece {chunk} does not depend on what it is handed")
         return x.grad
 
-    def evaluate(self, x: Any) -> Any:
-        """What the parts here make of an example, without a graph."""
-        return through(self.parts, x)
+    def params(self, chunk: int) -> list[nn.Parameter]:
+        """Of one piece."""
+        return [p for part in self.pieces[chunk] for p in part.parameters()]
 
-    def _check(self, made: Any) -> None:
-        if self.last:
+    def _check(self, made: Any, last: bool) -> None:
+        if last:
             if not isinstance(made, Tensor) or made.numel() != 1 or not made.requires_grad:
                 raise TypeError("the loss must be a scalar tensor with a gradient")
         elif not isinstance(made, Tensor):
             raise TaskError(
-                f"part {len(self.parts) - 1} of stage {self.stage} returned a {type(made).__name__}: what crosses "
+                f"the last part of a piece on stage {self.stage} returned a {type(made).__name__}: what crosses "
                 f"between stages must be one Tensor"
             )
 

@@ -17,7 +17,7 @@ from workbench.host import absent
 from workbench.host.canonical import Disagreement
 from workbench.host.changing import Changing
 from workbench.host.checksum import MASK, checksum
-from workbench.host.cutting import Stages, check, cut
+from workbench.host.cutting import Stages, check, cut, shape
 from workbench.host.handover import kept_slots
 from workbench.host.layout import Place
 from workbench.host.move import State, move
@@ -42,7 +42,7 @@ def stages_of(e: Experiment, model: nn.Module, learner: Any) -> Stages | None:
 
 def able(run: Any, wanted: Experiment) -> None:
     """Raises KnobError where `run`'s model, or what its optimizer remembers, cannot be spread as `wanted` says."""
-    if wanted.partition.size == (len(run.stages) if run.stages else 1):
+    if shape(wanted) == ((run.stages.count, len(run.stages.pieces) // run.stages.count) if run.stages else (1, 1)):
         return
     stages_of(wanted, run.model, run.learner)
     for name, x in slots(run.layout, run.optimizer).items():
@@ -57,7 +57,7 @@ def able(run: Any, wanted: Experiment) -> None:
 
 def moves(was: Experiment, wanted: Experiment) -> bool:
     """Does a model lie otherwise under `wanted`?"""
-    return was.partition.dims() != wanted.partition.dims()
+    return shape(was) != shape(wanted) or was.partition.dims() != wanted.partition.dims()
 
 
 async def repartition(run: Any, was: Stages | None, to: Stages | None) -> None:

@@ -30,6 +30,11 @@ class Partition(Family):
         return prod(size for _, size in self.dims())
 
     @property
+    def pieces(self) -> int:
+        """Into how many pieces a rank's stage is cut, which are not neighbours in the model."""
+        return 1
+
+    @property
     def micro_batches(self) -> int:
         """Into how many parts a batch is cut, whose gradients add up."""
         return 1

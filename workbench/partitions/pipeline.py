@@ -43,6 +43,10 @@ class Pipeline(Partition):
         return (("stage", self.stages),)
 
     @property
+    def pieces(self) -> int:
+        return self.schedule.pieces
+
+    @property
     def micro_batches(self) -> int:
         return self.micros
 
@@ -50,6 +54,8 @@ class Pipeline(Partition):
         return self.schedule.actions(stage, self.stages, self.micros)
 
     def refuses(self, batch: int) -> str | None:
+        if reason := self.schedule.refuses(self.stages, self.micros):
+            return reason
         if batch % self.micros:
             fits = [m for m in range(1, batch + 1) if batch % m == 0]
             return (

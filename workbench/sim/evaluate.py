@@ -44,9 +44,11 @@ def _through_stages(ranks: list[Tensors], count: int) -> list[Evaluated]:
             held.enter_context(holding(every[0], means))
 
         def forward(*inputs: Any, **named: Any) -> Any:
-            x = through(ranks[0].piece.parts, *inputs, **named)  # type: ignore[union-attr]
-            for rank in ranks[1:count]:
-                x = through(rank.piece.parts, x)  # type: ignore[union-attr]
+            stages = [rank.piece.pieces for rank in ranks[:count] if rank.piece is not None]
+            first, *rest = [stage[number] for number in range(len(stages[0])) for stage in stages]
+            x = through(first, *inputs, **named)
+            for parts in rest:
+                x = through(parts, x)
             return x
 
         for rank in ranks[1:count]:

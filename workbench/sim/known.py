@@ -151,10 +151,10 @@ def _staged(model: nn.Module, learner: Learner, inputs: Any, counts: list[int], 
     came = None
     if before:
         with torch.no_grad():
-            came = Piece(model, before, 0, 2).forward(learner.loss, inputs, None, 0).requires_grad_()
-    piece = Piece(model, own, stage, len(counts))
+            came = Piece(model, [before], 0, 2).forward(learner.loss, inputs, None, 0).requires_grad_()
+    piece = Piece(model, [own], stage, len(counts))
     piece.forward(learner.loss, inputs, came, 0)
-    return piece.opened[0]
+    return piece.opened[0, 0]
 
 
 def _put_on_cpu(model: nn.Module) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -42,13 +43,16 @@ class Cut:
         self.nbytes = {b.name: b.nbytes for b in self.params}
 
 
-def ready(layout: Layout, arrival: list[str]) -> list[float]:
-    """By bucket, the share of the elements whose gradients have come once it is full and its turn has come."""
-    numel = {p.name: p.numel for p in layout.order}
-    share, done = {}, 0
+def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> list[float]:
+    """By bucket, the share of the elements whose gradients have come once it is full and its turn has come.
+
+    there: whose gradients are there before
+    """
+    numel = {p.name: 0 if p.name in there else p.numel for p in layout.order}
+    share, done, total = {}, 0, sum(numel.values())
     for name in arrival:
         done += numel[name]
-        share[name] = done / layout.numel
+        share[name] = 0.0 if name in there else done / total
     found, last = [], 0.0
     for bucket in layout.buckets:
         last = max([last, *(share.get(part.name, 1.0) for part in bucket.parts)])
@@ -135,38 +139,43 @@ class StageOutline(Outline):
     """One stage of the model as sizes, shared by all ranks that have it.
 
     stages, number: where the model is cut, and which of the stages this is
+    there:          whose gradients are there before the last backward of a batch: that of the stage's first piece
     """
 
     def __init__(self, whole: Outline, names: set[str], stages: Stages, stage: int) -> None:
         self.model, self.learner, self.trial = whole.model, whole.learner, whole.trial
         self.stages, self.number = stages, stage
         self._names = [n for n in whole._names if n in names]
-        self.arrival = [n for n in whole.arrival if n in names]
+        first = {id(p) for part in stages.of(stage)[0] for p in part.parameters()}
+        self.there = [n for n in self._names if id(self.model.get_parameter(n)) not in first]
+        self.arrival = self.there + [n for n in whole.arrival if n in names and n not in set(self.there)]
         self._ranks, self._seed = whole._ranks, whole._seed
         self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}
         self._crossing: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def hands_on(self, batch: int, count: int) -> torch.Tensor:
-        """What this stage makes of one of `count` micro-batches; on the last one the loss."""
+    def hands_on(self, batch: int, count: int, chunk: int) -> torch.Tensor:
+        """What a piece of this stage makes of one of `count` micro-batches; the last of the model the loss."""
         if (batch, count) not in self._crossing:
             self._crossing[batch, count] = crossing(self, self._ranks, self._seed, batch, count)
-        return self._crossing[batch, count][self.number]
+        return self._crossing[batch, count][chunk * len(self.stages) + self.number]
 
     def kept(self, batch: int) -> Kept | None:
-        """What one micro-batch of `batch` examples keeps on this stage."""
+        """What one micro-batch of `batch` examples keeps on this stage; where it has several pieces nobody knows."""
+        if len(self.stages.pieces) > len(self.stages):
+            return None
         if batch not in self._kept:
-            cut = [len(parts) for parts in self.stages.parts], self.number
+            cut = [len(parts) for parts in self.stages.pieces], self.number
             self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch, cut)
         return self._kept[batch]
 
 
 def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: int) -> list[torch.Tensor]:
-    """What each stage makes of a micro-batch, on the meta device."""
+    """What each piece makes of a micro-batch, on the meta device."""
     seen: list[torch.Tensor] = []
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        x = through(outline.stages.parts[0], *inputs, **named)
-        for parts in outline.stages.parts[1:]:
+        x = through(outline.stages.pieces[0], *inputs, **named)
+        for parts in outline.stages.pieces[1:]:
             seen.append(x)
             x = through(parts, x)
         return x

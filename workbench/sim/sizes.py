@@ -21,7 +21,7 @@ from workbench.host.layout import Layout
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, StrategyError
 from workbench.sim.known import Kept
-from workbench.sim.outline import Outline, StageOutline
+from workbench.sim.outline import Outline, StageOutline, ready
 from workbench.tasks import Learner
 
 
@@ -50,7 +50,8 @@ class Sizes:
         self._bucket_mb, self._learned = bucket_mb, False
         self.piece: Way | None = None
         self._count = 1  # micro-batches of a batch
-        self._asked: dict[int, torch.Tensor | None] = {}  # what came for the micro-batches under way
+        self.shares: tuple[float, ...] = (1.0,)  # of what this rank computes, by piece
+        self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # what came, by micro-batch under way and piece
         self.model, self.optimizer = whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
         self.learning = self.roomy = False
@@ -98,7 +99,8 @@ class Sizes:
 
     def relaid(self, names: set[str], stages: Stages | None, stage: int) -> None:
         """These parameters lie here from now on, and this rank computes the stage that they are; or the whole model."""
-        self.share, self.piece = (stages.shares[stage], Way(stage, len(stages))) if stages else (1.0, None)
+        self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)
+        self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
         self._outline = self._whole
         if stages:
             self._outline = self._stage = self._whole.stage(names, stages, stage)
@@ -118,15 +120,22 @@ class Sizes:
         """A batch goes through the stages in so many parts."""
         self._count = count
 
-    def stage_forward(self, x: torch.Tensor | None, micro: int) -> torch.Tensor:
-        self._asked[micro] = x
+    def ready(self, chunk: int) -> list[float]:
+        """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
+        there = self._stage.there
+        return ready(self.layout, self._stage.arrival, there) if there else self.cut.ready
+
+    def stage_forward(self, x: torch.Tensor | None, micro: int, chunk: int) -> torch.Tensor:
+        self._asked[micro, chunk] = x
         self.opened += 1
         self.ledger.forward()
-        return self._stage.hands_on(self.examples(), self._count)
+        return self._stage.hands_on(self.examples(), self._count, chunk)
 
-    def stage_backward(self, grad: Any, micro: int, exchanged: bool, first: bool) -> torch.Tensor | None:
+    def stage_backward(
+        self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool
+    ) -> torch.Tensor | None:
         self.backward(grad, micro, exchanged, first or bool(self.came))
-        x = self._asked.pop(micro)
+        x = self._asked.pop((micro, chunk))
         return None if x is None else torch.empty_like(x)
 
     def told(self, loss: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from workbench.host.pipelining import one_batch
+from workbench.host.pipelining import one_batch, pass_name
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
@@ -24,35 +24,43 @@ class Stage:
     _compute: Callable[..., Any]
     _next_bucket: Callable[..., Any]
     _passing: Callable[..., Pass]
-    _left = 0  # backwards still to come of the batch under way
+    _left: list[int]  # by piece, the backwards still to come of the batch under way
     _count = 1
     _takes: Fiber | None = None  # who takes the buckets of its last backward
 
     async def _through_stages(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
         """One batch, there and back; answers the loop of who `takes` its buckets, if anybody does."""
         partition = self.experiment.partition
-        self._count = self._left = partition.micro_batches
+        self._count, pieces = partition.micro_batches, partition.pieces
+        self._left = [self._count] * pieces
         self._takes = takes
         self.body.begin(micro, self._count)
         actions = partition.actions(self.body.piece.stage)
-        loss = await one_batch(self.rank.inside, actions, (1.0 if grad is None else grad) / self._count)
+        loss = await one_batch(self.rank.inside, actions, (1.0 if grad is None else grad) / self._count, pieces)
         self.body.told(loss)
         return None if takes is None else END
 
+    def _part(self, chunk: int) -> float:
+        """Of a stage's own compute on a batch, that of one micro-batch through one piece."""
+        return float(self.body.shares[chunk]) / self._count
+
     def _stage_forward(self, fiber: Fiber, op: Op) -> Any:
-        x, micro = op.args
-        made = self.body.stage_forward(x, micro)
-        return self._compute(fiber, "forward", made, 1.0 / self._count, f"forward {micro}")
+        x, micro, chunk = op.args
+        made = self.body.stage_forward(x, micro, chunk)
+        name = pass_name("forward", micro, chunk, len(self._left))
+        return self._compute(fiber, "forward", made, self._part(chunk), name)
 
     def _stage_backward(self, fiber: Fiber, op: Op) -> Any:
-        grad, micro = op.args
-        self._left -= 1
-        takes = self._takes if not self._left else None
-        first = self._takes is not None and 0 < self._left == self._count - 1
-        came = self.body.stage_backward(grad, micro, takes is not None, first)
+        grad, micro, chunk = op.args
+        begun = sum(self._left) < self._count * len(self._left)
+        self._left[chunk] -= 1
+        takes = self._takes if not any(self._left) else None
+        first = self._takes is not None and not begun and any(self._left)
+        came = self.body.stage_backward(grad, micro, chunk, takes is not None, first)
+        name = pass_name("backward", micro, chunk, len(self._left))
         if takes is None:
-            return self._compute(fiber, "backward", came, 1.0 / self._count, f"backward {micro}")
-        takes.passing = self._passing(takes, "backward", self.body.cut.ready, 1.0 / self._count, f"backward {micro}")
+            return self._compute(fiber, "backward", came, self._part(chunk), name)
+        takes.passing = self._passing(takes, "backward", self.body.ready(chunk), self._part(chunk), name)
         takes.passing.then = fiber, came
         self._next_bucket(takes, op)
         return PARK

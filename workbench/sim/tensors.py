@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ class Tensors:
     shards: Any = None  # what Sizes are told, and these show
     gradient_shards = 1
     piece: Piece | None = None  # the stage that this rank is
+    shares: tuple[float, ...] = (1.0,)  # of what this rank computes, by piece
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
         torch.manual_seed(experiment.seed)
@@ -119,8 +120,9 @@ class Tensors:
     def relaid(self, names: set[str], stages: Stages | None, stage: int) -> None:
         """These parameters lie here from now on, and this rank computes the stage that they are; or the whole model."""
         self.layout.take(self.model, names)
-        self.share = stages.shares[stage] if stages else 1.0
-        self.piece = Piece(self.model, stages.parts[stage], stage, len(stages)) if stages else None
+        self.share = stages.share(stage) if stages else 1.0
+        self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
+        self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
         self._arrival, self._learned = None, False
         self._cut()
 
@@ -134,19 +136,32 @@ class Tensors:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         self._micros = micro_batches(self._batches.pop(micro), count)
 
-    def stage_forward(self, x: Tensor | None, micro: int) -> Tensor:
+    def _there(self, chunk: int) -> list[str]:
+        """Of other pieces than this one."""
+        assert self.piece is not None
+        here = {id(p) for p in self.piece.params(chunk)}
+        return [place.name for place in self.layout.order if id(place.param) not in here]
+
+    def ready(self, chunk: int) -> list[float]:
+        """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
+        assert self._arrival is not None
+        there = self._there(chunk)
+        return ready(self.layout, self._arrival, there) if there else self.cut.ready
+
+    def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
         with self._own_randomness(), torch.enable_grad():
-            made = self.piece.forward(self.learner.loss, self._micros[micro], x, micro)
+            made = self.piece.forward(self.learner.loss, self._micros[micro], x, micro, chunk)
         self.ledger.forward(self._micros[micro])
         return made
 
-    def stage_backward(self, grad: Any, micro: int, exchanged: bool, first: bool) -> Tensor | None:
+    def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
         """With the last of a batch its gradients are `exchanged`; after the `first` of such they lie in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
         piece = self.piece
-        self._gathered(lambda: came.append(piece.backward(grad, micro)), exchanged, first)
+        there = self._there(chunk) if exchanged else []
+        self._gathered(lambda: came.append(piece.backward(grad, micro, chunk)), exchanged, first, there)
         return came[0]
 
     def told(self, loss: Tensor) -> None:
@@ -189,14 +204,16 @@ class Tensors:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         self._gathered(partial(_run, loss, grad), exchanged)
 
-    def _gathered(self, run: Callable[[], None], exchanged: bool, first: bool = False) -> None:
-        """Runs a backward."""
+    def _gathered(
+        self, run: Callable[[], None], exchanged: bool, first: bool = False, there: Collection[str] = ()
+    ) -> None:
+        """Runs a backward. there: whose gradients came in others before"""
         if exchanged:
             self.layout.make_room()
         with self.ledger.backward(exchanged), self._own_randomness(), torch.enable_grad():
             with self.reading.passing("backward"):
                 if exchanged and self._arrival is None:
-                    self._arrival = self._watched(run)
+                    self._arrival = [*there, *(name for name in self._watched(run) if name not in there)]
                     self.cut.ready = ready(self.layout, self._arrival)
                 else:
                     run()

@@ -10,33 +10,47 @@ from workbench.settings import Family
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through a stage: "F", its forward, or "B", its backward."""
+    """A pass of one micro-batch through a stage: "F", its forward, or "B", its backward.
+
+    chunk: through which of the pieces of the model that the stage has, in the order of the model
+    """
 
     what: str
     micro: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.what}{self.micro}"
+        return f"{self.what}{self.micro}{chr(ord('a') + self.chunk - 1) if self.chunk else ''}"
 
 
-def forwards(*micros: int) -> list[Action]:
+def forwards(*micros: int, chunk: int = 0) -> list[Action]:
     """The forwards of these micro-batches, one after the other."""
-    return [Action("F", micro) for micro in micros]
+    return [Action("F", micro, chunk) for micro in micros]
 
 
-def backwards(*micros: int) -> list[Action]:
+def backwards(*micros: int, chunk: int = 0) -> list[Action]:
     """The backwards of these micro-batches, one after the other."""
-    return [Action("B", micro) for micro in micros]
+    return [Action("B", micro, chunk) for micro in micros]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Family):
-    """In which order a stage computes. A pass begins once what it needs has come from the stage before or after.
+    """In which order a stage computes. A pass begins once what it needs has come from the piece before or after.
 
-    Every micro-batch goes forward once and then backward once, backwards in their order: so gradients add up alike.
+    Every micro-batch goes once forward and then once backward through each piece, backwards in their order: so
+    gradients add up alike.
     """
 
     home: ClassVar[str] = "workbench.partitions.schedules"
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces of the model each stage has: consecutive ones are on consecutive stages, round and round."""
+        return 1
+
+    def refuses(self, stages: int, micros: int) -> str | None:
+        """Why it cannot order so many micro-batches, in a sentence that says what would do; or None."""
+        return None
 
     @abstractmethod
     def actions(self, stage: int, stages: int, micros: int) -> list[Action]:

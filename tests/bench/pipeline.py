@@ -1,0 +1,110 @@
+"""The bubble of four real stages against (p-1) / (m+p-1), in alternating blocks of one run.
+
+Compute is paced, a forward of a micro-batch to 100 ms and its backward to 200, so that four ranks on two cores behave
+like devices; how late a pass ends after that is measured beside it.
+
+    python -m tests.bench.pipeline --out docs/data/pipeline.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench.bound import wait
+from workbench import Experiment, Lab
+from workbench.partitions import Pipeline
+from workbench.run import Run
+from workbench.tasks import Task
+
+STAGES, PASS = 4, {"forward": 0.1, "backward": 0.2}  # seconds of one micro-batch on one stage
+KINDS = [("1F1B", "OneFOneB", 8), ("GPipe", "GPipe", 8), ("1F1B", "OneFOneB", 16), ("GPipe", "GPipe", 16),
+         ("1F1B again", "OneFOneB", 8)]  # fmt: skip
+WIDTH, BATCH = 32, 16
+
+
+def model() -> Any:
+    """Four equal layers."""
+    from torch import nn
+
+    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+
+
+def data(rank: int, ranks: int, seed: int) -> Any:
+    """One batch of sixteen, again and again."""
+    import torch
+
+    return [(torch.ones(16, 32), torch.zeros(16, 32))]
+
+
+def loss(net: Any, pair: Any) -> Any:
+    """Mean squared error."""
+    from torch.nn import functional
+
+    return functional.mse_loss(net(pair[0]), pair[1])
+
+
+def optimizer(params: Any) -> Any:
+    """Plain SGD."""
+    import torch
+
+    return torch.optim.SGD(params, 0.01)
+
+
+def pace(micros: int) -> float:
+    """ms of a step's compute on a whole model, at which a forward of one micro-batch on one stage takes 100."""
+    return 1e3 * PASS["forward"] * micros * STAGES / 0.3
+
+
+def block(lab: Lab, run: Run, schedule: str, micros: int) -> dict[str, float]:
+    """One step of this kind, after one that does not count."""
+    lab.set("pace", pace(micros))
+    lab.set("partition.micros", micros)
+    change = lab.set("partition.schedule", schedule)
+    change.wait(60)
+    step = change.applied_at + 1
+    wait(run, step)
+    rows = run.timeline.spans.rows()
+    rows = rows[(rows.step == step) & rows.equal("lane", "compute")]
+    passes = rows[rows.phase("forward") | rows.phase("backward")]
+    busy = float((passes.t1 - passes.t0).sum()) / STAGES
+    late = []
+    for phase, seconds in PASS.items():
+        mine = passes[passes.phase(phase)]
+        place = np.unique([f"{r} {n}" for r, n in zip(mine.rank, mine.name, strict=True)], return_inverse=True)[1]
+        late += (np.bincount(place, mine.t1 - mine.t0) - seconds).tolist()  # one that stood still is several rows
+    bubble = 1.0 - busy / float(passes.t1.max() - passes.t0.min())
+    return {"bubble": bubble, "late": statistics.median(late), "latest": max(late)}
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--runs", type=Path, default=Path("runs"))
+    ask.add_argument("--rounds", type=int, default=9)
+    a = ask.parse_args()
+    cells: list[dict[str, Any]] = [{"name": name, "micros": m, "stages": STAGES, "blocks": []} for name, _, m in KINDS]
+    task = Task(model=model, data=data, loss=loss, optimizer=optimizer)
+    e = Experiment(task=task, ranks=STAGES, eval_every=0, pace=pace(8), partition=Pipeline(stages=STAGES, micros=8))
+    with Lab(ranks=STAGES, name="pipeline") as lab:
+        run = lab.run(e, out=a.runs / f"pipeline-{time.time():.0f}")
+        wait(run, 1)
+        for number in range(a.rounds):
+            for cell, (_, schedule, micros) in zip(cells, KINDS, strict=True):
+                cell["blocks"].append(block(lab, run, schedule, micros))
+            middles = [statistics.median(b["bubble"] for b in cell["blocks"]) for cell in cells]
+            print(f"round {number + 1}: {', '.join(f'{middle:.3f}' for middle in middles)}", flush=True)
+        lab.stop()
+        run.wait(60)
+    if a.out:
+        a.out.write_text(json.dumps(cells))
+
+
+if __name__ == "__main__":
+    main()
