@@ -25,7 +25,7 @@ ROOMS = {
     "fabric": "settings",
     "tasks": "settings",
     "optimizers": "settings",
-    "partitions": "settings",
+    "partitions": "settings rank compressors",  # codecs, for what crosses between stages
     "compressors": "settings rank",
     "strategies": "settings rank compressors",  # codecs, for what they send in a way of their own
     "experiment": f"settings rank {FAMILIES}",

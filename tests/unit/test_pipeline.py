@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections import Counter
@@ -16,7 +17,7 @@ from torch import nn
 from tests.ranks import ended, experiment, fitting, live, run, shipped, toy
 from tests.waiting import until
 from workbench import simulate
-from workbench.compressors import QSGD, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
+from workbench.compressors import E3M0, QSGD, Cast, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment, partitioned
 from workbench.host.cutting import cut
@@ -216,6 +217,18 @@ def test_every_strategy_is_left_and_entered_with_the_partition(name: str) -> Non
     assert len(sessions[0].record.noted("partition")) == 3
 
 
+@pytest.mark.parametrize("name", ["SlowMo", "DiLoCo", "BMUF"])
+def test_an_outer_momentum_goes_with_what_it_is_of(name: str) -> None:
+    """To other pieces and back, at rounds' ends: where they would be without, which a new momentum is far from."""
+    strategy = replace(shipped(Strategy)[name](), every=2)
+    e = piped(4, 12, strategy=strategy, partition=Pipeline(micros=2), optimizer=SGD(momentum=0.0))
+    turned = run(e, Change(4, "schedule", Interleaved()), Change(8, "schedule", OneFOneB()))
+    plain = run(e)
+    assert len(turned[0].record.noted("partition")) == 3
+    for name_, x in assembled(plain, 2).items():  # SlowMo's is in other units, which rounds
+        torch.testing.assert_close(assembled(turned, 2)[name_], x, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("compressor", [ErrorFeedback(of=TopK(density=0.1)), QSGD(), PowerSGD()], ids=str)
 def test_what_stages_exchange_is_compressed(compressor: Compressor) -> None:
     e = piped(4, 9, compressor=compressor, partition=Pipeline())
@@ -225,6 +238,63 @@ def test_what_stages_exchange_is_compressed(compressor: Compressor) -> None:
     assert less != dense and not sessions[0].record.noted("refused")
     first, second = (assembled(sessions, 2, replica) for replica in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+CODECS = [(Cast(to="fp16"), 2), (QSGD(), 7.84), (E3M0(), 8), (TopK(density=0.1), 5)]
+
+
+@pytest.mark.parametrize(("codec", "less"), CODECS, ids=[str(codec) for codec, _ in CODECS])
+def test_what_crosses_between_stages_is_compressed(codec: Compressor, less: int) -> None:
+    """Fewer bytes, both ways; engine and simulator agree to the bit; it can be turned live."""
+    e = piped(2, 6, pace=2.0, bucket_mb=1.0, task=toy(model=wide, data=broad, loss=loss, evaluate=None))
+    e = e.set("partition", Pipeline(activations=codec, gradients=Dense() if isinstance(codec, TopK) else codec))
+    changes = [Change(3, "activations", Dense()), Change(4, "gradients", Dense())]
+    sessions = run(e, *changes)
+    assert not sessions[0].record.noted("refused")
+    for rank, what in ((0, "activation"), (1, "gradient")):
+        sent = {step: sum(n for k, name, n in sessions[rank].record.comm() if k == step and f"send {what}" in name)
+                for step in (2, 5)}  # fmt: skip
+        fewer = 10 * (1 if rank else 0.5) if isinstance(codec, TopK) else less  # gradients need no indices
+        assert sent[5] / sent[2] == pytest.approx(fewer, rel=0.05)
+    simulated = simulate(e, changes=changes, real=True).timeline.samples.rows()
+    mine = simulated.value[simulated.equal("name", "loss") & (simulated.rank == 0)].tolist()
+    if not isinstance(codec, QSGD):  # ranks as threads share torch's random numbers, but draw these from their own
+        assert mine == seen(sessions[0], "loss")
+    assert all(math.isfinite(x) for x in mine) and mine[-1] < mine[0]
+
+
+def wide() -> nn.Module:
+    """Two layers with much between them."""
+    rng = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, 200), nn.Sequential(nn.Tanh(), nn.Linear(200, 4)))
+    for p in model.parameters():
+        p.data = 0.2 * torch.randn(p.shape, generator=rng)
+    return model
+
+
+def broad(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rng = torch.Generator().manual_seed(100 + rank)
+    return [(torch.randn(32, WIDTH, generator=rng), torch.randn(32, 4, generator=rng))] * 4
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_gradient_of_chosen_activations_is_that_of_the_chosen(masked: bool) -> None:
+    """Against autograd on one process, through the same choice, or past it."""
+    way = Pipeline(micros=1, activations=TopK(density=0.1), mask=masked)
+    task = toy(model=wide, data=broad, loss=loss, evaluate=None)
+    sessions = run(piped(2, 1, task=task, partition=way, optimizer=SGD(momentum=0.0)))
+    model, (x, y) = wide(), broad(0, 1, 0)[0]
+    between = model[0](x)
+    kept = torch.zeros_like(between).view(-1)
+    chosen = TopK(density=0.1).encode(between.detach())[1].long()
+    kept[chosen] = between.detach().view(-1)[chosen]
+    came = kept.view(between.shape).requires_grad_()
+    nn.functional.mse_loss(model[1](came), y).backward()
+    grad = torch.zeros_like(kept)
+    grad[chosen] = came.grad.view(-1)[chosen]
+    between.backward(grad.view(between.shape) if masked else came.grad)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(assembled(sessions, 2)[name], p.detach() - 1e-2 * p.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_everything_else_is_turned_while_it_is_a_pipeline() -> None:
@@ -264,6 +334,8 @@ REFUSED = [
     ({"partition": Pipeline(micros=3), "batch": 8}, "take micros=1, 2, 4 or 8, or another batch"),
     ({"partition": Pipeline(), "strategy": ZeRO3()}, "ranks share out what those hold alike"),
     ({"partition": Pipeline(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
+    ({"partition": Pipeline(activations=PowerSGD())}, "activations=PowerSGD"),
+    ({"partition": Pipeline(micros=6, schedule=Interleaved(), stages=4)}, "a multiple of 4, such as micros=8"),
     ({"partition": Pipeline(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
 ]
 

@@ -142,6 +142,10 @@ class Codec(Compressor):
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
         """The tensors of `encode` -> (...) in the shape and the dtype of `like`."""
 
+    def chosen(self, payload: Payload) -> Tensor | None:
+        """(k,) of any integer: the flat places of the elements that a payload speaks of; None where it is of all."""
+        return None
+
     def coder(self, memory: Memory) -> Coder:
         return self
 

@@ -56,6 +56,9 @@ class TopK(Codec):
         index = largest(x, k)
         return x[index], index.to(torch.int32)
 
+    def chosen(self, payload: Payload) -> Tensor:
+        return payload[1]
+
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
         values, index = payload
         return like.new_zeros(like.numel()).index_add_(0, index, values.to(like.dtype)).view(like.shape)

@@ -25,7 +25,7 @@ from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum, partitioned, sharding
-from workbench.host import changes, repartition
+from workbench.host import repartition
 from workbench.host.batches import Batches, example
 from workbench.host.cutting import Stages
 from workbench.host.layout import Layout
@@ -174,9 +174,8 @@ class Parts(Life):
 
     def able(self, wanted: Experiment) -> Experiment:
         """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""
-        reason = self.refused(wanted.strategy) or changes.refuses_model(wanted, self.layout.parts)
         made = partial(self.make_optimizer, wanted)
-        if reason := reason or momentum.refused(wanted, made) or sharding.refused(wanted, made):
+        if reason := self.refused(wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made):
             raise KnobError(reason)
         repartition.able(self, wanted)
         return wanted

@@ -54,11 +54,11 @@ class Stage(StepEnd):
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         partition = self.partition()
-        count, pieces = partition.micro_batches, partition.pieces
-        self._left = [count] * pieces
+        count = partition.micro_batches
+        self._left = [count] * partition.pieces
         self._micros, self._exchanged = micro_batches(self._batches.pop(micro), count), exchanged
         share = (1.0 if grad is None else grad) / count
-        passes = one_batch(self.rank.inside, partition.actions(self.piece.stage), share, pieces)
+        passes = one_batch(self.rank.inside, partition, share)
         self.losses.append(drive(passes, self._perform, self.alone))
         self._micros = []
 
@@ -95,6 +95,13 @@ class Stage(StepEnd):
     def _end(self) -> None:
         self.paced(1.0)
         self._computed()
+
+    def _coded(self, name: str, work: Callable[[], Any]) -> Any:
+        """A codec's own work on what crosses between stages."""
+        began = self.watch.now()
+        value = work()
+        self.watch.write(self.rank.step, "codec", name, began, began, self.watch.now(), 0)
+        return value
 
     def _of_replica(self, squares: float) -> float:
         """The sum over all stages of a replica."""

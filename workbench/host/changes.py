@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh, sharers
 from workbench.fabric.load import idle
@@ -19,7 +18,7 @@ from workbench.host.changing import Changing
 from workbench.host.momentum import give_back, move_momentum
 from workbench.host.repartition import moves, repartition, stages_of
 from workbench.optimizers import carry
-from workbench.rank import MOMENTUM, Part
+from workbench.rank import MOMENTUM
 from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate, rate
 
@@ -156,10 +155,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
             run.enter_opaque()
         momentum = was.strategy.hands_on(run.rank.replicas, run.state)
         if moved:
-            await _spread_anew(run, wanted)
-            if momentum is not None and run.rank.id == 0:
-                run.mark("momentum", {"text": "the outer momentum begins anew: other ranks hold its parameters now"})
-            momentum = None
+            momentum = await _spread_anew(run, wanted, momentum)
         await handover.reshard(run, None, handover.cut(run, wanted.strategy))
         run.enter(was, wanted)
         wanted.strategy.takes(run.rank.replicas, run.state, momentum)
@@ -175,12 +171,16 @@ async def spread_out(run: Changing) -> None:
     await handover.check(run)
 
 
-async def _spread_anew(run: Changing, wanted: Experiment) -> None:
-    """The model comes to lie as `wanted` says. What a compressor remembers is each rank's own: it begins anew."""
+async def _spread_anew(run: Changing, wanted: Experiment, outer: Any = None) -> Any:
+    """The model comes to lie as `wanted` says, and with it an outer momentum, which is answered.
+
+    What a compressor remembers is each rank's own: it begins anew.
+    """
     if MOMENTUM in run.rank.memory.buffers:
         await give_back(run)
-    await repartition(run, run.stages, stages_of(wanted, run.model, run.learner))
+    outer = await repartition(run, run.stages, stages_of(wanted, run.model, run.learner), outer)
     run.rank.memory.clear()
+    return outer
 
 
 def _foreign(was: Experiment, wanted: Experiment) -> bool:
@@ -190,12 +190,6 @@ def _foreign(was: Experiment, wanted: Experiment) -> bool:
     """
     kinds = {was.strategy.exchanges, wanted.strategy.exchanges}
     return len(kinds) > 1 or "moments" in kinds
-
-
-def refuses_model(e: Experiment, parts: list[Part]) -> str | None:
-    """Why a model of these parameters cannot be trained as `e` says, in a sentence that says what would do; or None."""
-    said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
-    return next((reason for reason in said if reason), None)
 
 
 def in_step(e: Experiment) -> bool:

@@ -26,7 +26,7 @@ from workbench.host.move import State, move
 from workbench.host.placement import Placement
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
-from workbench.rank import Part
+from workbench.rank import Part, Rank
 
 
 class Cut(NamedTuple):
@@ -72,13 +72,17 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
-    drifted = [x for x in beside(run).values() if x.numel()]
+    await averaged(group, [x for x in beside(run).values() if x.numel()], "optimizer state")
+
+
+async def averaged(group: Rank, drifted: list[torch.Tensor], name: str) -> None:
+    """These tensors of all ranks of a group become their mean; of whole numbers, which have none, the first one's."""
     floats = [x for x in drifted if x.is_floating_point()]
     if floats:
         flat = flattened(floats).div_(group.size)
-        await group.all_reduce(flat, "sum", "optimizer state")
+        await group.all_reduce(flat, "sum", name)
         scatter_back(flat, floats)
-    for x in drifted:  # a mean of whole numbers is none
+    for x in drifted:
         if not x.is_floating_point():
             whole = x.detach().reshape(-1).clone().view(torch.uint8)
             await group.broadcast(whole, 0, "counters")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.layout import Layout, Place
-from workbench.rank import Memory
+from workbench.rank import Handle, Memory
 
 Storages = dict[int, Any]  # storages by what tells them apart while they live
 Alive = list[tuple[Callable[[], Any], int]]  # weak references to storages, and their bytes
@@ -54,6 +54,8 @@ def _inside(x: Any) -> Iterable[Any]:
         return x.values()
     if isinstance(x, list | tuple | set | frozenset | deque):
         return x
+    if isinstance(x, Handle):  # a child under way reaches all of its host; what it holds is a buffer in flight
+        return ()
     if isinstance(x, nn.Module):
         return [*x.parameters(), *x.buffers()]
     slots = [getattr(x, name, None) for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]

@@ -12,21 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.host import absent
 from workbench.host.canonical import Disagreement
 from workbench.host.changing import Changing
 from workbench.host.checksum import MASK, checksum
 from workbench.host.cutting import Stages, check, cut, shape
-from workbench.host.handover import kept_slots
+from workbench.host.handover import averaged, kept_slots
 from workbench.host.layout import Place
 from workbench.host.move import State, move
 from workbench.host.placement import Placement
 from workbench.host.plan import plan
 from workbench.host.slots import likes, put, slots
-from workbench.rank import StrategyError
+from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import at_rate, rate
+
+OUTER = "outer"  # what an outer momentum is called among what moves
 
 
 class _Order(NamedTuple):
@@ -40,8 +43,22 @@ def stages_of(e: Experiment, model: nn.Module, learner: Any) -> Stages | None:
     return cut(e, model, learner) if e.partition.size > 1 else None
 
 
+def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
+    """Why the model, or a stage of it, cannot be trained as `e` says, in words that say what would do; or None."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stages = stages_of(e, model, learner)
+    for names in stages.names if stages else (frozenset(trained),):
+        parts = [Part(name, tuple(p.shape), 0, p.numel()) for name, p in trained.items() if name in names]
+        said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
+        if reason := next((reason for reason in said if reason), None):
+            return f"{reason} (of a stage: a replica lies in {len(stages)})" if stages else reason
+    return None
+
+
 def able(run: Any, wanted: Experiment) -> None:
-    """Raises KnobError where `run`'s model, or what its optimizer remembers, cannot be spread as `wanted` says."""
+    """Raises KnobError where `run`'s model cannot be trained as `wanted` says, or cannot come to lie so."""
+    if reason := refuses_model(wanted, run.model, run.learner):
+        raise KnobError(reason)
     if shape(wanted) == ((run.stages.count, len(run.stages.pieces) // run.stages.count) if run.stages else (1, 1)):
         return
     stages_of(wanted, run.model, run.learner)
@@ -60,11 +77,17 @@ def moves(was: Experiment, wanted: Experiment) -> bool:
     return shape(was) != shape(wanted) or was.partition.dims() != wanted.partition.dims()
 
 
-async def repartition(run: Any, was: Stages | None, to: Stages | None) -> None:
-    """The model comes to lie as `to` says. All ranks stand at the same boundary, and replicas are alike."""
+async def repartition(run: Any, was: Stages | None, to: Stages | None, outer: State | None = None) -> State | None:
+    """The model comes to lie as `to` says. All ranks stand at the same boundary, and replicas are alike.
+
+    outer: an outer momentum of what lies here, by parameter -> the same of what lies here then
+    """
     rank, model, everyone = run.rank, run.model, range(run.rank.size)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     buffers = {name: b for name, b in model.named_buffers() if b.numel()}
+    here_of = buffers if was is None else {n: b for n, b in buffers.items() if n in was.names[rank.id % len(was)]}
+    if rank.replicas.size > 1 and here_of:  # running statistics, of which each replica has its own
+        await averaged(rank.replicas, list(here_of.values()), "buffers")
     every = _Order([Place(name, p) for name, p in trained.items()])
     whole = run.make_optimizer(run.experiment, list(trained.values()))
     like: State = likes(every, whole)  # type: ignore[arg-type]
@@ -76,9 +99,17 @@ async def repartition(run: Any, was: Stages | None, to: Stages | None) -> None:
     shapes = {name: like[name].shape if like[name].numel() else trained[name.partition("/")[2]].shape for name in kept}
     sizes = {name: p.numel() for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: shape.numel() for name, shape in shapes.items()}
+    owed: State = {}
+    if any(await run.gather(int(bool(outer)))):  # some may have none yet
+        sizes |= {f"{OUTER}/{name}": p.numel() for name, p in trained.items()}
+        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
+        like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
+        for place in run.layout.order:
+            none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
+            owed[f"{OUTER}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
     lies, comes = (_placed(tuple(sizes.items()), each, rank.size) for each in (was, to))
     like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
-    state = {place.name: place.param.data for place in run.layout.order} | buffers | here
+    state = {place.name: place.param.data for place in run.layout.order} | buffers | here | owed
     if sizes_only:
         state = {name: like[name].new_empty(sizes[name]) for name in lies.at(rank.id)}
     before = await _summed(run, state, lies)
@@ -103,6 +134,7 @@ async def repartition(run: Any, was: Stages | None, to: Stages | None) -> None:
         nbytes = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone))))
         text = f"each replica lies in {len(to)} stages: {to}" if to else "every rank holds the whole model"
         run.mark("partition", {"stages": len(to) if to else 1, "nbytes": nbytes, "text": text})
+    return {name: given[f"{OUTER}/{name}"] for name in mine} if owed else None
 
 
 @lru_cache(maxsize=4)  # the ranks of a simulation all ask for the same

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from workbench.partitions.schedules import Action
 from workbench.settings import Family
+
+if TYPE_CHECKING:
+    from workbench.compressors import Coder
+    from workbench.rank import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,15 @@ class Partition(Family):
     def actions(self, stage: int) -> list[Action]:
         """What the ranks of a stage compute of one batch, in order; nothing where a replica is whole."""
         return []
+
+    @property
+    def masks(self) -> bool:
+        """Does the gradient of an activation cross only where a codec has let the activation cross?"""
+        return False
+
+    def coders(self, memory: Memory) -> tuple[Coder | None, Coder | None]:
+        """What makes payloads of activations, and of their gradients, between stages; None: they cross as they are."""
+        return None, None
 
     def refuses(self, batch: int) -> str | None:
         """Why a batch of so many examples (0: not known) cannot be, in a sentence that says what would do; or None."""

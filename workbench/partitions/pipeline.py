@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.compressors import Coder, Compressor, Dense
+from workbench.compressors.error_feedback import bare
 from workbench.partitions._base import Partition
 from workbench.partitions.schedules import Action, OneFOneB, Schedule
+from workbench.rank import Memory
 from workbench.settings import knob
 
 
@@ -25,6 +28,10 @@ class Pipeline(Partition):
     size.
     With `micros` = 1 it is naive layer parallelism: one stage computes at a time.
 
+    `activations` and `gradients` may cross in a codec's payload, without error feedback: what was left out of an
+    activation is not missed by the next one. With TopK the gradient is that of the entries that crossed, and crosses at
+    these.
+
     Layers are cut where they lie evenly by their numbers of parameters, embeddings not counted: a Sequential between
     its children, any other model between the parts that its task names.
 
@@ -38,6 +45,10 @@ class Pipeline(Partition):
     stages: int = knob(2, 2, 64, unit="stages", doc="p: ranks that make one replica")
     micros: int = knob(4, 1, 1024, unit="micro-batches", doc="m: equal parts that a replica's batch is cut into")
     schedule: Schedule = knob(OneFOneB(), doc="in which order a stage computes forwards and backwards")
+
+    activations: Compressor = knob(Dense(), doc="what crosses between stages in place of an activation")
+    gradients: Compressor = knob(Dense(), doc="what crosses between stages in place of an activation's gradient")
+    mask: bool = knob(True, doc="where activations are chosen (TopK) gradients cross at the same elements only")
 
     def dims(self) -> tuple[tuple[str, int], ...]:
         return (("stage", self.stages),)
@@ -53,7 +64,22 @@ class Pipeline(Partition):
     def actions(self, stage: int) -> list[Action]:
         return self.schedule.actions(stage, self.stages, self.micros)
 
+    @property
+    def masks(self) -> bool:
+        return self.mask
+
+    def coders(self, memory: Memory) -> tuple[Coder | None, Coder | None]:
+        ways = (self.activations, self.gradients)
+        there, back = (None if way.immediate else bare(way).coder(memory) for way in ways)
+        return there, back
+
     def refuses(self, batch: int) -> str | None:
+        for name, way in (("activations", self.activations), ("gradients", self.gradients)):
+            if bare(way).coder(Memory()) is None:
+                return (
+                    f"{name}={way}: between two stages nothing is added up, and {way} is a way to add; take one that "
+                    f"makes something of any tensor by itself: Cast, E3M0, QSGD, TopK, or Dense"
+                )
         if reason := self.schedule.refuses(self.stages, self.micros):
             return reason
         if batch % self.micros:

@@ -13,7 +13,7 @@ from workbench.experiment.arranged import sharers
 from workbench.experiment.partitioned import dealt
 from workbench.fabric.load import pauses
 from workbench.host.batches import example
-from workbench.host.changes import in_step, refuses_model, take_role
+from workbench.host.changes import in_step, take_role
 from workbench.host.cutting import Stages
 from workbench.host.handover import Cut
 from workbench.host.life import Life
@@ -24,7 +24,6 @@ from workbench.sim.costs import Costs
 from workbench.sim.host import Host
 
 if TYPE_CHECKING:
-    from workbench.host.layout import Layout
     from workbench.sim.world import World
 
 
@@ -58,7 +57,7 @@ class Turnable(Life):
 
     def able(self, wanted: Experiment) -> Experiment:
         """`wanted` if it can be simulated, on this model. Raises KnobError."""
-        if reason := refused(wanted, self.world.costs, self.world.real, self.layout, lambda: self.body.made(wanted)):
+        if reason := refused(wanted, self.world.costs, lambda: self.body.made(wanted)):
             raise KnobError(reason)
         able(self, wanted)
         return wanted
@@ -186,14 +185,11 @@ class Turnable(Life):
             self.mark("state", {"state": phase, "detail": ""})
 
 
-def refused(e: Experiment, costs: Costs | None, real: bool, layout: Layout | None = None,
-            made: Callable[[], Any] | None = None) -> str | None:  # fmt: skip
+def refused(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None = None) -> str | None:
     """Why `e` cannot be simulated, in a sentence that says what would do; or None. Asked again once there is a model:
-    this is its layout, and `made` makes its optimizer.
+    `made` makes its optimizer.
     """
     name = type(e.strategy).__name__
-    if layout is not None and (reason := refuses_model(e, layout.parts)):
-        return reason
     if made is not None and (reason := momentum.refused(e, made) or sharding.refused(e, made)):
         return reason
     if e.strategy.opaque:

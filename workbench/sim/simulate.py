@@ -50,7 +50,7 @@ def simulate(
     experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
     given.instance(costs, Costs, "costs", "Costs.measured(run)")
     given.instance(replay, Run, "replay", "Run.open('runs/first')")
-    if reason := refused(experiment, costs, real):
+    if reason := refused(experiment, costs):
         raise KnobError(reason)
     if not experiment.steps:
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
@@ -59,7 +59,7 @@ def simulate(
     with _apart(real):
         world = World(experiment.ranks, costs, experiment.seed, planned, real, _followed(replay, experiment))
         bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner)
-        if reason := refused(experiment, costs, real, bodies[0].layout, lambda: bodies[0].optimizer):
+        if reason := refused(experiment, costs, lambda: bodies[0].optimizer):
             raise KnobError(reason)
         try:
             sessions = [Session(world, r, experiment, body) for r, body in enumerate(bodies)]

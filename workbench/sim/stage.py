@@ -31,14 +31,18 @@ class Stage:
     async def _through_stages(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
         """One batch, there and back; answers the loop of who `takes` its buckets, if anybody does."""
         partition = self.experiment.partition
-        self._count, pieces = partition.micro_batches, partition.pieces
-        self._left = [self._count] * pieces
+        self._count = partition.micro_batches
+        self._left = [self._count] * partition.pieces
         self._takes = takes
         self.body.begin(micro, self._count)
-        actions = partition.actions(self.body.piece.stage)
-        loss = await one_batch(self.rank.inside, actions, (1.0 if grad is None else grad) / self._count, pieces)
+        loss = await one_batch(self.rank.inside, partition, (1.0 if grad is None else grad) / self._count)
         self.body.told(loss)
         return None if takes is None else END
+
+    def _coded(self, fiber: Fiber, op: Op) -> Any:
+        """A codec's own work on what crosses between stages; nobody knows how long it takes."""
+        _, work = op.args
+        return work()
 
     def _part(self, chunk: int) -> float:
         """Of a stage's own compute on a batch, that of one micro-batch through one piece."""

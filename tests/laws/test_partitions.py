@@ -1,0 +1,156 @@
+"""The law of switching: from any strategy and partition to any other, and back, while ranks train.
+
+Each switch leaves replicas alike, or the run fails, and moves state of which the hash must stay, or it fails. Here runs
+walk from pair to pair; what a rank is left with must be what every other rank with the same piece has. In the simulator
+with real tensors every ordered pair of partitions, every strategy into and out of every partition and 300 seeded random
+pairs; 40 pairs on real ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import assemble, experiment, fitting, run, shipped, toy
+from tests.sim.insides import simulated
+from workbench.experiment import Experiment
+from workbench.host.repartition import refuses_model
+from workbench.optimizers import SGD, AdamW
+from workbench.partitions import Partition, Pipeline, Whole
+from workbench.partitions.schedules import GPipe, Interleaved
+from workbench.settings import Change, KnobError
+from workbench.strategies import DDP, Strategy
+
+pytestmark = pytest.mark.ranks
+
+RANKS, WIDTH, EVERY = 4, 8, 3  # steps between two switches
+WAYS: list[Partition] = [
+    Whole(), Pipeline(micros=2), Pipeline(stages=4, micros=8), Pipeline(micros=4, schedule=GPipe()),
+    Pipeline(micros=4, schedule=Interleaved(chunks=2)), Pipeline(micros=2, schedule=Interleaved(chunks=3)),
+]  # fmt: skip
+Pair = tuple[Strategy, Partition]
+
+
+def deep() -> nn.Module:
+    """Eight layers, one of them normalised by what it has seen, so that there are buffers."""
+    rng = torch.Generator().manual_seed(7)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(*layers[:3], nn.BatchNorm1d(WIDTH), *layers[3:], nn.Linear(WIDTH, 4))
+    for p in model.parameters():
+        p.data = 0.4 * torch.randn(p.shape, generator=rng)
+    return model
+
+
+def data(rank: int, ranks: int, seed: int) -> list[Any]:
+    rng = torch.Generator().manual_seed(100 + rank)
+    return [(torch.randn(16, WIDTH, generator=rng), torch.randn(16, 4, generator=rng)) for _ in range(4)]
+
+
+def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+
+def started(pair: Pair, steps: int, **rest: Any) -> Experiment:
+    task = toy(model=deep, data=data, loss=loss, evaluate=None)
+    more = {"task": task, "lr": 1e-3, "bucket_mb": 0.01, "pace": 2.0, "strategy": pair[0], "partition": pair[1], **rest}
+    return experiment(RANKS, steps, **more)
+
+
+def possible(pair: Pair) -> bool:
+    try:
+        e = started(pair, 1)
+        return refuses_model(e.checked(), deep(), e.task.build()) is None
+    except KnobError:
+        return False
+
+
+def every() -> list[Pair]:
+    """All strategies that the simulator runs with real tensors too, with every partition that they go with."""
+    names = [name for name, cls in shipped(Strategy).items() if not cls.opaque and cls.workers == 1]
+    fits = {way.size: [fitting(shipped(Strategy)[name], RANKS // way.size) for name in names] for way in WAYS}
+    return [(strategy, way) for way in WAYS for strategy in fits[way.size] if possible((strategy, way))]
+
+
+def switches(pairs: Sequence[Pair]) -> list[Change]:
+    """From each pair to the next. One that is refused in between goes by way of DDP between whole replicas."""
+    changes, at = [], 0
+    for (was, _), (strategy, way) in pairwise(pairs):
+        at += EVERY
+        between = [("partition", way), ("strategy", strategy)]
+        if not possible((was, way)):
+            between = [("strategy", DDP()), *between]
+        changes += [Change(at, path, value) for path, value in between]
+    return changes
+
+
+def lies_alike(sessions: list[Any], pairs: Sequence[Pair]) -> None:
+    """At the end every rank has of its piece, to the bit, what all others have that hold the same."""
+    stages = pairs[-1][1].size
+    for s in sessions:
+        first = sessions[s.rank.id % stages]
+        mine, its = ({place.name: place.param.data for place in each.layout.order} for each in (s, first))
+        assert mine.keys() == its.keys()
+        assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
+    held = [place.name for s in sessions[:stages] for place in s.layout.order]
+    assert sorted(held) == sorted(name for name, _ in deep().named_parameters())
+
+
+def refused(pairs: Sequence[Pair], **rest: Any) -> list[Any]:
+    """A simulated run with real tensors through all of these pairs, and DDP at last; what it has refused."""
+    path = [*pairs, (DDP(), pairs[-1][1])]
+    changes = switches(path)
+    e = started(path[0], changes[-1].at_step + 1, **rest)
+    record, sessions = simulated(e, *changes)
+    lies_alike(sessions, path)
+    return list(record.details("refused"))
+
+
+EVERYWHERE = every()
+
+
+def test_there_are_many_pairs() -> None:
+    assert len(EVERYWHERE) > 70 and {type(s).__name__ for s, _ in EVERYWHERE} >= {"DDP", "ZeRO3", "Gossip", "DiLoCo"}
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(), SGD()], ids=["AdamW", "SGD"])
+def test_every_ordered_pair_of_partitions(optimizer: Any) -> None:
+    """One walk over all edges between the six."""
+    walk, left = [0], {(a, b) for a in range(len(WAYS)) for b in range(len(WAYS)) if a != b}
+    while left:
+        ahead = [b for a, b in sorted(left) if a == walk[-1]]
+        walk.append(ahead[0] if ahead else min(left)[0])
+        left.discard((walk[-2], walk[-1]))
+    assert refused([(DDP(), WAYS[k]) for k in walk], optimizer=optimizer) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted({type(s).__name__ for s, _ in EVERYWHERE}))
+def test_every_strategy_into_and_out_of_every_partition(name: str) -> None:
+    own = [(s, way) for s, way in EVERYWHERE if type(s).__name__ == name]
+    others = [(DDP(), way) for way in WAYS]
+    assert refused([pair for mine in own for other in others for pair in (mine, other)]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_three_hundred_random_pairs(seed: int) -> None:
+    rng = random.Random(seed)
+    assert refused([rng.choice(EVERYWHERE) for _ in range(16)]) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_forty_pairs_on_real_ranks(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    path = [rng.choice(EVERYWHERE) for _ in range(8)]
+    path.append((DDP(), path[-1][1]))
+    changes = switches(path)
+    sessions = run(started(path[0], changes[-1].at_step + 1, pace=0.0), *changes)
+    assert sessions[0].record.noted("refused") == [], changes
+    assemble(sessions)
+    lies_alike(sessions, path)

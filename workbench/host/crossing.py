@@ -1,0 +1,96 @@
+"""What crosses between two stages: activations and their gradients, as they are or in a codec's payload.
+
+A payload travels as its tensors, behind one of no elements whose shape tells how many there are and of what shape.
+Where a codec has chosen entries (TopK), the gradient may cross at those only: it is then that of the chosen activation,
+and its indices need not be sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from workbench.compressors import Codec
+from workbench.partitions import Partition
+from workbench.rank import Op, Rank
+
+Place = tuple[int, int]  # a micro-batch, and a piece of the model
+
+
+class Crossing:
+    """One batch's messages, as one stage sends and hears them."""
+
+    def __init__(self, rank: Rank, partition: Partition) -> None:
+        self.rank, self.masks, self.pieces = rank, partition.masks, partition.pieces
+        self._there, self._back = partition.coders(rank.memory)
+        self._chosen: dict[Place, Tensor] = {}  # where activations have crossed, until their gradients do
+        self._shapes: dict[Place, Any] = {}  # of the whole ones, on who sent them
+
+    async def on(self, x: Tensor, to: int, place: Place) -> None:
+        """Sends the activation that goes into this piece of the model."""
+        name = self._named("activation", place)
+        if self._there is None:
+            return await self.rank.send(x, to, name)
+        payload = await self._send(x, to, name, self._there)
+        self._note(place, payload)
+        self._shapes[place] = x.shape
+
+    async def came_on(self, source: int, place: Place) -> Tensor:
+        """The activation that goes into this piece."""
+        name = self._named("activation", place)
+        if self._there is None:
+            return await heard(self.rank, source, name)
+        payload, x = await self._heard(source, name, self._there)
+        self._note(place, payload)
+        return x
+
+    async def back(self, grad: Tensor, to: int, place: Place) -> None:
+        """Sends the gradient of what went into this piece."""
+        name, chosen = self._named("gradient", place), self._chosen.pop(place, None)
+        x = grad if chosen is None else grad.reshape(-1)[chosen]
+        if self._back is None:
+            await self.rank.send(x, to, name)
+        else:
+            await self._send(x, to, name, self._back)
+
+    async def came_back(self, source: int, place: Place) -> Tensor:
+        """The gradient of what went into this piece."""
+        name, chosen = self._named("gradient", place), self._chosen.pop(place, None)
+        shape = self._shapes.pop(place, None)
+        if self._back is None:
+            x = await heard(self.rank, source, name)
+        else:
+            _, x = await self._heard(source, name, self._back)
+        return x if chosen is None else x.new_zeros(shape.numel()).index_copy_(0, chosen, x).view(shape)
+
+    async def _send(self, x: Tensor, to: int, name: str, coder: Any) -> Any:
+        payload = await Op("coded", name, lambda: coder.encode(x))
+        await self.rank.send(x.new_empty((0, len(payload), *x.shape)), to, f"{name} shape")
+        for number, part in enumerate(payload):
+            await self.rank.send(part, to, name if not number else f"{name} part {number}")
+        return payload
+
+    async def _heard(self, source: int, name: str, coder: Any) -> tuple[Any, Tensor]:
+        said = await heard(self.rank, source, f"{name} shape")
+        count, *shape = said.shape[1:]
+        payload = tuple([await heard(self.rank, source, name if not n else f"{name} part {n}") for n in range(count)])
+        like = said.new_empty(shape)
+        return payload, await Op("coded", name, lambda: coder.decode(payload, like))
+
+    def _note(self, place: Place, payload: Any) -> None:
+        if self.masks and isinstance(self._there, Codec) and (chosen := self._there.chosen(payload)) is not None:
+            self._chosen[place] = chosen.long()
+
+    def _named(self, what: str, place: Place) -> str:
+        micro, piece = place
+        return f"{what} {micro}" if self.pieces == 1 else f"{what} {micro} of piece {piece}"
+
+
+async def heard(rank: Rank, source: int, kind: str) -> Tensor:
+    """The next message of a kind. Raises ConnectionError where nothing more can come."""
+    got = await rank.recv(None, source, kind)
+    if got is None:
+        raise ConnectionError(f"Connection closed by peer: stage {source}, of which {kind} was awaited")
+    came: Tensor = got[0]
+    return came
