@@ -111,7 +111,7 @@ def as_python(run: Run) -> str:
         if field == "task" and "'<" in text:
             text, comment[field] = "...", "  # your own Task(...): its functions are not in the record"
         elif home:
-            ours = {name for name in used if public.get(name, "").startswith(f"workbench.{home}")}
+            ours = used & public.keys()
             for name in ours:
                 names.setdefault(_package(public[name]), set()).add(name)
             if own := sorted(used - ours):
