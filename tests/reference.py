@@ -15,7 +15,7 @@ from typing import Any
 
 from widgets.views import all_views
 from workbench.compressors import Compressor
-from workbench.experiment import Experiment
+from workbench.experiment import Experiment, partitioned
 from workbench.experiment.recipes import recipes
 from workbench.fabric import Fabric, Fault, Link
 from workbench.optimizers import Optimizer
@@ -43,8 +43,17 @@ TERM = re.compile(r"\w+: {2,}")  # the first of a list of terms in a docstring
 
 def part(name: str) -> str:
     """What stands between the markers of this name."""
-    others = {"settings": settings, "fabric": fabric, "verbs": verbs, "views": views}
+    others = {"settings": settings, "fabric": fabric, "verbs": verbs, "views": views, "pairs": pairs}
     return others[name]() if name in others else family(name)
+
+
+def pairs() -> str:
+    """Which strategies go on between replicas that are pipelines, and of the others why not."""
+    rows = []
+    for m in shipped(Strategy):
+        why = partitioned.unfit(m(), 4)
+        rows.append([f"[{m.__name__}](strategies.md#{m.__name__.lower()})", "no: " + why if why else "yes"])
+    return table(["strategy", "between pipelines"], rows)
 
 
 def shipped(base: type[Any]) -> list[type[Any]]:

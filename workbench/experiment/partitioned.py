@@ -38,7 +38,7 @@ def refused(e: Experiment) -> str | None:
             f"{dims}: one replica takes {partition.size} ranks, and {e.ranks} cannot be dealt out to such; take "
             f"{others}ranks={-(-e.ranks // partition.size) * partition.size}"
         )
-    if lacks := _unfit(strategy, replicas(e)):
+    if lacks := unfit(strategy, replicas(e)):
         return (
             f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy whose "
             f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo"
@@ -46,7 +46,7 @@ def refused(e: Experiment) -> str | None:
     return partition.refuses(e.batch) if e.batch else None
 
 
-def _unfit(strategy: Strategy, size: int) -> str:
+def unfit(strategy: Strategy, size: int) -> str:
     """What of a strategy between `size` replicas does not go with replicas on several ranks each; "" where nothing."""
     said = {
         "torch's own exchange needs the whole model on every rank": strategy.opaque,
@@ -56,6 +56,6 @@ def _unfit(strategy: Strategy, size: int) -> str:
         "ranks exchange beside their steps, too": strategy.has_background,
         "ranks go by all of a replica's gradients or examples at once": strategy.sees_all,
         "some ranks serve": not all(strategy.trains(r, size) for r in range(size)),
-        "ranks keep no common step": not strategy.lockstep or strategy.propagation(size) > 0,
+        "ranks keep no common step": not strategy.lockstep,
     }
     return next((words for words, holds in said.items() if holds), "")

@@ -46,6 +46,8 @@ class Life(ABC):
     def apart(self) -> bool:
         """Do the ranks go on without meeting in every round?"""
         strategy = self.experiment.strategy
+        if self.rank.mesh.inside:  # a replica's stages pass each batch on to each other, and all hear each ticket
+            return False
         return not strategy.lockstep or strategy.propagation_in(self.rank.size, self.rank.step) > 0
 
     @property
