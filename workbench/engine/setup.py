@@ -108,9 +108,9 @@ class Parts(Life):
             params = [p for p in self.model.parameters() if id(p) in here]
         return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
-    def example(self) -> Any:
+    def example(self, wanted: Experiment) -> Any:
         """A batch, the same on all ranks, that training does not miss."""
-        return example(self.learner, self.experiment, self.session.device)
+        return example(self.learner, wanted, self.session.device)
 
     def restart_data(self) -> None:
         self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))

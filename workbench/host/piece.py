@@ -103,7 +103,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
         listed = ", ".join(map(str, sorted(sizes)))
         raise TaskError(
             f"micros={count}: the batch's tensors have {listed} rows and cannot be cut into so many equal parts; let "
-            f"the first dimension of each count the examples, and be a multiple of {count}"
+            f"the first dimension of each count the examples, always a multiple of {count} (DataLoader: drop_last=True)"
         )
     return [_part(batch, number, count) for number in range(count)]
 

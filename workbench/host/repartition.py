@@ -22,12 +22,13 @@ from workbench.host.cutting import Stages, check, cut, shape
 from workbench.host.handover import averaged, kept_slots
 from workbench.host.layout import Place
 from workbench.host.move import State, move
+from workbench.host.piece import micro_batches
 from workbench.host.placement import Placement
 from workbench.host.plan import plan
 from workbench.host.slots import likes, put, slots
 from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
-from workbench.tasks import at_rate, rate
+from workbench.tasks import TaskError, at_rate, rate
 
 OUTER = "outer"  # what an outer momentum is called among what moves
 
@@ -59,6 +60,12 @@ def able(run: Any, wanted: Experiment) -> None:
     """Raises KnobError where `run`'s model cannot be trained as `wanted` says, or cannot come to lie so."""
     if reason := refuses_model(wanted, run.model, run.learner):
         raise KnobError(reason)
+    now = run.experiment
+    if wanted.partition.size > 1 and (not run.stages or (wanted.partition, wanted.batch) != (now.partition, now.batch)):
+        try:
+            micro_batches(run.example(wanted), wanted.partition.micro_batches)
+        except TaskError as error:
+            raise KnobError(str(error)) from error
     if shape(wanted) == ((run.stages.count, len(run.stages.pieces) // run.stages.count) if run.stages else (1, 1)):
         return
     stages_of(wanted, run.model, run.learner)
@@ -69,7 +76,7 @@ def able(run: Any, wanted: Experiment) -> None:
                 f"shape of its own, which does not show how to hand it over; take optimizer=AdamW() or SGD()"
             )
     if wanted.partition.size > 1 and not any(isinstance(p, absent.Absent) for p in run.model.parameters()):
-        check(run.model, run.learner, run.example())
+        check(run.model, run.learner, run.example(wanted))
 
 
 def moves(was: Experiment, wanted: Experiment) -> bool:

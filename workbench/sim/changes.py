@@ -86,9 +86,9 @@ class Turnable(Life):
     def learner(self) -> Any:
         return self.body.learner
 
-    def example(self) -> Any:
+    def example(self, wanted: Experiment) -> Any:
         """A batch, the same on all ranks, that training does not miss."""
-        return example(self.learner, self.experiment, "cpu" if self.world.real else "meta")
+        return example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
     def relaid(self, names: set[str], stages: Stages | None) -> None:
         """Of the model these parameters lie here from now on."""
