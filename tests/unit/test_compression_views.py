@@ -129,12 +129,12 @@ def test_measuring_is_drawn_in_the_timeline_under_its_own_name() -> None:
     boxes = Timeline().update(author.run).replace[number]
     assert set(boxes["step"]) == {5} and len(boxes["x0"]) == 4
     np.testing.assert_allclose(boxes["x1"] - boxes["x0"], 6e-3)
-    assert KINDS[number].legend == "measuring what compression does"
+    assert KINDS[number].legend == "sent to evaluate, or to measure compression"
 
 
 def test_the_page_is_told_which_panel_is_quiet() -> None:
     content: dict[str, Any] = Feed(compressed(SLOW)).everything()[0]
-    assert {spec["name"] for spec in content["specs"] if spec["quiet"]} == {"asked", "compression", "memory"}
+    assert {spec["name"] for spec in content["specs"] if spec["quiet"]} == {"asked", "compression", "memory", "pipeline"}
     assert json.loads(json.dumps(content))["views"]["pays"]["html"]
 
 

@@ -25,11 +25,12 @@ class Pipeline(View):
     def __init__(self) -> None:
         super().__init__()
         self._looked = 0.0
-        self._said = ""
+        self._said: str | None = None
 
     def update(self, run: Any) -> Patch:
         now = time.monotonic()
-        if len(run.timeline.spans) == self.cursor or (run.live and self._looked and now - self._looked < AGAIN):
+        soon = run.live and now - self._looked < AGAIN
+        if self._said is not None and (len(run.timeline.spans) == self.cursor or soon):
             return Patch()
         self.cursor, self._looked = len(run.timeline.spans), now
         found = bubble(run.timeline)
