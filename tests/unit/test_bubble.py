@@ -15,6 +15,7 @@ from workbench.fabric import Fabric, Slow
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB
 from workbench.settings import Change
+from workbench.strategies import DDP
 
 pytestmark = pytest.mark.ranks
 
@@ -46,6 +47,11 @@ def test_equal_stages_stand_still_as_long_as_they_must(schedule: Any, stages: in
     few = [min(micros, stages - r % stages) if isinstance(schedule, OneFOneB) else micros for r in range(4)]
     assert found.in_flight.tolist() == few
     assert "longest" not in found.text and "Rank" not in found.text
+
+
+def test_several_batches_in_a_step_are_not_in_flight_together() -> None:
+    found = bubble(simulated(4, partition=Pipeline(), strategy=DDP(accumulate=3)))
+    assert found is not None and found.in_flight.tolist() == [2, 1, 2, 1]
 
 
 def test_pieces_make_it_smaller() -> None:

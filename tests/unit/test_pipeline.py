@@ -4,106 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.ranks import ended, experiment, fitting, live, run, shipped, toy
+from tests.piped import DEPTH, WIDTH, alone, assembled, batches, deep, held_out, loss, piped, same, seen
+from tests.ranks import ended, fitting, live, run, shipped, toy
 from tests.waiting import until
 from workbench import simulate
 from workbench.compressors import E3M0, QSGD, Cast, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
-from workbench.engine.session import Session
 from workbench.experiment import Experiment, partitioned
 from workbench.host.cutting import cut
-from workbench.host.piece import micro_batches
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, Schedule
-from workbench.settings import Change, KnobError
-from workbench.strategies import DDP, AsyncServer, LocalSGD, SelSync, Strategy, ZeRO3
-from workbench.tasks import ByteGPT, Task
+from workbench.settings import Change
+from workbench.strategies import DDP, LocalSGD, Strategy
+from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
-
-WIDTH, DEPTH, ROWS = 12, 6, 8
-
-
-def deep() -> nn.Module:
-    """Six layers of one size, from a generator of their own: threads as ranks share torch's."""
-    rng = torch.Generator().manual_seed(7)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
-    for p in model.parameters():
-        p.data = 0.4 * torch.randn(p.shape, generator=rng)
-    return model
-
-
-def batches(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    rng = torch.Generator().manual_seed(100 + rank)
-    return [(torch.randn(ROWS, WIDTH, generator=rng), torch.randn(ROWS, 4, generator=rng)) for _ in range(8)]
-
-
-def held_out(model: nn.Module) -> float:
-    x, y = batches(99, 1, 0)[0]
-    return float(nn.functional.mse_loss(model(x), y))
-
-
-def loss(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(model(pair[0]), pair[1])
-
-
-def piped(ranks: int, steps: int = 6, **rest: Any) -> Experiment:
-    task = toy(model=deep, data=batches, evaluate=held_out, loss=loss)
-    return experiment(ranks, steps, **{"task": task, "optimizer": AdamW(), "lr": 1e-2, "bucket_mb": 0.01, **rest})
-
-
-def assembled(sessions: list[Session], stages: int, replica: int = 0) -> dict[str, torch.Tensor]:
-    """All parameters of one replica by name, from whoever holds them."""
-    mine = sessions[replica * stages : (replica + 1) * stages]
-    found = [(place.name, place.param.data) for s in mine for place in s.layout.order]
-    assert len({name for name, _ in found}) == len(found)
-    return dict(found)
-
-
-def alone(e: Experiment, *phases: tuple[int, int, int], longest: float = 0.0) -> dict[str, torch.Tensor]:
-    """What one process comes to that adds up the same micro-batches, and replicas' sums, in the same order.
-
-    phases: (steps, replicas, micro-batches) one after the other, each with the data from its beginning
-    """
-    model = deep()
-    params = list(model.parameters())
-    optimizer = e.optimizer.make(params, e.lr, lambda lr: torch.optim.SGD(params, lr))
-    for step, replicas, micros in ((k, *rest) for steps, *rest in phases for k in range(steps)):
-        sums: list[list[torch.Tensor]] = []
-        for replica in range(replicas):
-            model.zero_grad()
-            for part in micro_batches(batches(replica, replicas, 0)[step % 8], micros):
-                loss(model, part).backward(torch.tensor(1.0 / micros))
-            sums.append([p.grad.clone() for p in params])
-        for p, *grads in zip(params, *sums, strict=True):
-            p.grad = sum(grads[1:], grads[0]) / replicas if replicas > 1 else grads[0]
-        if longest:
-            nn.utils.clip_grad_norm_(params, longest)
-        optimizer.step()
-    return dict(model.named_parameters())
-
-
-def same(sessions: list[Session], stages: int, want: dict[str, torch.Tensor]) -> None:
-    """Every replica has these parameters to the bit, each rank a part of them."""
-    for replica in range(len(sessions) // stages):
-        found = assembled(sessions, stages, replica)
-        assert found.keys() == want.keys()
-        assert [name for name, x in want.items() if not torch.equal(found[name], x)] == []
-
-
-def seen(session: Session, name: str) -> list[float]:
-    return [value for _, what, _, value in session.record.samples if what == name]
 
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
@@ -173,8 +96,11 @@ def test_the_held_out_loss_is_that_of_the_whole_model() -> None:
 
 
 def test_a_replica_is_clipped_as_a_whole() -> None:
-    e = piped(4, clip=0.5, partition=Pipeline(), optimizer=SGD(momentum=0.0))
+    e = piped(4, clip=0.5, partition=Pipeline(), optimizer=SGD(momentum=0.0), pace=2.0)
     sessions = run(e)
+    rows = simulate(e, real=True).timeline.samples.rows()
+    for rank, s in enumerate(sessions):
+        assert rows.value[rows.equal("name", "grad_norm") & (rows.rank == rank)].tolist() == seen(s, "grad_norm")
     want = alone(e, (6, 2, 4), longest=0.5)
     for name, x in assembled(sessions, 2).items():
         torch.testing.assert_close(x, want[name], rtol=1e-5, atol=1e-7)
@@ -330,86 +256,6 @@ def test_the_engine_and_the_simulator_agree_to_the_bit() -> None:
             here = (spans.rank == rank) & spans.equal("lane", "comm")
             sent = [getattr(spans, column)[here].tolist() for column in ("step", "name", "nbytes")]
             assert ours == Counter(zip(*sent, strict=True))
-
-
-REFUSED = [
-    ({"partition": Pipeline(stages=3)}, "4 cannot be dealt out to such; take a number that divides 4"),
-    ({"partition": Pipeline(micros=3), "batch": 8}, "take micros=1, 2, 4 or 8, or another batch"),
-    ({"partition": Pipeline(), "strategy": ZeRO3()}, "ranks share out what those hold alike"),
-    ({"partition": Pipeline(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
-    ({"partition": Pipeline(activations=PowerSGD())}, "activations=PowerSGD"),
-    ({"partition": Pipeline(micros=6, schedule=Interleaved(), stages=4)}, "a multiple of 4, such as micros=8"),
-    ({"partition": Pipeline(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
-]
-
-
-@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])
-def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(KnobError, match=re.escape(words)):
-        replace(Experiment(), **given).checked()
-
-
-class Tied(nn.Module):
-    """A model whose last layer is its first."""
-
-    def __init__(self, calls: int = 1) -> None:
-        super().__init__()
-        self.into, self.between, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
-        self.out.weight = self.into.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.out(torch.relu(self.between(self.into(x)))))
-
-
-def inside_out(model: Any) -> list[nn.Module]:
-    return [model.into, model.between, nn.Sequential(nn.ReLU(), model.out), model.head]
-
-
-def twice(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(model(pair[0]) + model(-pair[0]), pair[1])
-
-
-UNCUT = [
-    ({"model": Tied}, "give the task `parts`"),
-    ({"model": Tied, "parts": inside_out}, "parameter into.weight is tied: stages 0 and 1"),
-    ({"model": Tied, "parts": lambda m: [m.into, m.between]}, "parameter out.bias is in no part"),
-    ({"loss": twice}, "the loss calls the model 2 times"),
-    ({"parts": lambda m: [*list(m)[-2::-1], m[-1]]}, "one after the other have loss"),
-    ({"model": lambda: nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 4))}, "would have no parameters to train"),
-]
-
-
-@pytest.mark.parametrize(("given", "words"), UNCUT, ids=[words[:24] for _, words in UNCUT])
-def test_a_model_that_cannot_be_cut_is_refused_in_words_and_the_run_goes_on(given: dict[str, Any], words: str) -> None:
-    task = Task(**{"model": deep, "data": batches, "loss": loss, "optimizer": _sgd, **given})
-    sessions = run(piped(2, 6, task=task), Change(3, "partition", Pipeline()))
-    (refused,) = sessions[0].record.noted("refused")
-    assert words in json.loads(refused[3])["reason"]
-    assert len(seen(sessions[0], "loss")) == 6
-    (begun, _) = live(piped(2, 6, task=task, partition=Pipeline()))
-    assert begun.join(20) and begun.error is not None and words in begun.error["text"]
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, 0.01)
-
-
-def test_a_batch_that_cannot_be_cut_is_refused_and_the_run_goes_on() -> None:
-    """The task makes its own batches, so only they say how many examples they have."""
-    sessions = run(piped(2, 6, partition=Pipeline()), Change(3, "micros", 3))
-    (refused,) = sessions[0].record.noted("refused")
-    assert "have 8 rows and cannot be cut into so many equal parts" in json.loads(refused[3])["reason"]
-    assert len(seen(sessions[0], "loss")) == 6
-
-
-def test_a_parameter_of_another_stage_is_read_by_nobody() -> None:
-    def nosy(model: nn.Module) -> float:
-        return float(model[-1].weight.sum())  # type: ignore[index]
-
-    sessions = live(piped(2, 4, partition=Pipeline(), task=toy(model=deep, data=batches, loss=loss, evaluate=nosy)))
-    ended(sessions)
-    assert any("lies on another stage" in (s.error or {}).get("text", "") for s in sessions)
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -44,7 +44,7 @@ class Bubble(NamedTuple):
         ]
         by_stage = self.busy.reshape(-1, p)
         mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
-        if p > 1 and mean[longest] > UNLIKE * mean.mean():
+        if mean[longest] > UNLIKE * mean.mean():
             takes = f"{mean[longest] / mean.mean():.1f} times the mean: {duration(mean[longest])} per step"
             said.append(f"Stage {longest} takes longest, {takes}.")
         usual = np.median(by_stage, axis=0)
@@ -97,12 +97,21 @@ def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
 
 
 def _in_flight(rows: Rows) -> int:
-    """The most micro-batches of one rank whose forward had begun and whose backward had not ended."""
-    forward, backward = rows.phase("forward"), rows.phase("backward")
-    ended: dict[tuple[int, str], float] = {}  # a backward that stood still is several rows
-    for step, name, t1 in zip(rows.step[backward], rows.name[backward], rows.t1[backward], strict=True):
-        ended[int(step), str(name)] = max(ended.get((int(step), str(name)), 0.0), float(t1))
-    times = np.concatenate([rows.t0[forward], np.array(list(ended.values()))])
-    ways = np.concatenate([np.ones(int(forward.sum())), -np.ones(len(ended))])
-    order = np.lexsort((ways, times))
-    return int(np.cumsum(ways[order]).max()) if len(order) else 0
+    """The most passes of one rank whose forward had begun and whose backward had not ended.
+
+    A step may hold several batches, so names come again; and a backward that stood still is several rows.
+    """
+    rows = rows[np.argsort(rows.t0, kind="stable")]
+    open_: dict[str, float] = {}  # by step and pass: the end of its backward so far
+    events: list[tuple[float, int]] = []
+    forward = rows.phase("forward")
+    for step, name, t0, t1, ahead in zip(rows.step, rows.name, rows.t0, rows.t1, forward, strict=True):
+        key = f"{step} {str(name).split()[-1]}"
+        if not ahead:
+            open_[key] = float(t1)
+            continue
+        if key in open_:
+            events.append((open_.pop(key), -1))
+        events.append((float(t0), 1))
+    events += [(end, -1) for end in open_.values()]
+    return int(np.cumsum([way for _, way in sorted(events)]).max()) if events else 0

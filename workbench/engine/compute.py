@@ -70,7 +70,7 @@ class Compute(Stage):
     def _backward(self, grad: Any, micro: int, exchanged: bool = False) -> None:
         """Gradients of a forward; those that are `exchanged` go into buckets, which are handed out as they fill."""
         if isinstance(grad, Tensor):
-            raise StrategyError("a rank's backward begins with its loss: give a number, or take partition=Pipeline()")
+            raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         if self.piece is not None:
             return self._through_stages(grad, micro, exchanged)
         if exchanged:

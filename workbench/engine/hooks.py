@@ -28,6 +28,7 @@ class GradientHooks:
         self._round = 0  # the number of this backward, 0 between them
         self._left: list[int] = []  # gradients that each bucket still waits for
         self._next = 0
+        self._had = 0  # elements whose gradients were there before this backward
         self._removers: list[Any] = []
 
     def open(self, learn: bool) -> None:
@@ -38,7 +39,7 @@ class GradientHooks:
         if not self._removers:
             self._attach()
         self.host.layout.make_room()
-        self.arrived, self._next = [], 0
+        self.arrived, self._next, self._had = [], 0, 0
         self._left = [len(b.parts) for b in self.host.layout.buckets]
         self._round = next(_ROUNDS)
 
@@ -82,10 +83,11 @@ class GradientHooks:
 
         return take
 
-    def _emit(self) -> None:
+    def _emit(self, computing: bool = True) -> None:
         layout = self.host.layout
-        if self.host.pace.active:
-            self.host.paced(sum(p.numel for p in layout.order if p.round == self._round) / layout.numel)
+        if self.host.pace.active and computing:
+            came = sum(p.numel for p in layout.order if p.round == self._round) - self._had
+            self.host.paced(came / max(1, layout.numel - self._had))
         while self._next < len(self._left) and not self._left[self._next]:
             self._next += 1
             self.host.hand_out(layout.full(self._next - 1))
@@ -95,12 +97,13 @@ class GradientHooks:
         for place in self.host.layout.order:
             if id(place.param) in params and place.param.grad is not None:
                 place.round = self._round
+                self._had += place.numel
                 if self._learn:
                     self.arrived.append(place.name)
                 if not place.small:
                     self.host.layout.keep(place, place.param.grad)
                 self._left[place.bucket] -= 1
-        self._emit()
+        self._emit(computing=False)
 
     def flush(self) -> None:
         """After backward: parameters without a gradient count as zero, and their buckets go out, too."""

@@ -188,7 +188,7 @@ class Host(Compute):
                group: Group | None = None) -> Handle:
         if priority:
             raise StrategyError("the engine runs children in the order of their start: priority=0, or simulate")
-        self.met = self.met or group is None or len(group) == self.rank.size
+        self.met = self.met or group is None or group == self.rank.replicas.within or len(group) == self.rank.size
         return self.lanes.start(child, name, lane)
 
     def _wait(self, handle: Handle) -> Any:
@@ -226,6 +226,8 @@ class Host(Compute):
         now = self.clock.now()
         if self.reading.phase != "evaluation":
             self.record.span(self.rank.step, "wait", name, began, began, now, 0)
+        if into is None and got is not None:
+            got = got[0].to(self._device), got[1]
         if source is None and got is not None:
             self.record.sample(self.rank.step, message_name("recv", kind), now, got[1])
         return got

@@ -14,7 +14,7 @@ from workbench.host.cutting import Stages
 from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.piece import Piece, micro_batches
-from workbench.host.pipelining import one_batch, pass_name
+from workbench.host.pipelining import one_batch, pass_name, same_batch
 from workbench.partitions import Partition
 from workbench.rank import Op, StrategyError
 
@@ -40,6 +40,7 @@ class Stage(StepEnd):
     _shares: tuple[float, ...] = ()  # the same of each of its pieces
     _left: list[int]  # by piece, the backwards still to come of this batch
     _exchanged = False
+    _fresh = False  # is the next batch the first after a cut?
 
     def cut(self, stages: Stages | None) -> None:
         """This rank computes its stage from now on; the whole model where there are none."""
@@ -48,6 +49,7 @@ class Stage(StepEnd):
             here = self.rank.id % len(stages)
             self.piece = Piece(self.model, stages.of(here), here, len(stages))
             self._share, self._shares = stages.share(here), stages.shares[here :: len(stages)]
+            self._fresh = True
 
     def _through_stages(self, grad: float | None, micro: int, exchanged: bool) -> None:
         assert self.piece is not None
@@ -56,7 +58,11 @@ class Stage(StepEnd):
         partition = self.partition()
         count = partition.micro_batches
         self._left = [count] * partition.pieces
-        self._micros, self._exchanged = micro_batches(self._batches.pop(micro), count), exchanged
+        batch = self._batches.pop(micro)
+        self._micros, self._exchanged = micro_batches(batch, count), exchanged
+        if self._fresh:
+            drive(same_batch(self.rank.inside, batch, self._device), self._perform, self.alone)
+            self._fresh = False
         share = (1.0 if grad is None else grad) / count
         passes = one_batch(self.rank.inside, partition, share)
         self.losses.append(drive(passes, self._perform, self.alone))
@@ -76,8 +82,8 @@ class Stage(StepEnd):
         begun = sum(self._left) < len(self._left) * len(self._micros)
         self._left[chunk] -= 1
         if self._exchanged and not any(self._left):  # gradients are those of the batch once this one is added
-            others = [c for c in range(len(self._left)) if c != chunk]
-            self._listen([p for c in others for p in self.piece.params(c)])
+            mine = {id(p) for p in self.piece.params(chunk)}  # one may be tied to another piece's
+            self._listen([place.param for place in self.layout.order if id(place.param) not in mine])
         self._begin("backward", micro, chunk)
         with self.ledger.backward(self._hooks.listening):
             came = self.piece.backward(grad, micro, chunk)
@@ -103,10 +109,14 @@ class Stage(StepEnd):
         self.watch.write(self.rank.step, "codec", name, began, began, self.watch.now(), 0)
         return value
 
+    @property
+    def _device(self) -> torch.device:
+        return self.layout.order[0].param.device
+
     def _of_replica(self, squares: float) -> float:
         """The sum over all stages of a replica."""
         if self.piece is None:
             return squares
-        x = torch.tensor([squares], dtype=torch.float64)
+        x = torch.tensor([squares], dtype=torch.float64, device=self._device)
         return float(self._perform(self.rank.inside.all_reduce(x, "sum", "gradient norm")))
 

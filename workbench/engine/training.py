@@ -62,7 +62,7 @@ class Training(Turnable):
 
     async def make(self) -> int:
         host, strategy = self.host, self.experiment.strategy
-        host.met, host.lanes.aside = strategy.opaque or bool(self.rank.mesh.inside), False
+        host.met, host.lanes.aside = strategy.opaque or self._alone, False
         self.lane.step = self.rank.step
         host.at("step")
         since, began = self.clock.now(), host.watch.now()
@@ -71,6 +71,12 @@ class Training(Turnable):
         await Op("do", partial(host.close_step, self._not_finite))
         self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
         return made
+
+    @property
+    def _alone(self) -> bool:
+        """Is there one replica, which goes through its stages in step, or none that meets all others?"""
+        size = self.rank.replicas.size
+        return bool(self.rank.mesh.inside) and (size == 1 or self.experiment.strategy.propagation(size) > 0)
 
     @property
     def reorders(self) -> bool:

@@ -19,9 +19,15 @@ def replica(e: Experiment, rank: int) -> tuple[int, int]:
     return divmod(rank, e.partition.size)
 
 
-def dealt(e: Experiment, rank: int) -> tuple[int, int]:
-    """Whose data rank `rank` of the run reads, of how many: every rank's own, or all ranks' of a replica the same."""
-    return (rank, e.ranks) if e.partition.size == 1 else (replica(e, rank)[0], replicas(e))
+def dealt(e: Experiment, rank: int) -> tuple[int, int, int | None]:
+    """Whose data rank `rank` of the run reads, of how many, and the seed of random numbers apart from the process's.
+
+    Every rank reads its own, by the process's; or all ranks of a replica read the same.
+    """
+    if e.partition.size == 1:
+        return rank, e.ranks, None
+    number, _ = replica(e, rank)
+    return number, replicas(e), e.seed * 100_003 + number + 1
 
 
 def refused(e: Experiment) -> str | None:
@@ -43,7 +49,7 @@ def refused(e: Experiment) -> str | None:
             f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy whose "
             f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo"
         )
-    return partition.refuses(e.batch) if e.batch else None
+    return partition.refuses(e.batch)
 
 
 def unfit(strategy: Strategy, size: int) -> str:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.tasks import Learner, TaskError
+
+
+class Chance:
+    """Random numbers of its own: inside it torch's, numpy's and Python's draw from here, and go on where they were."""
+
+    def __init__(self, seed: int) -> None:
+        self._mine: tuple[Any, ...] = (
+            torch.Generator().manual_seed(seed).get_state(), np.random.RandomState(seed % 2**32).get_state(),
+            random.Random(seed).getstate(),
+        )  # fmt: skip
+        self._theirs: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._theirs = self._swapped(self._mine)
+
+    def __exit__(self, *_: object) -> None:
+        self._mine = self._swapped(self._theirs)
+
+    def _swapped(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        was = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        return was
 
 
 class Batches:
@@ -20,17 +47,27 @@ class Batches:
         self._source: Iterable[Any] = ()
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
+        self._chance: Chance | None = None
 
-    def share(self, rank: int, size: int) -> None:
-        """What is drawn from the next restart on is the data of `rank` of `size`."""
+    def share(self, rank: int, size: int, seed: int | None = None) -> None:
+        """What is drawn from the next restart on is the data of `rank` of `size`.
+
+        seed: of random numbers of its own, so that all who read the same data draw alike; None: the process's
+        """
         self._rank, self._size = rank, size
+        self._chance = None if seed is None else Chance(seed)
 
     def restart(self, batch: int, seed: int, step: int) -> None:
         """Draws from now on batches of `batch` examples; a later restart takes other examples than the first."""
-        self._source = self._data(self._rank, self._size, batch, seed + 7919 * step)
-        self._iterator, self._drawn = iter(self._source), 0
+        with self._chance or nullcontext():
+            self._source = self._data(self._rank, self._size, batch, seed + 7919 * step)
+            self._iterator, self._drawn = iter(self._source), 0
 
     def next(self) -> Any:
+        with self._chance or nullcontext():
+            return self._next()
+
+    def _next(self) -> Any:
         for batch in self._iterator:
             self._drawn += 1
             return to_device(batch, self._device)

@@ -25,11 +25,15 @@ from workbench.tasks import at_rate, rate
 
 async def obey(run: Changing, change: Change) -> None:
     """Makes one change, on all ranks between the same two steps, or refuses it in words; the record says which."""
+    wanted, reason = None, ""
     try:
         wanted = _ready(run, run.able(run.experiment.set(change.path, change.value)))
-    except KnobError as reason:
-        if run.rank.id == 0:
-            run.mark("refused", {**change.plain(), "reason": str(reason)})
+    except KnobError as error:
+        reason = str(error)
+    refusing = await run.gather(int(wanted is None))  # one that cannot is enough
+    if wanted is None or any(refusing):
+        if run.rank.id == refusing.index(1):
+            run.mark("refused", {**change.plain(), "reason": reason})
         return
     await apply(run, wanted)
     if run.rank.id == 0:

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, which parameters each has, and whether its parts compute what it computes."""
+"""Where a model is cut into stages, and which parameters each has."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
 from workbench.settings import KnobError
-from workbench.tasks import Learner
+from workbench.tasks import Learner, TaskError
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,12 @@ class Stages:
         return sum(self.shares[stage :: self.count])
 
 
-_MADE: WeakKeyDictionary[nn.Module, dict[tuple[int, int], Stages]] = WeakKeyDictionary()
+_CUTS = "workbench cuts"  # the attribute of a model that keeps where it was cut, and goes with it
 
 
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
-    made, key = _MADE.setdefault(model, {}), shape(e)  # with sizes only thousands of ranks have one model
+    made, key = model.__dict__.setdefault(_CUTS, {}), shape(e)  # with sizes only thousands of ranks have one model
     if key not in made:
         made[key] = _cut(e, model, learner)
     return made[key]
@@ -103,49 +101,16 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
 def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
     """The parts between which `model` may be cut. Raises KnobError where nobody says any."""
     if learner.parts is not None:
-        return list(learner.parts(model))
+        try:
+            return list(learner.parts(model))
+        except TaskError as error:
+            raise KnobError(f"partition=Pipeline: {error}") from error
     if isinstance(model, nn.Sequential):
         return list(model)
     raise KnobError(
         f"partition=Pipeline: a {type(model).__name__} does not say where it may be cut; make the model a Sequential, "
         f"or give the task `parts`: model -> a list of Modules that compute, one after the other, what the model does"
     )
-
-
-def check(model: nn.Module, learner: Learner, batch: Any) -> None:
-    """Raises KnobError where the parts one after the other do not compute the very loss that the model does."""
-    parts, calls = parts_of(model, learner), [0]
-
-    def composed(*inputs: Any, **named: Any) -> Any:
-        calls[0] += 1
-        return through(parts, *inputs, **named)
-
-    was = model.training
-    model.eval()  # so that no part draws random numbers
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            whole = learner.loss(model, batch)
-            with instead(model, composed):
-                pieces = learner.loss(model, batch)
-    except Exception as reason:
-        if not next(model.parameters()).is_meta:
-            raise
-        raise KnobError(
-            f"partition=Pipeline: what stages hand on cannot be told, for the model does not run on the meta device "
-            f"({reason}); take a task whose model does, or real=True"
-        ) from reason
-    finally:
-        model.train(was)
-    if calls[0] != 1:
-        raise KnobError(
-            f"partition=Pipeline: the loss calls the model {calls[0]} times, and a pipeline passes each micro-batch "
-            f"through once; let loss(model, batch) call model once"
-        )
-    if not whole.is_meta and not torch.equal(whole, pieces):
-        raise KnobError(
-            f"partition=Pipeline: the model's parts one after the other have loss {float(pieces):.6g} where the model "
-            f"has {float(whole):.6g}; let `parts` return Modules that together compute what the model does"
-        )
 
 
 def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
@@ -159,11 +124,14 @@ def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
 @contextmanager
 def instead(model: nn.Module, forward: Any) -> Iterator[None]:
     """Within it, whoever calls `model` gets what `forward` answers."""
+    own = model.__dict__.get("forward")
     model.__dict__["forward"] = forward  # found before the class's own, and no parameter or module of it
     try:
         yield
     finally:
         del model.__dict__["forward"]
+        if own is not None:
+            model.__dict__["forward"] = own
 
 
 def _held(parts: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Piece:
         x: what the piece before has made of it; None on the first
         """
         if x is not None:
-            self._came[micro, chunk] = x.requires_grad_(x.is_floating_point() or x.is_complex())
+            x, self._came[micro, chunk] = _entering(x)
         last = self.stage == self.stages - 1 and chunk == len(self.pieces) - 1
         parts = self.pieces[chunk]
 
@@ -69,12 +69,16 @@ class Piece:
         if (micro, chunk) not in self.opened:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         made = self.opened.pop((micro, chunk))
-        made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
+        if made.requires_grad:  # else nothing before it is to learn
+            made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
         x = self._came.pop((micro, chunk), None)
         if x is None:
             return None
         if x.grad is None:
-            raise StrategyError(f"stage {self.stage}: its piece {chunk} does not depend on what it is handed")
+            raise StrategyError(
+                f"stage {self.stage}: its piece {chunk} gives no gradient to what it is handed; let floats cross "
+                f"between stages, and every piece use them"
+            )
         return x.grad
 
     def params(self, chunk: int) -> list[nn.Parameter]:
@@ -92,11 +96,32 @@ class Piece:
             )
 
 
+class _Enter(torch.autograd.Function):
+    """A tensor from elsewhere, of which the gradient is taken at a stand-in that has no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
+        return x.clone()  # which may be written into, as an in-place layer does
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _entering(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` as a part may take it, and where its gradient will be."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return x, x
+    stand_in = x.new_zeros(1).expand(x.shape).requires_grad_()
+    entered: Tensor = _Enter.apply(stand_in, x)
+    return entered, stand_in
+
+
 def micro_batches(batch: Any, count: int) -> list[Any]:
     """`batch` in so many equal parts along the first dimension of its tensors. Raises TaskError where it cannot be."""
     if count == 1:
         return [batch]
-    sizes = {x.shape[0] for x in _tensors(batch) if x.dim()}
+    sizes = {x.shape[0] for x in tensors_of(batch) if x.dim()}
     if not sizes:
         raise TaskError("micro_batches: the batch holds no tensors that could be cut; take micros=1")
     if len(sizes) > 1 or next(iter(sizes)) % count:
@@ -105,24 +130,27 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
             f"micros={count}: the batch's tensors have {listed} rows and cannot be cut into so many equal parts; let "
             f"the first dimension of each count the examples, always a multiple of {count} (DataLoader: drop_last=True)"
         )
-    return [_part(batch, number, count) for number in range(count)]
+    return [_part(batch, number, count, next(iter(sizes))) for number in range(count)]
 
 
-def _tensors(batch: Any) -> list[Tensor]:
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors in a batch, in order."""
     if isinstance(batch, Tensor):
         return [batch]
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = list(batch.values())
-    return [x for each in batch for x in _tensors(each)] if isinstance(batch, list | tuple) else []
+    return [x for each in batch for x in tensors_of(each)] if isinstance(batch, list | tuple) else []
 
 
-def _part(batch: Any, number: int, count: int) -> Any:
+def _part(batch: Any, number: int, count: int, rows: int) -> Any:
     if isinstance(batch, Tensor):
         return batch.chunk(count)[number] if batch.dim() else batch
-    if isinstance(batch, dict):
-        cut = {k: _part(v, number, count) for k, v in batch.items()}
-        return cut if type(batch) is dict else type(batch)(cut)
+    if isinstance(batch, Mapping):
+        cut = {k: _part(v, number, count, rows) for k, v in batch.items()}
+        return cut if type(batch) is dict else type(batch)(cut)  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
-        parts = [_part(v, number, count) for v in batch]
+        if len(batch) == rows and not tensors_of(batch):  # something for each example: names, texts
+            return batch[number * rows // count : (number + 1) * rows // count]
+        parts = [_part(v, number, count, rows) for v in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

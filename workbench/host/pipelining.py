@@ -10,14 +10,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from workbench.host.checksum import checksum
 from workbench.host.crossing import Crossing, heard
 from workbench.host.cutting import through
+from workbench.host.piece import tensors_of
 from workbench.partitions import Partition
-from workbench.rank import Op, Rank
+from workbench.rank import Op, Rank, StrategyError
 
 LOSS = "loss"  # what the last stage tells the others of a batch
+
+
+async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
+    """Raises StrategyError where the stages of a replica have drawn unlike batches. Asked of the first after a cut."""
+    told = checksum({str(number): x for number, x in enumerate(tensors_of(batch))})
+    mine = torch.tensor([told], device=device)
+    rows = await rank.all_gather(mine, "batch")
+    if not rows.is_meta and len(set(rows.reshape(-1).tolist())) > 1:
+        raise StrategyError(
+            "the stages of a replica read unlike batches: data(rank, ranks, seed) must give all who ask for the same "
+            "rank the same examples; draw what is random by `seed`, or by torch's, numpy's or Python's own generators"
+        )
 
 
 async def one_batch(rank: Rank, partition: Partition, share: float) -> Tensor:

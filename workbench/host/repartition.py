@@ -18,7 +18,7 @@ from workbench.host import absent
 from workbench.host.canonical import Disagreement
 from workbench.host.changing import Changing
 from workbench.host.checksum import MASK, checksum
-from workbench.host.cutting import Stages, check, cut, shape
+from workbench.host.cutting import Stages, cut, shape
 from workbench.host.handover import averaged, kept_slots
 from workbench.host.layout import Place
 from workbench.host.move import State, move
@@ -26,6 +26,7 @@ from workbench.host.piece import micro_batches
 from workbench.host.placement import Placement
 from workbench.host.plan import plan
 from workbench.host.slots import likes, put, slots
+from workbench.host.trying import check
 from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import TaskError, at_rate, rate
@@ -60,23 +61,31 @@ def able(run: Any, wanted: Experiment) -> None:
     """Raises KnobError where `run`'s model cannot be trained as `wanted` says, or cannot come to lie so."""
     if reason := refuses_model(wanted, run.model, run.learner):
         raise KnobError(reason)
-    now = run.experiment
-    if wanted.partition.size > 1 and (not run.stages or (wanted.partition, wanted.batch) != (now.partition, now.batch)):
-        try:
-            micro_batches(run.example(wanted), wanted.partition.micro_batches)
-        except TaskError as error:
-            raise KnobError(str(error)) from error
-    if shape(wanted) == ((run.stages.count, len(run.stages.pieces) // run.stages.count) if run.stages else (1, 1)):
-        return
-    stages_of(wanted, run.model, run.learner)
+    now, way = run.experiment, wanted.partition
+    if way.size > 1 and (not run.stages or (way, wanted.batch) != (now.partition, now.batch)):
+        _try(run, wanted)
+    if shape(wanted) != ((run.stages.count, len(run.stages.pieces) // run.stages.count) if run.stages else (1, 1)):
+        _ask_slots(run, wanted)
+
+
+def _try(run: Any, wanted: Experiment) -> None:
+    """One batch, whole and in stages; where the model is not whole here, that the batch can be cut."""
+    batch, count = run.example(wanted), wanted.partition.micro_batches
+    if not any(isinstance(p, absent.Absent) for p in run.model.parameters()):
+        return check(run.model, run.learner, cut(wanted, run.model, run.learner), batch, count)
+    try:
+        micro_batches(batch, count)
+    except TaskError as error:
+        raise KnobError(str(error)) from error
+
+
+def _ask_slots(run: Any, wanted: Experiment) -> None:
     for name, x in slots(run.layout, run.optimizer).items():
         if x.numel() > 1 and x.shape != run.model.get_parameter(name.partition("/")[2]).shape:
             raise KnobError(
                 f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} remembers {name} in a "
                 f"shape of its own, which does not show how to hand it over; take optimizer=AdamW() or SGD()"
             )
-    if wanted.partition.size > 1 and not any(isinstance(p, absent.Absent) for p in run.model.parameters()):
-        check(run.model, run.learner, run.example(wanted))
 
 
 def moves(was: Experiment, wanted: Experiment) -> bool:
@@ -114,7 +123,7 @@ async def repartition(run: Any, was: Stages | None, to: Stages | None, outer: St
         for place in run.layout.order:
             none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
             owed[f"{OUTER}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
-    lies, comes = (_placed(tuple(sizes.items()), each, rank.size) for each in (was, to))
+    lies, comes = (_placed(tuple(sizes.items()), each.names if each else (), rank.size) for each in (was, to))
     like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
     state = {place.name: place.param.data for place in run.layout.order} | buffers | here | owed
     if sizes_only:
@@ -145,13 +154,13 @@ async def repartition(run: Any, was: Stages | None, to: Stages | None, outer: St
 
 
 @lru_cache(maxsize=4)  # the ranks of a simulation all ask for the same
-def _placed(named: tuple[tuple[str, int], ...], stages: Stages | None, size: int) -> Placement:
+def _placed(named: tuple[tuple[str, int], ...], stages: tuple[frozenset[str], ...], size: int) -> Placement:
     """Where everything lies: what belongs to a parameter lies with it; what is of no stage lies everywhere."""
     sizes = dict(named)
-    if stages is None:
+    if not stages:
         return Placement.whole(sizes, range(size))
     count = len(stages)
-    owner = {name: stage for stage, names in enumerate(stages.names) for name in names}
+    owner = {name: stage for stage, names in enumerate(stages) for name in names}
     of = {name: owner.get(name.partition("/")[2] or name, -1) for name in sizes}
     placed = Placement({}, {})
     for stage in range(count):

@@ -29,8 +29,9 @@ class Pipeline(Partition):
     With `micros` = 1 it is naive layer parallelism: one stage computes at a time.
 
     `activations` and `gradients` may cross in a codec's payload, without error feedback: what was left out of an
-    activation is not missed by the next one. With TopK the gradient is that of the entries that crossed, and crosses at
-    these.
+    activation is not missed by the next one. With TopK and `mask` the gradient is that of the entries that crossed, and
+    crosses at these. Parameters that are frozen, and buffers, stay on every rank. A loss must be a mean over examples
+    and draw no random numbers outside the model, for stages draw their own.
 
     Layers are cut where they lie evenly by their numbers of parameters, embeddings not counted: a Sequential between
     its children, any other model between the parts that its task names.
@@ -82,7 +83,7 @@ class Pipeline(Partition):
                 )
         if reason := self.schedule.refuses(self.stages, self.micros):
             return reason
-        if batch % self.micros:
+        if batch and batch % self.micros:
             fits = [m for m in range(1, batch + 1) if batch % m == 0]
             return (
                 f"micros={self.micros}: a replica's batch of {batch} examples cannot be cut into so many equal "

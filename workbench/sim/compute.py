@@ -96,7 +96,10 @@ class Compute(Stage):
         self.body.turn(fiber.origin)
         if bucket is not None:
             require_steppable(self.body.layout, self.body.optimizer, bucket, self.experiment)
-        norm = self.body.update(bucket, self.experiment.clip, by)
+        clip, squares, self._squares = self.experiment.clip, self._squares, None
+        if clip and self.body.piece is not None and squares is None:
+            return self.inner(fiber, self._clipped_update(op))
+        norm = self.body.update(bucket, clip, by, squares)
         if norm is not None:
             self.note("grad_norm", norm)
         return self._compute(fiber, "update", None, share)

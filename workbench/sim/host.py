@@ -74,7 +74,8 @@ class Host(Compute):
 
     def _start(self, fiber: Fiber, op: Op) -> Any:
         coro, lane, name, priority = op.args
-        self.met = self.met or op.group is None or len(op.group) == self.size
+        group = op.group
+        self.met = self.met or group is None or group == self.rank.replicas.within or len(group) == self.size
         handle = Handle(name, lane)
         if self.kinds and (codec := self.codec(name)):
             child: Child = CodedChild(self, coro, name, fiber.origin, priority, codec)

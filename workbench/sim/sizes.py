@@ -43,6 +43,7 @@ class Sizes:
     reading: Any = None  # its session's
     examples: Callable[[], int] = int  # its session's: how many make a batch
     share = 1.0  # of the model that this rank computes
+    fresh = False  # is the next batch the first after a cut?
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline = self._whole = whole
@@ -88,7 +89,7 @@ class Sizes:
     def restart_data(self, batch: int, seed: int, step: int) -> None:
         pass
 
-    def deal(self, rank: int, size: int) -> None:
+    def deal(self, rank: int, size: int, seed: int | None) -> None:
         pass
 
     @property
@@ -105,6 +106,7 @@ class Sizes:
         if stages:
             self._outline = self._stage = self._whole.stage(names, stages, stage)
         self._learned = self.learning = self.roomy = False
+        self.fresh = True
         self.cut = self._outline.cut(self._bucket_mb, False)
 
     def go_on_with(self, optimizer: Any) -> None:
@@ -116,9 +118,14 @@ class Sizes:
     def open(self, x: Any, micro: int) -> None:
         """A batch is there, which goes through the stages when its backward is asked for."""
 
-    def begin(self, micro: int, count: int) -> None:
-        """A batch goes through the stages in so many parts."""
+    def begin(self, micro: int, count: int) -> Any:
+        """A batch goes through the stages in so many parts; nobody knows its examples."""
         self._count = count
+        return ()
+
+    def squares(self) -> float:
+        """Nobody knows gradients here."""
+        return 0.0
 
     def ready(self, chunk: int) -> list[float]:
         """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
@@ -182,7 +189,8 @@ class Sizes:
     def use(self, optimizer: Any) -> None:
         self.optimizer, self._begun, self.stepped = optimizer, False, False
 
-    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None) -> None:
+    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
+               squares: float | None = None) -> None:  # fmt: skip
         """Nothing moves; an optimizer that took over remembers something from its first step on."""
         self.came = None
         self.stepped = self.stepped or by is None

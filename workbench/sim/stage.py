@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from workbench.host.pipelining import one_batch, pass_name
+import torch
+
+from workbench.host.pipelining import one_batch, pass_name, same_batch
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
@@ -26,6 +28,7 @@ class Stage:
     _passing: Callable[..., Pass]
     _left: list[int]  # by piece, the backwards still to come of the batch under way
     _count = 1
+    _squares: float | None = None  # of the gradients of all stages, where an update is about to clip them
     _takes: Fiber | None = None  # who takes the buckets of its last backward
 
     async def _through_stages(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
@@ -34,10 +37,20 @@ class Stage:
         self._count = partition.micro_batches
         self._left = [self._count] * partition.pieces
         self._takes = takes
-        self.body.begin(micro, self._count)
+        batch = self.body.begin(micro, self._count)
+        if self.body.fresh:
+            await same_batch(self.rank.inside, batch, self.body.layout.order[0].param.device)
+            self.body.fresh = False
         loss = await one_batch(self.rank.inside, partition, (1.0 if grad is None else grad) / self._count)
         self.body.told(loss)
         return None if takes is None else END
+
+    async def _clipped_update(self, op: Op) -> Any:
+        """An update of a replica whose gradient may be too long: its stages tell each other how long theirs is."""
+        x = torch.tensor([self.body.squares()], dtype=torch.float64, device=self.body.layout.order[0].param.device)
+        await self.rank.inside.all_reduce(x, "sum", "gradient norm")
+        self._squares = 0.0 if x.is_meta else float(x)
+        return await Op("update", *op.args)
 
     def _coded(self, fiber: Fiber, op: Op) -> Any:
         """A codec's own work on what crosses between stages; nobody knows how long it takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,6 +34,7 @@ class Tensors:
     gradient_shards = 1
     piece: Piece | None = None  # the stage that this rank is
     shares: tuple[float, ...] = (1.0,)  # of what this rank computes, by piece
+    fresh = False  # is the next batch the first after a cut?
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
         torch.manual_seed(experiment.seed)
@@ -42,7 +44,8 @@ class Tensors:
         self.layout = Layout(self.model, experiment.bucket_mb)
         self.layout.keeps_values = True  # a whole pass is computed at once, and what is gathered comes bit by bit
         self.optimizer = self.made(experiment)
-        self.batches = Batches(learner.data, *dealt(experiment, rank), "cpu")
+        self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
+        self.batches.share(*dealt(experiment, rank))
         self.restart_data(experiment.batch, experiment.seed, 0)
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()
@@ -105,9 +108,9 @@ class Tensors:
         self.layout.reorder(self._arrival)
         self._cut()
 
-    def deal(self, rank: int, size: int) -> None:
-        """Reads from the next restart on the data of `rank` of `size`."""
-        self.batches.share(rank, size)
+    def deal(self, rank: int, size: int, seed: int | None) -> None:
+        """Reads from the next restart on the data of `rank` of `size`; see `Batches.share`."""
+        self.batches.share(rank, size, seed)
 
     def restart_data(self, batch: int, seed: int, step: int) -> None:
         self.batches.restart(batch, seed, step)
@@ -123,18 +126,20 @@ class Tensors:
         self.share = stages.share(stage) if stages else 1.0
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
         self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
-        self._arrival, self._learned = None, False
+        self._arrival, self._learned, self.fresh = None, False, True
         self._cut()
 
     def open(self, x: Any, micro: int) -> None:
         """A batch is there, which goes through the stages when its backward is asked for."""
         self._batches[micro] = self.batches.next() if x is None else x
 
-    def begin(self, micro: int, count: int) -> None:
-        """A batch goes through the stages in so many parts."""
+    def begin(self, micro: int, count: int) -> Any:
+        """A batch, which is answered, goes through the stages in so many parts."""
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
-        self._micros = micro_batches(self._batches.pop(micro), count)
+        batch = self._batches.pop(micro)
+        self._micros = micro_batches(batch, count)
+        return batch
 
     def _there(self, chunk: int) -> list[str]:
         """Of other pieces than this one."""
@@ -196,7 +201,7 @@ class Tensors:
     def backward(self, grad: Any, micro: int, exchanged: bool) -> None:
         """Gradients of a forward; if they are `exchanged` they go into the buckets."""
         if isinstance(grad, Tensor):
-            raise StrategyError("a rank's backward begins with its loss: give a number, or take partition=Pipeline()")
+            raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         loss = self._open.pop((self._worker, micro), None)
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
@@ -239,10 +244,19 @@ class Tensors:
     def full(self, index: int) -> Bucket:
         return self.layout.full(index)
 
-    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None) -> float | None:
-        """One step of the optimizer; the norm of the gradient if it was not to be above `longest`."""
+    def squares(self) -> float:
+        """The sum of the squares of all gradients here."""
+        return clipped(self.layout, math.inf) ** 2
+
+    def update(self, bucket: Bucket | None, longest: float, by: Callable[[], None] | None,
+               squares: float | None = None) -> float | None:  # fmt: skip
+        """One step of the optimizer; the norm of the gradient if it was not to be above `longest`.
+
+        squares: of a whole replica's gradients, where this is a stage of one
+        """
         if bucket is None:
-            norm = clipped(self.layout, longest) if longest else None
+            of_replica = float if squares is None else lambda own: squares
+            norm = clipped(self.layout, longest, of_replica) if longest else None
             with self._unnoticed():
                 (by or self.optimizer.step)()
             self.stepped()

@@ -1,0 +1,108 @@
+"""What is tried on one batch before a model is cut: that its parts compute what it does, and that stages learn so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.host.cutting import Stages, instead, parts_of, through
+from workbench.host.piece import Piece, micro_batches
+from workbench.settings import KnobError
+from workbench.tasks import Learner
+
+FAR = 0.2  # of a batch's loss: so far the mean over its micro-batches may be, which hold unlike numbers of targets
+
+
+def check(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count: int) -> None:
+    """Raises KnobError in words where `model`, which is whole here, would not learn the same in stages.
+
+    count: of micro-batches
+    """
+    calls: list[int] = []
+
+    def composed(*inputs: Any, **named: Any) -> Any:
+        calls.append(1)
+        return through(parts, *inputs, **named)
+
+    try:
+        parts = parts_of(model, learner)
+        with _untouched(model) as again:
+            whole = again(partial(learner.loss, model, batch))
+            with instead(model, composed):
+                pieces = again(partial(learner.loss, model, batch))
+                once, micros = len(calls), micro_batches(batch, count)
+                means = [again(partial(learner.loss, model, micro)) for micro in micros]
+            with torch.enable_grad():
+                _walk(model, learner, stages, micros[0])
+    except KnobError:
+        raise
+    except Exception as error:
+        raise KnobError(_failed(model, error)) from error
+    if once != 1:
+        raise KnobError(
+            f"partition=Pipeline: the loss calls the model {once} times, and a pipeline passes each micro-batch "
+            f"through once; let loss(model, batch) call model once"
+        )
+    if not whole.is_meta:
+        _compare(float(whole), float(pieces), [float(x) for x in means])
+
+
+def _compare(whole: float, pieces: float, means: list[float]) -> None:
+    if whole != pieces and whole == whole:  # one that is no number is as good as any other
+        raise KnobError(
+            f"partition=Pipeline: the model's parts one after the other have loss {pieces:.6g} where the model has "
+            f"{whole:.6g}; let `parts` return Modules that together compute what the model does"
+        )
+    mean = sum(means) / len(means)
+    if abs(mean - whole) > FAR * abs(whole) + 1e-6:
+        raise KnobError(
+            f"partition=Pipeline: a batch's loss is {whole:.6g} and the mean over its micro-batches {mean:.6g}; a "
+            f"pipeline adds up means, so let loss(model, batch) be a mean over examples (reduction='mean'), or take "
+            f"micros=1"
+        )
+
+
+def _walk(model: nn.Module, learner: Learner, stages: Stages, micro: Any) -> None:
+    """One micro-batch forward through all pieces and back."""
+    count = len(stages)
+    ways = [Piece(model, stages.of(stage), stage, count) for stage in range(count)]
+    x: Tensor | None = None
+    for number in range(len(stages.pieces)):
+        x = ways[number % count].forward(learner.loss, micro, x, 0, number // count).clone()
+    grad: Any = 1.0
+    for number in reversed(range(len(stages.pieces))):
+        grad = ways[number % count].backward(grad, 0, number // count)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[Callable[[Callable[[], Tensor]], Tensor]]:
+    """Inside, what is given computes with the same random numbers each time; the model is afterwards as it was."""
+    was, grads, state = model.training, [p.grad for p in model.parameters()], torch.get_rng_state()
+
+    def again(compute: Callable[[], Tensor]) -> Tensor:
+        torch.set_rng_state(state)
+        with torch.no_grad():
+            return compute()
+
+    model.eval()  # no part draws random numbers or changes a buffer
+    try:
+        with torch.random.fork_rng():
+            yield again
+    finally:
+        model.train(was)
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad
+
+
+def _failed(model: nn.Module, error: Exception) -> str:
+    if next(model.parameters()).is_meta:
+        return (
+            f"partition=Pipeline: what stages hand on cannot be told, for the model does not run on the meta device "
+            f"({error}); take a task whose model does, or real=True"
+        )
+    return f"partition=Pipeline: tried on one batch, a stage fails: {error}"
