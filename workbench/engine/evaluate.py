@@ -25,7 +25,7 @@ def mean_evaluated(run: Parts) -> Evaluated:
     Where parameters lie in shards it goes through them, and every rank evaluates.
     """
     if run.stages is not None:
-        return _through_stages(run)
+        return _in_stages(run)
     wire, found = run.control, dict[str, float]()
     own = None if run.shared.held else wire
     weights = [] if run.reading.sharded else run.layout.weights  # in shards they are one value already
@@ -46,7 +46,7 @@ async def _asked(op: Op) -> Any:
     return await op
 
 
-def _through_stages(run: Parts) -> Evaluated:
+def _in_stages(run: Parts) -> Evaluated:
     """The same where replicas lie in stages: the first one evaluates, each of its ranks the same, and passes on."""
     wire, rank, piece = run.control, run.rank, run.host.piece
     assert wire is not None and piece is not None

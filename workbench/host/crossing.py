@@ -15,7 +15,7 @@ from workbench.compressors import Codec
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank
 
-Place = tuple[int, int]  # a micro-batch, and a piece of the model
+Entry = tuple[int, int]  # a micro-batch, and the piece of the model that it goes into
 
 
 class Crossing:
@@ -24,40 +24,40 @@ class Crossing:
     def __init__(self, rank: Rank, partition: Partition) -> None:
         self.rank, self.masks, self.pieces = rank, partition.masks, partition.pieces
         self._there, self._back = partition.coders(rank.memory)
-        self._chosen: dict[Place, Tensor] = {}  # where activations have crossed, until their gradients do
-        self._shapes: dict[Place, Any] = {}  # of the whole ones, on who sent them
+        self._chosen: dict[Entry, Tensor] = {}  # where activations have crossed, until their gradients do
+        self._shapes: dict[Entry, Any] = {}  # of the whole ones, on who sent them
 
-    async def on(self, x: Tensor, to: int, place: Place) -> None:
+    async def on(self, x: Tensor, to: int, entry: Entry) -> None:
         """Sends the activation that goes into this piece of the model."""
-        name = self._named("activation", place)
+        name = self._named("activation", entry)
         if self._there is None:
             return await self.rank.send(x, to, name)
         payload = await self._send(x, to, name, self._there)
-        self._note(place, payload)
-        self._shapes[place] = x.shape
+        self._note(entry, payload)
+        self._shapes[entry] = x.shape
 
-    async def came_on(self, source: int, place: Place) -> Tensor:
+    async def came_on(self, source: int, entry: Entry) -> Tensor:
         """The activation that goes into this piece."""
-        name = self._named("activation", place)
+        name = self._named("activation", entry)
         if self._there is None:
             return await heard(self.rank, source, name)
         payload, x = await self._heard(source, name, self._there)
-        self._note(place, payload)
+        self._note(entry, payload)
         return x
 
-    async def back(self, grad: Tensor, to: int, place: Place) -> None:
+    async def back(self, grad: Tensor, to: int, entry: Entry) -> None:
         """Sends the gradient of what went into this piece."""
-        name, chosen = self._named("gradient", place), self._chosen.pop(place, None)
+        name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
         x = grad if chosen is None else grad.reshape(-1)[chosen]
         if self._back is None:
             await self.rank.send(x, to, name)
         else:
             await self._send(x, to, name, self._back)
 
-    async def came_back(self, source: int, place: Place) -> Tensor:
+    async def came_back(self, source: int, entry: Entry) -> Tensor:
         """The gradient of what went into this piece."""
-        name, chosen = self._named("gradient", place), self._chosen.pop(place, None)
-        shape = self._shapes.pop(place, None)
+        name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
+        shape = self._shapes.pop(entry, None)
         if self._back is None:
             x = await heard(self.rank, source, name)
         else:
@@ -78,12 +78,12 @@ class Crossing:
         like = said.new_empty(shape)
         return payload, await Op("coded", name, lambda: coder.decode(payload, like))
 
-    def _note(self, place: Place, payload: Any) -> None:
+    def _note(self, entry: Entry, payload: Any) -> None:
         if self.masks and isinstance(self._there, Codec) and (chosen := self._there.chosen(payload)) is not None:
-            self._chosen[place] = chosen.long()
+            self._chosen[entry] = chosen.long()
 
-    def _named(self, what: str, place: Place) -> str:
-        micro, piece = place
+    def _named(self, what: str, entry: Entry) -> str:
+        micro, piece = entry
         return f"{what} {micro}" if self.pieces == 1 else f"{what} {micro} of piece {piece}"
 
 

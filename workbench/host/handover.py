@@ -152,24 +152,24 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
         return
     rank, layout = run.rank, run.layout
     some = {place.name for place in layout.order if place.numel}
-    like, here = ({name: x for name, x in each(layout, run.optimizer).items() if name.partition("/")[2] in some}
-                  for each in (likes, slots))  # fmt: skip
+    both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
+    like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
     kept = await kept_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
     lies, comes = (_in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
     if layout.order[0].param.is_meta:  # one optimizer stands for those of all ranks, and stays as it is
         here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
-    before = await _summed(run, here, lies)
+    before = await summed(run, here, lies)
     given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, range(rank.size), like)
-    if await _summed(run, given, comes) != before:
+    if await summed(run, given, comes) != before:
         raise Disagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.order[0].param.is_meta:
         put(layout, run.optimizer, given, like)
     run.sharded(to)
 
 
-async def _summed(run: Changing, state: State, lies: Placement) -> int:
+async def summed(run: Changing, state: State, lies: Placement) -> int:
     """The hash of what all ranks hold together, replicas counted once, by the first that has them."""
     me, own = run.rank.id, 0
     if not run.layout.order[0].param.is_meta:
@@ -181,7 +181,7 @@ async def _summed(run: Changing, state: State, lies: Placement) -> int:
 
 def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int, size: int) -> int:
     """What a rank keeps of the optimizer's state in shards, once that has stepped."""
-    like, sizes = likes(layout, optimizer), tuple((place.name, place.numel) for place in layout.order)
+    like, sizes = likes(layout.order, optimizer), tuple((place.name, place.numel) for place in layout.order)
     lies = _in_shards(sizes, tuple((name, bool(x.numel())) for name, x in like.items()), cut, size)
     return sum(lies.numel(rank, name) * like[name].element_size() for name in lies.at(rank))
 

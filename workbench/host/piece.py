@@ -22,7 +22,7 @@ class _Handed(BaseException):
         self.value = value
 
 
-Place = tuple[int, int]  # a micro-batch, and one of the pieces that lie here
+Pass = tuple[int, int]  # a micro-batch, and one of the pieces that lie here
 
 
 class Piece:
@@ -33,8 +33,8 @@ class Piece:
 
     def __init__(self, model: nn.Module, pieces: list[tuple[nn.Module, ...]], stage: int, stages: int) -> None:
         self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
-        self.opened: dict[Place, Tensor] = {}
-        self._came: dict[Place, Tensor] = {}
+        self.opened: dict[Pass, Tensor] = {}
+        self._came: dict[Pass, Tensor] = {}
 
     def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
         """What a piece makes of a micro-batch, or the last one of the model the loss: a tensor that is detached.

@@ -16,10 +16,8 @@ from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.host import absent
 from workbench.host.canonical import Disagreement
-from workbench.host.changing import Changing
-from workbench.host.checksum import MASK, checksum
 from workbench.host.cutting import Stages, cut, shape
-from workbench.host.handover import averaged, kept_slots
+from workbench.host.handover import averaged, kept_slots, summed
 from workbench.host.layout import Place
 from workbench.host.move import State, move
 from workbench.host.piece import micro_batches
@@ -32,12 +30,6 @@ from workbench.settings import KnobError
 from workbench.tasks import TaskError, at_rate, rate
 
 OUTER = "outer"  # what an outer momentum is called among what moves
-
-
-class _Order(NamedTuple):
-    """All trained parameters, wherever they lie."""
-
-    order: list[Place]
 
 
 def stages_of(e: Experiment, model: nn.Module, learner: Any) -> Stages | None:
@@ -93,64 +85,101 @@ def moves(was: Experiment, wanted: Experiment) -> bool:
     return shape(was) != shape(wanted) or was.partition.dims() != wanted.partition.dims()
 
 
+class _Moved(NamedTuple):
+    """What there is to move. here: what this rank has of it; slots: the names of those of the optimizer.
+
+    sizes: elements of everything, on every rank alike; like: a tensor of the dtype of each
+    """
+
+    sizes: dict[str, int]
+    like: State
+    here: State
+    slots: list[str]
+
+
 async def repartition(run: Any, was: Stages | None, to: Stages | None, outer: State | None = None) -> State | None:
     """The model comes to lie as `to` says. All ranks stand at the same boundary, and replicas are alike.
 
     outer: an outer momentum of what lies here, by parameter -> the same of what lies here then
     """
-    rank, model, everyone = run.rank, run.model, range(run.rank.size)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    buffers = {name: b for name, b in model.named_buffers() if b.numel()}
-    here_of = buffers if was is None else {n: b for n, b in buffers.items() if n in was.names[rank.id % len(was)]}
-    if rank.replicas.size > 1 and here_of:  # running statistics, of which each replica has its own
-        await averaged(rank.replicas, list(here_of.values()), "buffers")
-    every = _Order([Place(name, p) for name, p in trained.items()])
-    whole = run.make_optimizer(run.experiment, list(trained.values()))
-    like: State = likes(every, whole)  # type: ignore[arg-type]
-    here = slots(run.layout, run.optimizer)
-    kept = await kept_slots(run, like, here)
-    sizes_only = run.layout.order[0].param.is_meta  # one model stands for those of all ranks, and stays as it is
-    if sizes_only and kept:
-        kept = list(like)
-    shapes = {name: like[name].shape if like[name].numel() else trained[name.partition("/")[2]].shape for name in kept}
-    sizes = {name: p.numel() for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
-    sizes |= {name: shape.numel() for name, shape in shapes.items()}
-    owed: State = {}
-    if any(await run.gather(int(bool(outer)))):  # some may have none yet
-        sizes |= {f"{OUTER}/{name}": p.numel() for name, p in trained.items()}
-        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
-        like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
-        for place in run.layout.order:
-            none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
-            owed[f"{OUTER}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
-    lies, comes = (_placed(tuple(sizes.items()), each.names if each else (), rank.size) for each in (was, to))
-    like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
-    state = {place.name: place.param.data for place in run.layout.order} | buffers | here | owed
-    if sizes_only:
-        state = {name: like[name].new_empty(sizes[name]) for name in lies.at(rank.id)}
-    before = await _summed(run, state, lies)
-    given = await move(rank, {name: state[name] for name in lies.at(rank.id)}, lies, comes, everyone, like)
-    if await _summed(run, given, comes) != before:
+    rank, everyone = run.rank, range(run.rank.size)
+    await _agree_on_buffers(run, was)
+    trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
+    what = await _collected(run, trained, outer)
+    lies, comes = (_placed(tuple(what.sizes.items()), each.names if each else (), rank.size) for each in (was, to))
+    if _sizes_only(run):
+        what = what._replace(here={name: what.like[name].new_empty(what.sizes[name]) for name in lies.at(rank.id)})
+    before = await summed(run, what.here, lies)
+    held = {name: what.here[name] for name in lies.at(rank.id)}
+    given = await move(rank, held, lies, comes, everyone, what.like)
+    if await summed(run, given, comes) != before:
         raise Disagreement("the model's state is not what it was before it was spread anew")
     mine = set(trained) if to is None else set(trained) & to.names[rank.id % len(to)]
-    if not sizes_only:
-        with torch.no_grad():
-            for name in buffers.keys() & given.keys():
-                buffers[name].copy_(given[name].view(buffers[name].shape))
-            _lay(trained, given, mine)
-    run.relaid(mine, to)
-    if not sizes_only:
-        made = run.make_optimizer(run.experiment)
-        if rate(made) != rank.lr:
-            at_rate(made, rank.lr)
-        run.use_optimizer(made)
-        put(run.layout, made, {name: x for name, x in given.items() if name in shapes}, like)
+    _settle(run, trained, given, mine, to, what)
     if rank.id == 0:
-        widths = {name: like[name].element_size() for name in comes.sizes}
+        widths = {name: what.like[name].element_size() for name in comes.sizes}
         nbytes = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone))))
         text = f"each replica lies in {len(to)} stages: {to}" if to else "every rank holds the whole model"
         run.mark("partition", {"stages": len(to) if to else 1, "nbytes": nbytes, "text": text})
-    return {name: given[f"{OUTER}/{name}"] for name in mine} if owed else None
+    momentum = {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given}
+    return momentum or None
+
+
+def _sizes_only(run: Any) -> bool:
+    """Does one model stand for those of all ranks, and stays as it is?"""
+    return bool(run.layout.order[0].param.is_meta)
+
+
+def _buffers(run: Any) -> State:
+    return {name: b for name, b in run.model.named_buffers() if b.numel()}
+
+
+async def _agree_on_buffers(run: Any, was: Stages | None) -> None:
+    """Running statistics, of which each replica has its own, become one value."""
+    rank, found = run.rank, _buffers(run)
+    here = found if was is None else {name: b for name, b in found.items() if name in was.names[rank.id % len(was)]}
+    if rank.replicas.size > 1 and here:
+        await averaged(rank.replicas, list(here.values()), "buffers")
+
+
+async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | None) -> _Moved:
+    buffers, here = _buffers(run), slots(run.layout, run.optimizer)
+    places = [Place(name, p) for name, p in trained.items()]
+    like = likes(places, run.make_optimizer(run.experiment, list(trained.values())))
+    kept = await kept_slots(run, like, here)
+    if _sizes_only(run) and kept:
+        kept = list(like)
+    sizes = {name: p.numel() for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
+    sizes |= {name: like[name].numel() or trained[name.partition("/")[2]].numel() for name in kept}
+    like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
+    here = {place.name: place.param.data for place in run.layout.order} | buffers | here
+    if any(await run.gather(int(bool(outer)))):  # some may have none yet
+        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
+        sizes |= {f"{OUTER}/{name}": p.numel() for name, p in trained.items()}
+        like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
+        for place in run.layout.order:
+            none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
+            here[f"{OUTER}/{place.name}"] = (outer or {}).get(place.name, none).to(none.dtype)
+    return _Moved(sizes, like, here, kept)
+
+
+def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Stages | None,
+            what: _Moved) -> None:  # fmt: skip
+    """This rank goes on with what it was given."""
+    if _sizes_only(run):
+        run.relaid(mine, to)
+        return
+    buffers = _buffers(run)
+    with torch.no_grad():
+        for name in buffers.keys() & given.keys():
+            buffers[name].copy_(given[name].view(buffers[name].shape))
+        _lay(trained, given, mine)
+    run.relaid(mine, to)
+    made = run.make_optimizer(run.experiment)
+    if rate(made) != run.rank.lr:
+        at_rate(made, run.rank.lr)
+    run.use_optimizer(made)
+    put(run.layout, made, {name: given[name] for name in what.slots if name in given}, what.like)
 
 
 @lru_cache(maxsize=4)  # the ranks of a simulation all ask for the same
@@ -188,15 +217,3 @@ def _elsewhere(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:
         f"a parameter of shape {shape} is read that lies on another stage: parts of a pipeline, and `evaluate`, may "
         f"read a model only by calling it; let it be in the part that reads it, or take partition=Whole()"
     )
-
-
-async def _summed(run: Changing, state: State, lies: Placement) -> int:
-    """The hash of what all ranks hold together, replicas counted once, by the first that has them."""
-    me = run.rank.id
-    if run.layout.order[0].param.is_meta:
-        return 0
-    mine = {name: slices for name, slices in lies.at(me).items()
-            if not any(name in lies.at(r) for r in range(me))}  # fmt: skip
-    own = checksum({name: state[name] for name in mine}, mine)
-    return sum(await run.gather(own)) & MASK
-

@@ -7,7 +7,7 @@ parameter is (see `workbench.optimizers.elementwise`); step counters and the lik
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
             for slot, x in sorted(optimizer.state.get(place.param, {}).items()) if isinstance(x, Tensor)}  # fmt: skip
 
 
-def likes(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
+def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
     """Tensors like those that `slots` has once it has stepped, but of no elements where they are cut as the parameter.
 
     For ranks that are to receive what they hold none of. The optimizer steps a parameter of two elements for it.
@@ -35,7 +35,7 @@ def likes(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     known: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
     found: dict[str, Tensor] = {}
-    for place in layout.order:
+    for place in places:
         key = group_of[id(place.param)], place.param.dtype
         if key not in known:
             known[key] = _tried(optimizer, key[0], place)

@@ -18,7 +18,7 @@ def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
     """By rank: the held-out numbers of the mean model, on the first; the rank's RMS distance from it."""
     first, sharded = ranks[0], ranks[0].reading.sharded
     if first.piece is not None:
-        return _through_stages(ranks, first.piece.stages)
+        return _in_stages(ranks, first.piece.stages)
     if sharded:
         assembled(ranks, first)
     every = [[*([] if sharded else r.layout.weights), *buffers(r.model)] for r in ranks]
@@ -31,7 +31,7 @@ def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
-def _through_stages(ranks: list[Tensors], count: int) -> list[Evaluated]:
+def _in_stages(ranks: list[Tensors], count: int) -> list[Evaluated]:
     """The same where replicas lie in stages: of the mean of each stage's replicas, one after the other."""
     drifts = [0.0] * len(ranks)
     with ExitStack() as held:
