@@ -19,11 +19,13 @@ from typing import Any
 
 import psutil
 
+from workbench.analysis import stages_at
 from workbench.compressors import Compressor, Dense
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
 from workbench.lab import Lab
 from workbench.optimizers import Optimizer
+from workbench.partitions import Pipeline, Whole
 from workbench.run import Run
 from workbench.settings import KnobError, knobs, members
 from workbench.strategies import Strategy
@@ -32,8 +34,8 @@ from workbench.tasks import Digits
 ANSWER = 30.0  # seconds within which a turn is answered: a hang, not a slow machine, takes longer
 SPARE = 3  # threads or descriptors that a process may open on its own
 
-KINDS = ("strategy", "strategy", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault", "optimizer",
-         "large")  # fmt: skip
+KINDS = ("strategy", "strategy", "partition", "compressor", "knob", "bucket", "link", "lr", "batch", "pause", "fault",
+         "optimizer", "large")  # fmt: skip
 
 Turn = tuple[str, Any]  # (what, value): a knob's path, or "pause", "step", "rest"
 
@@ -63,6 +65,8 @@ def one(rng: random.Random, ranks: int) -> Turn:
             return rng.choice((("link.bandwidth", rng.choice((0.0, rng.uniform(100, 2000)))),
                                 ("link.latency", rng.choice((0.0, rng.uniform(0.0, 1.0)))),
                                 ("pace", rng.choice((0.0, rng.uniform(1, 20))))))
+        case "partition":
+            return "partition", rng.choice((Whole(), Pipeline(micros=1), Pipeline(micros=2), Pipeline(stages=ranks)))
         case "lr":
             return "lr", 10 ** rng.uniform(-4, -2.5)
         case "batch":
@@ -151,13 +155,18 @@ def mixed(run: Run) -> Iterator[str]:
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
     comm = comm[~before_a_common_step(spans, comm, steps, kinds)]
     comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
+    comm = comm.assign(name=comm["name"].str.replace(r" in ([\w+]+) \[.*\]", r" in \1", regex=True))  # each its group
     comm.loc[comm["name"].str.startswith("all_to_allv"), "nbytes"] = 0  # a choice by values: each rank's own number
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
     said = by_rank.apply(lambda g: tuple(map(tuple, g.values)))
+    moved = {int(step) for step, _, _ in run.details("partition")}
     for step in lock:
-        if step in said.index:
-            here = said.loc[step]
-            if here.nunique() != 1 or len(here) != steps.loc[step, "count"]:
+        if step in said.index and step not in moved:  # there ranks change their stages
+            here, stages = said.loc[step], stages_at(run.timeline, int(step))
+            if stages > 1:  # messages and collectives are under way beside each other
+                here = here.map(lambda each: tuple(sorted(each)))
+            alike = [here[here.index % stages == stage].nunique() <= 1 for stage in range(stages)]
+            if not all(alike) or (stages == 1 and len(here) != steps.loc[step, "count"]):
                 yield f"step {step}: {dict(here)}"
 
 
@@ -191,7 +200,8 @@ def torture(lab: Lab, seed: int, turns: int, say: Any = print) -> dict[str, Any]
         bursts = sequence(seed * 2 + half, turns // 2, lab.ranks)
         for k, n in play(lab, run, bursts, random.Random(seed + half), say).items():
             total[k] += n
-        for path, value in (("compressor", Dense()), ("strategy", "DDP"), ("fabric", Fabric()), ("pace", 0.0)):
+        plain = {"partition": "Whole", "compressor": Dense(), "strategy": "DDP", "fabric": Fabric(), "pace": 0.0}
+        for path, value in plain.items():
             lab.set(path, value).wait(ANSWER)
         agree(lab)
         lab.stop()
