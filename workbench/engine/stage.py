@@ -115,8 +115,6 @@ class Stage(StepEnd):
 
     def _of_replica(self, squares: float) -> float:
         """The sum over all stages of a replica."""
-        if self.piece is None:
-            return squares
         x = torch.tensor([squares], dtype=torch.float64, device=self._device)
         return float(self._perform(self.rank.inside.all_reduce(x, "sum", "gradient norm")))
 

@@ -62,7 +62,7 @@ class Training(Turnable):
 
     async def make(self) -> int:
         host, strategy = self.host, self.experiment.strategy
-        host.met, host.lanes.aside = strategy.opaque or self._alone, False
+        host.met, host.lanes.aside = strategy.opaque or self._hears_each_step, False
         self.lane.step = self.rank.step
         host.at("step")
         since, began = self.clock.now(), host.watch.now()
@@ -73,8 +73,8 @@ class Training(Turnable):
         return made
 
     @property
-    def _alone(self) -> bool:
-        """Is there one replica, which goes through its stages in step, or none that meets all others?"""
+    def _hears_each_step(self) -> bool:
+        """Is there no meeting of replicas to hear at: one replica, whose stages go in step, or only neighbours meet?"""
         size = self.rank.replicas.size
         return bool(self.rank.mesh.inside) and (size == 1 or self.experiment.strategy.propagation(size) > 0)
 

@@ -86,7 +86,7 @@ class Batches:
 
 def example(learner: Learner, e: Experiment, device: str) -> Any:
     """A batch, the same on all ranks, that training does not miss; no random number that it would draw is used up."""
-    with torch.random.fork_rng(devices=[]):
+    with Chance(e.seed):
         batches = Batches(learner.data, 0, e.ranks, device)
         batches.restart(e.batch, e.seed, 0)
         return batches.next()

@@ -19,7 +19,7 @@ Entry = tuple[int, int]  # a micro-batch, and the piece of the model that it goe
 
 
 class Crossing:
-    """One batch's messages, as one stage sends and hears them."""
+    """One batch's messages, as one stage sends and receives them."""
 
     def __init__(self, rank: Rank, partition: Partition) -> None:
         self.rank, self.masks, self.pieces = rank, partition.masks, partition.pieces
@@ -27,7 +27,7 @@ class Crossing:
         self._chosen: dict[Entry, Tensor] = {}  # where activations have crossed, until their gradients do
         self._shapes: dict[Entry, Any] = {}  # of the whole ones, on who sent them
 
-    async def on(self, x: Tensor, to: int, entry: Entry) -> None:
+    async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
         """Sends the activation that goes into this piece of the model."""
         name = self._named("activation", entry)
         if self._there is None:
@@ -36,16 +36,16 @@ class Crossing:
         self._note(entry, payload)
         self._shapes[entry] = x.shape
 
-    async def came_on(self, source: int, entry: Entry) -> Tensor:
+    async def receive_activation(self, source: int, entry: Entry) -> Tensor:
         """The activation that goes into this piece."""
         name = self._named("activation", entry)
         if self._there is None:
-            return await heard(self.rank, source, name)
-        payload, x = await self._heard(source, name, self._there)
+            return await received(self.rank, source, name)
+        payload, x = await self._receive(source, name, self._there)
         self._note(entry, payload)
         return x
 
-    async def back(self, grad: Tensor, to: int, entry: Entry) -> None:
+    async def send_gradient(self, grad: Tensor, to: int, entry: Entry) -> None:
         """Sends the gradient of what went into this piece."""
         name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
         x = grad if chosen is None else grad.reshape(-1)[chosen]
@@ -54,14 +54,14 @@ class Crossing:
         else:
             await self._send(x, to, name, self._back)
 
-    async def came_back(self, source: int, entry: Entry) -> Tensor:
+    async def receive_gradient(self, source: int, entry: Entry) -> Tensor:
         """The gradient of what went into this piece."""
         name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
         shape = self._shapes.pop(entry, None)
         if self._back is None:
-            x = await heard(self.rank, source, name)
+            x = await received(self.rank, source, name)
         else:
-            _, x = await self._heard(source, name, self._back)
+            _, x = await self._receive(source, name, self._back)
         return x if chosen is None else x.new_zeros(shape.numel()).index_copy_(0, chosen, x).view(shape)
 
     async def _send(self, x: Tensor, to: int, name: str, coder: Any) -> Any:
@@ -71,10 +71,10 @@ class Crossing:
             await self.rank.send(part, to, name if not number else f"{name} part {number}")
         return payload
 
-    async def _heard(self, source: int, name: str, coder: Any) -> tuple[Any, Tensor]:
-        said = await heard(self.rank, source, f"{name} shape")
+    async def _receive(self, source: int, name: str, coder: Any) -> tuple[Any, Tensor]:
+        said = await received(self.rank, source, f"{name} shape")
         count, *shape = said.shape[1:]
-        payload = tuple([await heard(self.rank, source, name if not n else f"{name} part {n}") for n in range(count)])
+        payload = tuple([await received(self.rank, source, name if not n else f"{name} part {n}") for n in range(count)])
         like = said.new_empty(shape)
         return payload, await Op("coded", name, lambda: coder.decode(payload, like))
 
@@ -87,7 +87,7 @@ class Crossing:
         return f"{what} {micro}" if self.pieces == 1 else f"{what} {micro} of piece {piece}"
 
 
-async def heard(rank: Rank, source: int, kind: str) -> Tensor:
+async def received(rank: Rank, source: int, kind: str) -> Tensor:
     """The next message of a kind. Raises ConnectionError where nothing more can come."""
     got = await rank.recv(None, source, kind)
     if got is None:

@@ -53,19 +53,15 @@ _CUTS = "workbench cuts"  # the attribute of a model that keeps where it was cut
 
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
-    made, key = model.__dict__.setdefault(_CUTS, {}), shape(e)  # with sizes only thousands of ranks have one model
+    made = model.__dict__.setdefault(_CUTS, {})  # with sizes only thousands of ranks have one model
+    key = e.partition.size, e.partition.pieces
     if key not in made:
         made[key] = _cut(e, model, learner)
     return made[key]
 
 
-def shape(e: Experiment) -> tuple[int, int]:
-    """How many stages a replica of `e` has, and how many pieces each."""
-    return e.partition.size, e.partition.pieces
-
-
 def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
-    (count, each), parts = shape(e), parts_of(model, learner)
+    count, each, parts = e.partition.size, e.partition.pieces, parts_of(model, learner)
     said = f"partition={type(e.partition).__name__}"
     if len(parts) < count * each:
         what = f"{count} stages of {each} pieces" if each > 1 else f"{count} stages"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.checksum import checksum
-from workbench.host.crossing import Crossing, heard
+from workbench.host.crossing import Crossing, received
 from workbench.host.cutting import through
 from workbench.host.piece import tensors_of
 from workbench.partitions import Partition
@@ -47,19 +47,19 @@ async def one_batch(rank: Rank, partition: Partition, share: float) -> Tensor:
     for what, micro, chunk in partition.actions(rank.index):
         piece = chunk * rank.size + rank.index
         if what == "F":
-            x = await crossing.came_on(before, (micro, piece)) if piece else None
+            x = await crossing.receive_activation(before, (micro, piece)) if piece else None
             made = await Op("stage_forward", x, micro, chunk)
             if piece == end:
                 losses.append(made)
             else:
-                await crossing.on(made, after, (micro, piece + 1))
+                await crossing.send_activation(made, after, (micro, piece + 1))
         else:
-            grad: Any = share if piece == end else await crossing.came_back(after, (micro, piece + 1))
+            grad: Any = share if piece == end else await crossing.receive_gradient(after, (micro, piece + 1))
             came = await Op("stage_backward", grad, micro, chunk)
             if piece:
-                await crossing.back(came, before, (micro, piece))
+                await crossing.send_gradient(came, before, (micro, piece))
     if rank.index < rank.size - 1:
-        return await heard(rank, rank.size - 1, LOSS)
+        return await received(rank, rank.size - 1, LOSS)
     mean = sum(losses[1:], losses[0]) / len(losses)
     for other in range(rank.size - 1):
         await rank.send(mean, other, LOSS)
@@ -72,13 +72,13 @@ async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: 
     x: Any = None
     for number, parts in enumerate(pieces):
         if number or rank.index:
-            x = through(parts, await heard(rank, (rank.index - 1) % rank.size, "activation"))
+            x = through(parts, await received(rank, (rank.index - 1) % rank.size, "activation"))
         else:
             x = through(parts, *inputs, **named)
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
-        return await heard(rank, last, "answer")
+        return await received(rank, last, "answer")
     for other in range(last):
         await rank.send(x, other, "answer")
     return x

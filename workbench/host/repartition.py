@@ -16,7 +16,7 @@ from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.host import absent
 from workbench.host.canonical import Disagreement
-from workbench.host.cutting import Stages, cut, shape
+from workbench.host.cutting import Stages, cut
 from workbench.host.handover import averaged, kept_slots, summed
 from workbench.host.layout import Place
 from workbench.host.move import State, move
@@ -56,7 +56,7 @@ def able(run: Any, wanted: Experiment) -> None:
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.stages or (way, wanted.batch) != (now.partition, now.batch)):
         _try(run, wanted)
-    if shape(wanted) != ((run.stages.count, len(run.stages.pieces) // run.stages.count) if run.stages else (1, 1)):
+    if moves(now, wanted):
         _ask_slots(run, wanted)
 
 
@@ -72,6 +72,7 @@ def _try(run: Any, wanted: Experiment) -> None:
 
 
 def _ask_slots(run: Any, wanted: Experiment) -> None:
+    """Refuses in words what an optimizer remembers in a shape that no other rank could tell."""
     for name, x in slots(run.layout, run.optimizer).items():
         if x.numel() > 1 and x.shape != run.model.get_parameter(name.partition("/")[2]).shape:
             raise KnobError(
@@ -82,7 +83,8 @@ def _ask_slots(run: Any, wanted: Experiment) -> None:
 
 def moves(was: Experiment, wanted: Experiment) -> bool:
     """Does a model lie otherwise under `wanted`?"""
-    return shape(was) != shape(wanted) or was.partition.dims() != wanted.partition.dims()
+    one, other = was.partition, wanted.partition
+    return (one.dims(), one.pieces) != (other.dims(), other.pieces)
 
 
 class _Moved(NamedTuple):
