@@ -74,7 +74,8 @@ class Crossing:
     async def _receive(self, source: int, name: str, coder: Any) -> tuple[Any, Tensor]:
         said = await received(self.rank, source, f"{name} shape")
         count, *shape = said.shape[1:]
-        payload = tuple([await received(self.rank, source, name if not n else f"{name} part {n}") for n in range(count)])
+        names = [name, *(f"{name} part {number}" for number in range(1, count))]
+        payload = tuple([await received(self.rank, source, each) for each in names])
         like = said.new_empty(shape)
         return payload, await Op("coded", name, lambda: coder.decode(payload, like))
 
