@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import pandas as pd
 import psutil
 
 from workbench.analysis import stages_at
@@ -145,9 +146,9 @@ def until(true: Any, what: str) -> None:
         time.sleep(0.02)
 
 
-def mixed(run: Run) -> Iterator[str]:
-    """Steps in which ranks that move in lockstep did not communicate alike, in words."""
-    spans = run.spans
+def mixed(run: Run, spans: pd.DataFrame | None = None) -> Iterator[str]:
+    """Steps of `run`, or of these of its spans, in which ranks in lockstep did not communicate alike, in words."""
+    spans = run.spans if spans is None else spans
     kinds = members(Strategy)
     steps = spans[spans.lane == "step"].groupby("step").name.agg(["nunique", "first", "count"])
     lock = [s for s, row in steps.iterrows() if row["nunique"] == 1 and kinds[row["first"]].lockstep]

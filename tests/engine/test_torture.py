@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from tests.ranks import experiment
@@ -14,6 +12,7 @@ from tests.torture import mixed, sequence, torture
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
 from workbench.lab import Lab
+from workbench.run import Run
 from workbench.settings import Change
 from workbench.strategies import DDP, AsyncServer, LocalSGD, Strategy
 
@@ -25,35 +24,37 @@ def test_a_sequence_depends_on_its_seed_alone() -> None:
     assert sum(map(len, sequence(SEED, TURNS, 4))) == TURNS
 
 
-def switched(first: Strategy, *more: Change) -> pd.DataFrame:
-    """The spans of a run with a slow rank, in which ranks go over to DDP in rank 0's step 20, after other changes."""
+def switched(first: Strategy, *more: Change) -> Run:
+    """A run with a slow rank, in which ranks go over to DDP in rank 0's step 20, after other changes."""
     fabric = Fabric(link=Link(bandwidth=200.0), faults=(Slow(rank=2, factor=1.6),))
     e = experiment(4, 40, strategy=first, pace=5.0, fabric=fabric)
-    return simulate(e, changes=(*more, Change(20, "strategy", DDP())), real=True).spans
+    return simulate(e, changes=(*more, Change(20, "strategy", DDP())), real=True)
 
 
-def without(spans: pd.DataFrame, place: int) -> Any:
-    """What the check says of the same record without one of rank 1's exchanges in step 20."""
+def without(run: Run, place: int, after: float = 0.0) -> Any:
+    """What the check says of the same record without one of rank 1's exchanges in step 20, of those after a time."""
+    spans = run.spans[(run.spans.lane != "comm") | (run.spans.t0 >= after) | (run.spans.step != 20)]
     rows = spans[(spans.lane == "comm") & (spans["rank"] == 1) & (spans.step == 20)].sort_values("t0").index
-    return list(mixed(SimpleNamespace(spans=spans.drop(rows[place]))))
+    return list(mixed(run, spans.drop(rows[place])))
 
 
 def test_what_ranks_settle_that_keep_no_common_step_is_not_taken_for_the_next_strategys() -> None:
     """Each settles at every change in the step that it is in; those that fell behind in another than rank 0."""
-    spans = switched(AsyncServer(), Change(20, "pace", 6.0), Change(20, "clip", 0.5))
+    run = switched(AsyncServer(), Change(20, "pace", 6.0), Change(20, "clip", 0.5))
+    spans = run.spans
     settled = spans[(spans.lane == "comm") & (spans.name == "all_reduce versions") & (spans.step < 20)]
     assert 2 in set(settled["rank"]) and 0 not in set(settled["rank"])
-    assert list(mixed(SimpleNamespace(spans=spans))) == []
-    assert "step 20" in without(spans, -1)[0]
+    assert list(mixed(run)) == []
+    assert "step 20" in without(run, -1)[0]
 
 
 @pytest.mark.parametrize("first", [AsyncServer(), LocalSGD(every=8)])
 @pytest.mark.parametrize("place", [0, -1], ids=["while leaving", "in the step"])
 def test_all_that_ranks_exchange_from_the_switch_on_is_compared(first: Strategy, place: int) -> None:
-    spans = switched(first)
-    assert list(mixed(SimpleNamespace(spans=spans))) == []
-    begins = spans[(spans.lane == "switch") & (spans["rank"] == 1)].t0.min()
-    assert "step 20" in without(spans[(spans.lane != "comm") | (spans.t0 >= begins) | (spans.step != 20)], place)[0]
+    run = switched(first)
+    assert list(mixed(run)) == []
+    begins = run.spans[(run.spans.lane == "switch") & (run.spans["rank"] == 1)].t0.min()
+    assert "step 20" in without(run, place, begins)[0]
 
 
 @pytest.mark.long
