@@ -13,9 +13,14 @@ from workbench.engine.canonical import all_equal
 from workbench.engine.opaque import unwrap, wrap
 from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
+from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import pauses
+from workbench.host.batches import to_device
 from workbench.host.changes import in_step, take_role
-from workbench.host.cutting import Stages
+from workbench.host.meetings import Plans, planned
+from workbench.host.meta import outline
+from workbench.host.spread import Spread
+from workbench.host.together import slice_of
 
 
 class Turnable(Parts):
@@ -57,13 +62,25 @@ class Turnable(Parts):
         self.regrouped()
         self.meeting.enter()
 
-    def relaid(self, names: set[str], stages: Stages | None) -> None:
+    def relaid(self, names: set[str], spread: Spread | None) -> None:
         """Of the model these parameters lie here from now on."""
         self.host.forget_hooks()
         self.layout.take(self.model, names)
-        self.stages, self.twin = stages, None
-        self.host.cut(stages)
+        if (spread and spread.split) or (self.spread and self.spread.split):
+            torch.manual_seed(drawn(self.experiment, self.rank.id, self.rank.step))
+        self.spread, self.twin = spread, None
+        self.host.lie(spread, self._planned(spread))
         self.mark_buckets()
+
+    def _planned(self, spread: Spread | None) -> Plans:
+        """When in a pass ranks that have slices meet; nothing where nobody can tell."""
+        if spread is None or spread.split is None:
+            return Plans()
+        try:
+            part = slice_of(outline(self.learner), spread.split, 0)
+            return planned(part, self.learner, spread.split, to_device(self.example(self.experiment), "meta"))
+        except Exception:
+            return Plans()
 
     def sharded(self, buckets: Any) -> None:
         """What the optimizer remembers lies where it does."""
@@ -107,14 +124,14 @@ class Turnable(Parts):
     def _first_of_replicas(self, order: Tensor) -> Tensor:
         """What the first rank says of those that hold the same of the model as this one."""
         assert self.control is not None
-        if self.stages is None:
+        if self.spread is None:
             self.control.wait(self.control.broadcast(order, 0))
             return order
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        here = self.rank.id % len(self.stages)
-        for stage, names in enumerate(self.stages.names):
-            said = order if stage == here else torch.empty(len(names & trained), dtype=torch.int64)
-            self.control.wait(self.control.broadcast(said, stage))
+        for place in range(len(self.spread)):
+            count = len(self.spread.trained(place, trained))
+            said = order if place == self.rank.id % len(self.spread) else torch.empty(count, dtype=torch.int64)
+            self.control.wait(self.control.broadcast(said, place))
         return order
 
     def adopt(self, names: list[str]) -> None:

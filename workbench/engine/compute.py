@@ -49,9 +49,10 @@ class Compute(Stage):
         if self.piece is not None:  # backward takes it through the stages, both ways
             self._batches[micro] = batch
             return None
+        self.meet_before(batch)
         self.at("forward")
         self._stretch = "forward", self.watch.now()
-        self.pace.begin("forward", self.rank.step)
+        self.pace.begin("forward", self.rank.step, self._share)
         with self.reading.passing("forward"):
             loss = self.loss_of(self.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -79,8 +80,9 @@ class Compute(Stage):
         loss = self._open.pop(micro, None)
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        self.begin_backward()
         self._stretch = "backward", self.watch.now()
-        self.pace.begin("backward", self.rank.step)
+        self.pace.begin("backward", self.rank.step, self._share)
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
             loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
         if self.reading.sharded:
@@ -145,7 +147,7 @@ class Compute(Stage):
 
     def _update_all(self, by: Callable[[], None] | None) -> None:
         if longest := self.clip():
-            of_replica = self._of_replica if self.piece is not None else float
+            of_replica = self._of_replica if self.rank.mesh.inside else float
             self._sample("grad_norm", clipped(self.layout, longest, of_replica))
         with self.alone:
             (by or self.optimizer.step)()

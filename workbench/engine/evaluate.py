@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,8 @@ def mean_evaluated(run: Parts) -> Evaluated:
 
     Where parameters lie in shards it goes through them, and every rank evaluates.
     """
-    if run.stages is not None:
-        return _in_stages(run)
+    if run.spread is not None:
+        return _spread_out(run)
     wire, found = run.control, dict[str, float]()
     own = None if run.shared.held else wire
     weights = [] if run.reading.sharded else run.layout.weights  # in shards they are one value already
@@ -46,13 +47,14 @@ async def _asked(op: Op) -> Any:
     return await op
 
 
-def _in_stages(run: Parts) -> Evaluated:
-    """The same where replicas lie in stages: the first one evaluates, each of its ranks the same, and passes on."""
+def _spread_out(run: Parts) -> Evaluated:
+    """The same where replicas lie on several ranks: those of the first one evaluate, each the same, and pass on."""
     wire, rank, piece = run.control, run.rank, run.host.piece
-    assert wire is not None and piece is not None
+    assert wire is not None
     found: dict[str, float] = {}
 
     def forward(*inputs: Any, **named: Any) -> Any:
+        assert piece is not None
         return run.host.drive(evaluated(rank.inside, piece.pieces, *inputs, **named))
 
     live = [x for x in [*run.layout.weights, *buffers(run.model)] if x.numel()]
@@ -63,7 +65,9 @@ def _in_stages(run: Parts) -> Evaluated:
         values = mean.split([x.numel() for x in live])
         with holding(live, [value.view(x.shape) for value, x in zip(values, live, strict=True)]):
             if rank.replicas.index == 0:
-                with instead(run.model, forward):
+                if run.host.together is not None:
+                    run.host.refresh()
+                with instead(run.model, forward) if piece is not None else nullcontext():
                     found = numbers(run.learner.evaluate, run.model)
         drift = distance([own[: run.layout.numel]], [mean[: run.layout.numel]], run.layout.numel)
         wire.wait(wire.broadcast(torch.tensor([found.get("loss", math.nan)], dtype=torch.float64), 0))

@@ -24,9 +24,10 @@ from workbench.engine.lanes import Lanes
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
 from workbench.engine.watch import Watch
-from workbench.host.cutting import Stages
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
+from workbench.host.meetings import Plans
+from workbench.host.spread import Spread
 from workbench.partitions import Whole
 from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message_name
 
@@ -157,9 +158,9 @@ class Host(Compute):
             raise Later
         return self._perform(op)
 
-    def cut(self, stages: Stages | None) -> None:
-        """This rank computes its stage from now on; the order of its gradients is to be learned anew."""
-        super().cut(stages)
+    def lie(self, spread: Spread | None, plans: Plans) -> None:
+        """This rank computes its part from now on; the order of its gradients is to be learned anew."""
+        super().lie(spread, plans)
         self._order = []
 
     def _learn_order(self) -> None:

@@ -27,7 +27,6 @@ from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum, partitioned, sharding
 from workbench.host import repartition
 from workbench.host.batches import Batches, example
-from workbench.host.cutting import Stages
 from workbench.host.layout import Layout
 from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
@@ -35,6 +34,7 @@ from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.slots import require_steppable
+from workbench.host.spread import Spread
 from workbench.optimizers import built
 from workbench.rank import StrategyError
 from workbench.settings import KnobError
@@ -53,7 +53,7 @@ class Parts(Life):
     paused, credit: do the ranks make no steps; but for so many
     pocket:         requests that were heard before their turn
     evaluated:      seconds, of the longest evaluation so far
-    stages:         where the model is cut; None while every rank holds all of it
+    spread:         how a replica lies on several ranks; None while every rank holds all of it
     twin:           a copy of the model, to be evaluated while the model itself goes on being changed
     """
 
@@ -69,7 +69,7 @@ class Parts(Life):
         if reason := self.refused(self.experiment.strategy):
             raise KnobError(reason)
         self.tickets = Tickets(self.control, self.rank.id, self.inbox, self.peers.flag())
-        self.stages: Stages | None = None
+        self.spread: Spread | None = None
         self._make_model()
         self.able(self.experiment)
         self._make_host()

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.engine.step_end import StepEnd
-from workbench.host.cutting import Stages
+from workbench.engine.joint import Joint
 from workbench.host.drive import drive
 from workbench.host.layout import Layout
+from workbench.host.meetings import Plans
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.pipelining import one_batch, pass_name, same_batch
+from workbench.host.spread import Spread
 from workbench.partitions import Partition
 from workbench.rank import Op, StrategyError
 
 
-class Stage(StepEnd):
+class Stage(Joint):
     """The part of a Host that is a stage, while `piece` is there."""
 
     alone: AbstractContextManager[Any]
@@ -42,11 +43,14 @@ class Stage(StepEnd):
     _exchanged = False
     _fresh = False  # is the next batch the first after a cut?
 
-    def cut(self, stages: Stages | None) -> None:
-        """This rank computes its stage from now on; the whole model where there are none."""
+    def lie(self, spread: Spread | None, plans: Plans) -> None:
+        """This rank computes its part from now on; the whole model where that is not spread."""
         self.piece, self._share = None, 1.0
-        if stages is not None:
-            here = self.rank.id % len(stages)
+        here, index = spread.place(self.rank.id) if spread else (0, 0)
+        self.deal(spread.split if spread else None, index, plans)
+        if spread and spread.split:
+            self._share = spread.split.share
+        if spread and (stages := spread.stages):
             self.piece = Piece(self.model, stages.of(here), here, len(stages))
             self._share, self._shares = stages.share(here), stages.shares[here :: len(stages)]
             self._fresh = True

@@ -30,6 +30,12 @@ def dealt(e: Experiment, rank: int) -> tuple[int, int, int | None]:
     return number, replicas(e), e.seed * 100_003 + number + 1
 
 
+def drawn(e: Experiment, rank: int, step: int) -> int:
+    """The seed of a rank's random numbers from this step on; ranks that compute together draw the same."""
+    number = rank // e.partition.slices if e.partition.slices > 1 else rank
+    return e.seed * 100_003 + number + 1 + 7919 * step
+
+
 def refused(e: Experiment) -> str | None:
     """Why no replica of `e` can be spread as its partition says, in a sentence that says what would do; or None."""
     partition, strategy = e.partition, e.strategy

@@ -1,4 +1,4 @@
-"""Who may share out the optimizer's state: a strategy that keeps it in shards needs an optimizer that can be cut."""
+"""Whose optimizer must step each element by itself: that of a strategy in shards, and of matrices in slices."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
 
     made: makes `e`'s optimizer for its model; without it nothing is said of a task's own, which shows only then.
     """
-    if not e.strategy.shards or e.ranks == 1 or (made is None and e.optimizer.of_task):
+    sliced = e.partition.slices > 1
+    if not (e.strategy.shards or sliced) or e.ranks == 1 or (made is None and e.optimizer.of_task):
         return None
     if elementwise(optimizer := (made or tried(e))()):
         return None
+    if sliced:
+        return (
+            f"partition={type(e.partition).__name__}: ranks have slices of each matrix, and {type(optimizer).__name__} "
+            f"is not known to step each element by itself; take optimizer=AdamW() or SGD(), let the class of your own "
+            f"say `elementwise = True`, or take another partition"
+        )
     return (
         f"strategy={type(e.strategy).__name__}: it shares out the optimizer's state element by element, and "
         f"{type(optimizer).__name__} is not known to step each element by itself; take optimizer=AdamW() or SGD(), let "

@@ -16,7 +16,8 @@ from workbench.fabric.load import idle
 from workbench.host import handover, residual
 from workbench.host.changing import Changing
 from workbench.host.momentum import give_back, move_momentum
-from workbench.host.repartition import moves, repartition, stages_of
+from workbench.host.repartition import moves, repartition
+from workbench.host.spread import spread_of
 from workbench.optimizers import carry
 from workbench.rank import MOMENTUM
 from workbench.settings import Change, KnobError
@@ -182,7 +183,7 @@ async def _spread_anew(run: Changing, wanted: Experiment, outer: Any = None) -> 
     """
     if MOMENTUM in run.rank.memory.buffers:
         await give_back(run)
-    outer = await repartition(run, run.stages, stages_of(wanted, run.model, run.learner), outer)
+    outer = await repartition(run, run.spread, spread_of(wanted, run.model, run.learner), outer)
     run.rank.memory.clear()
     return outer
 

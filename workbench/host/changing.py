@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from workbench.experiment import Experiment
-from workbench.host.cutting import Stages
 from workbench.host.rate import Rate
+from workbench.host.spread import Spread
 from workbench.rank import Rank
 
 
@@ -20,7 +20,7 @@ class Changing(Protocol):
     rate: Rate
     reading: Any  # its Reading
     ledger: Any  # its Ledger
-    stages: Stages | None  # where the model is cut
+    spread: Spread | None  # how a replica lies on several ranks
 
     @property
     def learner(self) -> Any: ...  # its task's functions
@@ -34,7 +34,7 @@ class Changing(Protocol):
     def able(self, wanted: Experiment) -> Experiment: ...  # `wanted`, or KnobError where this host cannot do it
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None: ...
     def make_optimizer(self, wanted: Experiment, params: list[Any] | None = None) -> Any: ...
-    def relaid(self, names: set[str], stages: Stages | None) -> None: ...  # these parameters lie here now
+    def relaid(self, names: set[str], spread: Spread | None) -> None: ...  # these parameters lie here now
     def use_optimizer(self, optimizer: Any) -> None: ...
     def choose_lane(self) -> None: ...
     def restart_data(self) -> None: ...

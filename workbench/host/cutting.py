@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
+from workbench.host.sliced import numel_of
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError
 
@@ -54,14 +55,14 @@ _CUTS = "workbench cuts"  # the attribute of a model that keeps where it was cut
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
     made = model.__dict__.setdefault(_CUTS, {})  # with sizes only thousands of ranks have one model
-    key = e.partition.size, e.partition.pieces
+    key = e.partition.depth, e.partition.pieces
     if key not in made:
         made[key] = _cut(e, model, learner)
     return made[key]
 
 
 def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
-    count, each, parts = e.partition.size, e.partition.pieces, parts_of(model, learner)
+    count, each, parts = e.partition.depth, e.partition.pieces, parts_of(model, learner)
     said = f"partition={type(e.partition).__name__}"
     if len(parts) < count * each:
         what = f"{count} stages of {each} pieces" if each > 1 else f"{count} stages"
@@ -140,7 +141,7 @@ def _held(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
 def _weight(part: nn.Module) -> int:
     """How much a part computes, for one example: its parameters that each example is multiplied with, and a little."""
     looked_up = {id(m.weight) for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-    return 1 + sum(p.numel() for p in part.parameters() if id(p) not in looked_up)
+    return 1 + sum(numel_of(p) for p in part.parameters() if id(p) not in looked_up)
 
 
 def _balanced(weights: list[int], count: int) -> list[int]:

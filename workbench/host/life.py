@@ -11,12 +11,12 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, handover, meeting, residual
-from workbench.host.cutting import Stages
 from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.spread import Spread
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
@@ -38,7 +38,7 @@ class Life(ABC):
     measuring: Measuring
     ledger: Ledger
     reading: Reading
-    stages: Stages | None = None
+    spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
 

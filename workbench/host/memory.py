@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.host import absent
 from workbench.host.layout import Layout, Place
 from workbench.rank import Handle, Memory
 
@@ -82,10 +83,16 @@ def watched(found: Storages) -> Alive:
     return [(weakref.ref(storage), storage.nbytes()) for storage in found.values()]
 
 
-def parameters(model: nn.Module, layout: Layout) -> Storages:
-    """A model's parameters, frozen ones too, and its running statistics."""
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    return storages([layout.weights, frozen, list(model.buffers())])
+def parameters(model: nn.Module, layout: Layout, followed: Iterable[Tensor] | None = None) -> Storages:
+    """A model's parameters, also those that are frozen, and its running statistics.
+
+    followed: those that are here and another rank's to train; None: all that are not absent
+    """
+    mine = {id(place.param) for place in layout.order}
+    others: list[Tensor] = [p for p in model.parameters() if id(p) not in mine and not isinstance(p, absent.Absent)]
+    if followed is not None:
+        others = [*followed, *(p for p in others if not p.requires_grad)]
+    return storages([layout.weights, others, list(model.buffers())])
 
 
 def gradients(layout: Layout) -> Storages:

@@ -1,4 +1,4 @@
-"""A model comes to lie in stages, in others, or whole again, between two steps and by one `move`.
+"""A model comes to lie in stages or slices, in others, or whole again, between two steps and by one `move`.
 
 What moves is the state of the run: parameters, buffers and what the optimizer remembers, each bit as it was. A
 parameter that lies on another stage is absent here (workbench.host.absent): it has its shape and no memory.
@@ -6,7 +6,7 @@ parameter that lies on another stage is absent here (workbench.host.absent): it 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +14,16 @@ from torch import nn
 
 from workbench.compressors import inside
 from workbench.experiment import Experiment
-from workbench.host import absent
+from workbench.host import absent, sliced
 from workbench.host.canonical import Disagreement
-from workbench.host.cutting import Stages, cut
 from workbench.host.handover import averaged, kept_slots, summed
 from workbench.host.layout import Place
 from workbench.host.move import State, move
 from workbench.host.piece import micro_batches
-from workbench.host.placement import Placement
 from workbench.host.plan import plan
+from workbench.host.sliced import numel_of, shape_of
 from workbench.host.slots import likes, put, slots
+from workbench.host.spread import Spread, placed, spread_of
 from workbench.host.trying import check
 from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
@@ -32,20 +32,17 @@ from workbench.tasks import TaskError, at_rate, rate
 OUTER = "outer"  # what an outer momentum is called among what moves
 
 
-def stages_of(e: Experiment, model: nn.Module, learner: Any) -> Stages | None:
-    """Where `e` cuts `model`; None where a replica is whole. Raises KnobError where it cannot be cut so."""
-    return cut(e, model, learner) if e.partition.size > 1 else None
-
-
 def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
-    """Why the model, or a stage of it, cannot be trained as `e` says, in words that say what would do; or None."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    stages = stages_of(e, model, learner)
-    for names in stages.names if stages else (frozenset(trained),):
-        parts = [Part(name, tuple(p.shape), 0, p.numel()) for name, p in trained.items() if name in names]
+    """Why the model, or a rank's part of it, cannot be trained as `e` says, in a sentence that says what would do."""
+    shapes = {name: shape_of(p) for name, p in model.named_parameters() if p.requires_grad}
+    spread = spread_of(e, model, learner)
+    for rank in range(len(spread)) if spread else (0,):
+        mine = spread.trained(rank, set(shapes)) if spread else set(shapes)
+        here = {name: spread.local(name, shape) if spread else shape for name, shape in shapes.items() if name in mine}
+        parts = [Part(name, shape, 0, prod(shape)) for name, shape in here.items()]
         said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
         if reason := next((reason for reason in said if reason), None):
-            return f"{reason} (of a stage: a replica lies in {len(stages)})" if stages else reason
+            return f"{reason} (of a rank's part: a replica lies in {spread})" if spread else reason
     return None
 
 
@@ -54,17 +51,19 @@ def able(run: Any, wanted: Experiment) -> None:
     if reason := refuses_model(wanted, run.model, run.learner):
         raise KnobError(reason)
     now, way = run.experiment, wanted.partition
-    if way.size > 1 and (not run.stages or (way, wanted.batch) != (now.partition, now.batch)):
+    if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _try(run, wanted)
     if moves(now, wanted):
         _ask_slots(run, wanted)
 
 
 def _try(run: Any, wanted: Experiment) -> None:
-    """One batch, whole and in stages; where the model is not whole here, that the batch can be cut."""
+    """One batch, whole and spread; where the model is not whole here, that the batch can be cut."""
     batch, count = run.example(wanted), wanted.partition.micro_batches
-    if not any(isinstance(p, absent.Absent) for p in run.model.parameters()):
-        return check(run.model, run.learner, cut(wanted, run.model, run.learner), batch, count)
+    spread = spread_of(wanted, run.model, run.learner)
+    assert spread is not None
+    if not run.spread and not any(isinstance(p, absent.Absent) for p in run.model.parameters()):
+        return check(run.model, run.learner, spread, batch, count)
     try:
         micro_batches(batch, count)
     except TaskError as error:
@@ -99,7 +98,7 @@ class _Moved(NamedTuple):
     slots: list[str]
 
 
-async def repartition(run: Any, was: Stages | None, to: Stages | None, outer: State | None = None) -> State | None:
+async def repartition(run: Any, was: Spread | None, to: Spread | None, outer: State | None = None) -> State | None:
     """The model comes to lie as `to` says. All ranks stand at the same boundary, and replicas are alike.
 
     outer: an outer momentum of what lies here, by parameter -> the same of what lies here then
@@ -108,21 +107,23 @@ async def repartition(run: Any, was: Stages | None, to: Stages | None, outer: St
     await _agree_on_buffers(run, was)
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     what = await _collected(run, trained, outer)
-    lies, comes = (_placed(tuple(what.sizes.items()), each.names if each else (), rank.size) for each in (was, to))
+    lies, comes = (placed(tuple(what.sizes.items()), each, rank.size) for each in (was, to))
     if _sizes_only(run):
-        what = what._replace(here={name: what.like[name].new_empty(what.sizes[name]) for name in lies.at(rank.id)})
+        here = {name: what.like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
+        what = what._replace(here=here)
     before = await summed(run, what.here, lies)
     held = {name: what.here[name] for name in lies.at(rank.id)}
     given = await move(rank, held, lies, comes, everyone, what.like)
     if await summed(run, given, comes) != before:
         raise Disagreement("the model's state is not what it was before it was spread anew")
-    mine = set(trained) if to is None else set(trained) & to.names[rank.id % len(to)]
+    mine = to.trained(rank.id, set(trained)) if to else set(trained)
     _settle(run, trained, given, mine, to, what)
     if rank.id == 0:
         widths = {name: what.like[name].element_size() for name in comes.sizes}
         nbytes = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone))))
-        text = f"each replica lies in {len(to)} stages: {to}" if to else "every rank holds the whole model"
-        run.mark("partition", {"stages": len(to) if to else 1, "nbytes": nbytes, "text": text})
+        text = f"each replica lies in {to}" if to else "every rank holds the whole model"
+        stages, slices = len(to.stages) if to and to.stages else 1, to.split.ways if to and to.split else 1
+        run.mark("partition", {"stages": stages, "slices": slices, "nbytes": nbytes, "text": text})
     momentum = {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given}
     return momentum or None
 
@@ -136,10 +137,12 @@ def _buffers(run: Any) -> State:
     return {name: b for name, b in run.model.named_buffers() if b.numel()}
 
 
-async def _agree_on_buffers(run: Any, was: Stages | None) -> None:
+async def _agree_on_buffers(run: Any, was: Spread | None) -> None:
     """Running statistics, of which each replica has its own, become one value."""
-    rank, found = run.rank, _buffers(run)
-    here = found if was is None else {name: b for name, b in found.items() if name in was.names[rank.id % len(was)]}
+    rank, here = run.rank, _buffers(run)
+    if was and was.stages:
+        stage, _ = was.place(rank.id)
+        here = {name: b for name, b in here.items() if name in was.stages.names[stage]}
     if rank.replicas.size > 1 and here:
         await averaged(rank.replicas, list(here.values()), "buffers")
 
@@ -151,13 +154,13 @@ async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | 
     kept = await kept_slots(run, like, here)
     if _sizes_only(run) and kept:
         kept = list(like)
-    sizes = {name: p.numel() for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
-    sizes |= {name: like[name].numel() or trained[name.partition("/")[2]].numel() for name in kept}
+    sizes = {name: numel_of(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
+    sizes |= {name: like[name].numel() or numel_of(trained[name.partition("/")[2]]) for name in kept}
     like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}
     here = {place.name: place.param.data for place in run.layout.order} | buffers | here
     if any(await run.gather(int(bool(outer)))):  # some may have none yet
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
-        sizes |= {f"{OUTER}/{name}": p.numel() for name, p in trained.items()}
+        sizes |= {f"{OUTER}/{name}": numel_of(p) for name, p in trained.items()}
         like |= {f"{OUTER}/{name}": torch.empty(0, dtype=wide[name], device=p.device) for name, p in trained.items()}
         for place in run.layout.order:
             none = torch.zeros(place.numel, dtype=wide[place.name], device=place.param.device)
@@ -165,7 +168,7 @@ async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | 
     return _Moved(sizes, like, here, kept)
 
 
-def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Stages | None,
+def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Spread | None,
             what: _Moved) -> None:  # fmt: skip
     """This rank goes on with what it was given."""
     if _sizes_only(run):
@@ -175,7 +178,7 @@ def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[
     with torch.no_grad():
         for name in buffers.keys() & given.keys():
             buffers[name].copy_(given[name].view(buffers[name].shape))
-        _lay(trained, given, mine)
+        _lay(trained, given, mine, to, to.followed(run.rank.id, set(trained)) if to else set())
     run.relaid(mine, to)
     made = run.make_optimizer(run.experiment)
     if rate(made) != run.rank.lr:
@@ -184,33 +187,22 @@ def _settle(run: Any, trained: dict[str, nn.Parameter], given: State, mine: set[
     put(run.layout, made, {name: given[name] for name in what.slots if name in given}, what.like)
 
 
-@lru_cache(maxsize=4)  # the ranks of a simulation all ask for the same
-def _placed(named: tuple[tuple[str, int], ...], stages: tuple[frozenset[str], ...], size: int) -> Placement:
-    """Where everything lies: what belongs to a parameter lies with it; what is of no stage lies everywhere."""
-    sizes = dict(named)
-    if not stages:
-        return Placement.whole(sizes, range(size))
-    count = len(stages)
-    owner = {name: stage for stage, names in enumerate(stages) for name in names}
-    of = {name: owner.get(name.partition("/")[2] or name, -1) for name in sizes}
-    placed = Placement({}, {})
-    for stage in range(count):
-        own = {name: n for name, n in sizes.items() if of[name] == stage}
-        placed |= Placement.whole(own, range(stage, size, count))
-    return placed | Placement.whole({name: n for name, n in sizes.items() if of[name] < 0}, range(size))
-
-
-def _lay(trained: dict[str, nn.Parameter], given: State, mine: set[str]) -> None:
-    """These parameters are here, with the values that were given, and no others."""
+def _lay(trained: dict[str, nn.Parameter], given: State, mine: set[str], to: Spread | None,
+         followed: set[str]) -> None:  # fmt: skip
+    """These parameters are here, with the values that were given; those `followed` are to be told; no others are."""
     for name, p in trained.items():
+        shape = shape_of(p)
         if name in mine:
             absent.come(p)
-            p.data = given[name].view(p.shape)
+            sliced.lay(p, given[name].view(to.local(name, shape) if to else shape), shape)
+        elif name in followed:
+            absent.come(p)
+            sliced.lay(p, given.get(name, torch.empty(shape, dtype=p.dtype, device=p.device)).view(shape), shape)
         else:
-            nothing = absent.data_of(p).new_full((1,), torch.nan).expand(p.shape)
+            nothing = absent.data_of(p).new_full((1,), torch.nan).expand(shape)
             absent.leave(p, _elsewhere)
             with absent.unasked():
-                p.grad, p.data = None, nothing
+                sliced.lay(p, nothing, shape)
 
 
 def _elsewhere(params: list[nn.Parameter], others: list[nn.Parameter]) -> None:

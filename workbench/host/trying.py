@@ -1,7 +1,8 @@
-"""What is tried on one batch before a model is cut: that its parts compute what it does, and that stages learn so."""
+"""What is tried on one batch before a model is spread: that its parts compute what it does, and that ranks learn so."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,19 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.host.crew import together
 from workbench.host.cutting import Stages, instead, parts_of, through
 from workbench.host.piece import Piece, micro_batches
+from workbench.host.splitting import Split
+from workbench.host.spread import Spread
+from workbench.host.together import Ask, computing, slice_of
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
+NEAR = 1e-2  # of a batch's loss: so far those of slices may be, whose sums round otherwise
+STIR = 0.02  # what is added to each parameter to see whether slices still agree
 FAR = 0.2  # of a batch's loss: so far the mean over its micro-batches may be, which hold unlike numbers of targets
 
 
-def check(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count: int) -> None:
-    """Raises KnobError in words where `model`, which is whole here, would not learn the same in stages.
+def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count: int) -> None:
+    """Raises KnobError in words where `model`, which is whole here, would not learn the same spread so.
 
     count: of micro-batches
     """
+    if spread.stages:
+        _check_stages(model, learner, spread.stages, batch, count)
+    if spread.split:
+        _check_slices(model, learner, spread.split, batch)
+
+
+def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count: int) -> None:
     calls: list[int] = []
 
     def composed(*inputs: Any, **named: Any) -> Any:
@@ -50,6 +64,41 @@ def check(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count:
         )
     if not whole.is_meta:
         _compare(float(whole), float(pieces), [float(x) for x in means])
+
+
+def _check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
+    """The loss of all slices together is that of the whole, also where the parameters are a little others."""
+    rng = torch.Generator().manual_seed(0)
+    twin = copy.deepcopy(model).eval()
+    if next(model.parameters()).is_meta:
+        return
+    for p in twin.parameters():  # a layer that begins as zero would hide what those before it do
+        if p.is_floating_point():
+            p.data.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
+
+    def works(k: int) -> Callable[[Ask], Tensor]:
+        def work(ask: Ask) -> Tensor:
+            with computing(part := slice_of(twin, split, k), split, k, ask), torch.enable_grad():
+                loss = learner.loss(part, batch)
+                loss.backward()
+            return loss.detach()
+
+        return work
+
+    try:
+        with torch.random.fork_rng():
+            state = torch.get_rng_state()
+            whole = learner.loss(twin, batch).detach()
+            torch.set_rng_state(state)
+            losses = together([works(k) for k in range(split.ways)])
+    except Exception as error:
+        raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {error}") from error
+    if off := next((x for x in losses if abs(float(x - whole)) > NEAR * max(1.0, abs(float(whole)))), None):
+        raise KnobError(
+            f"partition=Tensor: dealt out over {split.ways} ranks the model has loss {float(off):.6g} where it has "
+            f"{float(whole):.6g}; let each Colwise be followed by the Rowwise that takes its outputs, with nothing "
+            f"between but what works feature by feature, or head by head"
+        )
 
 
 def _compare(whole: float, pieces: float, means: list[float]) -> None:

@@ -34,8 +34,18 @@ class Partition(Family):
         return prod(size for _, size in self.dims())
 
     @property
+    def depth(self) -> int:
+        """Into how many stages a replica's layers are cut."""
+        return dict(self.dims()).get("stage", 1)
+
+    @property
     def pieces(self) -> int:
         """Into how many pieces a rank's stage is cut, which are not neighbours in the model."""
+        return 1
+
+    @property
+    def slices(self) -> int:
+        """Over how many ranks each matrix is dealt out, which compute it together."""
         return 1
 
     @property

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from workbench.compressors import inside
 from workbench.experiment import Experiment, momentum, sharding
 from workbench.experiment.arranged import sharers
-from workbench.experiment.partitioned import dealt
+from workbench.experiment.partitioned import dealt, drawn
 from workbench.fabric.load import pauses
 from workbench.host.batches import example
 from workbench.host.changes import in_step, take_role
-from workbench.host.cutting import Stages
 from workbench.host.handover import Cut
 from workbench.host.life import Life
 from workbench.host.repartition import able
+from workbench.host.spread import Spread
 from workbench.rank import Op
 from workbench.settings import KnobError
 from workbench.sim.costs import Costs
@@ -90,10 +90,12 @@ class Turnable(Life):
         """A batch, the same on all ranks, that training does not miss."""
         return example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
-    def relaid(self, names: set[str], stages: Stages | None) -> None:
+    def relaid(self, names: set[str], spread: Spread | None) -> None:
         """Of the model these parameters lie here from now on."""
-        self.stages = stages
-        self.body.relaid(names, stages, self.rank.id % len(stages) if stages else 0)
+        if (spread and spread.split) or (self.spread and self.spread.split):
+            self.body.reseed(drawn(self.experiment, self.rank.id, self.rank.step))
+        self.spread = spread
+        self.body.relaid(names, spread, self.rank.id, self.experiment)
         if not self.world.real:
             self.body.go_on_with(self.body.made(self.experiment))
         self.mark_buckets()

@@ -14,6 +14,7 @@ from workbench.experiment import Experiment
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
 from workbench.host.canonical import optimizer_tensors
+from workbench.host.meetings import Planned
 from workbench.host.slots import require_steppable
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
@@ -77,6 +78,8 @@ class Compute(Stage):
         self.body.turn(fiber.origin)
         if self.body.piece is not None:  # backward takes the batch through the stages, both ways
             return self.body.open(*op.args)
+        if self.body.split is not None:
+            return self.inner(fiber, self._joint_forward(fiber, *op.args))
         if self.reading.sharded:
             return self.inner(fiber, self._through(fiber, "forward", lambda: self.body.forward(*op.args)))
         return self._compute(fiber, "forward", self.body.forward(*op.args))
@@ -85,6 +88,9 @@ class Compute(Stage):
         self.body.turn(fiber.origin)
         if self.body.piece is not None:
             return self.inner(fiber, self._through_stages(*op.args))
+        if self.body.split is not None:
+            grad, micro = op.args
+            return self.inner(fiber, self._joint_backward(fiber, grad, micro, False))
         value = self.body.backward(*op.args, False)
         if self.reading.sharded:
             return self.inner(fiber, self._through(fiber, "backward", lambda: value))
@@ -97,7 +103,7 @@ class Compute(Stage):
         if bucket is not None:
             require_steppable(self.body.layout, self.body.optimizer, bucket, self.experiment)
         clip, squares, self._squares = self.experiment.clip, self._squares, None
-        if clip and self.body.piece is not None and squares is None:
+        if clip and self.rank.mesh.inside and squares is None:
             return self.inner(fiber, self._clipped_update(op))
         norm = self.body.update(bucket, clip, by, squares)
         if norm is not None:
@@ -106,9 +112,11 @@ class Compute(Stage):
 
     def _backward_buckets(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
+        grad, micro = op.args
         if self.body.piece is not None:
-            grad, micro = op.args
             return self.inner(fiber, self._through_stages(grad, micro, fiber))
+        if self.body.split is not None:
+            return self.inner(fiber, self._joint_backward(fiber, grad, micro, True))
         self.body.backward(*op.args, True)
         fiber.passing = self._passing(fiber, "backward", self.body.cut.ready)
         if self.reading.sharded:
@@ -156,13 +164,16 @@ class Compute(Stage):
         return computed()
 
     async def _next_full(self, passing: Pass) -> Any:
-        """The next bucket that is full in a pass of parameters that lie in shards, or its END."""
+        """The next bucket that is full in a pass of parameters that lie in shards or slices, or its END."""
         reading, events = self.reading, passing.events
         assert events is not None
         reading.phase = self.rank.phase = passing.phase
         while events:
             event = events.popleft()
             await Op("reach", passing, event.share)
+            if isinstance(event, Planned):
+                await self._meet(event)
+                continue
             if event.kind == "full":
                 await reading.filled(event.buckets[0])
                 return self.body.full(event.buckets[0])

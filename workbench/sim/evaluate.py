@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from workbench.host.canonical import buffers
+from workbench.host.crew import Work, together
 from workbench.host.cutting import instead, through
 from workbench.host.evaluating import Evaluated, distance, holding, numbers
+from workbench.host.splitting import Split
+from workbench.host.together import Ask
 from workbench.rank import Bucket
 from workbench.sim.tensors import Tensors
 
@@ -19,6 +22,8 @@ def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
     first, sharded = ranks[0], ranks[0].reading.sharded
     if first.piece is not None:
         return _in_stages(ranks, first.piece.stages)
+    if first.split is not None:
+        return _in_slices(ranks, first.split)
     if sharded:
         assembled(ranks, first)
     every = [[*([] if sharded else r.layout.weights), *buffers(r.model)] for r in ranks]
@@ -57,6 +62,34 @@ def _in_stages(ranks: list[Tensors], count: int) -> list[Evaluated]:
             found = numbers(ranks[0].learner.evaluate, ranks[0].model)
         for rank in ranks[1:count]:
             rank.model.train()
+    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
+
+
+def _in_slices(ranks: list[Tensors], split: Split) -> list[Evaluated]:
+    """The same where replicas lie in slices: of the mean of the replicas, all slices together."""
+    drifts = [0.0] * len(ranks)
+    with ExitStack() as held:
+        for index in range(split.ways):
+            alike = ranks[index :: split.ways]
+            every = [[*r.layout.weights, *buffers(r.model)] for r in alike]
+            means = [torch.stack(same).sum(0).div_(len(alike)) for same in zip(*every, strict=True)]
+            n = len(alike[0].layout.weights)
+            drifts[index :: split.ways] = [distance(own[:n], means[:n], alike[0].layout.numel) for own in every]
+            held.enter_context(holding(every[0], means))
+        here = ranks[: split.ways]
+        with torch.no_grad():
+            for name, owner in split.owners.items():
+                for rank in here:
+                    rank.model.get_parameter(name).copy_(here[owner].model.get_parameter(name))
+
+        def work(rank: Tensors) -> Work:
+            def evaluated(ask: Ask) -> Any:
+                rank.ask = ask
+                return numbers(rank.learner.evaluate, rank.model)
+
+            return evaluated
+
+        found = together([work(rank) for rank in here])[0]
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 

@@ -152,8 +152,9 @@ class Host(Compute):
         return PARK
 
     def _together(self, fiber: Fiber, op: Op) -> Any:
-        """All ranks meet beside the network; the last to come does something for all and answers each."""
-        return self.world.together(fiber, *op.args)
+        """Ranks meet beside the network; the last to come does something for all and answers each."""
+        what, mine, joint, seconds = op.args
+        return self.world.together(fiber, what, mine, joint, seconds, op.group)
 
     def _park(self, fiber: Fiber, op: Op) -> Any:
         """Waits until somebody who knows resumes it: `op.args[0]` takes the fiber; the rest says what for."""

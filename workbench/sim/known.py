@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,10 @@ from workbench.host import memory
 from workbench.host.batches import Batches
 from workbench.host.cutting import parts_of
 from workbench.host.layout import Layout
+from workbench.host.meetings import answer_like
 from workbench.host.piece import Piece
+from workbench.host.splitting import Split
+from workbench.host.together import computing
 from workbench.tasks import Learner
 
 
@@ -109,25 +112,29 @@ def _most(kept: Kept, new: dict[str, int]) -> int:
 
 
 def kept_of(model: nn.Module, learner: Learner, ranks: int, seed: int, batch: int,
-            stage: tuple[list[int], int] | None = None) -> Kept | None:  # fmt: skip
+            stage: tuple[list[int], int] | None = None, split: Split | None = None) -> Kept | None:  # fmt: skip
     """What one batch keeps; None where the model runs on no tensors without values. model: on the meta device
 
     stage: by stage how many parts it has, and of which stage it is asked
+    split: how the model's matrices are dealt out, of which it has one rank's
     """
     try:
         batches = Batches(learner.data, 0, ranks, "meta")
         batches.restart(batch, seed, 0)
-        return _passed(model, learner, batches.next(), stage)
+        return _passed(model, learner, batches.next(), stage, split)
     except Exception:
         return None
 
 
-def _passed(model: nn.Module, learner: Learner, inputs: Any, stage: tuple[list[int], int] | None) -> Kept:
+def _passed(model: nn.Module, learner: Learner, inputs: Any, stage: tuple[list[int], int] | None,
+            split: Split | None) -> Kept:  # fmt: skip
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = copy.deepcopy(model)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as also:
         _put_on_cpu(fake)
+        if split is not None:
+            also.enter_context(computing(fake, split, 0, lambda met, x: answer_like(met, x, split.ways), draws=False))
         x = _like(inputs)
         layout = Layout(fake, 1.0)
         others = memory.parameters(fake, layout) | memory.storages(x)

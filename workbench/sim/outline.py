@@ -12,12 +12,16 @@ from torch import nn
 
 from workbench.experiment import Experiment
 from workbench.host import memory
-from workbench.host.batches import Batches
+from workbench.host.batches import Batches, example
 from workbench.host.cutting import Stages, instead, through
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
+from workbench.host.meetings import Plans, planned
+from workbench.host.meta import outline
 from workbench.host.piece import micro_batches
+from workbench.host.splitting import Split
+from workbench.host.together import slice_of
 from workbench.host.trial import Listening, Trial, assumed
 from workbench.optimizers import Optimizer, built
 from workbench.sim.known import Kept, kept_of
@@ -70,6 +74,7 @@ class Outline:
         first = Layout(self.model, experiment.bucket_mb)
         self._names = names = [p.name for p in first.order]
         self._stages: dict[tuple[Stages, int], StageOutline] = {}
+        self._slices: dict[tuple[Split, int], SliceOutline] = {}
         self.learner, self._made = learner, dict[Optimizer, Any]()
         self.optimizer = self.made(experiment)
         seen = _tried(self.model, learner, experiment)
@@ -101,17 +106,28 @@ class Outline:
                 nbytes = kept_bytes(layout, optimizer, cut, 0, self._ranks)
                 kept = memory.storages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
             self._standing[key] = {
-                "parameters": memory.parameters(self.model, layout),
+                "parameters": memory.parameters(self.model, layout, self.followed()),
                 "gradients": memory.storages(memory.rooms(layout)) if roomy else {},
                 "optimizer state": kept,
             }
         return self._standing[key]
+
+    def followed(self) -> list[torch.Tensor]:
+        """Parameters that are here and another rank's to train."""
+        return []
 
     def stage(self, names: set[str], stages: Stages, stage: int) -> StageOutline:
         """One stage of the model."""
         if (stages, stage) not in self._stages:
             self._stages[stages, stage] = StageOutline(self, names, stages, stage)
         return self._stages[stages, stage]
+
+    def slice(self, names: set[str], split: Split, index: int, e: Experiment) -> SliceOutline:
+        """What one rank has of the model where its matrices are dealt out."""
+        if (split, index) not in self._slices:
+            first = self._slices.get((split, 0))
+            self._slices[split, index] = SliceOutline(self, names, split, e, first)
+        return self._slices[split, index]
 
     def made(self, experiment: Experiment) -> Any:
         """The optimizer that `experiment` wants, one for all ranks."""
@@ -169,6 +185,44 @@ class StageOutline(Outline):
         return self._kept[batch]
 
 
+class SliceOutline(Outline):
+    """What one rank has of a model whose matrices are dealt out, as sizes; shared by all ranks that have the same.
+
+    alike: the same of another slice, which has the sizes of this one
+    plans: when in a pass ranks meet
+    """
+
+    plans: Plans
+
+    def __init__(
+        self, whole: Outline, names: set[str], split: Split, e: Experiment, alike: SliceOutline | None
+    ) -> None:
+        self.learner, self.trial, self.split = whole.learner, whole.trial, split
+        self.model = slice_of(whole.model, split, 0)  # of its own, whose buckets are this rank's
+        examples = example(self.learner, e, "meta")
+        self.plans = alike.plans if alike else planned(self.model, self.learner, split, examples)
+        self._names = [n for n in whole._names if n in names]
+        came = set(self.plans.arrival)
+        self.arrival = [n for n in (*self.plans.arrival, *(n for n in self._names if n not in came)) if n in names]
+        self._ranks, self._seed = whole._ranks, whole._seed
+        self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}
+
+    def cut(self, bucket_mb: float, learned: bool) -> Cut:
+        found = super().cut(bucket_mb, learned)
+        for p in self.followed():  # lies in no bucket
+            p.data = torch.empty_like(p)
+        return found
+
+    def followed(self) -> list[torch.Tensor]:
+        return [self.model.get_parameter(name) for name in self.split.owners if name not in self._names]
+
+    def kept(self, batch: int) -> Kept | None:
+        if batch not in self._kept:
+            kept = kept_of(self.model, self.learner, self._ranks, self._seed, batch, split=self.split)
+            self._kept[batch] = kept
+        return self._kept[batch]
+
+
 def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: int) -> list[torch.Tensor]:
     """What each piece makes of a micro-batch, on the meta device."""
     seen: list[torch.Tensor] = []
@@ -185,27 +239,6 @@ def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: in
     with torch.no_grad(), instead(outline.model, forward):
         made = outline.learner.loss(outline.model, micro_batches(batches.next(), count)[0])
     return [x.detach() for x in (*seen, made)]
-
-
-def outline(learner: Learner) -> nn.Module:
-    """The model on the meta device: built there, or, if it does not let itself be, built and then emptied."""
-    try:
-        with torch.device("meta"):
-            model = learner.model()
-    except Exception:
-        model = learner.model()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
-    known: dict[int, Any] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:  # one that is tied stays tied
-                empty = known.setdefault(id(p), nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
-                module._parameters[name] = empty
-                known[id(empty)] = empty
-        for name, b in module._buffers.items():
-            module._buffers[name] = None if b is None else torch.empty_like(b, device="meta")
-    return model.train()
 
 
 def _tried(model: nn.Module, learner: Learner, experiment: Experiment) -> Trial | None:

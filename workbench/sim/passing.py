@@ -11,7 +11,7 @@ class Pass:
 
     began: when it would have begun had it never been interrupted; since: when its present stretch did
     last:  when the pieces asked for so far are computed
-    events: what is still to come, where parameters lie in shards; else None
+    events: what is still to come, where parameters lie in shards or slices; else None
     then:   who goes on once it is over, and with what: the batch of which it is one micro-batch's
     """
 

@@ -15,9 +15,11 @@ import torch
 from workbench.experiment import Experiment
 from workbench.host import memory
 from workbench.host.canonical import prime
-from workbench.host.cutting import Stages
 from workbench.host.handover import Cut as Shards
 from workbench.host.layout import Layout
+from workbench.host.meetings import Plans
+from workbench.host.splitting import Split
+from workbench.host.spread import Spread
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, StrategyError
 from workbench.sim.known import Kept
@@ -44,6 +46,8 @@ class Sizes:
     examples: Callable[[], int] = int  # its session's: how many make a batch
     share = 1.0  # of the model that this rank computes
     fresh = False  # is the next batch the first after a cut?
+    split: Split | None = None  # how matrices are dealt out
+    plans = Plans()  # and when ranks meet then
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline = self._whole = whole
@@ -98,13 +102,18 @@ class Sizes:
 
     # -- where this rank is one stage --
 
-    def relaid(self, names: set[str], stages: Stages | None, stage: int) -> None:
-        """These parameters lie here from now on, and this rank computes the stage that they are; or the whole model."""
+    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment) -> None:
+        """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
+        stage, index = spread.place(rank) if spread else (0, 0)
+        stages, self.split = (spread.stages, spread.split) if spread else (None, None)
         self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
         self._outline = self._whole
         if stages:
             self._outline = self._stage = self._whole.stage(names, stages, stage)
+        if self.split:
+            self._outline = slices = self._whole.slice(names, self.split, index, e)
+            self.plans, self.share = slices.plans, self.split.share
         self._learned = self.learning = self.roomy = False
         self.fresh = True
         self.cut = self._outline.cut(self._bucket_mb, False)
@@ -122,6 +131,13 @@ class Sizes:
         """A batch goes through the stages in so many parts; nobody knows its examples."""
         self._count = count
         return ()
+
+    def drawn(self, x: Any) -> Any:
+        """Nobody knows the examples of a batch."""
+        return ()
+
+    def reseed(self, number: int) -> None:
+        """Nobody draws random numbers."""
 
     def squares(self) -> float:
         """Nobody knows gradients here."""

@@ -10,13 +10,14 @@ import torch
 from workbench.host.pipelining import one_batch, pass_name, same_batch
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
+from workbench.sim.joint import Joint
 from workbench.sim.passing import Pass
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
 
 
-class Stage:
+class Stage(Joint):
     """The part of a Host that is a stage, while its body has a `piece`."""
 
     body: Any

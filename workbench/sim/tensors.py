@@ -16,27 +16,23 @@ from workbench.experiment import Experiment
 from workbench.experiment.partitioned import dealt
 from workbench.host.batches import Batches
 from workbench.host.canonical import clipped
-from workbench.host.cutting import Stages
 from workbench.host.layout import Layout
-from workbench.host.piece import Piece, micro_batches
 from workbench.host.slots import step_shard
 from workbench.optimizers import built
 from workbench.rank import Bucket, StrategyError
 from workbench.sim.outline import Cut, ready
+from workbench.sim.portion import Portion
 from workbench.tasks import Learner
 
 
-class Tensors:
+class Tensors(Portion):
     """One rank's model, data and optimizer, seeded as on the engine."""
 
-    share = 1.0  # of the model that this rank computes
     shards: Any = None  # what Sizes are told, and these show
     gradient_shards = 1
-    piece: Piece | None = None  # the stage that this rank is
-    shares: tuple[float, ...] = (1.0,)  # of what this rank computes, by piece
-    fresh = False  # is the next batch the first after a cut?
 
     def __init__(self, experiment: Experiment, learner: Learner, rank: int) -> None:
+        super().__init__()
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
         self.learner = learner
@@ -53,8 +49,6 @@ class Tensors:
         self.ledger: Any = None  # its session's
         self.reading: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
-        self._batches: dict[int, Any] = {}  # those that are to go through the stages, and the parts of one that does
-        self._micros: list[Any] = []
         self._worker = ""
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
@@ -117,61 +111,6 @@ class Tensors:
 
     def batch(self) -> Any:
         return self.batches.next()
-
-    # -- where this rank is one stage --
-
-    def relaid(self, names: set[str], stages: Stages | None, stage: int) -> None:
-        """These parameters lie here from now on, and this rank computes the stage that they are; or the whole model."""
-        self.layout.take(self.model, names)
-        self.share = stages.share(stage) if stages else 1.0
-        self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
-        self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
-        self._arrival, self._learned, self.fresh = None, False, True
-        self._cut()
-
-    def open(self, x: Any, micro: int) -> None:
-        """A batch is there, which goes through the stages when its backward is asked for."""
-        self._batches[micro] = self.batches.next() if x is None else x
-
-    def begin(self, micro: int, count: int) -> Any:
-        """A batch, which is answered, goes through the stages in so many parts."""
-        if micro not in self._batches:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
-        batch = self._batches.pop(micro)
-        self._micros = micro_batches(batch, count)
-        return batch
-
-    def _there(self, chunk: int) -> list[str]:
-        """Of other pieces than this one."""
-        assert self.piece is not None
-        here = {id(p) for p in self.piece.params(chunk)}
-        return [place.name for place in self.layout.order if id(place.param) not in here]
-
-    def ready(self, chunk: int) -> list[float]:
-        """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
-        assert self._arrival is not None
-        there = self._there(chunk)
-        return ready(self.layout, self._arrival, there) if there else self.cut.ready
-
-    def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
-        assert self.piece is not None
-        with self._own_randomness(), torch.enable_grad():
-            made = self.piece.forward(self.learner.loss, self._micros[micro], x, micro, chunk)
-        self.ledger.forward(self._micros[micro])
-        return made
-
-    def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
-        """With the last of a batch its gradients are `exchanged`; after the `first` of such they lie in the buckets."""
-        assert self.piece is not None
-        came: list[Tensor | None] = []
-        piece = self.piece
-        there = self._there(chunk) if exchanged else []
-        self._gathered(lambda: came.append(piece.backward(grad, micro, chunk)), exchanged, first, there)
-        return came[0]
-
-    def told(self, loss: Tensor) -> None:
-        """What a batch's loss was, on all stages."""
-        self.losses.append(float(loss))
 
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_randomness(), torch.enable_grad():

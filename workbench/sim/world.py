@@ -35,7 +35,7 @@ class World:
         self._hosts: list[Any] = []
         self.open: dict[str, dict[tuple[Group | None, int], Collective]] = {}  # collectives under way, by lane
         self.orders: dict[str, Order] = {}
-        self._gathered: dict[str, dict[int, tuple[Fiber, Any]]] = {}
+        self._gathered: dict[tuple[str, Group | None], dict[int, tuple[Fiber, Any]]] = {}
         self.ended = 0
         self.over = False  # have all ranks done their steps?
         self.done: set[int] = set()  # ranks that have nothing to do until the next meeting
@@ -85,15 +85,16 @@ class World:
     # -- meeting beside the network --
 
     def together(self, fiber: Fiber, what: str, mine: Any, joint: Callable[[list[Any]], list[Any]],
-                 seconds: float) -> Any:
-        """Gathers `mine` of every rank; the last one's `joint` answers them all, `seconds` later."""
-        here = self._gathered.setdefault(what, {})
+                 seconds: float, group: Group | None = None) -> Any:
+        """Gathers `mine` of every rank, or of a group's; the last one's `joint` answers them all, `seconds` later."""
+        here = self._gathered.setdefault((what, group), {})
         here[fiber.host.index] = fiber, mine
         fiber.on = what
-        if len(here) < self.size:
+        members = range(self.size) if group is None else group.ranks
+        if len(here) < len(members):
             return PARK
-        del self._gathered[what]
-        ranks = [here[r] for r in range(self.size)]
+        del self._gathered[what, group]
+        ranks = [here[r] for r in members]
         answers = joint([mine for _, mine in ranks])
         for (one, _), answer in zip(ranks, answers, strict=True):
             one.on = None

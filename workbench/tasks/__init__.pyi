@@ -4,6 +4,11 @@ from workbench.tasks._base import TaskBase as TaskBase
 from workbench.tasks._base import TaskError as TaskError
 from workbench.tasks._base import at_rate as at_rate
 from workbench.tasks._base import rate as rate
+from workbench.tasks._split import Colwise as Colwise
+from workbench.tasks._split import Plan as Plan
+from workbench.tasks._split import Rowwise as Rowwise
+from workbench.tasks._split import Way as Way
+from workbench.tasks._split import way_of as way_of
 from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
 from workbench.tasks.click_through import ClickThrough as ClickThrough
 from workbench.tasks.criteo_tsv import CriteoTSV as CriteoTSV

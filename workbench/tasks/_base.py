@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from workbench.tasks._split import Plan
+
 
 class TaskError(RuntimeError):
     """A task that cannot be trained: says which of its functions did what, and what would do."""
@@ -19,7 +21,7 @@ class TaskError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A task as the engine uses it: five functions, and where the model may be cut.
+    """A task as the engine uses it: five functions, and how the model may be spread over ranks.
 
     model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
     data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples
@@ -28,6 +30,8 @@ class Learner:
     evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None for none
     parts:      (model) -> Modules of its parameters, of which each takes what the one before returns, together what the
                 model computes; None: it can be cut if it is a Sequential
+    split:      (model) -> by module name how it is dealt out over ranks that compute together: Colwise(), Rowwise();
+                None: as the model's own `_tp_plan` says, or where it is a Sequential
     """
 
     model: Callable[[], nn.Module]
@@ -36,6 +40,7 @@ class Learner:
     optimizer: Callable[[Iterable[Any], float], Optimizer]
     evaluate: Callable[[nn.Module], float | dict[str, float]] | None = None
     parts: Callable[[nn.Module], list[nn.Module]] | None = None
+    split: Callable[[nn.Module], Plan] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

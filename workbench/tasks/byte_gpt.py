@@ -15,6 +15,7 @@ from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, shuffled
 from workbench.tasks._shards import by_files, dealt
 from workbench.tasks._source import ends, source
+from workbench.tasks._split import Colwise, Plan, Rowwise
 
 HELD_OUT = 48  # windows that the held-out loss is taken over
 
@@ -52,6 +53,7 @@ class ByteGPT(TaskBase):
             optimizer=lambda params, lr: torch.optim.AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.01),
             evaluate=partial(_held_out, self.context),
             parts=_parts,
+            split=partial(_split, self.width // self.heads),
         )
 
     def refuses(self, batch: int) -> str | None:
@@ -106,6 +108,18 @@ def _parts(model: nn.Module) -> list[nn.Module]:
     return [Bytes(model), *model.blocks, Next(model)]
 
 
+def _split(features: int, model: nn.Module) -> Plan:
+    """How a GPT is dealt out over ranks, with so many features in a head: heads, hidden features and the vocabulary."""
+    return {
+        "byte": Rowwise(),
+        "blocks.*.qkv": Colwise(packed=3, together=features),
+        "blocks.*.attention_out": Rowwise(),
+        "blocks.*.up": Colwise(),
+        "blocks.*.mlp_out": Rowwise(),
+        "head": Colwise(gather=True),
+    }
+
+
 def _embedded(holds: GPT | Bytes, x: Tensor) -> Tensor:  # (B, T) -> (B, T, width)
     return holds.byte(x.long()) + holds.place.weight[: x.shape[1]]
 
@@ -141,17 +155,18 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.features = width // heads  # in one head
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.up, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:  # (B, T, width) -> (B, T, width)
-        b, t, width = h.shape
-        q, k, v = self.qkv(self.norm_1(h)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, heads, T, d) each
+        b, t, _ = h.shape
+        heads = self.qkv(self.norm_1(h)).view(b, t, 3, -1, self.features)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, heads, T, features) each
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        h = h + self.attention_out(mixed.transpose(1, 2).reshape(b, t, width))
+        h = h + self.attention_out(mixed.transpose(1, 2).reshape(b, t, -1))
         return h + self.mlp_out(F.gelu(self.up(self.norm_2(h))))
 
 

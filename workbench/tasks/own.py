@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +31,8 @@ class Task(TaskBase):
     evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
     parts:      (model) -> a list of Modules, each taking what the one before returns, that together compute what the
                 model does and hold its very parameters: where a Pipeline may cut it; a Sequential needs none
+    split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition deals out
+                layers, `*` standing for one part of a name; a model of transformers, and a Sequential, need none
 
     When to use it: for a model, data or a loss of your own. The functions may be written in the notebook.
     """
@@ -41,6 +43,7 @@ class Task(TaskBase):
     optimizer: Function
     evaluate: Function | None = None
     parts: Function | None = None
+    split: Function | None = None
 
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
@@ -56,6 +59,7 @@ class Task(TaskBase):
         return Learner(
             model=self._model, data=self._data, loss=self._loss, optimizer=self._optimizer,
             evaluate=self._evaluate if self.evaluate else None, parts=self._parts if self.parts else None,
+            split=self._split if self.split else None,
         )  # fmt: skip
 
     def refuses(self, batch: int) -> str | None:
@@ -125,6 +129,15 @@ class Task(TaskBase):
         if not isinstance(found, list | tuple | nn.ModuleList) or not all(isinstance(p, nn.Module) for p in found):
             raise TaskError(f"parts(model) returned {_kind(found)}: must return a list of torch.nn.Modules")
         return list(found)
+
+    def _split(self, model: Any) -> Any:
+        assert self.split is not None
+        found = self.split(model)
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            raise TaskError(
+                f"split(model) returned {_kind(found)}: must return a dict of modules' names and Colwise() or Rowwise()"
+            )
+        return dict(found)
 
 
 def _takes_batch(data: Function) -> bool:

@@ -1,0 +1,299 @@
+"""Tensor parallelism on real ranks: each has slices of every matrix, and all learn what one rank alone would."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests import piped
+from tests.ranks import ended, fitting, live, run, shipped
+from tests.sim.insides import simulated
+from tests.split import CONTEXT, LAYERS, ROWS, WIDTH, Small, alone, entropy, held_out, near, small, spread, together
+from tests.waiting import until
+from workbench import simulate
+from workbench.compressors import QSGD, Compressor, ErrorFeedback, TopK
+from workbench.experiment import Experiment, partitioned
+from workbench.optimizers import SGD, AdamW
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.settings import Change
+from workbench.strategies import DDP, Strategy
+from workbench.tasks import ByteGPT, Digits
+
+pytestmark = pytest.mark.ranks
+seen = piped.seen
+
+
+@pytest.mark.parametrize(("ranks", "ways"), [(2, 2), (4, 2), (4, 4)])
+def test_it_learns_what_one_process_learns(ranks: int, ways: int) -> None:
+    e = spread(ranks, partition=Tensor(ways=ways), eval_every=3)
+    sessions = run(e)
+    near(together(sessions), alone(e, ranks // ways))
+    plain = run(spread(ranks // ways, eval_every=3)) if ranks > ways else None
+    if plain:
+        assert seen(sessions[0], "held_out") == pytest.approx(seen(plain[0], "held_out"), abs=1e-5)
+    losses = [seen(s, "loss") for s in sessions[:ways]]
+    assert losses == [losses[0]] * ways, "all ranks of a replica compute the same loss"
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_a_sequential_is_dealt_out_by_itself(ways: int) -> None:
+    e = piped.piped(ways, partition=Tensor(ways=ways), optimizer=SGD(momentum=0.0))
+    want = {name: x.detach() for name, x in piped.alone(e, (6, 1, 1)).items()}
+    near(together(run(e)), want)
+
+
+def test_each_rank_has_its_part_of_every_matrix_and_of_what_goes_with_it() -> None:
+    sessions = run(spread(4, partition=Tensor(ways=4), optimizer=AdamW()))
+    whole = sum(p.numel() for p in Small().parameters())
+    sliced = sum(p.numel() for n, p in Small().named_parameters() if n in sessions[0].training.spread.split.sliced)
+    for s in sessions:
+        state = sum(x.numel() for slots in s.optimizer.state.values() for x in slots.values() if x.dim())
+        assert state == 2 * s.layout.numel == 2 * sum(p.numel for p in s.layout.order)
+        assert s.layout.numel < 1.3 * whole / 4
+        assert sum(p.numel() for p in s.model.parameters()) == sliced / 4 + whole - sliced
+        assert all(p.grad is None for p in s.model.parameters())
+
+
+def test_what_crosses_is_what_the_paper_says() -> None:
+    """Two all-reduces of the activations forward and two backward in each layer; the vocabulary's and the head's."""
+    sessions = run(spread(2, 3, partition=Tensor()))
+    one = 4 * ROWS * CONTEXT * WIDTH
+    rows = [(name, n) for step, name, n in sessions[1].record.comm() if step == 2 and "parameters" not in name]
+    said = Counter(name.split()[0] + " " + name.split()[1] for name, _ in rows)
+    assert said["all_reduce activation"] == 2 * LAYERS + 1, "two a layer, and the embedding's"
+    assert said["all_reduce gradient"] == 4 * LAYERS + 1, "q, k, v and up of a layer have one each; the head's"
+    assert said["all_gather activation"] == 1, "the head's"
+    assert {n for name, n in rows if name.startswith("all_reduce")} == {one}
+    assert all("tensor" in name for name, _ in rows)
+
+
+def test_a_fused_matrix_costs_two_all_reduces_each_way() -> None:
+    task = ByteGPT(layers=3, width=16, heads=2, context=8)
+    (sent,) = [run(Experiment(task=task, ranks=2, steps=2, eval_every=0, partition=Tensor()))[0].record.comm()]
+    said = Counter(tuple(name.split()[:2]) for step, name, _ in sent if step == 1)
+    assert said["all_reduce", "activation"] == 2 * 3 + 1 and said["all_reduce", "gradient"] == 2 * 3 + 1
+
+
+def test_it_is_switched_live_and_nothing_is_lost() -> None:
+    """Whole, two slices, four, a pipeline, whole again: by the fewest bytes that can be, as a Mark says."""
+    e = spread(4, 15, eval_every=3, optimizer=AdamW(), lr=1e-2, task=small(parts=parts))
+    ways = [Tensor(), Tensor(ways=4), Pipeline(micros=1), Tensor(ways=4), Whole()]
+    changes = [Change(2 * k + 2, "partition", way) for k, way in enumerate(ways)]
+    sessions = run(e, *changes)
+    assert not sessions[0].record.noted("refused")
+    marks = [json.loads(m[3]) for m in sessions[0].record.noted("partition")]
+    assert [(m["stages"], m["slices"]) for m in marks] == [(1, 2), (1, 4), (2, 1), (1, 4), (1, 1)]
+    assert marks[0]["nbytes"] == 0, "whoever has all of it lacks nothing"
+    assert marks[1]["nbytes"] > 0 and "4 slices" in marks[1]["text"]
+    first = {p.name: p.param.data for p in sessions[0].layout.order}
+    assert all(torch.equal(first[p.name], p.param.data) for s in sessions for p in s.layout.order)
+    record, sims = simulated(e.set("pace", 2.0), *changes)
+    for s, t in zip(sessions, sims, strict=True):
+        assert seen(s, "loss") == pytest.approx(sampled(record, "loss", s.rank.id), rel=1e-4)
+        assert not record.details("refused") and t.spread is None
+
+
+class Before(nn.Module):
+    def __init__(self, model: Small) -> None:
+        super().__init__()
+        self.words, self.places = model.words, model.places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words(x) + self.places.weight[: x.shape[1]]
+
+
+def parts(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Small)
+    return [Before(model), *model.blocks, nn.Sequential(model.norm, model.head)]
+
+
+def sampled(record: Any, name: str, rank: int) -> list[float]:
+    rows = record.timeline.samples.rows()
+    return rows.value[rows.equal("name", name) & (rows.rank == rank)].tolist()
+
+
+def test_the_engine_and_the_simulator_agree() -> None:
+    """To the bit, where only two add up; every byte under its name; with sizes only the same times, too."""
+    e = spread(4, 9, eval_every=3, pace=4.0, partition=Tensor())
+    changes = [Change(3, "partition", Whole()), Change(6, "partition", Tensor())]
+    sessions = run(e, *changes)
+    real, sizes = (simulate(e, changes=changes, real=values) for values in (True, False))
+    for rank, s in enumerate(sessions):
+        for name in ("loss", "held_out"):
+            assert sampled(real, name, rank)[:3] == seen(s, name)[:3]  # four replicas add up in another order after it
+            assert sampled(real, name, rank) == pytest.approx(seen(s, name), rel=1e-5)
+    for each in (real, sizes):
+        spans = each.timeline.spans.rows()
+        for rank, s in enumerate(sessions):
+            here = (spans.rank == rank) & spans.equal("lane", "comm")
+            sent = [getattr(spans, column)[here].tolist() for column in ("step", "name", "nbytes")]
+            assert Counter(s.record.comm()) == Counter(zip(*sent, strict=True))
+    columns = ["rank", "step", "lane", "name", "nbytes", "t0", "t1"]
+    assert real.spans[columns].equals(sizes.spans[columns])
+
+
+def test_what_a_rank_holds_is_the_same_on_both_hosts() -> None:
+    task = ByteGPT(layers=4, width=32, context=16, heads=2)
+    e = Experiment(task=task, ranks=2, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=Tensor())
+    ours = run(e)
+    simulated = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
+    for rank, session in enumerate(ours):
+        here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
+        real, sizes = ({n: v for n, v in zip(rows.name[rows.rank == rank], rows.value[rows.rank == rank], strict=True)
+                        if n.startswith("memory ")} for rows in simulated)  # fmt: skip
+        assert here == real
+        assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.05)
+        assert sizes == real
+
+
+TWO = spread(4, partition=Tensor())
+PARTED = [name for name, cls in shipped(Strategy).items()
+          if partitioned.refused(replace(TWO, strategy=fitting(cls, 2))) is None]  # fmt: skip
+OF_WHAT_IT_HOLDS = {"StreamingDiLoCo", "LowPrecisionDecentralized"}  # fragments, and scales of buckets
+ADAM = {"OneBitAdam", "QAdam"}  # divide a gradient by its size: of one near zero what is left of rounding counts
+
+
+@pytest.mark.parametrize("name", sorted({*PARTED} - OF_WHAT_IT_HOLDS))
+def test_between_such_replicas_a_strategy_does_what_it_does_between_whole_ones(name: str) -> None:
+    strategy = fitting(shipped(Strategy)[name], 2)
+    lr = 1e-3 if name in ADAM else 0.1
+    e = spread(4, 8, strategy=strategy, partition=Tensor(), lr=lr)
+    dealt, whole = run(e), run(spread(2, 8, strategy=strategy, lr=lr))
+    for replica in range(2):
+        near(together(dealt, replica), {p.name: p.param.data for p in whole[replica].layout.order}, 1e-5)
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_no_strategy_drives_apart_what_all_ranks_have(name: str) -> None:
+    """Whatever it does to what one rank looks after, the others of the replica have the same in the next forward."""
+    strategy = fitting(shipped(Strategy)[name], 2)
+    compressor = ErrorFeedback(of=TopK(density=0.1)) if strategy.exchanges == "gradients" else None
+    e = spread(4, 8, strategy=strategy, partition=Tensor(), eval_every=0)
+    try:
+        e = replace(e, compressor=compressor).checked() if compressor else e
+    except Exception:  # it does not compress
+        pass
+    sessions = run(e, Change(7, "partition", Whole()), Change(7, "strategy", DDP()))
+    assert not sessions[0].record.noted("refused")
+    for pair in (sessions[:2], sessions[2:]):
+        assert seen(pair[0], "loss")[:7] == seen(pair[1], "loss")[:7]
+
+
+@pytest.mark.parametrize("compressor", [ErrorFeedback(of=TopK(density=0.1)), QSGD()], ids=str)
+def test_what_replicas_exchange_is_compressed(compressor: Compressor) -> None:
+    e = spread(4, 8, compressor=compressor, partition=Tensor())
+    sessions, plain = run(e), run(e.set("compressor", "Dense"))
+    first, second = together(sessions, 0), together(sessions, 1)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    sent = [sum(n for _, name, n in each[0].record.comm() if " data " in name) for each in (sessions, plain)]
+    assert 0 < sent[0] < 0.5 * sent[1]
+
+
+def test_a_replica_is_clipped_as_a_whole() -> None:
+    e = spread(4, clip=0.5, partition=Tensor(), pace=2.0)
+    sessions = run(e)
+    near(together(sessions), alone(e, 2))
+    norms = [seen(s, "grad_norm") for s in sessions]
+    assert norms == [norms[0]] * 4 and max(norms[0]) > 0.5
+    assert sampled(simulate(e, real=True), "grad_norm", 3) == pytest.approx(norms[3], rel=1e-6)
+
+
+def test_random_numbers_are_each_ranks_own_inside_a_pair_of_layers_and_alike_outside() -> None:
+    """In the simulator, where a rank's are its own: what dropout lets through is noted by rank and module."""
+    let: dict[tuple[int, str], list[torch.Tensor]] = {}
+
+    def noting() -> nn.Module:
+        model = Small(dropout=0.5)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout) and not next(model.parameters()).is_meta:
+                module.register_forward_hook(partial(note, (id(model), name)))
+        return model
+
+    def note(where: tuple[int, str], module: nn.Module, x: Any, y: torch.Tensor) -> None:
+        if module.training:
+            let.setdefault(where, []).append(y != 0)
+
+    e = spread(2, 3, task=small(model=noting, evaluate=None), partition=Tensor(), pace=1.0)
+    _, sessions = simulated(e)
+    one, two = (id(s.model) for s in sessions)
+    for name in {name for _, name in let}:
+        for a, b in zip(let[one, name], let[two, name], strict=True):
+            if name.endswith("outside"):
+                assert torch.equal(a, b)
+            else:
+                assert (a != b).float().mean() > 0.3
+
+
+def test_a_layer_that_is_computed_again_draws_the_same_again() -> None:
+    """With dropout between two matrices the gradients of a checkpointed layer are those of one that keeps all."""
+
+    class Again(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.words(x) + self.places.weight[: x.shape[1]]
+            for block in self.blocks:
+                h = checkpoint(block, h, use_reentrant=False)
+            return self.head(self.norm(h))
+
+    runs = [simulated(spread(2, 4, task=small(model=lambda kind=kind: kind(dropout=0.3), evaluate=None),
+                             partition=Tensor(), pace=1.0)) for kind in (Small, Again)]  # fmt: skip
+    (_, kept), (_, again) = runs
+    for s, t in zip(kept, again, strict=True):
+        assert all(torch.equal(p.param.data, q.param.data) for p, q in zip(s.layout.order, t.layout.order, strict=True))
+    sent = [sum(record.spans.name.str.contains("activation")) for record, _ in runs]
+    assert sent[1] > sent[0], "what is computed again is exchanged again"
+
+
+def test_the_linears_of_a_convolutional_network_are_dealt_out() -> None:
+    e = Experiment(task=Digits(), ranks=2, steps=3, partition=Tensor(), eval_every=0, pace=1.0)
+    (_, sessions), (_, (plain,)) = simulated(e), simulated(replace(e, ranks=1, partition=Whole()))
+    assert {name.split(".")[0] for name in sessions[0].spread.split.sliced} == {"6", "8"}
+    near(together(sessions), {p.name: p.param.data for p in plain.layout.order}, 1e-5)
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_when_a_rank_fails_the_others_leave(index: int) -> None:
+    def failing(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
+        name = threading.current_thread().name
+        calls[name] = calls.get(name, 0) + 1
+        if name == f"rank {index} training" and calls[name] > 9:
+            raise ValueError("on purpose")
+        return entropy(model, text)
+
+    calls: dict[str, int] = {}
+    sessions = live(spread(2, 0, partition=Tensor(), task=small(loss=failing, evaluate=None)))
+    ended(sessions, within=20)
+    assert "on purpose" in sessions[index].error["text"]
+    assert all(s.error is None or s.error["consequence"] for s in sessions if s is not sessions[index])
+
+
+def test_when_evaluation_fails_on_one_rank_the_others_leave() -> None:
+    def failing(model: nn.Module) -> float:
+        if threading.current_thread().name == "rank 1 training":
+            raise ValueError("on purpose")
+        return held_out(model)
+
+    sessions = live(spread(2, 4, partition=Tensor(), task=small(evaluate=failing), eval_every=2))
+    ended(sessions, within=20)
+    assert "on purpose" in sessions[1].error["text"]
+
+
+def test_it_is_stopped_and_paused_like_any_run() -> None:
+    sessions = live(spread(4, 0, partition=Tensor(), pace=20.0))
+    until(lambda: sessions[0].rank.step > 3)
+    sessions[0].request({"kind": "pause", "id": "a"})
+    until(lambda: sessions[0].phase == "paused")
+    sessions[0].request({"kind": "change", "at_step": 0, "path": "partition", "value": "Whole", "id": "b"})
+    sessions[0].request({"kind": "resume", "id": "c"})
+    until(lambda: bool(sessions[0].record.noted("partition")[1:]))
+    sessions[0].request({"kind": "stop", "id": "d"})
+    ended(sessions, within=20)
+    assert all(s.phase == "stopped" and s.error is None for s in sessions)

@@ -1,0 +1,112 @@
+"""How one replica of a model lies on several ranks: its layers in stages, its matrices in slices, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from workbench.experiment import Experiment
+from workbench.host.cutting import Stages, cut
+from workbench.host.placement import Placement
+from workbench.host.splitting import Split, split
+
+_SPLITS = "workbench splits"  # the attribute of a model that keeps how it was split, and goes with it
+
+
+@dataclass(frozen=True)
+class Spread:
+    """stages: where its layers are cut; None: every rank has of all of them
+    split:  how matrices are dealt out over the ranks of a stage, who are neighbours; None: each has all of them
+    """
+
+    stages: Stages | None = None
+    split: Split | None = None
+
+    def __len__(self) -> int:
+        """How many ranks a replica takes."""
+        return (len(self.stages) if self.stages else 1) * (self.split.ways if self.split else 1)
+
+    def __str__(self) -> str:
+        ways = f"{self.split.ways} slices of each matrix" if self.split else ""
+        return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Which stage rank `rank` of the run computes, and which of its slices it has."""
+        return divmod(rank % len(self), self.split.ways if self.split else 1)
+
+    def trained(self, rank: int, names: set[str]) -> set[str]:
+        """Of these parameters those that this rank trains."""
+        stage, index = self.place(rank)
+        here = names & self.stages.names[stage] if self.stages else names
+        return here & self.split.names[index] if self.split else here
+
+    def followed(self, rank: int, names: set[str]) -> set[str]:
+        """Of these parameters those that lie here and that another rank looks after."""
+        stage, index = self.place(rank)
+        here = names & self.stages.names[stage] if self.stages else names
+        return here - self.split.names[index] if self.split else set()
+
+    def local(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a rank that trains it has of a parameter of this shape."""
+        return self.split.local(name, shape) if self.split else shape
+
+
+def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
+    """How `e` lays `model` out; None where a replica is whole. Raises KnobError where it cannot be laid out so."""
+    way = e.partition
+    if way.size == 1:
+        return None
+    return Spread(cut(e, model, learner) if way.depth > 1 else None,
+                  _split(way.slices, model, learner) if way.slices > 1 else None)  # fmt: skip
+
+
+def _split(ways: int, model: nn.Module, learner: Any) -> Split:
+    made: dict[int, Split] = model.__dict__.setdefault(_SPLITS, {})  # with sizes only thousands of ranks have one model
+    if ways not in made:
+        made[ways] = split(ways, model, learner)
+    return made[ways]
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int) -> Placement:
+    """Where everything lies, tensors by name and number of elements: what belongs to a parameter lies with it.
+
+    A parameter in slices, and what has as many elements, lies in slices; a counter that belongs to it on all who have
+    one; buffers and what is of no stage lie on every rank of a stage, or of all.
+    """
+    sizes = dict(named)
+    if spread is None:
+        return Placement.whole(sizes, range(size))
+    wholes: dict[tuple[int, ...], dict[str, int]] = {}
+    found = Placement({}, {})
+    for name, n in sizes.items():
+        of = name.partition("/")[2] or name
+        ranks = tuple(_ranks(spread, of, size))
+        if spread.split and of in spread.split.sliced and n == sizes[of]:
+            found |= _sliced(spread, name, of, ranks)
+        else:
+            wholes.setdefault(ranks, {})[name] = n
+    for ranks, each in wholes.items():
+        found |= Placement.whole(each, ranks)
+    return found
+
+
+def _ranks(spread: Spread, of: str, size: int) -> list[int]:
+    """Who has anything of the parameter or buffer `of`."""
+    stages, split = spread.stages, spread.split
+    stage = next((k for k, names in enumerate(stages.names) if of in names), None) if stages else None
+    owner = split.owners.get(of) if split else None
+    places = [spread.place(rank) for rank in range(size)]
+    return [r for r, (s, k) in enumerate(places) if stage in (None, s) and owner in (None, k)]
+
+
+def _sliced(spread: Spread, name: str, of: str, ranks: tuple[int, ...]) -> Placement:
+    assert spread.split is not None
+    ways = spread.split.ways
+    made = spread.split.sliced[of]
+    first = Placement.split({name: made.view}, ranks[:ways], made.dim)
+    return first.copied({rank: [r for r in ranks if spread.place(r)[1] == k] for k, rank in enumerate(ranks[:ways])})
+

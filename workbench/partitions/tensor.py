@@ -1,0 +1,43 @@
+"""Tensor parallelism: the matrices of each layer dealt out over ranks, which compute every layer together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.partitions._base import Partition
+from workbench.settings import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(Partition):
+    """Each of t ranks has 1/t of a layer's matrices, and all t compute each example together, as Megatron-LM does.
+
+        Y_k = gelu(X A_k)               columns of A: k's own features of Y, with nothing to say to others
+        Z   = sum over k of Y_k B_k     rows of B: one all-reduce (g); backward it is one of X's gradient (f)
+
+    Attention is dealt out by heads, an embedding by its vocabulary, the head by its outputs, which all gather. A
+    transformer's layer costs two all-reduces of its activations forward and two backward, whatever the model's size, so
+    ranks that do it want the fastest links there are. What is not dealt out (norms, the biases behind an all-reduce)
+    every rank has and computes alike. One rank of the t keeps its optimizer state and gives the others its new values
+    before a forward, so that strategies and codecs, which know nothing of it, cannot drive it apart.
+
+    Which layers are dealt out a task says in its plan (`split`), a transformers model in its own; in a Sequential they
+    are pairs of Linears with nothing between but what works element by element. Inside a pair each rank draws random
+    numbers of its own, elsewhere all draw the same. A layer that drops out inside a pair and is computed again by
+    checkpointing draws the same numbers again.
+
+    When to use it: for layers that are too large for one rank, between chips that share a fast link; a Pipeline asks
+    less of it.
+
+    Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+    2019, https://arxiv.org/abs/1909.08053
+    """
+
+    ways: int = knob(2, 2, 64, unit="ranks", doc="t: ranks that compute each layer together")
+
+    def dims(self) -> tuple[tuple[str, int], ...]:
+        return (("tensor", self.ways),)
+
+    @property
+    def slices(self) -> int:
+        return self.ways

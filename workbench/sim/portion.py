@@ -1,0 +1,132 @@
+"""What one virtual rank has and computes of a model that is spread over several: a stage of it, or slices of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.experiment import Experiment
+from workbench.host.batches import Batches, example, to_device
+from workbench.host.layout import Layout
+from workbench.host.meetings import Plans, planned
+from workbench.host.meta import outline
+from workbench.host.piece import Piece, micro_batches
+from workbench.host.splitting import Split
+from workbench.host.spread import Spread
+from workbench.host.together import Ask, Meeting, Together, slice_of
+from workbench.rank import StrategyError
+from workbench.sim.outline import Cut, ready
+from workbench.tasks import Learner
+
+
+class Portion:
+    """The part of Tensors that is spread.
+
+    piece:  the stage that this rank is; split: how matrices are dealt out; plans: and when ranks meet then
+    share:  of the model that this rank computes; shares: and of that, by piece
+    fresh:  is the next batch the first since the model lies so?
+    ask:    the others of a pass under way
+    """
+
+    batches: Batches
+    cut: Cut
+    layout: Layout
+    learner: Learner
+    ledger: Any
+    losses: list[float]
+    model: nn.Module
+    piece: Piece | None = None
+    split: Split | None = None
+    plans = Plans()
+    share = 1.0
+    shares: tuple[float, ...] = (1.0,)
+    fresh = False
+    ask: Ask
+    _arrival: list[str] | None
+    _cut: Callable[[], None]
+    _gathered: Callable[..., None]
+    _learned: bool
+    _own_randomness: Callable[[], AbstractContextManager[None]]
+    _random_state: Tensor
+    _together: Together | None = None
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Any] = {}  # those that are to go through the stages, and the parts of one that does
+        self._micros: list[Any] = []
+
+    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment) -> None:
+        """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
+        self.layout.take(self.model, names)
+        stage, index = spread.place(rank) if spread else (0, 0)
+        stages, self.split = (spread.stages, spread.split) if spread else (None, None)
+        if self._together is not None:
+            self._together.undo()
+        self._together = Together(self.model, self.split, index, self._ask) if self.split else None
+        self.share = stages.share(stage) if stages else 1.0
+        self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
+        self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
+        if self.split:
+            self.share = self.split.share
+            self.plans = planned(slice_of(outline(self.learner), self.split, 0), self.learner, self.split,
+                                 to_device(example(self.learner, e, "cpu"), "meta"))  # fmt: skip
+        self._arrival, self._learned, self.fresh = None, False, True
+        self._cut()
+
+    def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
+        return self.ask(meeting, x)
+
+    def drawn(self, x: Any) -> Any:
+        """The next batch, or `x`."""
+        return self.batches.next() if x is None else x
+
+    def reseed(self, number: int) -> None:
+        """Draws other random numbers from now on."""
+        self._random_state = torch.Generator().manual_seed(number).get_state()
+
+    def open(self, x: Any, micro: int) -> None:
+        """A batch is there, which goes through the stages when its backward is asked for."""
+        self._batches[micro] = self.batches.next() if x is None else x
+
+    def begin(self, micro: int, count: int) -> Any:
+        """A batch, which is answered, goes through the stages in so many parts."""
+        if micro not in self._batches:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        batch = self._batches.pop(micro)
+        self._micros = micro_batches(batch, count)
+        return batch
+
+    def _there(self, chunk: int) -> list[str]:
+        """Of other pieces than this one."""
+        assert self.piece is not None
+        here = {id(p) for p in self.piece.params(chunk)}
+        return [place.name for place in self.layout.order if id(place.param) not in here]
+
+    def ready(self, chunk: int) -> list[float]:
+        """By bucket, the share of the backward of this piece, the last of a batch, after which it is full."""
+        assert self._arrival is not None
+        there = self._there(chunk)
+        return ready(self.layout, self._arrival, there) if there else self.cut.ready
+
+    def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
+        assert self.piece is not None
+        with self._own_randomness(), torch.enable_grad():
+            made = self.piece.forward(self.learner.loss, self._micros[micro], x, micro, chunk)
+        self.ledger.forward(self._micros[micro])
+        return made
+
+    def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
+        """With the last of a batch its gradients are `exchanged`; after the `first` of such they lie in the buckets."""
+        assert self.piece is not None
+        came: list[Tensor | None] = []
+        piece = self.piece
+        there = self._there(chunk) if exchanged else []
+        self._gathered(lambda: came.append(piece.backward(grad, micro, chunk)), exchanged, first, there)
+        return came[0]
+
+    def told(self, loss: Tensor) -> None:
+        """What a batch's loss was, on all stages."""
+        self.losses.append(float(loss))

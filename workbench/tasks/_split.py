@@ -1,0 +1,52 @@
+"""How a task's layers may be dealt out over the ranks of a tensor-parallel group, in the words that torch uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colwise:
+    """Each rank has some of a Linear's outputs: columns of A in Y = X A, which torch keeps as rows of `weight`.
+
+    packed:   so many matrices lie one after the other in the weight, as q, k and v do in a fused one; each is dealt out
+    together: outputs that stay on one rank, as those of one attention head must
+    gather:   does every rank get the outputs of all?
+
+    Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+    2019, https://arxiv.org/abs/1909.08053
+    """
+
+    packed: int = 1
+    together: int = 1
+    gather: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rowwise:
+    """Each rank has some of a Linear's inputs, which a Colwise one before has left there, and all add up the outputs.
+
+    Of an Embedding: some of its rows, the vocabulary's. Reference: as `Colwise`.
+    """
+
+
+Way = Colwise | Rowwise
+Plan = Mapping[str, "Way | str"]  # by the names of modules, of which `*` stands for one part: "blocks.*.up"
+
+# what transformers calls them in a model's `_tp_plan`
+_SAID: dict[str, Way] = {
+    "colwise": Colwise(),
+    "rowwise": Rowwise(),
+    "colwise_rep": Colwise(gather=True),
+    "colwise_gather_output": Colwise(gather=True),
+    "embedding_rowwise": Rowwise(),
+    "vocab_parallel_rowwise": Rowwise(),
+}
+
+
+def way_of(said: object) -> Way | None:
+    """What a plan says of a module, as a Way; None where it is none that is known."""
+    if isinstance(said, Colwise | Rowwise):
+        return said
+    return _SAID.get(said) if isinstance(said, str) else None
