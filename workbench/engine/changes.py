@@ -17,6 +17,7 @@ from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import pauses
 from workbench.host.batches import to_device
 from workbench.host.changes import in_step, take_role
+from workbench.host.cutting import cut
 from workbench.host.meetings import Plans, planned
 from workbench.host.meta import outline
 from workbench.host.spread import Spread
@@ -72,15 +73,18 @@ class Turnable(Parts):
         self.host.lie(spread, self._planned(spread))
         self.mark_buckets()
 
-    def _planned(self, spread: Spread | None) -> Plans:
-        """When in a pass ranks that have slices meet; nothing where nobody can tell."""
+    def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
+        """By piece of the model when ranks that have slices meet; nothing where nobody can tell."""
         if spread is None or spread.split is None:
-            return Plans()
+            return ()
+        e, learner = self.experiment, self.learner
         try:
-            part = slice_of(outline(self.learner), spread.split, 0)
-            return planned(part, self.learner, spread.split, to_device(self.example(self.experiment), "meta"))
+            part = slice_of(outline(learner), spread.split, 0)
+            stages = cut(e, part, learner) if spread.stages else None
+            batch = to_device(self.example(e), "meta")
+            return planned(part, learner, spread.split, batch, stages, e.partition.micro_batches)
         except Exception:
-            return Plans()
+            return ()
 
     def sharded(self, buckets: Any) -> None:
         """What the optimizer remembers lies where it does."""

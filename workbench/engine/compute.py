@@ -50,6 +50,7 @@ class Compute(Stage):
             self._batches[micro] = batch
             return None
         self.meet_before(batch)
+        self.begin_pass("forward")
         self.at("forward")
         self._stretch = "forward", self.watch.now()
         self.pace.begin("forward", self.rank.step, self._share)
@@ -80,7 +81,7 @@ class Compute(Stage):
         loss = self._open.pop(micro, None)
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
-        self.begin_backward()
+        self.begin_pass("backward")
         self._stretch = "backward", self.watch.now()
         self.pace.begin("backward", self.rank.step, self._share)
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):

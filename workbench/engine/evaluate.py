@@ -55,7 +55,7 @@ def _spread_out(run: Parts) -> Evaluated:
 
     def forward(*inputs: Any, **named: Any) -> Any:
         assert piece is not None
-        return run.host.drive(evaluated(rank.inside, piece.pieces, *inputs, **named))
+        return run.host.drive(evaluated(rank.group("stage"), piece.pieces, *inputs, **named))
 
     live = [x for x in [*run.layout.weights, *buffers(run.model)] if x.numel()]
     with torch.no_grad(), run.reading.passing("evaluation"):
@@ -66,7 +66,7 @@ def _spread_out(run: Parts) -> Evaluated:
         with holding(live, [value.view(x.shape) for value, x in zip(values, live, strict=True)]):
             if rank.replicas.index == 0:
                 if run.host.together is not None:
-                    run.host.refresh()
+                    run.host.refresh(run.host.together)
                 with instead(run.model, forward) if piece is not None else nullcontext():
                     found = numbers(run.learner.evaluate, run.model)
         drift = distance([own[: run.layout.numel]], [mean[: run.layout.numel]], run.layout.numel)

@@ -158,7 +158,7 @@ class Host(Compute):
             raise Later
         return self._perform(op)
 
-    def lie(self, spread: Spread | None, plans: Plans) -> None:
+    def lie(self, spread: Spread | None, plans: tuple[Plans, ...]) -> None:
         """This rank computes its part from now on; the order of its gradients is to be learned anew."""
         super().lie(spread, plans)
         self._order = []

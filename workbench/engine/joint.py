@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,47 +29,46 @@ class Joint(StepEnd):
     together: Together | None = None
     _perform: Callable[[Op], Any]
     _while_reading: Callable[[Op], Any]
-    _plans: dict[str, list[Planned]]
-    _number = 0  # meetings so far in the pass under way
-    _unlike = False  # is the next batch the first, of which nobody knows whether all read the same?
+    _plans: tuple[Plans, ...] = ()  # by piece of the model here, when ranks meet
+    _plan: list[Planned]  # of the pass under way
+    _met = 0  # meetings so far in it
+    _fresh = False  # is the next batch the first, of which nobody knows whether all read the same?
 
-    def deal(self, split: Split | None, index: int, plans: Plans) -> None:
-        """This rank has such slices from now on, or all of each matrix. plans: when ranks meet, as far as is known"""
+    def deal(self, split: Split | None, index: int, plans: tuple[Plans, ...]) -> None:
+        """This rank has such slices from now on, or all of each matrix. plans: by piece, as far as is known"""
         if self.together is not None:
             self.together.undo()
         self.together = None if split is None else Together(self.model, split, index, self._ask)
-        self._plans = {phase: plans.of(phase, self.layout) for phase in ("forward", "backward")}
-        self._unlike = True
+        self._plans, self._plan, self._fresh = plans, [], True
 
     def meet_before(self, batch: Any) -> None:
-        """Before a forward: all have the same of what lies on each of them, and read the same batch."""
-        self._number = 0
-        if self.together is None:
-            return
-        group = self.rank.group("tensor")
-        if self._unlike:
-            drive(same_batch(group, batch, next(self.model.parameters()).device), self._perform, self.alone)
-            self._unlike = False
-        self.refresh()
+        """Before a batch: the ranks of a replica have the same of what lies on several of them, and read the same."""
+        if self._fresh and self.rank.mesh.inside:
+            like = same_batch(self.rank.inside, batch, next(self.model.parameters()).device)
+            drive(like, self._perform, self.alone)
+        self._fresh = False
+        if self.together is not None:
+            self.refresh(self.together)
 
-    def refresh(self) -> None:
+    def refresh(self, together: Together) -> None:
         """What another rank of the group looks after is here as it is now."""
-        assert self.together is not None
-        told = refreshed(self.rank.group("tensor"), self.model, self.together.split)
-        drive(told, self._perform, self.alone)
+        drive(refreshed(self.rank.group("tensor"), together.common), self._perform, self.alone)
 
-    def begin_backward(self) -> None:
-        """A backward begins, which counts its meetings anew."""
-        self._number = 0
+    def begin_pass(self, phase: str, chunk: int = 0, mine: Iterable[nn.Parameter] | None = None) -> None:
+        """A pass begins through a piece of the model, which has these parameters of those that are `mine`."""
+        self._met, self._plan = 0, []
+        if chunk < len(self._plans):
+            some = None if mine is None else {id(p) for p in mine}
+            numel = {p.name: p.numel for p in self.layout.order if some is None or id(p.param) in some}
+            self._plan = self._plans[chunk].of(phase, numel)
 
     def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
         """Meets the others of the group. Called inside of torch, and for a GPU's backward on autograd's thread."""
-        phase, number = self.reading.phase, self._number
-        self._number += 1
+        number, self._met = self._met, self._met + 1
         with self.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():
             around = self.at.now
-            if number < len(plan := self._plans.get(phase, ())):
-                self.paced(plan[number].share)
+            if number < len(self._plan) and self.reading.phase != "evaluation":
+                self.paced(self._plan[number].share)
             made: Tensor = drive(met(self.rank.group("tensor"), meeting, x), self._while_reading, self.alone)
             self.at(*around[:2])
         return made

@@ -14,7 +14,7 @@ from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.meetings import Plans
 from workbench.host.piece import Piece, micro_batches
-from workbench.host.pipelining import one_batch, pass_name, same_batch
+from workbench.host.pipelining import one_batch, pass_name
 from workbench.host.spread import Spread
 from workbench.partitions import Partition
 from workbench.rank import Op, StrategyError
@@ -41,19 +41,18 @@ class Stage(Joint):
     _shares: tuple[float, ...] = ()  # the same of each of its pieces
     _left: list[int]  # by piece, the backwards still to come of this batch
     _exchanged = False
-    _fresh = False  # is the next batch the first after a cut?
 
-    def lie(self, spread: Spread | None, plans: Plans) -> None:
+    def lie(self, spread: Spread | None, plans: tuple[Plans, ...]) -> None:
         """This rank computes its part from now on; the whole model where that is not spread."""
         self.piece, self._share = None, 1.0
         here, index = spread.place(self.rank.id) if spread else (0, 0)
-        self.deal(spread.split if spread else None, index, plans)
-        if spread and spread.split:
-            self._share = spread.split.share
+        dealt = spread.split.share if spread and spread.split else 1.0
         if spread and (stages := spread.stages):
             self.piece = Piece(self.model, stages.of(here), here, len(stages))
-            self._share, self._shares = stages.share(here), stages.shares[here :: len(stages)]
-            self._fresh = True
+            plans = plans[here :: len(stages)]
+            self._share, self._shares = stages.share(here), tuple(s * dealt for s in stages.shares[here :: len(stages)])
+        self._share *= dealt
+        self.deal(spread.split if spread else None, index, plans)
 
     def _through_stages(self, grad: float | None, micro: int, exchanged: bool) -> None:
         assert self.piece is not None
@@ -64,11 +63,9 @@ class Stage(Joint):
         self._left = [count] * partition.pieces
         batch = self._batches.pop(micro)
         self._micros, self._exchanged = micro_batches(batch, count), exchanged
-        if self._fresh:
-            drive(same_batch(self.rank.inside, batch, self._device), self._perform, self.alone)
-            self._fresh = False
+        self.meet_before(batch)
         share = (1.0 if grad is None else grad) / count
-        passes = one_batch(self.rank.inside, partition, share)
+        passes = one_batch(self.rank.group("stage"), partition, share)
         self.losses.append(drive(passes, self._perform, self.alone))
         self._micros = []
 
@@ -99,6 +96,7 @@ class Stage(Joint):
     def _begin(self, phase: str, micro: int, chunk: int) -> None:
         assert self.piece is not None
         self.at(f"{phase} of micro-batch {micro}")
+        self.begin_pass(phase, chunk, self.piece.params(chunk))
         self._stretch = pass_name(phase, micro, chunk, len(self.piece.pieces)), self.watch.now()
         self.pace.begin(phase, self.rank.step, self._shares[chunk] / len(self._micros))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from workbench.host.layout import Layout
+from workbench.host.cutting import Stages
+from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.together import Meeting, computing
 from workbench.tasks import Learner
@@ -29,7 +31,7 @@ class Planned(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The meetings of a pass, and in which order gradients come.
+    """The meetings of a pass through a model, or through one piece of it, and in which order gradients come.
 
     forward:  in order; what is computed counts by its floating-point operations
     backward: in order, with how many gradients have come before
@@ -40,50 +42,79 @@ class Plans(NamedTuple):
     backward: tuple[tuple[int, Meeting, Tensor], ...] = ()
     arrival: tuple[str, ...] = ()
 
-    def of(self, phase: str, layout: Layout) -> list[Planned]:
-        """The meetings of a phase on a rank that trains what `layout` has: backward counts as the elements come."""
+    def of(self, phase: str, numel: Mapping[str, int]) -> list[Planned]:
+        """The meetings of a phase where a rank trains so many elements of each parameter, a backward's unit."""
         if phase != "backward":
             return list(self.forward)
-        numel = {place.name: place.numel for place in layout.order}
         sums = [0, *accumulate(numel.get(name, 0) for name in self.arrival)]
-        return [Planned(sums[count] / (layout.numel or 1), meeting, x) for count, meeting, x in self.backward]
+        return [Planned(sums[count] / (sums[-1] or 1), meeting, x) for count, meeting, x in self.backward]
 
 
-def planned(part: nn.Module, learner: Learner, split: Split, batch: Any) -> Plans:
-    """The meetings of one forward and one backward. part: the model on the meta device, with one rank's slices.
+def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
+            count: int = 1) -> tuple[Plans, ...]:  # fmt: skip
+    """The meetings of one forward and one backward, by piece of the model: of the first of `count` micro-batches.
+
+    part: the model on the meta device, with one rank's slices; stages: where that is cut
 
     Raises what a model raises that does not run on the meta device.
     """
-    ahead: list[tuple[int, Meeting, Tensor]] = []
-    back: list[tuple[int, Meeting, Tensor]] = []
-    arrival: list[str] = []
+    seen: list[Any] = []
 
     def ask(meeting: Meeting, x: Tensor) -> Tensor:
-        if turned:
-            back.append((len(arrival), meeting, x.detach()))
-        else:
-            ahead.append((counter.get_total_flops(), meeting, x.detach()))
+        seen[-1].append((len(came) if turned else counter.get_total_flops(), meeting, x.detach()))
         return answer_like(meeting, x, split.ways)
 
-    def came(name: str, _: Any) -> None:
-        arrival.append(name)
+    def has_come(name: str, _: Any) -> None:
+        came.append(name)
 
     trained = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(partial(came, name)) for name, p in trained]
+    hooks = [p.register_post_accumulate_grad_hook(partial(has_come, name)) for name, p in trained]
+    found: list[Plans] = []
     try:
         with computing(part, split, 0, ask, draws=False), torch.enable_grad():
-            turned = False
-            with FlopCounterMode(display=False) as counter:
-                loss = learner.loss(part, batch)
-            turned = True
-            loss.backward()
+            ways = _Passes(part, learner, stages, micro_batches(batch, count)[0])
+            for number in range(ways.count):
+                turned = False
+                seen.append([])
+                with FlopCounterMode(display=False) as counter:
+                    ways.forward(number)
+                flops = counter.get_total_flops() or 1
+                found.append(Plans(tuple(Planned(done / flops, meeting, x) for done, meeting, x in seen[-1])))
+            for number in reversed(range(ways.count)):
+                turned, came = True, list[str]()
+                seen.append([])
+                ways.backward(number)
+                found[number] = found[number]._replace(backward=tuple(seen[-1]), arrival=tuple(came))
     finally:
         for hook in hooks:
             hook.remove()
         part.zero_grad(set_to_none=True)
-    flops = counter.get_total_flops() or 1
-    forward = tuple(Planned(done / flops, meeting, x) for done, meeting, x in ahead)
-    return Plans(forward, tuple(back), tuple(arrival))
+    return tuple(found)
+
+
+class _Passes:
+    """A model, or its pieces one after the other, forward and backward."""
+
+    def __init__(self, model: nn.Module, learner: Learner, stages: Stages | None, batch: Any) -> None:
+        self._model, self._learner, self._batch = model, learner, batch
+        self._ways = [Piece(model, stages.of(k), k, len(stages)) for k in range(len(stages))] if stages else []
+        self.count = len(stages.pieces) if stages else 1
+        self._x: Any = None
+        self._grad: Any = 1.0
+
+    def forward(self, number: int) -> None:
+        if not self._ways:
+            self._x = self._learner.loss(self._model, self._batch)
+        else:
+            chunk, stage = divmod(number, len(self._ways))
+            self._x = self._ways[stage].forward(self._learner.loss, self._batch, self._x, 0, chunk)
+
+    def backward(self, number: int) -> None:
+        if not self._ways:
+            self._x.backward()
+        else:
+            chunk, stage = divmod(number, len(self._ways))
+            self._grad = self._ways[stage].backward(self._grad, 0, chunk)
 
 
 def answer_like(meeting: Meeting, x: Tensor, ways: int) -> Tensor:

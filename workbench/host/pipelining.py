@@ -8,6 +8,7 @@ came. All else are messages between neighbours, posted as soon as they are there
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,9 +73,8 @@ async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: 
     x: Any = None
     for number, parts in enumerate(pieces):
         if number or rank.index:
-            x = through(parts, await received(rank, (rank.index - 1) % rank.size, "activation"))
-        else:
-            x = through(parts, *inputs, **named)
+            inputs, named = (await received(rank, (rank.index - 1) % rank.size, "activation"),), {}
+        x = await Op("do", partial(through, parts, *inputs, **named))  # where slices meet, too
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:

@@ -167,10 +167,8 @@ def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple
         yield "weight", Sliced((rows, width), (rows, width), 0, 0)
         return
     if type(module) is not nn.Linear:
-        kinds = "a Linear or an Embedding" if isinstance(way, Rowwise) else "a Linear"
-        raise _refusal(
-            f"{name} is a {type(module).__name__}, and {type(way).__name__} deals out {kinds}; leave it out of the plan"
-        )
+        kinds = "Rowwise deals out Linear or Embedding" if isinstance(way, Rowwise) else "Colwise deals out Linear"
+        raise _refusal(f"{name} is of class {type(module).__name__}, and {kinds}; leave it out of the plan")
     out, into = shape_of(module.weight)
     if isinstance(way, Rowwise):
         _require(name, "inputs", into, 1, ways)
@@ -182,10 +180,10 @@ def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple
             f"number that divides it"
         )
     _require(name, "outputs", out // way.packed, way.together, ways)
-    each = way.packed, out // way.packed
-    yield "weight", Sliced((out, into), (*each, into), 1, 0)
+    each = (way.packed, out // way.packed) if way.packed > 1 else (out,)
+    yield "weight", Sliced((out, into), (*each, into), len(each) - 1, 0)
     if module.bias is not None:
-        yield "bias", Sliced((out,), each, 1, 0)
+        yield "bias", Sliced((out,), each, len(each) - 1, 0)
 
 
 def _require(name: str, what: str, count: int, together: int, ways: int) -> None:

@@ -8,7 +8,7 @@ over a wire, on a virtual clock, or all in one process.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workbench.host.absent import Absent
 from workbench.host.sliced import lay
 from workbench.host.splitting import Split
 from workbench.rank import Rank
@@ -93,7 +94,7 @@ class Together:
     """
 
     def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True) -> None:
-        self.model, self.split, self.index = model, split, index
+        self.split, self.index = split, index
         self._ask, self._draws = ask, draws
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
         self._outside: tuple[Any, Tensor] | None = None  # whose random numbers stand where, outside of a pair of layers
@@ -101,8 +102,9 @@ class Together:
             module.__dict__["forward"] = (  # found before the class's own
                 self._colwise(name, module, way.gather) if isinstance(way, Colwise) else self._rowwise(name, module)
             )
-        self._hooks = [model.get_parameter(name).register_post_accumulate_grad_hook(_dropped)
-                       for name, owner in split.owners.items() if owner != index]  # fmt: skip
+        self.common = common(model, split)
+        others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
+        self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others]
 
     def undo(self) -> None:
         """Its modules compute as they did before."""
@@ -162,26 +164,33 @@ def _dropped(param: nn.Parameter) -> None:
     param.grad = None
 
 
-async def refreshed(rank: Rank, model: nn.Module, split: Split) -> None:
-    """Every rank of the group gets what the others look after, as it is now; of all at once, if there is anything."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-    for name, owner in split.owners.items():
-        p = model.get_parameter(name)
-        kinds.setdefault((p.dtype, p.device), [[] for _ in range(rank.size)])[owner].append(p)
-    for by_owner in kinds.values():
-        n = max(sum(p.numel() for p in each) for each in by_owner)
-        own = [p.detach().reshape(-1) for p in by_owner[rank.index]]
-        like = next(p for each in by_owner for p in each)
-        chunk = torch.cat([*own, like.new_zeros(n - sum(x.numel() for x in own))])
-        rows = await rank.all_gather(chunk.detach(), "parameters that all have")
-        if rows.is_meta:
-            continue
-        with torch.no_grad():
-            for row, each in zip(rows, by_owner, strict=True):
-                at = 0
-                for p in each:
-                    p.data.copy_(row[at : at + p.numel()].view(p.shape))
-                    at += p.numel()
+def common(model: nn.Module, split: Split, names: Collection[str] | None = None) -> list[list[nn.Parameter]]:
+    """By owner the parameters that all ranks have, of those that lie here (or of these)."""
+    some = [(model.get_parameter(name), k) for name, k in split.owners.items() if names is None or name in names]
+    return [[p for p, owner in some if owner == k and not isinstance(p, Absent)] for k in range(split.ways)]
+
+
+async def refreshed(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
+    """Every rank of the group gets what the others look after, as it is now."""
+    for dtype in dict.fromkeys(p.dtype for each in by_owner for p in each):
+        await _told(rank, [[p for p in each if p.dtype == dtype] for each in by_owner])
+
+
+async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
+    """Parameters of one dtype, which all ranks of the group have, take their owners' values."""
+    n = max(sum(p.numel() for p in each) for each in by_owner)
+    like = next(p for each in by_owner for p in each)
+    own = [p.detach().reshape(-1) for p in by_owner[rank.index]]
+    chunk = torch.cat([*own, like.new_zeros(n - sum(x.numel() for x in own))])
+    rows = await rank.all_gather(chunk.detach(), "parameters that all have")
+    if rows.is_meta:
+        return
+    with torch.no_grad():
+        for row, each in zip(rows, by_owner, strict=True):
+            at = 0
+            for p in each:
+                p.data.copy_(row[at : at + p.numel()].view(p.shape))
+                at += p.numel()
 
 
 def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:

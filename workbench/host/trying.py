@@ -20,7 +20,7 @@ from workbench.host.together import Ask, computing, slice_of
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
-NEAR = 1e-2  # of a batch's loss: so far those of slices may be, whose sums round otherwise
+NEAR = 0.05  # of a gradient's length: so far that of slices may be, whose sums round otherwise; in half precision, too
 STIR = 0.02  # what is added to each parameter to see whether slices still agree
 FAR = 0.2  # of a batch's loss: so far the mean over its micro-batches may be, which hold unlike numbers of targets
 
@@ -67,38 +67,49 @@ def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any
 
 
 def _check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
-    """The loss of all slices together is that of the whole, also where the parameters are a little others."""
-    rng = torch.Generator().manual_seed(0)
-    twin = copy.deepcopy(model).eval()
+    """All slices together have the gradients of the whole, also where the parameters are a little others."""
     if next(model.parameters()).is_meta:
         return
+    rng, twin = torch.Generator().manual_seed(0), copy.deepcopy(model).eval()
     for p in twin.parameters():  # a layer that begins as zero would hide what those before it do
         if p.is_floating_point():
             p.data.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
 
-    def works(k: int) -> Callable[[Ask], Tensor]:
-        def work(ask: Ask) -> Tensor:
-            with computing(part := slice_of(twin, split, k), split, k, ask), torch.enable_grad():
-                loss = learner.loss(part, batch)
-                loss.backward()
-            return loss.detach()
-
-        return work
+    def learned(k: int, ask: Ask) -> dict[str, Tensor]:
+        """The gradients of rank k's slices, and of what it looks after."""
+        with computing(part := slice_of(twin, split, k), split, k, ask), torch.enable_grad():
+            learner.loss(part, batch).backward()
+        return {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
 
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
             state = torch.get_rng_state()
-            whole = learner.loss(twin, batch).detach()
+            twin.zero_grad()
+            learner.loss(twin, batch).backward()
             torch.set_rng_state(state)
-            losses = together([works(k) for k in range(split.ways)])
+            found = together([partial(learned, k) for k in range(split.ways)])
     except Exception as error:
         raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {error}") from error
-    if off := next((x for x in losses if abs(float(x - whole)) > NEAR * max(1.0, abs(float(whole)))), None):
-        raise KnobError(
-            f"partition=Tensor: dealt out over {split.ways} ranks the model has loss {float(off):.6g} where it has "
-            f"{float(whole):.6g}; let each Colwise be followed by the Rowwise that takes its outputs, with nothing "
-            f"between but what works feature by feature, or head by head"
-        )
+    whole = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    least = NEAR * float(torch.stack([grad.float().norm() for grad in whole.values()]).norm())
+    for name, grad in whole.items():
+        off = float((_joined(name, split, found, grad).float() - grad.float()).norm())
+        if off > NEAR * max(float(grad.float().norm()), least):
+            raise KnobError(
+                f"partition=Tensor: dealt out over {split.ways} ranks {name} would learn something else than in the "
+                f"whole model; let each Colwise be followed by the Rowwise that takes its outputs, with nothing "
+                f"between but what works feature by feature, or head by head (packed, together)"
+            )
+
+
+def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
+    """The whole gradient of a parameter from those of its slices, or its owner's; zero where there is none."""
+    if name not in split.sliced:
+        return found[split.owners[name]].get(name, torch.zeros_like(like))
+    made = split.sliced[name]
+    view = [n // (split.ways if k == made.dim else 1) for k, n in enumerate(made.view)]
+    zero = like.new_zeros(made.local(split.ways))
+    return torch.cat([each.get(name, zero).reshape(view) for each in found], made.dim).view(made.shape)
 
 
 def _compare(whole: float, pieces: float, means: list[float]) -> None:

@@ -9,6 +9,7 @@ from workbench.compressors import Coder, Compressor, Dense
 from workbench.compressors.error_feedback import bare
 from workbench.partitions._base import Partition
 from workbench.partitions.schedules import Action, OneFOneB, Schedule
+from workbench.partitions.whole import Whole
 from workbench.rank import Memory
 from workbench.settings import knob
 
@@ -33,6 +34,9 @@ class Pipeline(Partition):
     crosses at these. Parameters that are frozen, and buffers, stay on every rank. A loss must be a mean over examples
     and draw no random numbers outside the model, for stages draw their own.
 
+    With `of` = Tensor() each stage is t ranks that compute its layers together: fast links inside a stage and slow ones
+    between stages suit both.
+
     Layers are cut where they lie evenly by their numbers of parameters, embeddings not counted: a Sequential between
     its children, any other model between the parts that its task names.
 
@@ -46,13 +50,18 @@ class Pipeline(Partition):
     stages: int = knob(2, 2, 64, unit="stages", doc="p: ranks that make one replica")
     micros: int = knob(4, 1, 1024, unit="micro-batches", doc="m: equal parts that a replica's batch is cut into")
     schedule: Schedule = knob(OneFOneB(), doc="in which order a stage computes forwards and backwards")
+    of: Partition = knob(Whole(), doc="how each stage lies on ranks: whole on one, or dealt out over several by Tensor")
 
     activations: Compressor = knob(Dense(), doc="what crosses between stages in place of an activation")
     gradients: Compressor = knob(Dense(), doc="what crosses between stages in place of an activation's gradient")
     mask: bool = knob(True, doc="where activations are chosen (TopK) gradients cross at the same elements only")
 
     def dims(self) -> tuple[tuple[str, int], ...]:
-        return (("stage", self.stages),)
+        return (("stage", self.stages), *self.of.dims())
+
+    @property
+    def slices(self) -> int:
+        return self.of.slices
 
     @property
     def pieces(self) -> int:
@@ -75,6 +84,9 @@ class Pipeline(Partition):
         return there, back
 
     def refuses(self, batch: int) -> str | None:
+        if self.of.depth > 1:
+            kind = type(self.of).__name__
+            return f"of={kind}: a stage is not cut into stages again; take of=Tensor() or of=Whole(), and more stages"
         for name, way in (("activations", self.activations), ("gradients", self.gradients)):
             if bare(way).coder(Memory()) is None:
                 return (

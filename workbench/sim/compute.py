@@ -127,7 +127,8 @@ class Compute(Stage):
         """The next full bucket, at the time at which it is full."""
         passing: Pass = fiber.passing
         if passing.events is not None:
-            return self.inner(fiber, self._next_full(passing))
+            turn = passing.then is not None  # it is one micro-batch's, of which others wait for the end
+            return self.next_in_turn(fiber, passing) if turn else self.inner(fiber, self._next_full(passing))
         index = passing.next
         if index == len(passing.shares):
             return self._over(fiber, passing)

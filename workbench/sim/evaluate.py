@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from workbench.host.canonical import buffers
-from workbench.host.crew import Work, together
+from workbench.host.crew import together
 from workbench.host.cutting import instead, through
 from workbench.host.evaluating import Evaluated, distance, holding, numbers
-from workbench.host.splitting import Split
+from workbench.host.spread import Spread
 from workbench.host.together import Ask
 from workbench.rank import Bucket
 from workbench.sim.tensors import Tensors
@@ -20,10 +22,8 @@ from workbench.sim.tensors import Tensors
 def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
     """By rank: the held-out numbers of the mean model, on the first; the rank's RMS distance from it."""
     first, sharded = ranks[0], ranks[0].reading.sharded
-    if first.piece is not None:
-        return _in_stages(ranks, first.piece.stages)
-    if first.split is not None:
-        return _in_slices(ranks, first.split)
+    if first.spread is not None:
+        return _spread_out(ranks, first.spread)
     if sharded:
         assembled(ranks, first)
     every = [[*([] if sharded else r.layout.weights), *buffers(r.model)] for r in ranks]
@@ -36,61 +36,55 @@ def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
-def _in_stages(ranks: list[Tensors], count: int) -> list[Evaluated]:
-    """The same where replicas lie in stages: of the mean of each stage's replicas, one after the other."""
+def _spread_out(ranks: list[Tensors], spread: Spread) -> list[Evaluated]:
+    """The same where a replica lies on several ranks: of the mean of all replicas, whose parts compute together."""
     drifts = [0.0] * len(ranks)
+    count, ways = len(spread), spread.split.ways if spread.split else 1
     with ExitStack() as held:
-        for stage in range(count):
-            alike = ranks[stage::count]
+        for place in range(count):
+            alike = ranks[place::count]
             every = [[*r.layout.weights, *buffers(r.model)] for r in alike]
             means = [torch.stack(same).sum(0).div_(len(alike)) for same in zip(*every, strict=True)]
             n = len(alike[0].layout.weights)
-            drifts[stage::count] = [distance(own[:n], means[:n], alike[0].layout.numel) for own in every]
+            drifts[place::count] = [distance(own[:n], means[:n], alike[0].layout.numel) for own in every]
             held.enter_context(holding(every[0], means))
+        columns = [ranks[index:count:ways] for index in range(ways)]
+        for stage in zip(*columns, strict=True) if spread.split else ():
+            _refresh(stage)
+        found = together([partial(_evaluated, column) for column in columns])[0]
+    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
-        def forward(*inputs: Any, **named: Any) -> Any:
-            stages = [rank.piece.pieces for rank in ranks[:count] if rank.piece is not None]
-            first, *rest = [stage[number] for number in range(len(stages[0])) for stage in stages]
-            x = through(first, *inputs, **named)
-            for parts in rest:
-                x = through(parts, x)
-            return x
 
-        for rank in ranks[1:count]:
-            rank.model.eval()
-        with instead(ranks[0].model, forward):
-            found = numbers(ranks[0].learner.evaluate, ranks[0].model)
-        for rank in ranks[1:count]:
+def _refresh(group: Sequence[Tensors]) -> None:
+    """What one of a group looks after all have."""
+    with torch.no_grad():
+        for index, owner in enumerate(group):
+            for copies in zip(*(rank.common[index] for rank in group), strict=True):
+                for copied in copies:
+                    copied.copy_(copies[group.index(owner)])
+
+
+def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
+    """The numbers of a model whose stages these are, one after the other."""
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        pieces = [rank.piece.pieces for rank in stages if rank.piece is not None]
+        first, *rest = [each[number] for number in range(len(pieces[0])) for each in pieces]
+        x = through(first, *inputs, **named)
+        for parts in rest:
+            x = through(parts, x)
+        return x
+
+    first = stages[0]
+    for rank in stages:
+        rank.ask = ask
+        rank.model.eval()
+    try:
+        with instead(first.model, forward) if first.piece is not None else nullcontext():
+            return numbers(first.learner.evaluate, first.model)
+    finally:
+        for rank in stages:
             rank.model.train()
-    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
-
-
-def _in_slices(ranks: list[Tensors], split: Split) -> list[Evaluated]:
-    """The same where replicas lie in slices: of the mean of the replicas, all slices together."""
-    drifts = [0.0] * len(ranks)
-    with ExitStack() as held:
-        for index in range(split.ways):
-            alike = ranks[index :: split.ways]
-            every = [[*r.layout.weights, *buffers(r.model)] for r in alike]
-            means = [torch.stack(same).sum(0).div_(len(alike)) for same in zip(*every, strict=True)]
-            n = len(alike[0].layout.weights)
-            drifts[index :: split.ways] = [distance(own[:n], means[:n], alike[0].layout.numel) for own in every]
-            held.enter_context(holding(every[0], means))
-        here = ranks[: split.ways]
-        with torch.no_grad():
-            for name, owner in split.owners.items():
-                for rank in here:
-                    rank.model.get_parameter(name).copy_(here[owner].model.get_parameter(name))
-
-        def work(rank: Tensors) -> Work:
-            def evaluated(ask: Ask) -> Any:
-                rank.ask = ask
-                return numbers(rank.learner.evaluate, rank.model)
-
-            return evaluated
-
-        found = together([work(rank) for rank in here])[0]
-    return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
 def assembled(ranks: list[Tensors], here: Tensors) -> None:

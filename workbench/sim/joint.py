@@ -20,7 +20,7 @@ from workbench.host.pipelining import same_batch
 from workbench.host.together import refreshed
 from workbench.host.trial import Event
 from workbench.rank import Op, Rank
-from workbench.sim.fiber import END, Fiber
+from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
 
 if TYPE_CHECKING:
@@ -35,20 +35,24 @@ class Joint:
     rank: Rank
     _passing: Callable[..., Pass]
     _next_full: Callable[..., Any]
+    inner: Callable[..., Any]
+
+    async def _meet_before(self, batch: Any) -> None:
+        """Before a batch: the ranks of a replica read the same, and have the same of what lies on several of them."""
+        body = self.body
+        if body.fresh and self.rank.mesh.inside:
+            await same_batch(self.rank.inside, batch, body.layout.order[0].param.device)
+        body.fresh = False
+        if body.split is not None:
+            await refreshed(self.rank.group("tensor"), body.common)
 
     async def _joint_forward(self, fiber: Fiber, x: Any, micro: int) -> Any:
         """A forward of all ranks of the group; its loss."""
-        body, group = self.body, self.rank.group("tensor")
+        body = self.body
         batch = body.drawn(x)
-        if body.fresh:
-            await same_batch(group, batch, body.layout.order[0].param.device)
-            body.fresh = False
-        await refreshed(group, body.model, body.split)
+        await self._meet_before(batch)
         loss = await self._jointly("forward", lambda: body.forward(batch, micro))
-        passing = self._passing(fiber, "forward", [])
-        passing.events = deque(body.plans.of("forward", body.layout))
-        while await self._next_full(passing) is not END:
-            pass
+        await self._gone_through(self._passing(fiber, "forward", []), body.meetings("forward"))
         return loss
 
     async def _joint_backward(self, fiber: Fiber, grad: Any, micro: int, exchanged: bool) -> Any:
@@ -56,22 +60,45 @@ class Joint:
         body = self.body
         await self._jointly("backward", lambda: body.backward(grad, micro, exchanged))
         passing = self._passing(fiber, "backward", [])
-        full = [Event(share, "full", (i,)) for i, share in enumerate(body.cut.ready)] if exchanged else []
-        passing.events = deque(sorted([*full, *body.plans.of("backward", body.layout)], key=lambda event: event[0]))
-        if exchanged:
-            fiber.passing = passing
-            return await self._next_full(passing)
+        if not exchanged:
+            return await self._gone_through(passing, body.meetings("backward"))
+        passing.events = _merged(body.cut.ready, body.meetings("backward"))
+        fiber.passing = passing
+        return await self._next_full(passing)
+
+    async def _joint_stage(self, what: str, compute: Callable[[], Any], passing: Pass, chunk: int) -> Any:
+        """A pass of all ranks of a stage through a piece of the model, which hands out no buckets."""
+        made = await self._jointly(what, compute)
+        await self._gone_through(passing, self.body.meetings(what.partition(" ")[0], chunk))
+        return made
+
+    async def _joint_last(self, fiber: Fiber, what: str, compute: Callable[[], Any], passing: Pass, chunk: int,
+                          takes: Fiber) -> None:  # fmt: skip
+        """The last backward of a batch, whose buckets `takes` gets; `fiber` goes on when all are handed out."""
+        passing.then = fiber, await self._jointly(what, compute)
+        passing.events = _merged(self.body.ready(chunk), self.body.meetings("backward", chunk))
+        takes.passing = passing
+        self.next_in_turn(takes, passing)
+
+    def next_in_turn(self, takes: Fiber, passing: Pass) -> Any:
+        """Answers `takes` with the next full bucket; when there is none, who waits for the end of the pass."""
+        takes.on = inner = Fiber(self, self._next_full(passing), "step", takes.origin)  # type: ignore[arg-type]
+        inner.waiter = _Turn(takes, passing)  # type: ignore[assignment]
+        inner.resume(None)
+        return PARK
+
+    async def _gone_through(self, passing: Pass, meetings: list[Planned]) -> None:
+        passing.events = deque(meetings)
         while await self._next_full(passing) is not END:
             pass
-        return None
 
     async def _jointly(self, phase: str, compute: Callable[[], Any]) -> Any:
         """What `compute` makes on this rank, once all ranks of the group have come to it."""
-        op = Op("together", phase, (self.body, compute), self._computed_by, 0.0)
+        op = Op("together", phase, (self.body, compute), self._computed, 0.0)
         op.group = self.rank.group("tensor").within
         return await op
 
-    def _computed_by(self, works: list[tuple[Any, Callable[[], Any]]]) -> list[Any]:
+    def _computed(self, works: list[tuple[Any, Callable[[], Any]]]) -> list[Any]:
         if not self.world.real:
             return [compute() for _, compute in works]
 
@@ -92,3 +119,21 @@ class Joint:
             await group.all_reduce(brings, "sum", meeting.name)
         elif meeting.what == "gather":
             await group.all_gather(brings, meeting.name)
+
+
+class _Turn:
+    """Whom the end of a search for a full bucket resumes: who takes it, or who waits for the pass to be over."""
+
+    def __init__(self, takes: Fiber, passing: Pass) -> None:
+        self._takes, self._passing = takes, passing
+
+    def resume(self, value: Any) -> None:
+        assert self._passing.then is not None
+        fiber, came = self._passing.then
+        self._takes.resume(value) if value is not END else fiber.resume(came)
+
+
+def _merged(ready: list[float], meetings: list[Planned]) -> deque[Any]:
+    """What happens in a backward: buckets that are full, in their order, and meetings."""
+    full = [Event(share, "full", (index,)) for index, share in enumerate(ready)]
+    return deque(sorted([*full, *meetings], key=lambda event: event[0]))

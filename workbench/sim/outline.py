@@ -13,7 +13,7 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.host import memory
 from workbench.host.batches import Batches, example
-from workbench.host.cutting import Stages, instead, through
+from workbench.host.cutting import Stages, cut, instead, through
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
@@ -21,7 +21,8 @@ from workbench.host.meetings import Plans, planned
 from workbench.host.meta import outline
 from workbench.host.piece import micro_batches
 from workbench.host.splitting import Split
-from workbench.host.together import slice_of
+from workbench.host.spread import Spread
+from workbench.host.together import common, slice_of
 from workbench.host.trial import Listening, Trial, assumed
 from workbench.optimizers import Optimizer, built
 from workbench.sim.known import Kept, kept_of
@@ -65,7 +66,9 @@ def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> li
 
 
 class Outline:
-    """The model as sizes, shared by all ranks."""
+    """The model as sizes, shared by all ranks. split: how its matrices are dealt out"""
+
+    split: Split | None = None
 
     def __init__(self, experiment: Experiment, learner: Learner) -> None:
         torch.manual_seed(experiment.seed)
@@ -74,7 +77,7 @@ class Outline:
         first = Layout(self.model, experiment.bucket_mb)
         self._names = names = [p.name for p in first.order]
         self._stages: dict[tuple[Stages, int], StageOutline] = {}
-        self._slices: dict[tuple[Split, int], SliceOutline] = {}
+        self._slices: dict[tuple[Spread, tuple[int, int]], SliceOutline] = {}
         self.learner, self._made = learner, dict[Optimizer, Any]()
         self.optimizer = self.made(experiment)
         seen = _tried(self.model, learner, experiment)
@@ -122,12 +125,12 @@ class Outline:
             self._stages[stages, stage] = StageOutline(self, names, stages, stage)
         return self._stages[stages, stage]
 
-    def slice(self, names: set[str], split: Split, index: int, e: Experiment) -> SliceOutline:
-        """What one rank has of the model where its matrices are dealt out."""
-        if (split, index) not in self._slices:
-            first = self._slices.get((split, 0))
-            self._slices[split, index] = SliceOutline(self, names, split, e, first)
-        return self._slices[split, index]
+    def slice(self, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> SliceOutline:
+        """What the rank at a place of a replica, a stage and one of its slices, has of the model."""
+        first = next((made for (lies, _), made in self._slices.items() if lies == spread), None)
+        if (spread, place) not in self._slices:
+            self._slices[spread, place] = SliceOutline(self, names, spread, place, e, first)
+        return self._slices[spread, place]
 
     def made(self, experiment: Experiment) -> Any:
         """The optimizer that `experiment` wants, one for all ranks."""
@@ -147,6 +150,8 @@ class Outline:
             layout.make_room()
             for place in layout.order:
                 layout.keep(place, torch.empty_like(place.param))
+            for p in self.followed():  # lies in no bucket
+                p.data = torch.empty_like(p)
             self._cuts[key] = Cut(layout, self.arrival)
         return self._cuts[key]
 
@@ -159,8 +164,8 @@ class StageOutline(Outline):
     """
 
     def __init__(self, whole: Outline, names: set[str], stages: Stages, stage: int) -> None:
-        self.model, self.learner, self.trial = whole.model, whole.learner, whole.trial
-        self.stages, self.number = stages, stage
+        self.model, self.learner, self.trial, self.split = whole.model, whole.learner, whole.trial, whole.split
+        self.stages, self.number, self._of = stages, stage, whole
         self._names = [n for n in whole._names if n in names]
         first = {id(p) for part in stages.of(stage)[0] for p in part.parameters()}
         self.there = [n for n in self._names if id(self.model.get_parameter(n)) not in first]
@@ -168,6 +173,9 @@ class StageOutline(Outline):
         self._ranks, self._seed = whole._ranks, whole._seed
         self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}
         self._crossing: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def followed(self) -> list[torch.Tensor]:
+        return self._of.followed()
 
     def hands_on(self, batch: int, count: int, chunk: int) -> torch.Tensor:
         """What a piece of this stage makes of one of `count` micro-batches; the last of the model the loss."""
@@ -180,41 +188,42 @@ class StageOutline(Outline):
         if len(self.stages.pieces) > len(self.stages):
             return None
         if batch not in self._kept:
-            cut = [len(parts) for parts in self.stages.pieces], self.number
-            self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch, cut)
+            here = [len(parts) for parts in self.stages.pieces], self.number
+            self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch, here, self.split)
         return self._kept[batch]
 
 
 class SliceOutline(Outline):
     """What one rank has of a model whose matrices are dealt out, as sizes; shared by all ranks that have the same.
 
-    alike: the same of another slice, which has the sizes of this one
-    plans: when in a pass ranks meet
+    alike:  the same of another rank, which meets others when this one does
+    stages: where this one's model is cut
+    plans:  by piece of the model, when ranks meet
+    common: the parameters that all ranks of a group have, by owner
     """
 
-    plans: Plans
+    plans: tuple[Plans, ...]
 
-    def __init__(
-        self, whole: Outline, names: set[str], split: Split, e: Experiment, alike: SliceOutline | None
-    ) -> None:
-        self.learner, self.trial, self.split = whole.learner, whole.trial, split
-        self.model = slice_of(whole.model, split, 0)  # of its own, whose buckets are this rank's
-        examples = example(self.learner, e, "meta")
-        self.plans = alike.plans if alike else planned(self.model, self.learner, split, examples)
+    def __init__(self, whole: Outline, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment,
+                 alike: SliceOutline | None) -> None:  # fmt: skip
+        assert spread.split is not None
+        self.learner, self.trial, self.split = whole.learner, whole.trial, spread.split
+        self.model = slice_of(whole.model, self.split, 0)  # of its own, whose buckets are this rank's
+        self.stages = cut(e, self.model, self.learner) if spread.stages else None
+        batch, count = example(self.learner, e, "meta"), e.partition.micro_batches
+        self.plans = alike.plans if alike else planned(self.model, self.learner, self.split, batch, self.stages, count)
+        stage, index = place
+        here = names | spread.followed(stage * self.split.ways + index, set(whole._names))
+        self.common = common(self.model, self.split, here)
+        self._followed = [p for owner, each in enumerate(self.common) for p in each if owner != index]
+        came = dict.fromkeys(name for plan in reversed(self.plans) for name in plan.arrival)
         self._names = [n for n in whole._names if n in names]
-        came = set(self.plans.arrival)
-        self.arrival = [n for n in (*self.plans.arrival, *(n for n in self._names if n not in came)) if n in names]
+        self.arrival = [n for n in (*came, *(n for n in self._names if n not in came)) if n in names]
         self._ranks, self._seed = whole._ranks, whole._seed
-        self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}
-
-    def cut(self, bucket_mb: float, learned: bool) -> Cut:
-        found = super().cut(bucket_mb, learned)
-        for p in self.followed():  # lies in no bucket
-            p.data = torch.empty_like(p)
-        return found
+        self._stages, self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}, {}
 
     def followed(self) -> list[torch.Tensor]:
-        return [self.model.get_parameter(name) for name in self.split.owners if name not in self._names]
+        return list(self._followed)
 
     def kept(self, batch: int) -> Kept | None:
         if batch not in self._kept:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from workbench.experiment import Experiment
 from workbench.host.batches import Batches, example, to_device
+from workbench.host.cutting import cut
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans, planned
+from workbench.host.meetings import Planned, Plans, planned
 from workbench.host.meta import outline
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
@@ -26,6 +27,7 @@ from workbench.tasks import Learner
 class Portion:
     """The part of Tensors that is spread.
 
+    spread: how a replica lies on several ranks
     piece:  the stage that this rank is; split: how matrices are dealt out; plans: and when ranks meet then
     share:  of the model that this rank computes; shares: and of that, by piece
     fresh:  is the next batch the first since the model lies so?
@@ -39,9 +41,10 @@ class Portion:
     ledger: Any
     losses: list[float]
     model: nn.Module
+    spread: Spread | None = None
     piece: Piece | None = None
     split: Split | None = None
-    plans = Plans()
+    plans: tuple[Plans, ...] = ()
     share = 1.0
     shares: tuple[float, ...] = (1.0,)
     fresh = False
@@ -61,20 +64,39 @@ class Portion:
     def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment) -> None:
         """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
         self.layout.take(self.model, names)
+        self.spread = spread
         stage, index = spread.place(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
         if self._together is not None:
             self._together.undo()
-        self._together = Together(self.model, self.split, index, self._ask) if self.split else None
         self.share = stages.share(stage) if stages else 1.0
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
         self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
+        self._together = None
         if self.split:
-            self.share = self.split.share
-            self.plans = planned(slice_of(outline(self.learner), self.split, 0), self.learner, self.split,
-                                 to_device(example(self.learner, e, "cpu"), "meta"))  # fmt: skip
+            self._together = Together(self.model, self.split, index, self._ask)
+            self.share *= self.split.share
+            self.plans = self._planned(self.split, e)[stage :: len(stages) if stages else 1]
         self._arrival, self._learned, self.fresh = None, False, True
         self._cut()
+
+    def _planned(self, split: Split, e: Experiment) -> tuple[Plans, ...]:
+        """By piece of the model when ranks meet."""
+        part, batch = slice_of(outline(self.learner), split, 0), to_device(example(self.learner, e, "cpu"), "meta")
+        stages = cut(e, part, self.learner) if e.partition.depth > 1 else None
+        return planned(part, self.learner, split, batch, stages, e.partition.micro_batches)
+
+    @property
+    def common(self) -> Any:
+        """Parameters that all ranks of a group have, by owner."""
+        assert self._together is not None
+        return self._together.common
+
+    def meetings(self, phase: str, chunk: int = 0) -> list[Planned]:
+        """When ranks meet in a pass through a piece."""
+        mine = None if self.piece is None else {id(p) for p in self.piece.params(chunk)}
+        numel = {p.name: p.numel for p in self.layout.order if mine is None or id(p.param) in mine}
+        return self.plans[chunk].of(phase, numel)
 
     def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
         return self.ask(meeting, x)

@@ -17,7 +17,7 @@ from workbench.host import memory
 from workbench.host.canonical import prime
 from workbench.host.handover import Cut as Shards
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans
+from workbench.host.meetings import Planned, Plans
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
@@ -47,7 +47,8 @@ class Sizes:
     share = 1.0  # of the model that this rank computes
     fresh = False  # is the next batch the first after a cut?
     split: Split | None = None  # how matrices are dealt out
-    plans = Plans()  # and when ranks meet then
+    plans: tuple[Plans, ...] = ()  # and when ranks meet then, by piece
+    common: Any = None  # parameters that all ranks of a group have, by owner
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline = self._whole = whole
@@ -108,12 +109,13 @@ class Sizes:
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
         self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
-        self._outline = self._whole
+        self._outline, self.plans = self._whole, ()
+        if spread and self.split:
+            self._outline = slices = self._whole.slice(names, spread, (stage, index), e)
+            self.common, stages = slices.common, slices.stages
+            self.plans, self.share = slices.plans[stage :: len(stages) if stages else 1], self.share * self.split.share
         if stages:
-            self._outline = self._stage = self._whole.stage(names, stages, stage)
-        if self.split:
-            self._outline = slices = self._whole.slice(names, self.split, index, e)
-            self.plans, self.share = slices.plans, self.split.share
+            self._outline = self._stage = self._outline.stage(names, stages, stage)
         self._learned = self.learning = self.roomy = False
         self.fresh = True
         self.cut = self._outline.cut(self._bucket_mb, False)
@@ -135,6 +137,10 @@ class Sizes:
     def drawn(self, x: Any) -> Any:
         """Nobody knows the examples of a batch."""
         return ()
+
+    def meetings(self, phase: str, chunk: int = 0) -> list[Planned]:
+        """When ranks meet in a pass through a piece."""
+        return self.plans[chunk].of(phase, {place.name: place.numel for place in self.layout.order})
 
     def reseed(self, number: int) -> None:
         """Nobody draws random numbers."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.host.pipelining import one_batch, pass_name, same_batch
+from workbench.host.pipelining import one_batch, pass_name
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.joint import Joint
@@ -39,10 +40,8 @@ class Stage(Joint):
         self._left = [self._count] * partition.pieces
         self._takes = takes
         batch = self.body.begin(micro, self._count)
-        if self.body.fresh:
-            await same_batch(self.rank.inside, batch, self.body.layout.order[0].param.device)
-            self.body.fresh = False
-        loss = await one_batch(self.rank.inside, partition, (1.0 if grad is None else grad) / self._count)
+        await self._meet_before(batch)
+        loss = await one_batch(self.rank.group("stage"), partition, (1.0 if grad is None else grad) / self._count)
         self.body.told(loss)
         return None if takes is None else END
 
@@ -64,8 +63,12 @@ class Stage(Joint):
 
     def _stage_forward(self, fiber: Fiber, op: Op) -> Any:
         x, micro, chunk = op.args
-        made = self.body.stage_forward(x, micro, chunk)
         name = pass_name("forward", micro, chunk, len(self._left))
+        if self.body.split is not None:
+            passing = self._passing(fiber, "forward", [], self._part(chunk), name)
+            forward = partial(self.body.stage_forward, x, micro, chunk)
+            return self.inner(fiber, self._joint_stage(name, forward, passing, chunk))
+        made = self.body.stage_forward(x, micro, chunk)
         return self._compute(fiber, "forward", made, self._part(chunk), name)
 
     def _stage_backward(self, fiber: Fiber, op: Op) -> Any:
@@ -74,8 +77,16 @@ class Stage(Joint):
         self._left[chunk] -= 1
         takes = self._takes if not any(self._left) else None
         first = self._takes is not None and not begun and any(self._left)
-        came = self.body.stage_backward(grad, micro, chunk, takes is not None, first)
         name = pass_name("backward", micro, chunk, len(self._left))
+        if self.body.split is not None:
+            passing = self._passing(fiber, "backward", [], self._part(chunk), name)
+            backward = partial(self.body.stage_backward, grad, micro, chunk, takes is not None, first)
+            if takes is None:
+                return self.inner(fiber, self._joint_stage(name, backward, passing, chunk))
+            last = self._joint_last(fiber, name, backward, passing, chunk, takes)
+            Fiber(self, last, "step", fiber.origin).resume(None)  # type: ignore[arg-type]
+            return PARK
+        came = self.body.stage_backward(grad, micro, chunk, takes is not None, first)
         if takes is None:
             return self._compute(fiber, "backward", came, self._part(chunk), name)
         takes.passing = self._passing(takes, "backward", self.body.ready(chunk), self._part(chunk), name)

@@ -1,0 +1,198 @@
+"""Models that cannot be dealt out over ranks, or not so: refused in a sentence that says what would do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import ended, live, run, toy
+from tests.split import PLAN, Small, entropy, near, small, spread, texts, together
+from tests.unit.test_tensor import parts
+from workbench.compressors import DGC
+from workbench.experiment import Experiment
+from workbench.host.splitting import split
+from workbench.optimizers import LAMB, SGD
+from workbench.partitions import Pipeline, Tensor
+from workbench.settings import Change, KnobError
+from workbench.strategies import AsyncServer, SelSync, ZeRO3
+from workbench.tasks import ByteGPT, Colwise, Rowwise, TaskError
+
+pytestmark = pytest.mark.ranks
+
+REFUSED = [
+    ({"partition": Tensor(ways=3)}, "tensors=3: one replica takes 3 ranks, and 4 cannot be dealt out to such"),
+    ({"partition": Tensor(), "strategy": ZeRO3()}, "ranks share out what those hold alike"),
+    ({"partition": Tensor(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
+    ({"partition": Tensor(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
+    ({"partition": Tensor(), "optimizer": LAMB()}, "is not known to step each element by itself"),
+    ({"partition": Pipeline(of=Pipeline())}, "a stage is not cut into stages again; take of=Tensor()"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:24] for _, words in REFUSED])
+def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(KnobError, match=re.escape(words)):
+        replace(Experiment(), **given).checked()
+
+
+def tied() -> nn.Module:
+    model = Small()
+    model.head.weight = model.words.weight
+    return model
+
+
+def frozen() -> nn.Module:
+    model = Small()
+    model.blocks[1].up.weight.requires_grad_(False)
+    return model
+
+
+def padded() -> nn.Module:
+    model = Small()
+    model.words = nn.Embedding(32, 16, padding_idx=0)
+    return model
+
+
+ODD = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+SLIPS: list[tuple[Any, Any, int, str]] = [
+    (Small, {"blocks.*.upp": Colwise()}, 2, "the plan names blocks.*.upp, and no module of the model is called so"),
+    (Small, {"norm": Colwise()}, 2, "norm is of class LayerNorm, and Colwise deals out Linear; leave it out of the "),
+    (Small, {"words": Colwise()}, 2, "words is of class Embedding, and Colwise deals out Linear"),
+    (Small, {"head": "sharded"}, 2, "the plan says 'sharded' of head; take Colwise() or Rowwise()"),
+    (Small, PLAN, 8, "ways=8: blocks.0.q has 16 outputs, 4 of which stay together, and they cannot be dealt out to so "
+                     "many ranks evenly; take ways=2 or 4"),
+    (Small, {"head": Colwise(packed=3)}, 2, "head has 32 outputs, which are not 3 matrices of one size"),
+    (tied, {**PLAN, "head": Rowwise()}, 2, "words.weight is tied, and head would be dealt out "
+                                                               "otherwise"),
+    (tied, {"head": Colwise(gather=True)}, 2, "is tied, and words needs it whole; deal that out along the same "),
+    (frozen, PLAN, 2, "parameter blocks.1.up.weight is frozen"),
+    (padded, PLAN, 2, "words: an Embedding with max_norm, padding_idx or sparse gradients"),
+    (lambda: ODD, None, 4, "ways=4: 0 has 6 outputs, and they cannot be dealt out to so many ranks evenly; take ways=2 "
+                           "or 3 or 6"),
+    (lambda: nn.Sequential(nn.Linear(4, 4)), None, 2, "nothing says how a Sequential without two Linears in a row"),
+    (lambda: nn.Bilinear(2, 2, 2), None, 2, "nothing says how Bilinear is dealt out; give the task `split`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "plan", "ways", "words"), SLIPS, ids=[words[:30] for *_, words in SLIPS])
+def test_a_plan_that_cannot_be_is_refused_in_words(model: Any, plan: Any, ways: int, words: str) -> None:
+    task = toy(model=model, data=texts, loss=entropy, evaluate=None, **({"split": lambda _: plan} if plan else {}))
+    with pytest.raises(KnobError, match=re.escape(words)):
+        split(ways, model(), task.build())
+
+
+def test_a_plan_that_is_none_is_refused() -> None:
+    with pytest.raises(KnobError, match=re.escape("split(model) returned None: must return a dict")):
+        split(2, Small(), small(split=lambda _: None).build())
+    with pytest.raises(TaskError, match="must return a dict"):
+        small(split=lambda _: [1]).build().split(Small())  # type: ignore[misc]
+
+
+SILENT: list[tuple[Mapping[str, Any], str]] = [
+    ({"blocks.*.up": Colwise()}, "a rank's slices fail"),
+    ({"blocks.*.down": Rowwise()}, "a rank's slices fail"),
+    ({"blocks.*.q": Colwise(), "blocks.*.k": Colwise(), "blocks.*.v": Colwise()}, "a rank's slices fail"),
+    ({"blocks.*.up": Colwise(gather=True), "blocks.*.down": Rowwise()}, "a rank's slices fail"),
+    ({"head": Colwise()}, "a rank's slices fail"),
+]
+
+
+@pytest.mark.parametrize(("plan", "words"), SILENT, ids=[", ".join(plan) for plan, _ in SILENT])
+def test_a_plan_that_computes_something_else_is_found_out_before_anything_moves(plan: Any, words: str) -> None:
+    """Live: the run goes on as it was. Also where the last layer begins as zero, behind which nothing shows."""
+
+    def zero() -> nn.Module:
+        model = Small()
+        nn.init.zeros_(model.head.weight)
+        return model
+
+    sessions = run(spread(2, 6, task=small(model=zero, split=lambda _: plan)), Change(3, "partition", Tensor()))
+    ((*_, refused),) = sessions[0].record.noted("refused")
+    assert words in refused and not sessions[0].record.noted("partition")
+    assert all(s.phase == "done" for s in sessions)
+
+
+def test_what_lies_between_two_layers_must_work_feature_by_feature() -> None:
+    """A softmax over the features that one rank has computes, and is wrong: at the start the run is refused."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 2))
+    task = toy(model=lambda: model, data=pairs, loss=squares, evaluate=None,
+               split=lambda _: {"0": Colwise(), "2": Rowwise()})  # fmt: skip
+    sessions = live(spread(2, 6, task=task, partition=Tensor()))
+    ended(sessions, within=20)
+    assert any("0.weight would learn something else than in the whole model" in str(s.error) for s in sessions)
+
+
+def pairs(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rng = torch.Generator().manual_seed(rank)
+    return [(torch.randn(8, 6, generator=rng), 5 * torch.randn(8, 2, generator=rng)) for _ in range(4)]
+
+
+def squares(model: nn.Module, pair: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+
+def test_weights_that_are_tied_are_dealt_out_alike() -> None:
+    """The vocabulary of the embedding, and that of the head."""
+    e = spread(2, 6, task=small(model=tied), partition=Tensor())
+    (plain,) = run(spread(1, 6, task=small(model=tied)))
+    near(together(run(e)), {p.name: p.param.data for p in plain.layout.order})
+
+
+def test_frozen_parameters_and_buffers_stay_on_every_rank() -> None:
+    def some() -> nn.Module:
+        model = Small()
+        model.norm.weight.requires_grad_(False)
+        model.register_buffer("count", torch.zeros(3))
+        return model
+
+    sessions = run(spread(2, 6, task=small(model=some), partition=Tensor()))
+    (plain,) = run(spread(1, 6, task=small(model=some)))
+    near(together(sessions), {p.name: p.param.data for p in plain.layout.order})
+    assert all(torch.equal(s.model.norm.weight, Small().norm.weight) and s.model.count.shape == (3,) for s in sessions)
+
+
+def test_a_model_of_transformers_brings_its_own_plan() -> None:
+    """Under the names that transformers has for the ways."""
+
+    class Planned(Small):
+        _tp_plan: ClassVar[dict[str, str]] = {
+            "words": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise_rep",
+        }  # fmt: skip
+
+    task = toy(model=Planned, data=texts, loss=entropy, evaluate=None)
+    sessions = run(spread(2, 6, task=task, partition=Tensor()))
+    (plain,) = run(spread(1, 6, task=task))
+    near(together(sessions), {p.name: p.param.data for p in plain.layout.order})
+    assert "blocks.1.up.weight" in sessions[0].training.spread.split.sliced
+
+
+def test_what_needs_whole_tensors_is_refused_while_they_are_in_slices() -> None:
+    e = spread(2, 12, partition=Tensor(), task=small(parts=parts))
+    asked = [("optimizer", LAMB()), ("strategy", ZeRO3()), ("ways", 4), ("compressor", DGC())]
+    sessions = run(e, *[Change(2 + k, path, value) for k, (path, value) in enumerate(asked)])
+    assert len(sessions[0].record.noted("refused")) >= 3 and all(s.phase == "done" for s in sessions)
+
+
+def test_batches_that_differ_on_the_ranks_of_a_replica_are_found_out() -> None:
+    count = iter(range(10**6))
+
+    def own(rank: int, ranks: int, seed: int) -> Any:
+        return [torch.randint(0, 32, (8, 7), generator=torch.Generator().manual_seed(next(count))) for _ in range(8)]
+
+    sessions = live(spread(2, 6, task=small(data=own), partition=Tensor()))
+    ended(sessions, within=20)
+    assert any("read unlike batches" in str(s.error) for s in sessions)
+
+
+def test_byte_gpt_says_how_many_ways_there_are() -> None:
+    e = Experiment(task=ByteGPT(width=48, heads=6), ranks=4, partition=Tensor(ways=4), optimizer=SGD())
+    learner = e.task.build()
+    said = re.escape("blocks.0.qkv has 48 outputs, 8 of which stay together")
+    with pytest.raises(KnobError, match=f"{said}.* take ways=2 or 3 or 6"):
+        split(4, learner.model(), learner)
