@@ -1,0 +1,74 @@
+"""torch's own tensor parallelism (DTensor) as an oracle: the same layers dealt out by `parallelize_module`."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.ranks import run
+from tests.split import PLAN, Small, entropy, near, spread, texts, together
+from workbench.partitions import Tensor
+from workbench.tasks import Colwise
+
+pytestmark = pytest.mark.ranks
+STEPS, LR = 6, 0.1
+
+
+def learn(rank: int, ways: int, port: int, out: str) -> None:
+    """One rank of torch's own; rank 0 writes losses, gradients of the last step and parameters."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ways, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ways)
+    model = Small()
+    plan: dict[str, Any] = {}
+    for name, way in PLAN.items():
+        if name == "words":
+            plan[name] = RowwiseParallel(input_layouts=Replicate())
+        elif isinstance(way, Colwise):
+            plan[name] = ColwiseParallel(output_layouts=Replicate()) if way.gather else ColwiseParallel()
+        else:
+            plan[name] = RowwiseParallel()
+    parallelize_module(model, init_device_mesh("cpu", (ways,)), plan)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = entropy(model, texts(0, 1, 0)[step % 8])
+        loss.backward()
+        losses.append(float(loss))
+        optimizer.step()
+    grads = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    params = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    if rank == 0:
+        torch.save((losses, grads, params), out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_it_learns_what_dtensor_learns(ways: int, tmp_path: Path) -> None:
+    """The loss within 1e-5 in every step, and the gradients of the last, which parameters show, within 1e-6."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "oracle.pt"
+    mp.spawn(learn, (ways, port, str(out)), nprocs=ways)
+    losses, grads, params = torch.load(out)
+    short, full = (run(spread(ways, steps, partition=Tensor(ways=ways), lr=LR)) for steps in (STEPS - 1, STEPS))
+    assert full[0].record.losses() == pytest.approx(losses, abs=1e-5)
+    near(together(full), params, 1e-6)
+    before, after = together(short), together(full)
+    near({name: (before[name] - after[name]) / LR for name in before}, grads, 1e-6)
