@@ -20,13 +20,13 @@ from typing import Any
 import pandas as pd
 import psutil
 
-from workbench.analysis import stages_at
+from workbench.analysis import spread_at
 from workbench.compressors import Compressor, Dense
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
 from workbench.lab import Lab
 from workbench.optimizers import Optimizer
-from workbench.partitions import Pipeline, Whole
+from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.run import Run
 from workbench.settings import KnobError, knobs, members
 from workbench.strategies import Strategy
@@ -67,7 +67,8 @@ def one(rng: random.Random, ranks: int) -> Turn:
                                 ("link.latency", rng.choice((0.0, rng.uniform(0.0, 1.0)))),
                                 ("pace", rng.choice((0.0, rng.uniform(1, 20))))))
         case "partition":
-            return "partition", rng.choice((Whole(), Pipeline(micros=1), Pipeline(micros=2), Pipeline(stages=ranks)))
+            ways = [Pipeline(micros=1), Pipeline(micros=2), Pipeline(stages=ranks), Tensor(), Tensor(ways=ranks)]
+            return "partition", rng.choice((Whole(), *ways, Pipeline(micros=2, of=Tensor())))
         case "lr":
             return "lr", 10 ** rng.uniform(-4, -2.5)
         case "batch":
@@ -163,11 +164,12 @@ def mixed(run: Run, spans: pd.DataFrame | None = None) -> Iterator[str]:
     moved = {int(step) for step, _, _ in run.details("partition")}
     for step in lock:
         if step in said.index and step not in moved:  # there ranks change their stages
-            here, stages = said.loc[step], stages_at(run.timeline, int(step))
+            here, (stages, slices) = said.loc[step], spread_at(run.timeline, int(step))
             if stages > 1:  # messages and collectives are under way beside each other
                 here = here.map(lambda each: tuple(sorted(each)))
-            alike = [here[here.index % stages == stage].nunique() <= 1 for stage in range(stages)]
-            if not all(alike) or (stages == 1 and len(here) != steps.loc[step, "count"]):
+            places = stages * slices
+            alike = [here[here.index % places == place].nunique() <= 1 for place in range(places)]
+            if not all(alike) or (places == 1 and len(here) != steps.loc[step, "count"]):
                 yield f"step {step}: {dict(here)}"
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from tests.ranks import experiment, toy
 from workbench import simulate
 from workbench.analysis import bubble, straggler, why_silent
-from workbench.fabric import Fabric, Slow
-from workbench.partitions import Pipeline, Whole
+from workbench.fabric import Fabric, Link, Slow
+from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB
 from workbench.settings import Change
 from workbench.strategies import DDP
@@ -52,6 +52,24 @@ def test_equal_stages_stand_still_as_long_as_they_must(schedule: Any, stages: in
 def test_several_batches_in_a_step_are_not_in_flight_together() -> None:
     found = bubble(simulated(4, partition=Pipeline(), strategy=DDP(accumulate=3)))
     assert found is not None and found.in_flight.tolist() == [2, 1, 2, 1]
+
+
+def test_a_stage_of_two_ranks_stands_still_as_one_does() -> None:
+    """How long its ranks wait for each other inside of a pass is no bubble."""
+    way = Pipeline(stages=2, micros=4, of=Tensor())
+    link = Fabric(link=Link(bandwidth=1000.0, latency=0.05))  # which costs messages between stages something, too
+    for fabric in (Fabric(), link):
+        found = bubble(simulated(8, partition=way, fabric=fabric))
+        assert found is not None and (found.stages, found.slices, found.micros) == (2, 2, 4)
+        assert found.share == pytest.approx(found.least, abs=2e-3 if fabric != link else 0.05)
+        assert found.in_flight.tolist() == [2, 2, 1, 1] * 2 and "by stage" in found.text and "2, 1 micro" in found.text
+
+
+def test_the_slow_rank_of_such_a_stage_is_named() -> None:
+    """It holds up the other one, whose passes take as long: either is named, and no rank of the other stage."""
+    way, slow = Pipeline(stages=2, micros=4, of=Tensor()), Fabric(faults=(Slow(rank=2, factor=2.0),))
+    found = bubble(simulated(8, partition=way, fabric=slow))
+    assert found is not None and ("Rank 2 takes" in found.text or "Rank 3 takes" in found.text)
 
 
 def test_pieces_make_it_smaller() -> None:

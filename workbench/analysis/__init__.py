@@ -5,7 +5,7 @@ from workbench.analysis.break_even import BreakEven as BreakEven
 from workbench.analysis.break_even import break_even as break_even
 from workbench.analysis.bubble import Bubble as Bubble
 from workbench.analysis.bubble import bubble as bubble
-from workbench.analysis.bubble import stages_at as stages_at
+from workbench.analysis.bubble import spread_at as spread_at
 from workbench.analysis.clear import Estimate as Estimate
 from workbench.analysis.clear import Ratio as Ratio
 from workbench.analysis.clear import compared as compared
@@ -45,7 +45,7 @@ __all__ = [
     "Arrivals", "BreakEven", "Breakdown", "Bubble", "Card", "Compression", "Effect", "Estimate", "Overlap",
     "RankMemory", "Ratio", "StepTimes", "Stretch", "Trend", "Verdict", "arrivals", "before_after", "break_even",
     "breakdown", "bubble", "bytes_per_step", "change_steps", "compared", "compression", "last_steps", "line", "memory",
-    "overlap", "per_rank", "ratios", "readable", "sendings", "since_met", "stages_at", "step_times", "straggler",
+    "overlap", "per_rank", "ratios", "readable", "sendings", "since_met", "spread_at", "step_times", "straggler",
     "stretches", "summary",
     "unheeded", "why_silent",
 ]

@@ -21,7 +21,8 @@ class Bubble(NamedTuple):
     share:     of the time from a replica's first pass to its last, what a stage stands still of it in the mean
     pieces:    of the model on each stage, v
     least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1)
-    busy:      (ranks,) seconds per step that each computes passes, the median over steps
+    busy:      (ranks,) seconds per step that each computes passes, the median over steps; where a stage is several
+               ranks with how long these wait for each other inside of a pass
     in_flight: (ranks,) passes at most that a rank has made forward and not yet backward, each of a micro-batch
     """
 
@@ -32,6 +33,7 @@ class Bubble(NamedTuple):
     least: float
     busy: np.ndarray
     in_flight: np.ndarray
+    slices: int = 1  # ranks that compute a stage together
 
     @property
     def text(self) -> str:
@@ -42,43 +44,46 @@ class Bubble(NamedTuple):
             f"Stages stand still for {self.share * 100:.0f} % of their passes' time; filling and draining {p} stages "
             f"with {m} micro-batch{'es' if m > 1 else ''}{pieces} makes {self.least * 100:.0f} %."
         ]
-        by_stage = self.busy.reshape(-1, p)
+        by_stage = self.busy.reshape(-1, p, self.slices).swapaxes(1, 2).reshape(-1, p)
         mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
         if mean[longest] > UNLIKE * mean.mean():
             takes = f"{mean[longest] / mean.mean():.1f} times the mean: {duration(mean[longest])} per step"
             said.append(f"Stage {longest} takes longest, {takes}.")
         usual = np.median(by_stage, axis=0)
-        rank = int(np.argmax(by_stage / np.maximum(usual, 1e-9)))
-        if len(by_stage) > 1 and self.busy[rank] > SLOW * usual[rank % p]:
-            others = ", ".join(str(r) for r in range(rank % p, len(self.busy), p) if r != rank)
-            times = self.busy[rank] / usual[rank % p]
+        stage = np.arange(len(self.busy)) // self.slices % p
+        rank = int(np.argmax(self.busy / np.maximum(usual[stage], 1e-9)))
+        if len(by_stage) > 1 and self.busy[rank] > SLOW * usual[stage[rank]]:
+            others = ", ".join(str(r) for r in np.flatnonzero(stage == stage[rank]) if r != rank)
+            times = self.busy[rank] / usual[stage[rank]]
             said.append(f"Rank {rank} takes {times:.1f} times what is usual for its stage (rank {others}).")
-        flying = ", ".join(str(n) for n in self.in_flight[:p])
+        flying = ", ".join(str(n) for n in self.in_flight[: p * self.slices : self.slices])
         what = "micro-batches" if self.pieces == 1 else f"passes through one of {self.pieces} pieces"
         said.append(f"At most {flying} {what} in flight, by stage.")
         return " ".join(said)
 
 
-def stages_at(tl: Timeline, step: int) -> int:
-    """In how many stages a replica lies at a step; 1: it is whole."""
+def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
+    """In how many stages a replica lies at a step, and each of them in how many slices; (1, 1): it is whole."""
     rows = tl.marks.rows()
     if not len(rows):
-        return 1
+        return 1, 1
     told = rows[rows.equal("name", "partition") & (rows.step <= step)]
-    return int(json.loads(told.detail[-1])["stages"]) if len(told) else 1
+    said = json.loads(told.detail[-1]) if len(told) else {}
+    return int(said.get("stages", 1)), int(said.get("slices", 1))
 
 
 def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
     """Of the last `last` steps since the last change; None where replicas are whole, or no step has ended since."""
     first, stop = last_steps(tl, last)
-    p = stages_at(tl, stop - 1)
+    p, t = spread_at(tl, stop - 1)
     w = Window(tl, max(first, since_change(tl, 0, stop)), stop)
-    if p == 1 or not w.complete.any() or len(w.ranks) % p:
+    if p == 1 or not w.complete.any() or len(w.ranks) % (p * t):
         return None
     rows = w.rows[w.rows.equal("lane", "compute") & (w.rows.phase("forward") | w.rows.phase("backward"))]
     rows = rows[np.isin(rows.step, w.steps[w.complete])]
     if not len(rows):
         return None
+    rows = rows if t == 1 else _passes(rows)
     seconds = rows.t1 - rows.t0
     place = (rows.step - w.first) * len(w.ranks) + rows.rank
     size = len(w.steps) * len(w.ranks)
@@ -86,14 +91,23 @@ def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
     began, ended = np.full(size, np.inf), np.full(size, -np.inf)
     np.minimum.at(began, place, rows.t0)
     np.maximum.at(ended, place, rows.t1)
-    spread = [each.reshape(-1, len(w.ranks) // p, p)[w.complete] for each in (began, ended)]
+    spread = [each.reshape(-1, len(w.ranks) // (p * t), p * t)[w.complete] for each in (began, ended)]
     lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
-    share = 1.0 - busy.reshape(len(busy), -1, p).mean(axis=2) / lasts
+    share = 1.0 - busy.reshape(len(busy), -1, p * t).mean(axis=2) / lasts
     passes = [str(name).split()[-1].partition(".") for name in np.unique(rows.name[rows.phase("forward")])]
     micros, v = len({micro for micro, _, _ in passes}), len({chunk for _, _, chunk in passes})
     flying = np.array([_in_flight(rows[rows.rank == rank]) for rank in w.ranks])
     least = (p - 1) / (v * micros + p - 1)
-    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying)
+    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t)
+
+
+def _passes(rows: Rows) -> Rows:
+    """One row for each pass, from where it began to where it ended: inside of it ranks of a stage meet."""
+    keys = [rows.rank, rows.step, np.unique(rows.name, return_inverse=True)[1]]
+    order = np.lexsort([rows.t0, *keys])
+    rows = rows[order]
+    first = np.flatnonzero(np.any([np.diff(key[order], prepend=-1) != 0 for key in keys], axis=0))
+    return rows[first].replaced(t1=np.maximum.reduceat(rows.t1, first))
 
 
 def _in_flight(rows: Rows) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.analysis.blame import blame
-from workbench.analysis.bubble import stages_at
+from workbench.analysis.bubble import spread_at
 from workbench.analysis.collectives import against_others, lined_up
 from workbench.analysis.messages import carried, waited
 from workbench.analysis.naming import COMPUTE, STEADY, Slowness, sentence, slowness
@@ -78,7 +78,7 @@ def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
     first, stop = last_steps(tl, last)
     floor = since_change(tl, 0, stop)
     w = Window(tl, max(first, floor), stop)
-    if len(w.ranks) < 2 or w.complete.sum() < FEWEST or stages_at(tl, stop - 1) > 1:
+    if len(w.ranks) < 2 or w.complete.sum() < FEWEST or spread_at(tl, stop - 1)[0] > 1:
         return None
     met, cost = blame(w, lined_up(w))
     if not len(met):
@@ -99,7 +99,7 @@ def why_silent(tl: Timeline) -> str:
     w = Window(tl, since_change(tl, max(first, stop - FEWEST), stop), stop)
     if len(w.ranks) == 1:
         return "alone"
-    if stages_at(tl, stop - 1) > 1:
+    if spread_at(tl, stop - 1)[0] > 1:
         return "stages"
     return "early" if w.complete.sum() < FEWEST else "nobody"
 

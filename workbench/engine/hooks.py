@@ -85,7 +85,7 @@ class GradientHooks:
 
     def _emit(self, computing: bool = True) -> None:
         layout = self.host.layout
-        if self.host.pace.active and computing:
+        if self.host.pace.active and computing and self.host.together is None:  # who meets others is paced there
             came = sum(p.numel for p in layout.order if p.round == self._round) - self._had
             self.host.paced(came / max(1, layout.numel - self._had))
         while self._next < len(self._left) and not self._left[self._next]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from workbench.engine.step_end import StepEnd
 from workbench.host.drive import drive
-from workbench.host.layout import Layout
 from workbench.host.meetings import Planned, Plans
 from workbench.host.pipelining import same_batch
 from workbench.host.splitting import Split
@@ -23,7 +22,6 @@ class Joint(StepEnd):
     """The part of a Host that computes together with others, while `together` is there."""
 
     alone: AbstractContextManager[Any]
-    layout: Layout
     model: nn.Module
     reading: Any
     together: Together | None = None
@@ -54,13 +52,10 @@ class Joint(StepEnd):
         """What another rank of the group looks after is here as it is now."""
         drive(refreshed(self.rank.group("tensor"), together.common), self._perform, self.alone)
 
-    def begin_pass(self, phase: str, chunk: int = 0, mine: Iterable[nn.Parameter] | None = None) -> None:
-        """A pass begins through a piece of the model, which has these parameters of those that are `mine`."""
-        self._met, self._plan = 0, []
-        if chunk < len(self._plans):
-            some = None if mine is None else {id(p) for p in mine}
-            numel = {p.name: p.numel for p in self.layout.order if some is None or id(p.param) in some}
-            self._plan = self._plans[chunk].of(phase, numel)
+    def begin_pass(self, phase: str, chunk: int = 0) -> None:
+        """A pass begins, through one of the pieces of the model that lie here."""
+        self._met = 0
+        self._plan = self._plans[chunk].of(phase) if chunk < len(self._plans) else []
 
     def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
         """Meets the others of the group. Called inside of torch, and for a GPU's backward on autograd's thread."""

@@ -96,7 +96,7 @@ class Stage(Joint):
     def _begin(self, phase: str, micro: int, chunk: int) -> None:
         assert self.piece is not None
         self.at(f"{phase} of micro-batch {micro}")
-        self.begin_pass(phase, chunk, self.piece.params(chunk))
+        self.begin_pass(phase, chunk)
         self._stretch = pass_name(phase, micro, chunk, len(self.piece.pieces)), self.watch.now()
         self.pace.begin(phase, self.rank.step, self._shares[chunk] / len(self._micros))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.host.cutting import Stages
+from workbench.host.layout import Layout
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.together import Meeting, computing
@@ -31,23 +33,26 @@ class Planned(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The meetings of a pass through a model, or through one piece of it, and in which order gradients come.
+    """The meetings of a pass through a model, or through one piece of it.
 
     forward:  in order; what is computed counts by its floating-point operations
-    backward: in order, with how many gradients have come before
-    arrival:  names of parameters
+    backward: in order; what is computed counts, as everywhere, by the elements whose gradients have come
+    come:     by name of a parameter, the share of a backward after which its gradient has come
+
+    All ranks of a group compute as much from meeting to meeting, whichever of what they all have each looks after.
     """
 
     forward: tuple[Planned, ...] = ()
-    backward: tuple[tuple[int, Meeting, Tensor], ...] = ()
-    arrival: tuple[str, ...] = ()
+    backward: tuple[Planned, ...] = ()
+    come: Mapping[str, float] = MappingProxyType({})
 
-    def of(self, phase: str, numel: Mapping[str, int]) -> list[Planned]:
-        """The meetings of a phase where a rank trains so many elements of each parameter, a backward's unit."""
-        if phase != "backward":
-            return list(self.forward)
-        sums = [0, *accumulate(numel.get(name, 0) for name in self.arrival)]
-        return [Planned(sums[count] / (sums[-1] or 1), meeting, x) for count, meeting, x in self.backward]
+    def of(self, phase: str) -> list[Planned]:
+        """The meetings of a phase."""
+        return list(self.backward if phase == "backward" else self.forward)
+
+    def ready(self, layout: Layout) -> list[float]:
+        """By bucket, the share of a backward after which it is full and its turn has come."""
+        return list(accumulate((max(self.come.get(p.name, 0.0) for p in b.parts) for b in layout.buckets), max))
 
 
 def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
@@ -58,14 +63,18 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
 
     Raises what a model raises that does not run on the meta device.
     """
-    seen: list[Any] = []
+    seen: list[Planned] = []
+    came: dict[str, float] = {}
+    done = 0.0
 
     def ask(meeting: Meeting, x: Tensor) -> Tensor:
-        seen[-1].append((len(came) if turned else counter.get_total_flops(), meeting, x.detach()))
+        seen.append(Planned(done if turned else counter.get_total_flops(), meeting, x.detach()))
         return answer_like(meeting, x, split.ways)
 
-    def has_come(name: str, _: Any) -> None:
-        came.append(name)
+    def has_come(name: str, p: nn.Parameter) -> None:
+        nonlocal done
+        done += p.numel()
+        came[name] = done
 
     trained = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(partial(has_come, name)) for name, p in trained]
@@ -75,21 +84,26 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
             ways = _Passes(part, learner, stages, micro_batches(batch, count)[0])
             for number in range(ways.count):
                 turned = False
-                seen.append([])
                 with FlopCounterMode(display=False) as counter:
                     ways.forward(number)
-                flops = counter.get_total_flops() or 1
-                found.append(Plans(tuple(Planned(done / flops, meeting, x) for done, meeting, x in seen[-1])))
+                found.append(Plans(_shared(seen, counter.get_total_flops())))
+                seen.clear()
             for number in reversed(range(ways.count)):
-                turned, came = True, list[str]()
-                seen.append([])
+                turned, done = True, 0.0
                 ways.backward(number)
-                found[number] = found[number]._replace(backward=tuple(seen[-1]), arrival=tuple(came))
+                shares = {name: at / done for name, at in came.items()}
+                found[number] = found[number]._replace(backward=_shared(seen, done), come=shares)
+                seen.clear()
+                came.clear()
     finally:
         for hook in hooks:
             hook.remove()
         part.zero_grad(set_to_none=True)
     return tuple(found)
+
+
+def _shared(seen: list[Planned], whole: float) -> tuple[Planned, ...]:
+    return tuple(planned._replace(share=planned.share / (whole or 1.0)) for planned in seen)
 
 
 class _Passes:

@@ -133,6 +133,10 @@ class Rows:
     def __getitem__(self, which: Any) -> Rows:
         return Rows({k: v[which] for k, v in self._columns.items()})
 
+    def replaced(self, **columns: np.ndarray) -> Rows:
+        """The same rows with these columns in place of their own."""
+        return Rows({**self._columns, **columns})
+
     def equal(self, name: str, text: str) -> np.ndarray:
         """A mask: where column `name` holds `text`. Far quicker than comparing decoded text."""
         column = self._columns[name]

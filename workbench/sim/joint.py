@@ -52,7 +52,7 @@ class Joint:
         batch = body.drawn(x)
         await self._meet_before(batch)
         loss = await self._jointly("forward", lambda: body.forward(batch, micro))
-        await self._gone_through(self._passing(fiber, "forward", []), body.meetings("forward"))
+        await self._gone_through(self._passing(fiber, "forward", []), body.plans[0].of("forward"))
         return loss
 
     async def _joint_backward(self, fiber: Fiber, grad: Any, micro: int, exchanged: bool) -> Any:
@@ -61,22 +61,23 @@ class Joint:
         await self._jointly("backward", lambda: body.backward(grad, micro, exchanged))
         passing = self._passing(fiber, "backward", [])
         if not exchanged:
-            return await self._gone_through(passing, body.meetings("backward"))
-        passing.events = _merged(body.cut.ready, body.meetings("backward"))
+            return await self._gone_through(passing, body.plans[0].of("backward"))
+        passing.events = _merged(body.plans[0].ready(body.layout), body.plans[0].of("backward"))
         fiber.passing = passing
         return await self._next_full(passing)
 
     async def _joint_stage(self, what: str, compute: Callable[[], Any], passing: Pass, chunk: int) -> Any:
         """A pass of all ranks of a stage through a piece of the model, which hands out no buckets."""
         made = await self._jointly(what, compute)
-        await self._gone_through(passing, self.body.meetings(what.partition(" ")[0], chunk))
+        await self._gone_through(passing, self.body.plans[chunk].of(what.partition(" ")[0]))
         return made
 
     async def _joint_last(self, fiber: Fiber, what: str, compute: Callable[[], Any], passing: Pass, chunk: int,
                           takes: Fiber) -> None:  # fmt: skip
         """The last backward of a batch, whose buckets `takes` gets; `fiber` goes on when all are handed out."""
+        plans = self.body.plans[chunk]
         passing.then = fiber, await self._jointly(what, compute)
-        passing.events = _merged(self.body.ready(chunk), self.body.meetings("backward", chunk))
+        passing.events = _merged(plans.ready(self.body.layout), plans.of("backward"))
         takes.passing = passing
         self.next_in_turn(takes, passing)
 

@@ -216,7 +216,7 @@ class SliceOutline(Outline):
         here = names | spread.followed(stage * self.split.ways + index, set(whole._names))
         self.common = common(self.model, self.split, here)
         self._followed = [p for owner, each in enumerate(self.common) for p in each if owner != index]
-        came = dict.fromkeys(name for plan in reversed(self.plans) for name in plan.arrival)
+        came = dict.fromkeys(name for plan in reversed(self.plans) for name in plan.come)
         self._names = [n for n in whole._names if n in names]
         self.arrival = [n for n in (*came, *(n for n in self._names if n not in came)) if n in names]
         self._ranks, self._seed = whole._ranks, whole._seed

@@ -13,7 +13,7 @@ from workbench.experiment import Experiment
 from workbench.host.batches import Batches, example, to_device
 from workbench.host.cutting import cut
 from workbench.host.layout import Layout
-from workbench.host.meetings import Planned, Plans, planned
+from workbench.host.meetings import Plans, planned
 from workbench.host.meta import outline
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
@@ -91,12 +91,6 @@ class Portion:
         """Parameters that all ranks of a group have, by owner."""
         assert self._together is not None
         return self._together.common
-
-    def meetings(self, phase: str, chunk: int = 0) -> list[Planned]:
-        """When ranks meet in a pass through a piece."""
-        mine = None if self.piece is None else {id(p) for p in self.piece.params(chunk)}
-        numel = {p.name: p.numel for p in self.layout.order if mine is None or id(p.param) in mine}
-        return self.plans[chunk].of(phase, numel)
 
     def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
         return self.ask(meeting, x)

@@ -17,7 +17,7 @@ from workbench.host import memory
 from workbench.host.canonical import prime
 from workbench.host.handover import Cut as Shards
 from workbench.host.layout import Layout
-from workbench.host.meetings import Planned, Plans
+from workbench.host.meetings import Plans
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
@@ -137,10 +137,6 @@ class Sizes:
     def drawn(self, x: Any) -> Any:
         """Nobody knows the examples of a batch."""
         return ()
-
-    def meetings(self, phase: str, chunk: int = 0) -> list[Planned]:
-        """When ranks meet in a pass through a piece."""
-        return self.plans[chunk].of(phase, {place.name: place.numel for place in self.layout.order})
 
     def reseed(self, number: int) -> None:
         """Nobody draws random numbers."""
