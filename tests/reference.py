@@ -48,12 +48,12 @@ def part(name: str) -> str:
 
 
 def pairs() -> str:
-    """Which strategies go on between replicas that are pipelines, and of the others why not."""
+    """Which strategies go on between replicas that lie on several ranks each, and of the others why not."""
     rows = []
     for m in shipped(Strategy):
         why = partitioned.unfit(m(), 4)
         rows.append([f"[{m.__name__}](strategies.md#{m.__name__.lower()})", "no: " + why if why else "yes"])
-    return table(["strategy", "between pipelines"], rows)
+    return table(["strategy", "between replicas on several ranks each"], rows)
 
 
 def shipped(base: type[Any]) -> list[type[Any]]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tests.ranks import experiment, toy
 from workbench.experiment import Experiment
 from workbench.optimizers import SGD
-from workbench.tasks import Colwise, Plan, Rowwise
+from workbench.tasks import Colwise, Plan, Rowwise, Scatter, Sequence
 
 WIDTH, HEADS, LAYERS, WORDS, CONTEXT, ROWS = 16, 4, 2, 32, 6, 8
 PLAN: Plan = {
@@ -23,6 +23,9 @@ PLAN: Plan = {
     "blocks.*.up": Colwise(),
     "blocks.*.down": Rowwise(),
     "head": Colwise(gather=True),
+    "blocks.0": Scatter(),  # from here on for sequence parallelism alone
+    "blocks.*.norms.*": Sequence(),
+    "norm": Sequence(),
 }
 
 
@@ -38,11 +41,11 @@ class Block(nn.Module):
         self.inside, self.outside = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        b, t, _ = h.shape
         x = self.norms[0](h)
-        q, k, v = (each(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for each in (self.q, self.k, self.v))
+        made = [each(x) for each in (self.q, self.k, self.v)]
+        q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in made)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        h = h + self.o(mixed.transpose(1, 2).reshape(b, t, -1))
+        h = h + self.o(mixed.transpose(1, 2).flatten(2))
         return h + self.outside(self.down(self.inside(F.gelu(self.up(self.norms[1](h))))))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Compute(Stage):
         self.at("forward")
         self._stretch = "forward", self.watch.now()
         self.pace.begin("forward", self.rank.step, self._share)
-        with self.reading.passing("forward"):
+        with self.reading.passing("forward"), self.together.passing(None) if self.together else nullcontext():
             loss = self.loss_of(self.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.step_end import StepEnd
+from workbench.host.across import Meeting, met
 from workbench.host.drive import drive
 from workbench.host.meetings import Planned, Plans
 from workbench.host.pipelining import same_batch
 from workbench.host.splitting import Split
-from workbench.host.together import Meeting, Together, met, refreshed
+from workbench.host.together import Together, refreshed
 from workbench.rank import Op
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Stage(Joint):
     def _stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
         self._begin("forward", micro, chunk)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.together.passing(x) if self.together else nullcontext():
             made = self.piece.forward(self.loss_of, self._micros[micro], x, micro, chunk)
         self.ledger.forward(self._micros[micro])
         self._end()

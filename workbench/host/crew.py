@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.host.together import Meeting, beside
+from workbench.host.across import Meeting, parts_of
 
 Work = Callable[[Callable[[Meeting, Tensor], Tensor]], Any]
 
@@ -105,10 +105,10 @@ def _answer(members: list[_Member]) -> None:
 def answered(meeting: Meeting, xs: list[Tensor]) -> list[Tensor]:
     """What each rank is answered, given what each brings."""
     if meeting.what == "own":
-        return [x.chunk(len(xs), -1)[k] for k, x in enumerate(xs)]
-    if meeting.what == "sum":
-        total = xs[0].clone()
-        for other in xs[1:]:
-            total += other
-        return [total.clone() for _ in xs]
-    return [beside(xs) for _ in xs]
+        return [parts_of(x, len(xs), meeting)[k].clone() for k, x in enumerate(xs)]
+    if meeting.what == "gather":
+        return [torch.cat(xs, meeting.dim) for _ in xs]
+    total = xs[0].clone()
+    for other in xs[1:]:
+        total += other
+    return [total.clone() for _ in xs] if meeting.what == "sum" else parts_of(total, len(xs), meeting)

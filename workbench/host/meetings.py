@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from workbench.host.across import Meeting, parts_of
 from workbench.host.cutting import Stages
 from workbench.host.layout import Layout
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
-from workbench.host.together import Meeting, computing
+from workbench.host.together import computing
 from workbench.tasks import Learner
 
 
@@ -134,5 +135,5 @@ class _Passes:
 def answer_like(meeting: Meeting, x: Tensor, ways: int) -> Tensor:
     """A tensor of the answer's shape."""
     if meeting.what == "gather":
-        return x.new_empty((*x.shape[:-1], x.shape[-1] * ways))
-    return x.chunk(ways, -1)[0] if meeting.what == "own" else torch.empty_like(x)
+        return torch.cat([x] * ways, meeting.dim)
+    return torch.empty_like(x) if meeting.what == "sum" else torch.empty_like(parts_of(x, ways, meeting)[0])

@@ -83,7 +83,7 @@ def _ask_slots(run: Any, wanted: Experiment) -> None:
 def moves(was: Experiment, wanted: Experiment) -> bool:
     """Does a model lie otherwise under `wanted`?"""
     one, other = was.partition, wanted.partition
-    return (one.dims(), one.pieces) != (other.dims(), other.pieces)
+    return (one.dims(), one.pieces, one.sequences) != (other.dims(), other.pieces, other.sequences)
 
 
 class _Moved(NamedTuple):

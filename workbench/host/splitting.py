@@ -12,7 +12,7 @@ from torch import nn
 
 from workbench.host.sliced import numel_of, shape_of
 from workbench.settings import KnobError
-from workbench.tasks import Colwise, Learner, Plan, Rowwise, TaskError, Way, way_of
+from workbench.tasks import Colwise, Learner, Plan, Rowwise, Scatter, Sequence, TaskError, Way, way_of
 
 _ELEMENTWISE = (
     nn.Identity,
@@ -55,6 +55,7 @@ class Split:
     sliced:  by name, the parameters that are
     owners:  by name, which of the ranks keeps what belongs to a parameter that is whole
     share:   of the whole model's compute, what one rank does, as far as numbers of parameters tell
+    partial: parameters that are whole and see only a rank's own positions of a sequence; none without sequences
     """
 
     ways: int
@@ -62,6 +63,12 @@ class Split:
     sliced: Mapping[str, Sliced]
     owners: Mapping[str, int]
     share: float
+    partial: frozenset[str] = frozenset()
+
+    @property
+    def sequences(self) -> bool:
+        """Does each rank have its own positions of what lies between two layers?"""
+        return any(isinstance(way, Scatter) for _, way in self.modules)
 
     @cached_property
     def names(self) -> tuple[frozenset[str], ...]:
@@ -75,9 +82,18 @@ class Split:
         return self.sliced[name].local(self.ways) if name in self.sliced else shape
 
 
-def split(ways: int, model: nn.Module, learner: Learner) -> Split:
-    """`model` in so many slices, as it is or as it was before it came to lie in others. Raises KnobError in words."""
-    plan = dict(_found(model, _plan(model, learner)))
+def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False) -> Split:
+    """`model` in so many slices, as it is or as it was before it came to lie in others. Raises KnobError in words.
+
+    sequence: does each rank have its own positions of what lies between two layers?
+    """
+    every = dict(_found(model, _plan(model, learner)))
+    if sequence and not any(isinstance(way, Scatter) for way in every.values()):
+        raise KnobError(
+            "sequence=true: the plan does not say where positions are dealt out first; let it say Scatter() of the "
+            "first block, Sequence() of norms and Colwise(gather=True) of the last layer, or take sequence=false"
+        )
+    plan = every if sequence else {n: way for n, way in every.items() if isinstance(way, Colwise | Rowwise)}
     modules, trained = dict(model.named_modules()), {n: p for n, p in model.named_parameters() if p.requires_grad}
     names = {id(p): name for name, p in model.named_parameters()}
     sliced: dict[str, Sliced] = {}
@@ -97,7 +113,9 @@ def split(ways: int, model: nn.Module, learner: Learner) -> Split:
                 )
     _require_alone(model, plan, sliced)
     whole = {name: numel_of(p) for name, p in trained.items() if name not in sliced}
-    return Split(ways, tuple(plan.items()), sliced, _owners(whole, ways), _share(model, sliced, ways))
+    partial = {names[id(p)] for name in plan for p in _partial(modules[name], plan[name])} if sequence else set()
+    share = _share(model, sliced, ways)
+    return Split(ways, tuple(plan.items()), sliced, _owners(whole, ways), share, frozenset(partial & whole.keys()))
 
 
 def _plan(model: nn.Module, learner: Learner) -> Plan:
@@ -156,6 +174,8 @@ def _found(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Way]]:
 
 def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, Sliced]]:
     """The module's own parameters that are cut, by their short names, and how."""
+    if isinstance(way, Scatter | Sequence):
+        return
     if isinstance(module, nn.Embedding) and isinstance(way, Rowwise):
         if module.max_norm is not None or module.padding_idx is not None or module.sparse:
             raise _refusal(
@@ -170,7 +190,7 @@ def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple
         kinds = "Rowwise deals out Linear or Embedding" if isinstance(way, Rowwise) else "Colwise deals out Linear"
         raise _refusal(f"{name} is of class {type(module).__name__}, and {kinds}; leave it out of the plan")
     out, into = shape_of(module.weight)
-    if isinstance(way, Rowwise):
+    if not isinstance(way, Colwise):
         _require(name, "inputs", into, 1, ways)
         yield "weight", Sliced((out, into), (out, into), 1, 1)
         return
@@ -184,6 +204,14 @@ def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple
     yield "weight", Sliced((out, into), (*each, into), len(each) - 1, 0)
     if module.bias is not None:
         yield "bias", Sliced((out,), each, len(each) - 1, 0)
+
+
+def _partial(module: nn.Module, way: Way) -> Iterator[nn.Parameter]:
+    """Of the module those that are whole and see a rank's own positions only."""
+    if isinstance(way, Sequence):
+        yield from module.parameters()
+    elif isinstance(way, Rowwise) and isinstance(module, nn.Linear) and module.bias is not None:
+        yield module.bias
 
 
 def _require(name: str, what: str, count: int, together: int, ways: int) -> None:

@@ -12,6 +12,7 @@ from workbench.experiment import Experiment
 from workbench.host.cutting import Stages, cut
 from workbench.host.placement import Placement
 from workbench.host.splitting import Split, split
+from workbench.partitions import Partition
 
 _SPLITS = "workbench splits"  # the attribute of a model that keeps how it was split, and goes with it
 
@@ -31,6 +32,7 @@ class Spread:
 
     def __str__(self) -> str:
         ways = f"{self.split.ways} slices of each matrix" if self.split else ""
+        ways += " and of each sequence" if self.split and self.split.sequences else ""
         return f"{len(self.stages)} stages: {self.stages}{', and ' if ways else ''}{ways}" if self.stages else ways
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -60,14 +62,15 @@ def spread_of(e: Experiment, model: nn.Module, learner: Any) -> Spread | None:
     if way.size == 1:
         return None
     return Spread(cut(e, model, learner) if way.depth > 1 else None,
-                  _split(way.slices, model, learner) if way.slices > 1 else None)  # fmt: skip
+                  _split(way, model, learner) if way.slices > 1 else None)  # fmt: skip
 
 
-def _split(ways: int, model: nn.Module, learner: Any) -> Split:
-    made: dict[int, Split] = model.__dict__.setdefault(_SPLITS, {})  # with sizes only thousands of ranks have one model
-    if ways not in made:
-        made[ways] = split(ways, model, learner)
-    return made[ways]
+def _split(way: Partition, model: nn.Module, learner: Any) -> Split:
+    made: dict[Any, Split] = model.__dict__.setdefault(_SPLITS, {})  # with sizes only thousands of ranks have one model
+    key = way.slices, way.sequences
+    if key not in made:
+        made[key] = split(way.slices, model, learner, way.sequences)
+    return made[key]
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same

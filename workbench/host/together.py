@@ -1,89 +1,42 @@
-"""What ranks compute together that have slices of each matrix: where a pass asks them for each other's part.
+"""A model of which ranks have slices of each matrix, and compute it together: see across.py for what crosses.
 
-Megatron-LM's f and g. Before a layer by columns nothing happens forward and gradients are added up backward; after one
-by rows outputs are added up forward and nothing happens backward. Whoever runs the pass says, as `ask`, how ranks meet:
-over a wire, on a virtual clock, or all in one process.
+[Note: Whose random numbers] Where all ranks have the same, they draw the same, from torch's own generator, which is
+seeded alike on all of them. Where each has its own part it draws its own, from a seed that follows from what all would
+have drawn next. A layer that is computed again for its backward begins where torch's generator stood then, so it draws
+again what it drew; and as that may end in the middle, whether a rank is inside or outside is told by the generator's
+seed, not remembered.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.host.absent import Absent
+from workbench.host.across import (
+    Ask,
+    Meeting,
+    gathered,
+    linear_of_all,
+    scattered_ahead,
+    summed_ahead,
+    summed_back,
+    taken,
+)
 from workbench.host.sliced import lay
 from workbench.host.splitting import Split
 from workbench.rank import Rank
-from workbench.tasks import Colwise
+from workbench.tasks import Colwise, Rowwise, Scatter
 
-
-class Meeting(NamedTuple):
-    """How the ranks' tensors become one answer for each.
-
-    what: "sum", over all of them; "gather", one after the other along the last dimension; "own", of a tensor that all
-          have, this rank's part along the last dimension; "" nothing
-    name: of the module and of what meets: "activation blocks.0.mlp_out"
-    """
-
-    what: str
-    name: str
-
-
-Ask = Callable[[Meeting, Tensor], Tensor]
 ODD = 0x9E3779B97F4A7C15  # spreads ranks' seeds
-
-
-class _Across(torch.autograd.Function):
-    """A tensor on its way from one module to another, where ranks meet: forward so, and backward so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ask: Ask, ahead: Meeting, back: Meeting) -> Tensor:
-        ctx.ask, ctx.back = ask, back
-        return ask(ahead, x) if ahead.what else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return (ctx.ask(ctx.back, grad) if ctx.back.what else grad), None, None, None
-
-
-def summed_ahead(x: Tensor, ask: Ask, name: str) -> Tensor:
-    """g: what all ranks have added up, of which each gets the same gradient."""
-    made: Tensor = _Across.apply(x, ask, Meeting("sum", f"activation {name}"), Meeting("", ""))
-    return made
-
-
-def summed_back(x: Tensor, ask: Ask, name: str) -> Tensor:
-    """f: the same `x` on all ranks, whose gradients are added up."""
-    made: Tensor = _Across.apply(x, ask, Meeting("", ""), Meeting("sum", f"gradient {name}"))
-    return made
-
-
-def gathered(x: Tensor, ask: Ask, name: str) -> Tensor:
-    """The features of all ranks one after the other, on each; of the gradient every rank takes its own part."""
-    made: Tensor = _Across.apply(x, ask, Meeting("gather", f"activation {name}"), Meeting("own", f"gradient {name}"))
-    return made
-
-
-async def met(rank: Rank, meeting: Meeting, x: Tensor) -> Tensor:
-    """What a meeting of the ranks of a group answers this one."""
-    if meeting.what == "own":
-        return x.chunk(rank.size, -1)[rank.index]
-    flat = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    if meeting.what == "sum":
-        await rank.all_reduce(flat, "sum", meeting.name)
-        return flat.view(x.shape)
-    return beside(list((await rank.all_gather(flat, meeting.name)).view(rank.size, *x.shape)))
-
-
-def beside(parts: Sequence[Tensor]) -> Tensor:
-    """Parts one after the other along their last dimension."""
-    return torch.cat(list(parts), -1)
+SEEDS = 10_000  # so many are remembered: more than passes may be open at a time
 
 
 class Together:
@@ -97,14 +50,20 @@ class Together:
         self.split, self.index = split, index
         self._ask, self._draws = ask, draws
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
-        self._outside: tuple[Any, Tensor] | None = None  # whose random numbers stand where, outside of a pair of layers
+        self._outside: tuple[torch.Generator, Tensor] | None = None  # where it stood when it was last left
+        self._own: dict[int, None] = {}  # seeds of numbers that are this rank's own, the last ones
         for name, module, way in self._modules:
-            module.__dict__["forward"] = (  # found before the class's own
-                self._colwise(name, module, way.gather) if isinstance(way, Colwise) else self._rowwise(name, module)
-            )
+            if isinstance(way, Colwise):
+                module.__dict__["forward"] = self._colwise(name, module, way.gather)  # found before the class's own
+            elif isinstance(way, Rowwise):
+                module.__dict__["forward"] = self._rowwise(name, module)
+            elif isinstance(way, Scatter):
+                module.__dict__["forward"] = self._scatter(name, module)
         self.common = common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
         self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others]
+        seen = [(name, model.get_parameter(name)) for name in sorted(split.partial)]
+        self._hooks += [p.register_hook(partial(self._added, name)) for name, p in seen if not isinstance(p, Absent)]
 
     def undo(self) -> None:
         """Its modules compute as they did before."""
@@ -113,13 +72,39 @@ class Together:
         for hook in self._hooks:
             hook.remove()
 
+    @contextmanager
+    def passing(self, x: Tensor | None) -> Iterator[None]:
+        """Inside, a forward runs. x: what the stage before has made, of this rank's own positions it may be"""
+        if x is not None and self.split.sequences:
+            self.enter(x)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def _added(self, name: str, grad: Tensor) -> Tensor:
+        """The gradient of a parameter that sees each rank's own positions: that of all."""
+        return self._ask(Meeting("sum", f"gradient {name}"), grad)
+
+    def _scatter(self, name: str, module: Any) -> Callable[..., Any]:
+        def forward(x: Tensor, *more: Any, **named: Any) -> Any:
+            own = taken(x, self._ask, name)
+            self.enter(own)
+            return type(module).forward(module, own, *more, **named)
+
+        return forward
+
     def _colwise(self, name: str, module: Any, gathers: bool) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
-            y = F.linear(summed_back(x, self._ask, name), module.weight, module.bias)
-            if gathers:
-                return gathered(y, self._ask, name)
-            self._enter(y)
-            return y
+            if self.split.sequences:
+                y = linear_of_all(x, module, self._ask, name)
+            else:
+                y = F.linear(summed_back(x, self._ask, name), module.weight, module.bias)
+                self.enter(x)
+            if not gathers:
+                return y
+            self.leave()
+            return gathered(y, self._ask, name)
 
         return forward
 
@@ -128,8 +113,9 @@ class Together:
             return summed_ahead(self._looked_up(module, x), self._ask, name)
 
         def forward(x: Tensor) -> Tensor:
-            self._leave()
-            y = summed_ahead(F.linear(x, module.weight), self._ask, name)
+            if not self.split.sequences:
+                self.leave()
+            y = (scattered_ahead if self.split.sequences else summed_ahead)(F.linear(x, module.weight), self._ask, name)
             return y if module.bias is None else y + module.bias
 
         return looked_up if isinstance(module, nn.Embedding) else forward
@@ -141,21 +127,26 @@ class Together:
         outside = (own < 0) | (own >= rows)
         return F.embedding(own.masked_fill(outside, 0), module.weight).masked_fill(outside.unsqueeze(-1), 0.0)
 
-    def _enter(self, y: Tensor) -> None:
-        """Between a layer by columns and one by rows each rank draws numbers of its own, which all the same follow from
-        those that all draw: a pass that is made again draws them again.
+    def enter(self, x: Tensor) -> None:
+        """From here on each rank draws numbers of its own: between a layer by columns and one by rows, and where it has
+        its own positions. See [Note: Whose random numbers].
         """
-        if self._draws and self._outside is None:
-            numbers = torch.cuda if y.is_cuda else torch.random
-            seed = int(torch.randint(2**62, ()))
-            self._outside = numbers, numbers.get_rng_state()
-            generator = torch.cuda.default_generators[y.device.index] if y.is_cuda else torch.default_generator
-            generator.manual_seed((seed + self.index * ODD) % 2**63)
+        generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
+        if not self._draws or generator.initial_seed() in self._own:
+            return
+        seed = (int(torch.randint(2**62, ())) + self.index * ODD) % 2**63
+        self._outside = generator, generator.get_state()
+        self._own[seed] = None
+        if len(self._own) > SEEDS:
+            del self._own[next(iter(self._own))]
+        generator.manual_seed(seed)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """From here on all draw the same numbers again."""
         if self._outside is not None:
-            numbers, state = self._outside
-            numbers.set_rng_state(state)
+            generator, state = self._outside
+            if generator.initial_seed() in self._own:
+                generator.set_state(state)
             self._outside = None
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.host.across import Ask
 from workbench.host.crew import together
 from workbench.host.cutting import Stages, instead, parts_of, through
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
-from workbench.host.together import Ask, computing, slice_of
+from workbench.host.together import computing, slice_of
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 

@@ -49,6 +49,11 @@ class Partition(Family):
         return 1
 
     @property
+    def sequences(self) -> bool:
+        """Does each of them have its own positions of what lies between two layers?"""
+        return False
+
+    @property
     def micro_batches(self) -> int:
         """Into how many parts a batch is cut, whose gradients add up."""
         return 1

@@ -64,6 +64,10 @@ class Pipeline(Partition):
         return self.of.slices
 
     @property
+    def sequences(self) -> bool:
+        return self.of.sequences
+
+    @property
     def pieces(self) -> int:
         return self.schedule.pieces
 

@@ -21,6 +21,12 @@ class Tensor(Partition):
     every rank has and computes alike. One rank of the t keeps its optimizer state and gives the others its new values
     before a forward, so that strategies and codecs, which know nothing of it, cannot drive it apart.
 
+    With `sequence` norms and dropout between layers compute each rank's own positions: an all-reduce becomes a
+    reduce-scatter after one layer and an all-gather before the next, of as many bytes together. A rank keeps 1/t of
+    what lies between for its backward, where a layer by columns gathers its input once more. Norms and the biases
+    behind a layer by rows have the gradient of these positions only, which is added up over the ranks, each in a small
+    all-reduce.
+
     Which layers are dealt out a task says in its plan (`split`), a transformers model in its own; in a Sequential they
     are pairs of Linears with nothing between but what works element by element. Inside a pair each rank draws random
     numbers of its own, elsewhere all draw the same. A layer that drops out inside a pair and is computed again by
@@ -30,10 +36,12 @@ class Tensor(Partition):
     less of it.
 
     Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-    2019, https://arxiv.org/abs/1909.08053
+    2019, https://arxiv.org/abs/1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    Models", MLSys 2023, https://arxiv.org/abs/2205.05198
     """
 
     ways: int = knob(2, 2, 64, unit="ranks", doc="t: ranks that compute each layer together")
+    sequence: bool = knob(False, doc="between layers each rank has its own positions only (sequence parallelism)")
 
     def dims(self) -> tuple[tuple[str, int], ...]:
         return (("tensor", self.ways),)
@@ -41,3 +49,7 @@ class Tensor(Partition):
     @property
     def slices(self) -> int:
         return self.ways
+
+    @property
+    def sequences(self) -> bool:
+        return self.sequence

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from workbench.host.across import Ask
 from workbench.host.canonical import buffers
 from workbench.host.crew import together
 from workbench.host.cutting import instead, through
 from workbench.host.evaluating import Evaluated, distance, holding, numbers
 from workbench.host.spread import Spread
-from workbench.host.together import Ask
 from workbench.rank import Bucket
 from workbench.sim.tensors import Tensors
 

@@ -120,6 +120,8 @@ class Joint:
             await group.all_reduce(brings, "sum", meeting.name)
         elif meeting.what == "gather":
             await group.all_gather(brings, meeting.name)
+        elif meeting.what == "scatter":
+            await group.reduce_scatter(brings, meeting.name)
 
 
 class _Turn:

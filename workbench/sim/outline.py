@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +19,12 @@ from workbench.host.cutting import Stages, cut, instead, through
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans, planned
+from workbench.host.meetings import Plans, answer_like, planned
 from workbench.host.meta import outline
 from workbench.host.piece import micro_batches
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
-from workbench.host.together import common, slice_of
+from workbench.host.together import common, computing, slice_of
 from workbench.host.trial import Listening, Trial, assumed
 from workbench.optimizers import Optimizer, built
 from workbench.sim.known import Kept, kept_of
@@ -245,7 +247,10 @@ def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: in
 
     batches = Batches(outline.learner.data, 0, ranks, "meta")
     batches.restart(batch, seed, 0)
-    with torch.no_grad(), instead(outline.model, forward):
+    with torch.no_grad(), instead(outline.model, forward), ExitStack() as also:
+        if split := outline.split:
+            met = partial(answer_like, ways=split.ways)
+            also.enter_context(computing(outline.model, split, 0, met, draws=False))
         made = outline.learner.loss(outline.model, micro_batches(batches.next(), count)[0])
     return [x.detach() for x in (*seen, made)]
 

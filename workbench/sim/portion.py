@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
+from workbench.host.across import Ask, Meeting
 from workbench.host.batches import Batches, example, to_device
 from workbench.host.cutting import cut
 from workbench.host.layout import Layout
@@ -18,7 +19,7 @@ from workbench.host.meta import outline
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
-from workbench.host.together import Ask, Meeting, Together, slice_of
+from workbench.host.together import Together, slice_of
 from workbench.rank import StrategyError
 from workbench.sim.outline import Cut, ready
 from workbench.tasks import Learner
@@ -92,6 +93,10 @@ class Portion:
         assert self._together is not None
         return self._together.common
 
+    def going_through(self, x: Tensor | None) -> AbstractContextManager[None]:
+        """Inside, a forward runs, of what the stage before has made, if there is one."""
+        return nullcontext() if self._together is None else self._together.passing(x)
+
     def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
         return self.ask(meeting, x)
 
@@ -129,7 +134,7 @@ class Portion:
 
     def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
-        with self._own_randomness(), torch.enable_grad():
+        with self._own_randomness(), torch.enable_grad(), self.going_through(x):
             made = self.piece.forward(self.learner.loss, self._micros[micro], x, micro, chunk)
         self.ledger.forward(self._micros[micro])
         return made

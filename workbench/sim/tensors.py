@@ -115,7 +115,7 @@ class Tensors(Portion):
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_randomness(), torch.enable_grad():
             inputs = self.batches.next() if x is None else x
-            with self.reading.passing("forward"):
+            with self.reading.passing("forward"), self.going_through(None):
                 loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")

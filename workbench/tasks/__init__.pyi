@@ -7,6 +7,8 @@ from workbench.tasks._base import rate as rate
 from workbench.tasks._split import Colwise as Colwise
 from workbench.tasks._split import Plan as Plan
 from workbench.tasks._split import Rowwise as Rowwise
+from workbench.tasks._split import Scatter as Scatter
+from workbench.tasks._split import Sequence as Sequence
 from workbench.tasks._split import Way as Way
 from workbench.tasks._split import way_of as way_of
 from workbench.tasks.byte_gpt import ByteGPT as ByteGPT

@@ -31,7 +31,26 @@ class Rowwise:
     """
 
 
-Way = Colwise | Rowwise
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """Under sequence parallelism the module computes each rank's own positions: a norm, or dropout, between layers.
+
+    Without it the module is whole, as one that no plan names. Reference: Korthikanti et al., "Reducing Activation
+    Recomputation in Large Transformer Models", MLSys 2023, https://arxiv.org/abs/2205.05198
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scatter:
+    """Under sequence parallelism each rank takes its own positions of what the module is handed: the first block.
+
+    From here to a Colwise that gathers, a module is handed this rank's positions, and a Colwise gathers them: a model
+    must take its sizes from what a layer returns, not from what it is given. Its first argument is (batch, positions,
+    features). Reference: as `Sequence`.
+    """
+
+
+Way = Colwise | Rowwise | Sequence | Scatter
 Plan = Mapping[str, "Way | str"]  # by the names of modules, of which `*` stands for one part: "blocks.*.up"
 
 # what transformers calls them in a model's `_tp_plan`
@@ -42,11 +61,12 @@ _SAID: dict[str, Way] = {
     "colwise_gather_output": Colwise(gather=True),
     "embedding_rowwise": Rowwise(),
     "vocab_parallel_rowwise": Rowwise(),
+    "sequence_parallel": Sequence(),
 }
 
 
 def way_of(said: object) -> Way | None:
     """What a plan says of a module, as a Way; None where it is none that is known."""
-    if isinstance(said, Colwise | Rowwise):
+    if isinstance(said, Colwise | Rowwise | Sequence | Scatter):
         return said
     return _SAID.get(said) if isinstance(said, str) else None

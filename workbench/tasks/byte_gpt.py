@@ -15,7 +15,7 @@ from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, shuffled
 from workbench.tasks._shards import by_files, dealt
 from workbench.tasks._source import ends, source
-from workbench.tasks._split import Colwise, Plan, Rowwise
+from workbench.tasks._split import Colwise, Plan, Rowwise, Scatter, Sequence
 
 HELD_OUT = 48  # windows that the held-out loss is taken over
 
@@ -112,6 +112,10 @@ def _split(features: int, model: nn.Module) -> Plan:
     """How a GPT is dealt out over ranks, with so many features in a head: heads, hidden features and the vocabulary."""
     return {
         "byte": Rowwise(),
+        "blocks.0": Scatter(),
+        "blocks.*.norm_1": Sequence(),
+        "blocks.*.norm_2": Sequence(),
+        "norm": Sequence(),
         "blocks.*.qkv": Colwise(packed=3, together=features),
         "blocks.*.attention_out": Rowwise(),
         "blocks.*.up": Colwise(),
@@ -162,9 +166,9 @@ class Block(nn.Module):
         self.up, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:  # (B, T, width) -> (B, T, width)
-        b, t, _ = h.shape
-        heads = self.qkv(self.norm_1(h)).view(b, t, 3, -1, self.features)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, heads, T, features) each
+        qkv = self.qkv(self.norm_1(h))
+        b, t, _ = qkv.shape
+        q, k, v = qkv.view(b, t, 3, -1, self.features).permute(2, 0, 3, 1, 4)  # (B, heads, T, features) each
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         h = h + self.attention_out(mixed.transpose(1, 2).reshape(b, t, -1))
         return h + self.mlp_out(F.gelu(self.up(self.norm_2(h))))

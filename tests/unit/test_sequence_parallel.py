@@ -1,0 +1,191 @@
+"""Tensor parallelism in which each rank has its own positions of what lies between two layers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.piped import seen
+from tests.ranks import ended, live, run
+from tests.sim.insides import simulated
+from tests.split import CONTEXT, LAYERS, PLAN, ROWS, Small, alone, near, small, spread, texts, together
+from tests.unit.test_tensor import parts, sampled
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.optimizers import AdamW
+from workbench.partitions import Partition, Pipeline, Tensor, Whole
+from workbench.settings import Change
+from workbench.tasks import ByteGPT, Scatter, Sequence
+
+pytestmark = pytest.mark.ranks
+TASK = small(parts=parts)
+WAYS = [(2, Tensor(sequence=True)), (4, Tensor(sequence=True)), (3, Tensor(ways=3, sequence=True)),
+        (4, Pipeline(micros=2, of=Tensor(sequence=True)))]  # fmt: skip
+COLUMNS = ["rank", "step", "lane", "name", "nbytes", "t0", "t1"]
+
+
+@pytest.mark.parametrize(("ranks", "way"), [WAYS[0], WAYS[1], WAYS[3]], ids=["2", "2 x 2", "in stages"])
+def test_it_learns_what_one_process_learns(ranks: int, way: Partition) -> None:
+    e = spread(ranks, task=TASK, partition=way, eval_every=3)
+    sessions = run(e)
+    near(together(sessions), alone(e, e.replicas))
+    plain = run(spread(e.replicas, eval_every=3))
+    assert seen(sessions[0], "held_out") == pytest.approx(seen(plain[0], "held_out"), abs=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "way"), [WAYS[0], WAYS[3]], ids=["tensor", "in stages"])
+def test_the_engine_and_both_simulations_agree(ranks: int, way: Partition) -> None:
+    e = spread(ranks, task=TASK, partition=way, eval_every=3, pace=4.0)
+    sessions, real, sizes = run(e), simulate(e, real=True), simulate(e)
+    for rank, s in enumerate(sessions):
+        assert sampled(real, "loss", rank) == seen(s, "loss") and sampled(real, "held_out", rank) == seen(s, "held_out")
+        spans = real.timeline.spans.rows()
+        here = (spans.rank == rank) & spans.equal("lane", "comm")
+        sent = [getattr(spans, column)[here].tolist() for column in ("step", "name", "nbytes")]
+        assert Counter(s.record.comm()) == Counter(zip(*sent, strict=True))
+    one, other = (r.spans[COLUMNS].sort_values(COLUMNS).reset_index(drop=True) for r in (real, sizes))
+    assert one.equals(other)
+
+
+def test_as_many_bytes_cross_as_without() -> None:
+    """A reduce-scatter and an all-gather move what an all-reduce moves. Besides: what a layer by columns gathers again,
+    small gradients of norms and biases, and what the first block has taken, brought together in its backward.
+    """
+    task = ByteGPT(layers=3, width=16, heads=2, context=8)
+    sent = []
+    for sequence in (False, True):
+        e = Experiment(task=task, ranks=2, steps=2, eval_every=0, partition=Tensor(sequence=sequence), pace=1.0)
+        spans = simulate(e).spans
+        mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == 1)]
+        mine = mine[mine.name.str.contains("blocks")]
+        small, again = mine.name.str.contains("norm|bias"), mine.name.str.contains("again")
+        assert small.sum() == (3 * 6 if sequence else 0) and again.sum() == (3 * 2 if sequence else 0)
+        assert all(mine[small].nbytes == 4 * 16)
+        sent.append(mine[~small & ~again].nbytes.sum())
+    assert sent[1] == sent[0] + 4 * 8 * 8 * 16 // 2
+
+
+def test_a_rank_keeps_less_for_its_backward() -> None:
+    """Engine and simulator say the same of every category. Halved is just what lies between layers: the inputs of norms
+    and of layers by columns, and a mean and a deviation for each position.
+    """
+    task = ByteGPT(layers=4, width=32, context=16, heads=2)
+    kept = []
+    for sequence in (False, True):
+        way = Tensor(sequence=sequence)
+        e = Experiment(task=task, ranks=2, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
+        ours = run(e)
+        simulations = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
+        for rank, session in enumerate(ours):
+            here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
+            here_only = [rows[rows.rank == rank] for rows in simulations]
+            mine = [zip(rows.name, rows.value, strict=True) for rows in here_only]
+            real, sizes = ({name: value for name, value in each if name.startswith("memory ")} for each in mine)
+            assert here == real
+            assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.05)
+            assert sizes == real
+        kept.append(seen(ours[0], "memory activations")[-1])
+    positions, layers, norms = 8 * 16, 4, 9
+    inputs, told = (4 * layers + 2) * positions * 32, 2 * norms * positions
+    assert kept[0] - kept[1] == 4 * (inputs + told) / 2
+
+
+def test_it_is_turned_on_and_off_while_ranks_train() -> None:
+    e = spread(2, 14, task=TASK, optimizer=AdamW(), lr=1e-2)
+    asked = [("partition", Tensor()), ("sequence", True), ("sequence", False), ("sequence", True),
+             ("partition", Whole())]  # fmt: skip
+    sessions = run(e, *[Change(2 * k + 2, *each) for k, each in enumerate(asked)])
+    assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("partition")) == 5
+    first = {p.name: p.param.data for p in sessions[0].layout.order}
+    assert all(torch.equal(first[p.name], p.param.data) for s in sessions for p in s.layout.order)
+
+
+def test_between_layers_each_rank_draws_numbers_of_its_own() -> None:
+    """Two ranks have unlike positions there; where both have all, before the first block, they draw alike."""
+    let: dict[tuple[int, str], list[torch.Tensor]] = {}
+
+    class Dropped(Small):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.5)
+            self.first = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(self.words(x) + self.places.weight[: x.shape[1]])
+            for block in self.blocks:
+                h = block(h)
+            return self.head(self.norm(h))
+
+    def noting() -> nn.Module:
+        model = Dropped()
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout) and not next(model.parameters()).is_meta:
+                module.register_forward_hook(partial(note, (id(model), name)))
+        return model
+
+    def note(where: tuple[int, str], module: nn.Module, x: Any, y: torch.Tensor) -> None:
+        if module.training:
+            let.setdefault(where, []).append(y != 0)
+
+    e = spread(2, 3, task=small(model=noting, evaluate=None), partition=Tensor(sequence=True), pace=1.0)
+    _, sessions = simulated(e)
+    one, two = (id(s.model) for s in sessions)
+    for name in {name for _, name in let}:
+        for a, b in zip(let[one, name], let[two, name], strict=True):
+            assert torch.equal(a, b) if name == "first" else (a != b).float().mean() > 0.3
+            assert a.shape[:2] == ((ROWS, CONTEXT) if name in ("first", *INSIDE) else (ROWS, CONTEXT // 2))
+
+
+INSIDE = [f"blocks.{k}.inside" for k in range(LAYERS)]
+
+
+def test_a_layer_that_is_computed_again_draws_the_same_again() -> None:
+    class Again(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.words(x) + self.places.weight[: x.shape[1]]
+            for block in self.blocks:
+                h = checkpoint(block, h, use_reentrant=False)
+            return self.head(self.norm(h))
+
+    e = spread(2, 4, partition=Tensor(sequence=True), pace=1.0)
+    (_, kept), (_, again) = (
+        simulated(e.set("task", small(model=lambda kind=kind: kind(dropout=0.3), evaluate=None)))
+        for kind in (Small, Again)
+    )
+    for s, t in zip(kept, again, strict=True):
+        assert all(torch.equal(p.param.data, q.param.data) for p, q in zip(s.layout.order, t.layout.order, strict=True))
+
+
+REFUSED = [
+    ({name: way for name, way in PLAN.items() if not isinstance(way, Scatter | Sequence)}, 2,
+     "sequence=true: the plan does not say where positions are dealt out first"),
+    ({name: way for name, way in PLAN.items() if name != "norm"}, 2,
+     "norm.weight would learn something else than in the whole model"),
+    ({name: way for name, way in PLAN.items() if name != "blocks.*.norms.*"}, 2,
+     "blocks.0.norms.0.weight would learn something else than in the whole model"),
+    (PLAN, 4, "6 positions cannot be dealt out to 4 ranks evenly; take sequences of a multiple of 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "ways", "words"), REFUSED, ids=[words[:30] for *_, words in REFUSED])
+def test_what_cannot_be_is_refused_in_words(plan: Any, ways: int, words: str) -> None:
+    way = Tensor(ways=ways, sequence=True)
+    sessions = run(spread(ways, 6, task=small(split=lambda _: plan)), Change(3, "partition", way))
+    ((*_, refused),) = sessions[0].record.noted("refused")
+    assert re.search(re.escape(words), refused) and not sessions[0].record.noted("partition")
+
+
+def test_sequences_of_another_length_in_the_middle_of_a_run_end_it_in_words() -> None:
+    def longer(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
+        some = texts(rank, ranks, seed)
+        return [some[0], some[1][:, :-1], *some[2:]]
+
+    sessions = live(spread(2, 6, task=small(data=longer), partition=Tensor(sequence=True)))
+    ended(sessions, within=20)
+    assert any("5 positions cannot be dealt out to 2 ranks evenly" in str(s.error) for s in sessions)
