@@ -12,7 +12,7 @@ import pytest
 
 import workbench
 from tests import links, reference, tables
-from workbench import Experiment, Run, simulate
+from workbench import Experiment, Run, simulate, tasks
 from workbench.cli import setting
 from workbench.experiment import given
 from workbench.experiment.recipes import recipe
@@ -150,6 +150,6 @@ def test_the_glossarys_nouns_are_ours() -> None:
     settings = {k.name for m in [Experiment, Fabric, Link, *EVERY] for k in knobs(m)}
     claims = {name for base, _ in reference.FAMILIES.values() for name in vars(base)}
     seen = {word for names, _ in reference.terms(inspect.getdoc(Rank) or "") for word in names.split(", ")}
-    ours = set(workbench.__all__) | set(dir(Rank)) | seen | settings | claims | {"step", "micro"}
+    ours = set(workbench.__all__) | set(dir(tasks)) | set(dir(Rank)) | seen | settings | claims | {"step", "micro"}
     assert all(len(row) == 4 and all(row) for row in rows())
     assert {name for row in rows() for name in re.findall(r"`(\w+)`", row[0])} - ours == set()
