@@ -1,7 +1,7 @@
-"""The bubble of four real stages against (p-1) / (m+p-1), in alternating blocks of one run.
+"""The bubble of four real stages against (p-1) / (m+p-1), or (p-1) / (3m+p-1), in alternating blocks of one run.
 
-Compute is paced, a forward of a micro-batch to 100 ms and its backward to 200, so that four ranks on two cores behave
-like devices; how late a pass ends after that is measured beside it.
+Compute is paced, a forward of a micro-batch to 100 ms and its backward to 200, or its halves to 100 each, so that four
+ranks on two cores behave like devices; how late a pass ends after that is measured beside it.
 
     python -m tests.bench.pipeline --out docs/data/pipeline.json
 """
@@ -25,7 +25,7 @@ from workbench.tasks import Task
 
 STAGES, PASS = 4, {"forward": 0.1, "backward": 0.2}  # seconds of one micro-batch on one stage
 KINDS = [("1F1B", "OneFOneB", 8), ("GPipe", "GPipe", 8), ("1F1B", "OneFOneB", 16), ("GPipe", "GPipe", 16),
-         ("1F1B again", "OneFOneB", 8)]  # fmt: skip
+         ("ZB-H1", "ZeroBubble", 8), ("ZB-H1", "ZeroBubble", 16), ("1F1B again", "OneFOneB", 8)]  # fmt: skip
 WIDTH, BATCH = 32, 16
 
 
@@ -74,9 +74,9 @@ def block(lab: Lab, run: Run, schedule: str, micros: int) -> dict[str, float]:
     rows = rows[(rows.step == step) & rows.equal("lane", "compute")]
     passes = rows[rows.phase("forward") | rows.phase("backward")]
     busy = float((passes.t1 - passes.t0).sum()) / STAGES
-    late = []
+    late, halves = [], bool(passes.phase("backward weights").any())
     for phase, seconds in PASS.items():
-        mine = passes[passes.phase(phase)]
+        mine, seconds = passes[passes.phase(phase)], 0.1 if halves else seconds
         place = np.unique([f"{r} {n}" for r, n in zip(mine.rank, mine.name, strict=True)], return_inverse=True)[1]
         late += (np.bincount(place, mine.t1 - mine.t0) - seconds).tolist()  # one that stood still is several rows
     bubble = 1.0 - busy / float(passes.t1.max() - passes.t0.min())

@@ -13,7 +13,7 @@ from workbench import simulate
 from workbench.analysis import bubble, straggler, why_silent
 from workbench.fabric import Fabric, Link, Slow
 from workbench.partitions import Pipeline, Tensor, Whole
-from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB
+from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
 from workbench.settings import Change
 from workbench.strategies import DDP
 
@@ -47,6 +47,14 @@ def test_equal_stages_stand_still_as_long_as_they_must(schedule: Any, stages: in
     few = [min(micros, stages - r % stages) if isinstance(schedule, OneFOneB) else micros for r in range(4)]
     assert found.in_flight.tolist() == few
     assert "longest" not in found.text and "Rank" not in found.text
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8)])
+def test_backwards_in_halves_stand_still_for_a_third(stages: int, micros: int) -> None:
+    found = bubble(simulated(4, partition=Pipeline(stages=stages, micros=micros, schedule=ZeroBubble())))
+    assert found is not None and found.least == (stages - 1) / (3 * micros + stages - 1)
+    assert found.share == pytest.approx(found.least, abs=2e-3)
+    assert found.in_flight.tolist() == [min(micros, stages)] * 4, "kept until the second half is done"
 
 
 def test_several_batches_in_a_step_are_not_in_flight_together() -> None:

@@ -21,7 +21,7 @@ from workbench.experiment import Experiment, partitioned
 from workbench.host.cutting import cut
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
-from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, Schedule
+from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble
 from workbench.settings import Change
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import ByteGPT
@@ -29,7 +29,7 @@ from workbench.tasks import ByteGPT
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
+@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB(), ZeroBubble()], ids=str)
 @pytest.mark.parametrize(("ranks", "stages", "micros"), [(2, 2, 4), (3, 3, 2), (4, 2, 4), (2, 2, 1), (4, 4, 8)])
 def test_it_is_bit_equal_to_one_process_that_adds_up_the_same_micro_batches(
     schedule: Schedule, ranks: int, stages: int, micros: int
@@ -240,7 +240,8 @@ def test_everything_else_is_turned_while_it_is_a_pipeline() -> None:
 def test_the_engine_and_the_simulator_agree_to_the_bit() -> None:
     e = piped(4, 13, eval_every=3, pace=4.0, partition=Pipeline())
     changes = [Change(3, "schedule", GPipe()), Change(5, "stages", 4), Change(7, "partition", Pipeline(micros=8)),
-               Change(9, "schedule", Interleaved(chunks=3)), Change(11, "schedule", OneFOneB())]  # fmt: skip
+               Change(8, "schedule", ZeroBubble()), Change(9, "schedule", Interleaved(chunks=3)),
+               Change(11, "schedule", OneFOneB())]  # fmt: skip
     sessions = run(e, *changes)
     simulated = simulate(e, changes=changes, real=True)
     rows = simulated.timeline.samples.rows()

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.ranks import shipped
-from workbench.partitions.schedules import Action, GPipe, Interleaved, OneFOneB, Schedule
+from workbench.partitions.schedules import Action, GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble
 
 SCHEDULES = list(shipped(Schedule).values())
 
@@ -27,7 +27,7 @@ def drawn(schedule: Schedule, stages: int, micros: int) -> list[list[str]]:
             if todo[stage]:
                 what, micro, chunk = todo[stage][0]
                 piece = chunk * stages + stage
-                needs = what, micro, piece - 1 if what == "F" else piece + 1
+                needs = what, micro, piece - 1 if what == "F" else piece + 1 if what in "BI" else -1
                 if not 0 <= needs[2] < pieces or done.get(needs, slot) < slot:
                     row[-1] = str(todo[stage].pop(0))
                     done[what, micro, piece] = slot
@@ -44,11 +44,13 @@ def test_every_micro_batch_goes_forward_and_back_once_and_nobody_waits_for_ever(
         return
     for stage, row in enumerate(drawn(schedule, stages, micros)):
         passes = [cell for cell in row if cell != "."]
-        every = [str(Action(what, m, c)) for what in "FB" for m in range(micros) for c in range(schedule.pieces)]
+        kinds, back = ("FIW", "I") if schedule.halves else ("FB", "B")
+        every = [str(Action(what, m, c)) for what in kinds for m in range(micros) for c in range(schedule.pieces)]
         assert sorted(passes) == sorted(every), stage
-        assert all(passes.index(f"F{cell[1:]}") < passes.index(cell) for cell in passes if cell[0] == "B")
+        assert all(passes.index(f"F{cell[1:]}") < passes.index(cell) for cell in passes if cell[0] == back)
+        assert all(passes.index(f"I{cell[1:]}") < passes.index(cell) for cell in passes if cell[0] == "W")
         for chunk in range(schedule.pieces):
-            backs = [str(Action("B", m, chunk)) for m in range(micros)]
+            backs = [str(Action(kinds[-1], m, chunk)) for m in range(micros)]
             assert [cell for cell in passes if cell in backs] == backs, "gradients add up in the micro-batches' order"
 
 
@@ -68,6 +70,18 @@ def test_more_pieces_make_the_bubble_smaller(stages: int, micros: int, chunks: i
 def test_the_bubble_is_that_of_the_papers(cls: type[Schedule], stages: int, micros: int) -> None:
     rows = drawn(cls(), stages, micros)
     assert len(rows[0]) == 2 * (micros + stages - 1)
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 4), (8, 32)])
+def test_zb_h1_loses_a_third_and_keeps_no_more_than_1f1bs_first_stage(stages: int, micros: int) -> None:
+    rows = drawn(ZeroBubble(), stages, micros)
+    assert len(rows[0]) == 3 * micros + stages - 1
+    for stage in range(stages):
+        now, most = 0, 0
+        for what, *_ in ZeroBubble().actions(stage, stages, micros):
+            now += {"F": 1, "I": 0, "W": -1}[what]
+            most = max(most, now)
+        assert most == min(micros, stages)
 
 
 @pytest.mark.parametrize("cls", SCHEDULES)

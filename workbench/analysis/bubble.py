@@ -20,7 +20,8 @@ class Bubble(NamedTuple):
 
     share:     of the time from a replica's first pass to its last, what a stage stands still of it in the mean
     pieces:    of the model on each stage, v
-    least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1)
+    least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1), or,
+               with backwards in two halves, (p-1) / (3 v m + p-1)
     busy:      (ranks,) seconds per step that each computes passes, the median over steps; where a stage is several
                ranks with how long these wait for each other inside of a pass
     in_flight: (ranks,) passes at most that a rank has made forward and not yet backward, each of a micro-batch
@@ -97,7 +98,8 @@ def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
     passes = [str(name).split()[-1].partition(".") for name in np.unique(rows.name[rows.phase("forward")])]
     micros, v = len({micro for micro, _, _ in passes}), len({chunk for _, _, chunk in passes})
     flying = np.array([_in_flight(rows[rows.rank == rank]) for rank in w.ranks])
-    least = (p - 1) / (v * micros + p - 1)
+    halves = 3 if rows.phase("backward weights").any() else 1  # a forward and both halves, of one length each
+    least = (p - 1) / (halves * v * micros + p - 1)
     return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t)
 
 

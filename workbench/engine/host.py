@@ -68,6 +68,7 @@ class Host(Compute):
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
+            "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
             "coded": self._coded,
             "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
             "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,

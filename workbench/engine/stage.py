@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.meetings import Plans
 from workbench.host.piece import Piece, micro_batches
-from workbench.host.pipelining import one_batch, pass_name
+from workbench.host.pipelining import WEIGHTS, one_batch, pass_name
 from workbench.host.spread import Spread
 from workbench.partitions import Partition
 from workbench.rank import Op, StrategyError
@@ -80,25 +81,43 @@ class Stage(Joint):
 
     def _stage_backward(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
         assert self.piece is not None
+        return self._backward_of("backward", partial(self.piece.backward, grad), micro, chunk)
+
+    def _stage_inputs(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
+        assert self.piece is not None
+        self._begin("backward", micro, chunk, 0.5)
+        came = self.piece.inputs(grad, micro, chunk)
+        self._end()
+        return came
+
+    def _stage_weights(self, micro: int, chunk: int) -> None:
+        assert self.piece is not None
+        self._backward_of(WEIGHTS, self.piece.weights, micro, chunk, 0.5)
+
+    def _backward_of(self, name: str, run: Callable[[int, int], Any], micro: int, chunk: int, part: float = 1.0) -> Any:
+        """A backward, or its second half, that gives parameters their gradients."""
+        assert self.piece is not None
         begun = sum(self._left) < len(self._left) * len(self._micros)
         self._left[chunk] -= 1
         if self._exchanged and not any(self._left):  # gradients are those of the batch once this one is added
             mine = {id(p) for p in self.piece.params(chunk)}  # one may be tied to another piece's
             self._listen([place.param for place in self.layout.order if id(place.param) not in mine])
-        self._begin("backward", micro, chunk)
+        self._begin(name, micro, chunk, part)
         with self.ledger.backward(self._hooks.listening):
-            came = self.piece.backward(grad, micro, chunk)
+            came = run(micro, chunk)
             if self._exchanged and not begun and any(self._left):
                 self.layout.grads()  # what the others add goes where it is exchanged from
         self._end()
         return came
 
-    def _begin(self, phase: str, micro: int, chunk: int) -> None:
+    def _begin(self, name: str, micro: int, chunk: int, part: float = 1.0) -> None:
+        """A pass begins, or so much of one."""
         assert self.piece is not None
-        self.at(f"{phase} of micro-batch {micro}")
+        phase = name.partition(" ")[0]
+        self.at(f"{name} of micro-batch {micro}")
         self.begin_pass(phase, chunk)
-        self._stretch = pass_name(phase, micro, chunk, len(self.piece.pieces)), self.watch.now()
-        self.pace.begin(phase, self.rank.step, self._shares[chunk] / len(self._micros))
+        self._stretch = pass_name(name, micro, chunk, len(self.piece.pieces)), self.watch.now()
+        self.pace.begin(phase, self.rank.step, self._shares[chunk] * part / len(self._micros))
 
     def _end(self) -> None:
         self.paced(1.0)

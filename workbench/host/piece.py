@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.cutting import instead, through
+from workbench.host.halves import Halves
 from workbench.rank import StrategyError
 from workbench.tasks import TaskError
 
@@ -35,6 +36,7 @@ class Piece:
         self.model, self.pieces, self.stage, self.stages = model, pieces, stage, stages
         self.opened: dict[Pass, Tensor] = {}
         self._came: dict[Pass, Tensor] = {}
+        self._halves: dict[Pass, Halves | Tensor] = {}  # backwards of which the second half is to come
 
     def forward(self, loss: Loss, batch: Any, x: Tensor | None, micro: int, chunk: int = 0) -> Tensor:
         """What a piece makes of a micro-batch, or the last one of the model the loss: a tensor that is detached.
@@ -74,12 +76,39 @@ class Piece:
         x = self._came.pop((micro, chunk), None)
         if x is None:
             return None
-        if x.grad is None:
+        return self._gradient(x.grad, chunk)
+
+    def inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
+        """The first half of a backward: as `backward`, but parameters get nothing yet."""
+        made = self.opened.get((micro, chunk))
+        if made is None:
+            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+        grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
+        x = self._came.pop((micro, chunk), None)
+        if x is None or not made.requires_grad:  # nobody waits for anything
+            self._halves[micro, chunk] = grad
+            return x
+        halves = self._halves[micro, chunk] = Halves(made, x, self.params(chunk))
+        found = halves.of_input(grad)
+        return self._gradient(found, chunk)
+
+    def weights(self, micro: int, chunk: int = 0) -> None:
+        """The second half: the gradients of the parameters."""
+        if (micro, chunk) not in self._halves:
+            raise StrategyError(f"the second half of micro-batch {micro}'s backward was asked for before its first")
+        made, left = self.opened.pop((micro, chunk)), self._halves.pop((micro, chunk))
+        if isinstance(left, Halves):
+            left.of_params()
+        elif made.requires_grad:
+            made.backward(left)
+
+    def _gradient(self, found: Tensor | None, chunk: int) -> Tensor:
+        if found is None:
             raise StrategyError(
                 f"stage {self.stage}: its piece {chunk} gives no gradient to what it is handed; let floats cross "
                 f"between stages, and every piece use them"
             )
-        return x.grad
+        return found
 
     def params(self, chunk: int) -> list[nn.Parameter]:
         """Of one piece."""

@@ -1,8 +1,9 @@
 """One batch through a pipeline, as one of its stages lives it: the same coroutine on both hosts.
 
-Two verbs of the hosts' own compute: Op("stage_forward", x, micro, chunk) answers with what a piece of the model makes
-of a micro-batch, the last piece with its loss; Op("stage_backward", grad, micro, chunk) with the gradient of what
-came. All else are messages between neighbours, posted as soon as they are there.
+Verbs of the hosts' own compute: Op("stage_forward", x, micro, chunk) answers with what a piece of the model makes of a
+micro-batch, the last piece with its loss; Op("stage_backward", grad, micro, chunk) with the gradient of what came, and
+in two halves Op("stage_inputs", grad, micro, chunk) does; Op("stage_weights", micro, chunk) is the other half. All else
+are messages between neighbours, posted as soon as they are there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from workbench.host.piece import tensors_of
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
 
+WEIGHTS = "backward weights"  # the name of the half of a backward that is for parameters
 LOSS = "loss"  # what the last stage tells the others of a batch
 
 
@@ -54,9 +56,11 @@ async def one_batch(rank: Rank, partition: Partition, share: float) -> Tensor:
                 losses.append(made)
             else:
                 await crossing.send_activation(made, after, (micro, piece + 1))
+        elif what == "W":
+            await Op("stage_weights", micro, chunk)
         else:
             grad: Any = share if piece == end else await crossing.receive_gradient(after, (micro, piece + 1))
-            came = await Op("stage_backward", grad, micro, chunk)
+            came = await Op("stage_backward" if what == "B" else "stage_inputs", grad, micro, chunk)
             if piece:
                 await crossing.send_gradient(came, before, (micro, piece))
     if rank.index < rank.size - 1:

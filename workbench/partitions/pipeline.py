@@ -99,6 +99,11 @@ class Pipeline(Partition):
                 )
         if reason := self.schedule.refuses(self.stages, self.micros):
             return reason
+        if self.schedule.halves and self.slices > 1:
+            return (
+                f"schedule={type(self.schedule).__name__}: ranks that compute a stage together make each backward in "
+                f"one; take schedule=OneFOneB(), or of=Whole()"
+            )
         if batch and batch % self.micros:
             fits = [m for m in range(1, batch + 1) if batch % m == 0]
             return (

@@ -145,9 +145,9 @@ class Rows:
         return np.array([v == text for v in column], bool)
 
     def phase(self, text: str) -> np.ndarray:
-        """A mask: the names that are `text`, or that of one micro-batch: "forward", "forward 3" and "forward 3.1"."""
+        """A mask: the names that are `text` or go on after it: "backward", "backward 3.1" and "backward weights 3"."""
         names = self.coded("name")
-        alike = np.array([word == text or word.rstrip("0123456789.") == f"{text} " for word in names.words.texts], bool)
+        alike = np.array([word == text or word.startswith(f"{text} ") for word in names.words.texts], bool)
         return alike[names.codes] if len(names) else np.zeros(0, bool)
 
     def coded(self, name: str) -> Coded:

@@ -43,6 +43,7 @@ class Host(Compute):
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
+            "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
             "coded": self._coded,
             "hold": self._hold, "send": self._send, "recv": self._recv, "again": self.rounds.again,
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,6 +148,18 @@ class Portion:
         there = self._there(chunk) if exchanged else []
         self._gathered(lambda: came.append(piece.backward(grad, micro, chunk)), exchanged, first, there)
         return came[0]
+
+    def stage_inputs(self, grad: Any, micro: int, chunk: int) -> Tensor | None:
+        """The first half of a backward; parameters get nothing yet."""
+        assert self.piece is not None
+        with self._own_randomness(), torch.enable_grad():
+            return self.piece.inputs(grad, micro, chunk)
+
+    def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
+        """The second half, as `stage_backward`."""
+        assert self.piece is not None
+        there = self._there(chunk) if exchanged else []
+        self._gathered(partial(self.piece.weights, micro, chunk), exchanged, first, there)
 
     def told(self, loss: Tensor) -> None:
         """What a batch's loss was, on all stages."""

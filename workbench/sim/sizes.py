@@ -163,6 +163,14 @@ class Sizes:
         x = self._asked.pop((micro, chunk))
         return None if x is None else torch.empty_like(x)
 
+    def stage_inputs(self, grad: Any, micro: int, chunk: int) -> torch.Tensor | None:
+        x = self._asked[micro, chunk]
+        return None if x is None else torch.empty_like(x)
+
+    def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
+        self.backward(None, micro, exchanged, first or bool(self.came))
+        del self._asked[micro, chunk]
+
     def told(self, loss: torch.Tensor) -> None:
         """Nobody knows a loss here."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.host.pipelining import one_batch, pass_name
+from workbench.host.pipelining import WEIGHTS, one_batch, pass_name
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.joint import Joint
@@ -73,23 +73,38 @@ class Stage(Joint):
 
     def _stage_backward(self, fiber: Fiber, op: Op) -> Any:
         grad, micro, chunk = op.args
+        return self._backward_of(fiber, op, "backward", partial(self.body.stage_backward, grad), micro, chunk)
+
+    def _stage_inputs(self, fiber: Fiber, op: Op) -> Any:
+        grad, micro, chunk = op.args
+        came = self.body.stage_inputs(grad, micro, chunk)
+        name = pass_name("backward", micro, chunk, len(self._left))
+        return self._compute(fiber, "backward", came, 0.5 * self._part(chunk), name)
+
+    def _stage_weights(self, fiber: Fiber, op: Op) -> Any:
+        micro, chunk = op.args
+        return self._backward_of(fiber, op, WEIGHTS, self.body.stage_weights, micro, chunk, 0.5)
+
+    def _backward_of(self, fiber: Fiber, op: Op, name: str, run: Callable[..., Any], micro: int, chunk: int,
+                     part: float = 1.0) -> Any:  # fmt: skip
+        """A backward, or its second half, that gives parameters their gradients."""
         begun = sum(self._left) < self._count * len(self._left)
         self._left[chunk] -= 1
         takes = self._takes if not any(self._left) else None
         first = self._takes is not None and not begun and any(self._left)
-        name = pass_name("backward", micro, chunk, len(self._left))
+        name, part = pass_name(name, micro, chunk, len(self._left)), part * self._part(chunk)
+        backward = partial(run, micro, chunk, takes is not None, first)
         if self.body.split is not None:
-            passing = self._passing(fiber, "backward", [], self._part(chunk), name)
-            backward = partial(self.body.stage_backward, grad, micro, chunk, takes is not None, first)
+            passing = self._passing(fiber, "backward", [], part, name)
             if takes is None:
                 return self.inner(fiber, self._joint_stage(name, backward, passing, chunk))
             last = self._joint_last(fiber, name, backward, passing, chunk, takes)
             Fiber(self, last, "step", fiber.origin).resume(None)  # type: ignore[arg-type]
             return PARK
-        came = self.body.stage_backward(grad, micro, chunk, takes is not None, first)
+        came = backward()
         if takes is None:
-            return self._compute(fiber, "backward", came, self._part(chunk), name)
-        takes.passing = self._passing(takes, "backward", self.body.ready(chunk), self._part(chunk), name)
+            return self._compute(fiber, "backward", came, part, name)
+        takes.passing = self._passing(takes, "backward", self.body.ready(chunk), part, name)
         takes.passing.then = fiber, came
         self._next_bucket(takes, op)
         return PARK

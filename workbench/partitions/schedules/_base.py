@@ -10,7 +10,8 @@ from workbench.settings import Family
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through a stage: "F", its forward, or "B", its backward.
+    """A pass of one micro-batch through a stage: "F", its forward, or "B", its backward; or, in two halves, "I", the
+    gradient of what went in, and "W", those of the parameters.
 
     chunk: through which of the pieces of the model that the stage has, in the order of the model
     """
@@ -37,11 +38,16 @@ def backwards(*micros: int, chunk: int = 0) -> list[Action]:
 class Schedule(Family):
     """In which order a stage computes. A pass begins once what it needs has come from the piece before or after.
 
-    Every micro-batch goes once forward and then once backward through each piece, backwards in their order: so
-    gradients add up alike.
+    Every micro-batch goes once forward and then once backward through each piece, backwards (the halves of which are
+    for parameters) in their order: so gradients add up alike.
     """
 
     home: ClassVar[str] = "workbench.partitions.schedules"
+
+    @property
+    def halves(self) -> bool:
+        """Is each backward made in two halves?"""
+        return False
 
     @property
     def pieces(self) -> int:

@@ -1,0 +1,170 @@
+"""Backwards in two halves: together what one backward gives, to the bit, and nothing computed twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.piped import deep
+from tests.ranks import run
+from tests.split import Block
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.host.halves import Halves
+from workbench.host.piece import Piece
+from workbench.partitions import Pipeline, Tensor
+from workbench.partitions.schedules import ZeroBubble
+from workbench.rank import StrategyError
+from workbench.settings import KnobError
+from workbench.tasks import ByteGPT
+
+WIDTH = 16
+
+
+class Twice(nn.Module):
+    """One matrix, used again by what comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(torch.tanh(self.one(x)))
+
+
+class Beside(nn.Module):
+    """Parameters that the input has no part in, one that nothing uses, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.own, self.idle = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.still = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) * self.two(self.own).sigmoid() + self.own.sin() + self.still
+
+
+class Again(nn.Module):
+    """A block whose activations are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "layers": lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, WIDTH)),
+    "block": lambda: Block(0.0), "twice": Twice, "beside": Beside, "again": Again,
+    "no parameters": lambda: nn.Tanh(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_halves_are_one_backward(name: str) -> None:
+    torch.manual_seed(0)
+    model, x, grad = MODELS[name](), torch.randn(3, 4, WIDTH), torch.randn(3, 4, WIDTH)
+    whole, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(whole).backward(grad)
+    want = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    halves = Halves(model(own), own, model.parameters())
+    first = halves.of_input(grad)
+    assert first is not None and whole.grad is not None and torch.equal(first, whole.grad)
+    assert all(p.grad is None for p in model.parameters())
+    halves.of_params()
+    for n, p in model.named_parameters():
+        assert (p.grad is None) == (want[n] is None) and (p.grad is None or torch.equal(p.grad, want[n])), n
+
+
+def test_gradients_come_as_in_a_whole_backward_and_hooks_hear_of_each_once() -> None:
+    torch.manual_seed(0)
+    came: list[list[str]] = []
+    for split in (False, True):
+        model, x = Block(0.0), torch.randn(3, 4, WIDTH, requires_grad=True)
+        came.append(heard := [])
+        for n, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, n=n, heard=heard: heard.append(n))
+        made = model(x)
+        if split:
+            halves = Halves(made, x, model.parameters())
+            halves.of_input(torch.ones_like(made))
+            assert not heard
+            halves.of_params()
+        else:
+            made.sum().backward()
+    assert Counter(came[0]) == Counter(came[1]) and set(Counter(came[1]).values()) == {1}
+
+
+class Counting(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_of_matrices_is_computed_twice() -> None:
+    model, x = MODELS["layers"](), torch.randn(3, 4, WIDTH, requires_grad=True)
+    counts = []
+    for split in (False, True):
+        made = model(x)
+        with Counting() as counting:
+            if split:
+                halves = Halves(made, x, model.parameters())
+                halves.of_input(torch.ones_like(made))
+                first = counting.products
+                halves.of_params()
+            else:
+                made.backward(torch.ones_like(made))
+        counts.append(counting.products)
+    assert counts == [4, 4] and first == 2
+
+
+def test_halves_in_the_wrong_order_are_refused() -> None:
+    model = deep()
+    piece = Piece(model, [tuple(model)], 0, 1)
+    with pytest.raises(StrategyError, match="backward of micro-batch 0 was asked for before its forward"):
+        piece.inputs(1.0, 0)
+    with pytest.raises(StrategyError, match="second half of micro-batch 0's backward was asked for before its first"):
+        piece.weights(0)
+
+
+def test_with_slices_it_is_refused_in_words() -> None:
+    with pytest.raises(KnobError, match=r"schedule=ZeroBubble: ranks that compute a stage together .* of=Whole"):
+        Experiment(ranks=4, partition=Pipeline(schedule=ZeroBubble(), of=Tensor())).checked()
+
+
+@pytest.mark.ranks
+def test_a_stage_keeps_what_its_second_halves_still_want() -> None:
+    """Engine and simulator say the same of every category. With sizes only the peak lacks what nodes without parameters
+    keep while gradients come: they are freed with the last of their graph, and a whole backward frees them on its way.
+    """
+    task = ByteGPT(layers=6, width=32, context=16, heads=2)
+    way = Pipeline(stages=4, micros=8, schedule=ZeroBubble())
+    e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
+    ours = run(e)
+    simulated = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
+    for rank, session in enumerate(ours):
+        here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
+        each = [rows[rows.rank == rank] for rows in simulated]
+        real, sizes = ({n: v for n, v in zip(rows.name, rows.value, strict=True) if n.startswith("memory ")}
+                       for rows in each)  # fmt: skip
+        assert here == real
+        assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.1)
+        assert sizes == real
+

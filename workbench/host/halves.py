@@ -1,0 +1,108 @@
+"""A backward in two halves: the gradient of what went in, and later those of the parameters.
+
+Autograd computes only what it is asked for, so the first half is a backward to the input alone. On its way it notes the
+gradient that comes to each node from which a parameter hangs; the second half goes on from there, node by node, and
+computes nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+class Halves:
+    """The backward of `made`, which is to give the gradients of `x` first and of `params` later."""
+
+    def __init__(self, made: Tensor, x: Tensor, params: Iterable[nn.Parameter]) -> None:
+        self._made, self._x = made, x
+        self._params = [p for p in params if p.requires_grad]
+        self._came: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._grad: Tensor | None = None
+        self._hanging = _hanging(made, x, self._params)
+
+    def of_input(self, grad: Tensor) -> Tensor | None:
+        """The gradient of `x`, where that of `made` is `grad`; None where it has none."""
+        self._grad = grad
+        hooks = [node.register_prehook(partial(self._note, node)) for node in self._hanging or ()]
+        try:
+            (found,) = torch.autograd.grad(self._made, self._x, grad, retain_graph=True, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def of_params(self) -> None:
+        """Adds the gradients of the parameters to what they have."""
+        if self._hanging is None:  # a parameter is used again by what comes of itself
+            if self._params:
+                self._made.backward(self._grad, inputs=self._params)
+            return
+        for node, params in self._hanging.items():
+            grads = self._came.pop(node, ())
+            edges = [(GradientEdge(node, k), grad) for k, grad in enumerate(grads) if grad is not None]
+            if edges:
+                torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
+        beside = [p for p in self._params if not any(p is q for some in self._hanging.values() for q in some)]
+        if beside:  # what the input has no part in
+            self._made.backward(self._grad, inputs=beside)
+
+    def _note(self, node: Node, grads: Sequence[Tensor | None]) -> None:
+        self._came[node] = tuple(grads)
+
+
+def _hanging(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, list[nn.Parameter]] | None:
+    """By node on the way from `made` to `x` the parameters that hang from it beside that way, the last one first.
+
+    None where one hangs from two of which one comes of the other: gradients would be counted twice.
+    """
+    root, end = made.grad_fn, get_gradient_edge(x).node
+    leaf = {get_gradient_edge(p).node: p for p in params}
+    order = _sorted(root)
+    on_way = {end}
+    for node in reversed(order):
+        if any(after in on_way for after, _ in node.next_functions):
+            on_way.add(node)
+    found: dict[Node, list[nn.Parameter]] = {}
+    seen: dict[nn.Parameter, int] = defaultdict(int)
+    for node in order:
+        if node not in on_way or node is end:
+            continue
+        todo, mine, known = [after for after, _ in node.next_functions if after not in on_way], [], set[Any]()
+        while todo:
+            one = todo.pop()
+            if one is None or one in known:
+                continue
+            known.add(one)
+            if one in leaf:
+                mine.append(leaf[one])
+            todo += [after for after, _ in one.next_functions]
+        for p in mine:
+            seen[p] += 1
+        if mine:
+            found[node] = mine
+    return None if any(count > 1 for count in seen.values()) else found
+
+
+def _sorted(root: Node | None) -> list[Node]:
+    """All nodes that can be reached, each before those it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    todo: list[tuple[Node | None, bool]] = [(root, False)]
+    while todo:
+        node, left = todo.pop()
+        if node is None or (node in seen and not left):
+            continue
+        if left:
+            order.append(node)
+            continue
+        seen.add(node)
+        todo.append((node, True))
+        todo += [(after, False) for after, _ in node.next_functions if after not in seen]
+    return order[::-1]
