@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from workbench.experiment import Experiment
 from workbench.host.sliced import numel_of
 from workbench.settings import KnobError
-from workbench.tasks import Learner, TaskError
+from workbench.tasks import Learner, TaskError, decoder_parts
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
             raise KnobError(f"partition=Pipeline: {error}") from error
     if isinstance(model, nn.Sequential):
         return list(model)
+    if (found := decoder_parts(model)) is not None:
+        return found
     raise KnobError(
         f"partition=Pipeline: a {type(model).__name__} does not say where it may be cut; make the model a Sequential, "
         f"or give the task `parts`: model -> a list of Modules that compute, one after the other, what the model does"

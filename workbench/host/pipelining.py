@@ -82,10 +82,37 @@ async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: 
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
-        return await received(rank, last, "answer")
+        return await _answered(rank, last)
     for other in range(last):
-        await rank.send(x, other, "answer")
+        await _answer(rank, x, other)
     return x
+
+
+class Answer(dict[str, Any]):
+    """What a model has answered that returns several tensors by name, as those of transformers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the model's answer has {', '.join(self) or 'nothing'} and no {name}")
+        return self[name]
+
+
+async def _answer(rank: Rank, x: Any, to: int) -> None:
+    """Sends what the model answers: a tensor, or several by name."""
+    named = {"": x} if isinstance(x, Tensor) else {k: v for k, v in dict(x).items() if isinstance(v, Tensor)}
+    like = next(iter(named.values()))
+    names = torch.tensor(list("\n".join(named).encode()), dtype=torch.uint8, device=like.device)
+    await rank.send(names, to, "names of the answer")
+    for name, tensor in named.items():
+        await rank.send(tensor, to, f"answer {name}".rstrip())
+
+
+async def _answered(rank: Rank, source: int) -> Any:
+    said = await received(rank, source, "names of the answer")
+    if not said.numel():
+        return await received(rank, source, "answer")
+    names = bytes(said.tolist()).decode().split("\n")
+    return Answer({name: await received(rank, source, f"answer {name}") for name in names})
 
 
 def pass_name(phase: str, micro: int, chunk: int, pieces: int) -> str:

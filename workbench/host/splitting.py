@@ -12,7 +12,7 @@ from torch import nn
 
 from workbench.host.sliced import numel_of, shape_of
 from workbench.settings import KnobError
-from workbench.tasks import Colwise, Learner, Plan, Rowwise, Scatter, Sequence, TaskError, Way, way_of
+from workbench.tasks import Colwise, Learner, Partial, Plan, Rowwise, Scatter, Sequence, TaskError, Way, way_of
 
 _ELEMENTWISE = (
     nn.Identity,
@@ -55,7 +55,7 @@ class Split:
     sliced:  by name, the parameters that are
     owners:  by name, which of the ranks keeps what belongs to a parameter that is whole
     share:   of the whole model's compute, what one rank does, as far as numbers of parameters tell
-    partial: parameters that are whole and see only a rank's own positions of a sequence; none without sequences
+    partial: parameters that are whole and see only a rank's own heads, or positions of a sequence
     """
 
     ways: int
@@ -93,7 +93,7 @@ def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False)
             "sequence=true: the plan does not say where positions are dealt out first; let it say Scatter() of the "
             "first block, Sequence() of norms and Colwise(gather=True) of the last layer, or take sequence=false"
         )
-    plan = every if sequence else {n: way for n, way in every.items() if isinstance(way, Colwise | Rowwise)}
+    plan = every if sequence else {n: w for n, w in every.items() if not isinstance(w, Scatter | Sequence)}
     modules, trained = dict(model.named_modules()), {n: p for n, p in model.named_parameters() if p.requires_grad}
     names = {id(p): name for name, p in model.named_parameters()}
     sliced: dict[str, Sliced] = {}
@@ -113,7 +113,7 @@ def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False)
                 )
     _require_alone(model, plan, sliced)
     whole = {name: numel_of(p) for name, p in trained.items() if name not in sliced}
-    partial = {names[id(p)] for name in plan for p in _partial(modules[name], plan[name])} if sequence else set()
+    partial = {names[id(p)] for name, way in plan.items() for p in _partial(modules[name], way, sequence)}
     share = _share(model, sliced, ways)
     return Split(ways, tuple(plan.items()), sliced, _owners(whole, ways), share, frozenset(partial & whole.keys()))
 
@@ -174,7 +174,7 @@ def _found(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Way]]:
 
 def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, Sliced]]:
     """The module's own parameters that are cut, by their short names, and how."""
-    if isinstance(way, Scatter | Sequence):
+    if isinstance(way, Scatter | Sequence | Partial):
         return
     if isinstance(module, nn.Embedding) and isinstance(way, Rowwise):
         if module.max_norm is not None or module.padding_idx is not None or module.sparse:
@@ -206,11 +206,11 @@ def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple
         yield "bias", Sliced((out,), each, len(each) - 1, 0)
 
 
-def _partial(module: nn.Module, way: Way) -> Iterator[nn.Parameter]:
-    """Of the module those that are whole and see a rank's own positions only."""
-    if isinstance(way, Sequence):
+def _partial(module: nn.Module, way: Way, sequence: bool) -> Iterator[nn.Parameter]:
+    """Of the module those that are whole and see a rank's own heads or positions only."""
+    if isinstance(way, Sequence | Partial):
         yield from module.parameters()
-    elif isinstance(way, Rowwise) and isinstance(module, nn.Linear) and module.bias is not None:
+    elif sequence and isinstance(way, Rowwise) and isinstance(module, nn.Linear) and module.bias is not None:
         yield module.bias
 
 

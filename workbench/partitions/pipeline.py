@@ -38,7 +38,7 @@ class Pipeline(Partition):
     between stages suit both.
 
     Layers are cut where they lie evenly by their numbers of parameters, embeddings not counted: a Sequential between
-    its children, any other model between the parts that its task names.
+    its children, decoders of transformers between their layers, any other model between the parts that its task names.
 
     When to use it: for a model that one rank cannot hold or compute, on links too slow to exchange all its gradients or
     parameters in each step.

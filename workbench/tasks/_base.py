@@ -29,7 +29,7 @@ class Learner:
     optimizer:  (params, lr) -> Optimizer; lr = 0 leaves the rates that the optimizer was made with
     evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None for none
     parts:      (model) -> Modules of its parameters, of which each takes what the one before returns, together what the
-                model computes; None: it can be cut if it is a Sequential
+                model computes; None: it can be cut if it is a Sequential, or a decoder of transformers
     split:      (model) -> by module name how it is dealt out over ranks that compute together: Colwise(), Rowwise();
                 None: as the model's own `_tp_plan` says, or where it is a Sequential
     """

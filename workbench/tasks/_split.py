@@ -32,6 +32,14 @@ class Rowwise:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Partial:
+    """Every rank has the module whole and computes its own heads or features with it: a norm of each head's queries.
+
+    Its parameters' gradients are parts of a sum, which is what DTensor calls partial: they are added up over the ranks.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sequence:
     """Under sequence parallelism the module computes each rank's own positions: a norm, or dropout, between layers.
 
@@ -50,7 +58,7 @@ class Scatter:
     """
 
 
-Way = Colwise | Rowwise | Sequence | Scatter
+Way = Colwise | Rowwise | Partial | Sequence | Scatter
 Plan = Mapping[str, "Way | str"]  # by the names of modules, of which `*` stands for one part: "blocks.*.up"
 
 # what transformers calls them in a model's `_tp_plan`
@@ -61,12 +69,13 @@ _SAID: dict[str, Way] = {
     "colwise_gather_output": Colwise(gather=True),
     "embedding_rowwise": Rowwise(),
     "vocab_parallel_rowwise": Rowwise(),
+    "replicated_with_grad_allreduce": Partial(),
     "sequence_parallel": Sequence(),
 }
 
 
 def way_of(said: object) -> Way | None:
     """What a plan says of a module, as a Way; None where it is none that is known."""
-    if isinstance(said, Colwise | Rowwise | Sequence | Scatter):
+    if isinstance(said, Way):
         return said
     return _SAID.get(said) if isinstance(said, str) else None

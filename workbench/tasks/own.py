@@ -30,7 +30,8 @@ class Task(TaskBase):
     optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is turned
     evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
     parts:      (model) -> a list of Modules, each taking what the one before returns, that together compute what the
-                model does and hold its very parameters: where a Pipeline may cut it; a Sequential needs none
+                model does and hold its very parameters: where a Pipeline may cut it; a Sequential needs none, nor
+                do decoders of transformers that are built as Llama is
     split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition deals out
                 layers, `*` standing for one part of a name; a model of transformers, and a Sequential, need none
 
