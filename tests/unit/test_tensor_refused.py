@@ -55,7 +55,7 @@ def frozen() -> nn.Module:
 
 def padded() -> nn.Module:
     model = Small()
-    model.words = nn.Embedding(32, 16, padding_idx=0)
+    model.words = nn.Embedding(32, 16, max_norm=1.0)
     return model
 
 
@@ -72,7 +72,7 @@ SLIPS: list[tuple[Any, Any, int, str]] = [
                                                                "otherwise"),
     (tied, {"head": Colwise(gather=True)}, 2, "is tied, and words needs it whole; deal that out along the same "),
     (frozen, PLAN, 2, "parameter blocks.1.up.weight is frozen"),
-    (padded, PLAN, 2, "words: an Embedding with max_norm, padding_idx or sparse gradients"),
+    (padded, PLAN, 2, "words: an Embedding with max_norm, scale_grad_by_freq or sparse gradients"),
     (lambda: ODD, None, 4, "ways=4: 0 has 6 outputs, and they cannot be dealt out to so many ranks evenly; take ways=2 "
                            "or 3 or 6"),
     (lambda: nn.Sequential(nn.Linear(4, 4)), None, 2, "nothing says how a Sequential without two Linears in a row"),

@@ -15,13 +15,10 @@ from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import pauses
-from workbench.host.batches import to_device
 from workbench.host.changes import in_step, take_role
-from workbench.host.cutting import cut
-from workbench.host.meetings import Plans, planned
-from workbench.host.meta import outline
+from workbench.host.meetings import Plans, plans_of
 from workbench.host.spread import Spread
-from workbench.host.together import slice_of
+from workbench.settings import KnobError
 
 
 class Turnable(Parts):
@@ -67,23 +64,20 @@ class Turnable(Parts):
         """Of the model these parameters lie here from now on."""
         self.host.forget_hooks()
         self.layout.take(self.model, names)
+        seed = drawn(self.experiment, self.rank.id, self.rank.step)
+        self.host.lie(spread, self._planned(spread), seed)
         if (spread and spread.split) or (self.spread and self.spread.split):
-            torch.manual_seed(drawn(self.experiment, self.rank.id, self.rank.step))
+            torch.manual_seed(seed)
         self.spread, self.twin = spread, None
-        self.host.lie(spread, self._planned(spread))
         self.mark_buckets()
 
     def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
         """By piece of the model when ranks that have slices meet; nothing where nobody can tell."""
         if spread is None or spread.split is None:
             return ()
-        e, learner = self.experiment, self.learner
         try:
-            part = slice_of(outline(learner), spread.split, 0)
-            stages = cut(e, part, learner) if spread.stages else None
-            batch = to_device(self.example(e), "meta")
-            return planned(part, learner, spread.split, batch, stages, e.partition.micro_batches)
-        except Exception:
+            return plans_of(self.experiment, self.learner, spread.split)
+        except KnobError:  # a pace is kept less finely then
             return ()
 
     def sharded(self, buckets: Any) -> None:

@@ -134,6 +134,7 @@ class Compute(Stage):
     def _update(self, bucket: Bucket | None, by: Callable[[], None] | None) -> None:
         self.before_update()
         self.at("update")
+        self.stale = True
         began = self.watch.now()
         if bucket is None:
             self.pace.begin("update", self.rank.step, self._share)
@@ -157,6 +158,7 @@ class Compute(Stage):
         self.layout.let_go()
 
     def _params(self) -> list[Bucket]:
+        self.stale = True
         return self.layout.params()
 
     def _grads(self) -> list[Bucket]:

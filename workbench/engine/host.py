@@ -159,9 +159,9 @@ class Host(Compute):
             raise Later
         return self._perform(op)
 
-    def lie(self, spread: Spread | None, plans: tuple[Plans, ...]) -> None:
+    def lie(self, spread: Spread | None, plans: tuple[Plans, ...], seed: int) -> None:
         """This rank computes its part from now on; the order of its gradients is to be learned anew."""
-        super().lie(spread, plans)
+        super().lie(spread, plans, seed)
         self._order = []
 
     def _learn_order(self) -> None:

@@ -31,14 +31,16 @@ class Joint(StepEnd):
     _plans: tuple[Plans, ...] = ()  # by piece of the model here, when ranks meet
     _plan: list[Planned]  # of the pass under way
     _met = 0  # meetings so far in it
+    stale = True  # may parameters have changed since all that have them were told?
+    _told = -1  # in which step they were
     _fresh = False  # is the next batch the first, of which nobody knows whether all read the same?
 
-    def deal(self, split: Split | None, index: int, plans: tuple[Plans, ...]) -> None:
+    def deal(self, split: Split | None, index: int, plans: tuple[Plans, ...], seed: int) -> None:
         """This rank has such slices from now on, or all of each matrix. plans: by piece, as far as is known"""
         if self.together is not None:
             self.together.undo()
-        self.together = None if split is None else Together(self.model, split, index, self._ask)
-        self._plans, self._plan, self._fresh = plans, [], True
+        self.together = None if split is None else Together(self.model, split, index, self._ask, seed=seed)
+        self._plans, self._plan, self._fresh, self.stale = plans, [], True, True
 
     def meet_before(self, batch: Any) -> None:
         """Before a batch: the ranks of a replica have the same of what lies on several of them, and read the same."""
@@ -46,11 +48,13 @@ class Joint(StepEnd):
             like = same_batch(self.rank.inside, batch, next(self.model.parameters()).device)
             drive(like, self._perform, self.alone)
         self._fresh = False
-        if self.together is not None:
+        if self.together is not None and (self.stale or self._told != self.rank.step):
             self.refresh(self.together)
+            self.stale, self._told = False, self.rank.step
 
     def refresh(self, together: Together) -> None:
         """What another rank of the group looks after is here as it is now."""
+        self.stale = True
         drive(refreshed(self.rank.group("tensor"), together.common), self._perform, self.alone)
 
     def begin_pass(self, phase: str, chunk: int = 0) -> None:

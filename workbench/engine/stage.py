@@ -43,8 +43,11 @@ class Stage(Joint):
     _left: list[int]  # by piece, the backwards still to come of this batch
     _exchanged = False
 
-    def lie(self, spread: Spread | None, plans: tuple[Plans, ...]) -> None:
-        """This rank computes its part from now on; the whole model where that is not spread."""
+    def lie(self, spread: Spread | None, plans: tuple[Plans, ...], seed: int) -> None:
+        """This rank computes its part from now on; the whole model where that is not spread.
+
+        seed: of random numbers that ranks with slices draw alike
+        """
         self.piece, self._share = None, 1.0
         here, index = spread.place(self.rank.id) if spread else (0, 0)
         dealt = spread.split.share if spread and spread.split else 1.0
@@ -53,7 +56,7 @@ class Stage(Joint):
             plans = plans[here :: len(stages)]
             self._share, self._shares = stages.share(here), tuple(s * dealt for s in stages.shares[here :: len(stages)])
         self._share *= dealt
-        self.deal(spread.split if spread else None, index, plans)
+        self.deal(spread.split if spread else None, index, plans, seed)
 
     def _through_stages(self, grad: float | None, micro: int, exchanged: bool) -> None:
         assert self.piece is not None

@@ -7,17 +7,22 @@ from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from workbench.experiment import Experiment
 from workbench.host.across import Meeting, parts_of
-from workbench.host.cutting import Stages
+from workbench.host.batches import example, to_device
+from workbench.host.cutting import Stages, cut
 from workbench.host.layout import Layout
+from workbench.host.meta import outline
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
-from workbench.host.together import computing
+from workbench.host.together import computing, slice_of
+from workbench.settings import KnobError
 from workbench.tasks import Learner
 
 
@@ -54,6 +59,31 @@ class Plans(NamedTuple):
     def ready(self, layout: Layout) -> list[float]:
         """By bucket, the share of a backward after which it is full and its turn has come."""
         return list(accumulate((max(self.come.get(p.name, 0.0) for p in b.parts) for b in layout.buckets), max))
+
+
+_PLANNED: WeakKeyDictionary[Learner, dict[Any, tuple[Plans, ...]]] = WeakKeyDictionary()
+
+
+def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]:
+    """By piece of the model when ranks meet that have such slices; found out once for all ranks of a process.
+
+    Raises KnobError in words where the model does not run on the meta device.
+    """
+    way, made = e.partition, _PLANNED.setdefault(learner, {})
+    key = split.ways, split.sequences, way.depth, way.pieces, way.micro_batches, e.batch
+    if key not in made:
+        with torch.random.fork_rng():
+            try:
+                part = slice_of(outline(learner), split, 0)
+                stages = cut(e, part, learner) if way.depth > 1 else None
+                batch = to_device(example(learner, e, "cpu"), "meta")
+                made[key] = planned(part, learner, split, batch, stages, way.micro_batches)
+            except Exception as error:
+                raise KnobError(
+                    f"partition={type(way).__name__}: when ranks meet in a pass cannot be told, for the model does not "
+                    f"run on the meta device ({error}); take a task whose model does, or train it on real ranks"
+                ) from error
+    return made[key]
 
 
 def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ from workbench.host.canonical import Disagreement
 from workbench.host.handover import averaged, kept_slots, summed
 from workbench.host.layout import Place
 from workbench.host.move import State, move
-from workbench.host.piece import micro_batches
 from workbench.host.plan import plan
 from workbench.host.sliced import numel_of, shape_of
 from workbench.host.slots import likes, put, slots
@@ -27,7 +27,7 @@ from workbench.host.spread import Spread, placed, spread_of
 from workbench.host.trying import check
 from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
-from workbench.tasks import TaskError, at_rate, rate
+from workbench.tasks import at_rate, rate
 
 OUTER = "outer"  # what an outer momentum is called among what moves
 
@@ -52,22 +52,36 @@ def able(run: Any, wanted: Experiment) -> None:
         raise KnobError(reason)
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
-        _try(run, wanted)
+        _require_tried(run, wanted)
     if moves(now, wanted):
         _ask_slots(run, wanted)
 
 
-def _try(run: Any, wanted: Experiment) -> None:
-    """One batch, whole and spread; where the model is not whole here, that the batch can be cut."""
-    batch, count = run.example(wanted), wanted.partition.micro_batches
-    spread = spread_of(wanted, run.model, run.learner)
-    assert spread is not None
-    if not run.spread and not any(isinstance(p, absent.Absent) for p in run.model.parameters()):
-        return check(run.model, run.learner, spread, batch, count)
-    try:
-        micro_batches(batch, count)
-    except TaskError as error:
-        raise KnobError(str(error)) from error
+_TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by a task's functions: why not, or ""
+
+
+def _require_tried(run: Any, wanted: Experiment) -> None:
+    """Tries one batch, whole and spread, once for each way to spread: on a model of its own, whatever lies here."""
+    way, made = wanted.partition, _TRIED.setdefault(run.learner, {})
+    key = way.dims(), way.pieces, way.sequences, way.micro_batches, wanted.batch, _sizes_only(run)
+    if key not in made:
+        made[key] = _tried(run, wanted)
+    if made[key]:
+        raise KnobError(made[key])
+
+
+def _tried(run: Any, wanted: Experiment) -> str:
+    batch, learner = run.example(wanted), run.learner
+    with torch.random.fork_rng():
+        torch.manual_seed(wanted.seed)
+        model = run.model if _sizes_only(run) else learner.model().to(run.layout.order[0].param.device).train()
+        try:
+            spread = spread_of(wanted, model, learner)
+            assert spread is not None
+            check(model, learner, spread, batch, wanted.partition.micro_batches)
+        except KnobError as error:
+            return str(error)
+    return ""
 
 
 def _ask_slots(run: Any, wanted: Experiment) -> None:

@@ -99,8 +99,12 @@ def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False)
     sliced: dict[str, Sliced] = {}
     for name, way in plan.items():
         for kind, made in _slices(name, modules[name], way, ways):
-            p = getattr(modules[name], kind)
-            full = names[id(p)]
+            full = names.get(id(getattr(modules[name], kind)), "")
+            if not full:
+                raise _refusal(
+                    f"{name} computes its {kind} from others (weight_norm, spectral_norm, pruning); leave it out of "
+                    f"the plan, or take that off"
+                )
             if full not in trained:
                 raise _refusal(
                     f"parameter {full} is frozen, and only what learns is dealt out; leave {name} out of the "
@@ -174,12 +178,17 @@ def _found(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Way]]:
 
 def _slices(name: str, module: nn.Module, way: Way, ways: int) -> Iterator[tuple[str, Sliced]]:
     """The module's own parameters that are cut, by their short names, and how."""
+    if isinstance(way, Sequence) and (odd := [m for m in module.modules() if hasattr(m, "running_mean")]):
+        raise _refusal(
+            f"{name}: a {type(odd[0]).__name__} takes statistics of a whole batch, of which a rank has some positions; "
+            f"take a LayerNorm, or sequence=false"
+        )
     if isinstance(way, Scatter | Sequence | Partial):
         return
-    if isinstance(module, nn.Embedding) and isinstance(way, Rowwise):
-        if module.max_norm is not None or module.padding_idx is not None or module.sparse:
+    if type(module) is nn.Embedding and isinstance(way, Rowwise):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise _refusal(
-                f"{name}: an Embedding with max_norm, padding_idx or sparse gradients cannot be dealt out by "
+                f"{name}: an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be dealt out by "
                 f"its rows; leave it out of the plan"
             )
         rows, width = shape_of(module.weight)

@@ -1,7 +1,8 @@
 """A model of which ranks have slices of each matrix, and compute it together: see across.py for what crosses.
 
-[Note: Whose random numbers] Where all ranks have the same, they draw the same, from torch's own generator, which is
-seeded alike on all of them. Where each has its own part it draws its own, from a seed that follows from what all would
+[Note: Whose random numbers] Where all ranks have the same, they draw the same, from torch's own generator, which every
+forward seeds alike on all of them, whatever was drawn since the last (noise for each parameter, of which ranks have
+unlike ones). Where each has its own part it draws its own, from a seed that follows from what all would
 have drawn next. A layer that is computed again for its backward begins where torch's generator stood then, so it draws
 again what it drew; and as that may end in the middle, whether a rank is inside or outside is told by the generator's
 seed, not remembered.
@@ -10,6 +11,7 @@ seed, not remembered.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,21 +46,26 @@ class Together:
 
     split: which slices; index: of which rank
     draws: are random numbers inside a pair of layers each rank's own?
+    seed:  of all random numbers in a forward, the same on all ranks of the group; each forward has its own
     """
 
-    def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True) -> None:
+    def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True, seed: int = 0) -> None:
         self.split, self.index = split, index
         self._ask, self._draws = ask, draws
+        self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
         self._outside: tuple[torch.Generator, Tensor] | None = None  # where it stood when it was last left
         self._own: dict[int, None] = {}  # seeds of numbers that are this rank's own, the last ones
         for name, module, way in self._modules:
             if isinstance(way, Colwise):
-                module.__dict__["forward"] = self._colwise(name, module, way.gather)  # found before the class's own
-            elif isinstance(way, Rowwise):
-                module.__dict__["forward"] = self._rowwise(name, module)
+                run: Any = partial(self._colwise, name, way.gather)
             elif isinstance(way, Scatter):
-                module.__dict__["forward"] = self._scatter(name, module)
+                run = partial(self._scatter, name)
+            elif isinstance(way, Rowwise):
+                run = partial(self._looked_up if isinstance(module, nn.Embedding) else self._rowwise, name)
+            else:
+                continue
+            module.__dict__["forward"] = _Forward(module, run)  # found before the class's own
         self.common = common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
         self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others]
@@ -75,6 +82,8 @@ class Together:
     @contextmanager
     def passing(self, x: Tensor | None) -> Iterator[None]:
         """Inside, a forward runs. x: what the stage before has made, of this rank's own positions it may be"""
+        self._passes += 1
+        torch.manual_seed((self._seed * ODD + self._passes) % 2**63)
         if x is not None and self.split.sequences:
             self.enter(x)
         try:
@@ -86,46 +95,36 @@ class Together:
         """The gradient of a parameter that sees each rank's own positions: that of all."""
         return self._ask(Meeting("sum", f"gradient {name}"), grad)
 
-    def _scatter(self, name: str, module: Any) -> Callable[..., Any]:
-        def forward(x: Tensor, *more: Any, **named: Any) -> Any:
-            own = taken(x, self._ask, name)
-            self.enter(own)
-            return type(module).forward(module, own, *more, **named)
+    def _scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
+        own = taken(x, self._ask, name)
+        self.enter(own)
+        return type(module).forward(module, own, *more, **named)
 
-        return forward
+    def _colwise(self, name: str, gathers: bool, module: Any, x: Tensor) -> Tensor:
+        if self.split.sequences:
+            y = linear_of_all(x, module, self._ask, name)
+        else:
+            y = F.linear(summed_back(x, self._ask, name), module.weight, module.bias)
+            self.enter(x)
+        if not gathers:
+            return y
+        self.leave()
+        return gathered(y, self._ask, name)
 
-    def _colwise(self, name: str, module: Any, gathers: bool) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            if self.split.sequences:
-                y = linear_of_all(x, module, self._ask, name)
-            else:
-                y = F.linear(summed_back(x, self._ask, name), module.weight, module.bias)
-                self.enter(x)
-            if not gathers:
-                return y
+    def _rowwise(self, name: str, module: Any, x: Tensor) -> Tensor:
+        if not self.split.sequences:
             self.leave()
-            return gathered(y, self._ask, name)
+        y = (scattered_ahead if self.split.sequences else summed_ahead)(F.linear(x, module.weight), self._ask, name)
+        return y if module.bias is None else y + module.bias.to(y.dtype)
 
-        return forward
-
-    def _rowwise(self, name: str, module: Any) -> Callable[[Tensor], Tensor]:
-        def looked_up(x: Tensor) -> Tensor:
-            return summed_ahead(self._looked_up(module, x), self._ask, name)
-
-        def forward(x: Tensor) -> Tensor:
-            if not self.split.sequences:
-                self.leave()
-            y = (scattered_ahead if self.split.sequences else summed_ahead)(F.linear(x, module.weight), self._ask, name)
-            return y if module.bias is None else y + module.bias
-
-        return looked_up if isinstance(module, nn.Embedding) else forward
-
-    def _looked_up(self, module: nn.Embedding, x: Tensor) -> Tensor:
-        """Rows that lie here; zeros for those that lie elsewhere."""
+    def _looked_up(self, name: str, module: Any, x: Tensor) -> Tensor:
+        """Rows that lie here, zeros for those that lie elsewhere; of all ranks together."""
         rows = module.weight.shape[0]
         own = x - self.index * rows
-        outside = (own < 0) | (own >= rows)
-        return F.embedding(own.masked_fill(outside, 0), module.weight).masked_fill(outside.unsqueeze(-1), 0.0)
+        elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # others are refused as ever
+        pad = module.padding_idx - self.index * rows if module.padding_idx is not None else -1
+        found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, pad if 0 <= pad < rows else None)
+        return summed_ahead(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._ask, name)
 
     def enter(self, x: Tensor) -> None:
         """From here on each rank draws numbers of its own: between a layer by columns and one by rows, and where it has
@@ -150,6 +149,20 @@ class Together:
             self._outside = None
 
 
+class _Forward:
+    """What a module computes in place of its class's own forward; its copy computes with the copy's weights."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module = module
+        self._run = run if "torch._dynamo" not in sys.modules else torch.compiler.disable(run)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self._run(self._module, *inputs, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(memo.get(id(self._module), self._module), self._run)
+
+
 def _dropped(param: nn.Parameter) -> None:
     """The gradient of a parameter that another rank looks after, and has the same of."""
     param.grad = None
@@ -168,30 +181,33 @@ async def refreshed(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
 
 
 async def _told(rank: Rank, by_owner: list[list[nn.Parameter]]) -> None:
-    """Parameters of one dtype, which all ranks of the group have, take their owners' values."""
-    n = max(sum(p.numel() for p in each) for each in by_owner)
+    """Parameters of one dtype, which all ranks of the group have, take their owners' values: each sends its own."""
+    counts = [sum(p.numel() for p in each) for each in by_owner]
     like = next(p for each in by_owner for p in each)
-    own = [p.detach().reshape(-1) for p in by_owner[rank.index]]
-    chunk = torch.cat([*own, like.new_zeros(n - sum(x.numel() for x in own))])
-    rows = await rank.all_gather(chunk.detach(), "parameters that all have")
-    if rows.is_meta:
+    own = torch.cat([p.detach().reshape(-1) for p in by_owner[rank.index]] or [like.detach().new_empty(0)])
+    others = [k for k in range(rank.size) if k != rank.index]
+    lengths = tuple(tuple(0 if i == j else n for j in range(rank.size)) for i, n in enumerate(counts))
+    rows = [own if k in others else own[:0] for k in range(rank.size)]
+    came = await rank.all_to_allv(rows, lengths, "parameters that all have")
+    if like.is_meta:
         return
     with torch.no_grad():
-        for row, each in zip(rows, by_owner, strict=True):
+        for k in others:
             at = 0
-            for p in each:
-                p.data.copy_(row[at : at + p.numel()].view(p.shape))
+            for p in by_owner[k]:
+                p.data.copy_(came[k][at : at + p.numel()].view(p.shape))
                 at += p.numel()
 
 
 def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
-    """A copy of a whole model that has the slices of rank `index`."""
-    part = copy.deepcopy(model)
+    """A copy of a whole model that has the slices of rank `index`; what is cut is never copied whole."""
+    known: dict[int, Any] = {}
     for name, made in split.sliced.items():
-        p = part.get_parameter(name)
+        p = model.get_parameter(name)
         own = p.data.view(made.view).chunk(split.ways, made.dim)[index]
-        lay(p, own.reshape(made.local(split.ways)).clone(), made.shape)
-    return part
+        known[id(p)] = mine = nn.Parameter(own.reshape(made.local(split.ways)).clone(), p.requires_grad)
+        lay(mine, mine.data, made.shape)
+    return copy.deepcopy(model, known)
 
 
 @contextmanager

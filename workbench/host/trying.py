@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,30 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.host.across import Ask
-from workbench.host.crew import together
 from workbench.host.cutting import Stages, instead, parts_of, through
 from workbench.host.piece import Piece, micro_batches
-from workbench.host.splitting import Split
 from workbench.host.spread import Spread
-from workbench.host.together import computing, slice_of
+from workbench.host.trying_slices import check_slices
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
-NEAR = 0.05  # of a gradient's length: so far that of slices may be, whose sums round otherwise; in half precision, too
-STIR = 0.02  # what is added to each parameter to see whether slices still agree
 FAR = 0.2  # of a batch's loss: so far the mean over its micro-batches may be, which hold unlike numbers of targets
 
 
 def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count: int) -> None:
-    """Raises KnobError in words where `model`, which is whole here, would not learn the same spread so.
+    """Raises KnobError in words where `model`, which is whole here and thrown away, would not learn the same spread so.
 
     count: of micro-batches
     """
     if spread.stages:
         _check_stages(model, learner, spread.stages, batch, count)
-    if spread.split:
-        _check_slices(model, learner, spread.split, batch)
+    if spread.split and not next(model.parameters()).is_meta:
+        check_slices(model, learner, spread.split, batch)
 
 
 def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count: int) -> None:
@@ -65,52 +59,6 @@ def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any
         )
     if not whole.is_meta:
         _compare(float(whole), float(pieces), [float(x) for x in means])
-
-
-def _check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
-    """All slices together have the gradients of the whole, also where the parameters are a little others."""
-    if next(model.parameters()).is_meta:
-        return
-    rng, twin = torch.Generator().manual_seed(0), copy.deepcopy(model).eval()
-    for p in twin.parameters():  # a layer that begins as zero would hide what those before it do
-        if p.is_floating_point():
-            p.data.add_(STIR * torch.randn(p.shape, generator=rng).to(p))
-
-    def learned(k: int, ask: Ask) -> dict[str, Tensor]:
-        """The gradients of rank k's slices, and of what it looks after."""
-        with computing(part := slice_of(twin, split, k), split, k, ask), torch.enable_grad():
-            learner.loss(part, batch).backward()
-        return {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
-
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            state = torch.get_rng_state()
-            twin.zero_grad()
-            learner.loss(twin, batch).backward()
-            torch.set_rng_state(state)
-            found = together([partial(learned, k) for k in range(split.ways)])
-    except Exception as error:
-        raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {error}") from error
-    whole = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    least = NEAR * float(torch.stack([grad.float().norm() for grad in whole.values()]).norm())
-    for name, grad in whole.items():
-        off = float((_joined(name, split, found, grad).float() - grad.float()).norm())
-        if off > NEAR * max(float(grad.float().norm()), least):
-            raise KnobError(
-                f"partition=Tensor: dealt out over {split.ways} ranks {name} would learn something else than in the "
-                f"whole model; let each Colwise be followed by the Rowwise that takes its outputs, with nothing "
-                f"between but what works feature by feature, or head by head (packed, together)"
-            )
-
-
-def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tensor) -> Tensor:
-    """The whole gradient of a parameter from those of its slices, or its owner's; zero where there is none."""
-    if name not in split.sliced:
-        return found[split.owners[name]].get(name, torch.zeros_like(like))
-    made = split.sliced[name]
-    view = [n // (split.ways if k == made.dim else 1) for k, n in enumerate(made.view)]
-    zero = like.new_zeros(made.local(split.ways))
-    return torch.cat([each.get(name, zero).reshape(view) for each in found], made.dim).view(made.shape)
 
 
 def _compare(whole: float, pieces: float, means: list[float]) -> None:

@@ -16,8 +16,9 @@ from workbench.host.batches import example
 from workbench.host.changes import in_step, take_role
 from workbench.host.handover import Cut
 from workbench.host.life import Life
+from workbench.host.meetings import plans_of
 from workbench.host.repartition import able
-from workbench.host.spread import Spread
+from workbench.host.spread import Spread, spread_of
 from workbench.rank import Op
 from workbench.settings import KnobError
 from workbench.sim.costs import Costs
@@ -60,6 +61,8 @@ class Turnable(Life):
         if reason := refused(wanted, self.world.costs, lambda: self.body.made(wanted)):
             raise KnobError(reason)
         able(self, wanted)
+        if wanted.partition.slices > 1 and (spread := spread_of(wanted, self.model, self.learner)) and spread.split:
+            plans_of(wanted, self.learner, spread.split)
         return wanted
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
@@ -92,10 +95,11 @@ class Turnable(Life):
 
     def relaid(self, names: set[str], spread: Spread | None) -> None:
         """Of the model these parameters lie here from now on."""
+        seed = drawn(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
-            self.body.reseed(drawn(self.experiment, self.rank.id, self.rank.step))
-        self.spread = spread
-        self.body.relaid(names, spread, self.rank.id, self.experiment)
+            self.body.reseed(seed)
+        self.spread, self.host.stale = spread, True
+        self.body.relaid(names, spread, self.rank.id, self.experiment, seed)
         if not self.world.real:
             self.body.go_on_with(self.body.made(self.experiment))
         self.mark_buckets()

@@ -98,6 +98,7 @@ class Compute(Stage):
 
     def _update(self, fiber: Fiber, op: Op) -> Any:
         bucket, by = op.args
+        self.stale = True
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
         if bucket is not None:
@@ -226,6 +227,7 @@ class Compute(Stage):
         return PARK
 
     def _params(self, fiber: Fiber, op: Op) -> Any:
+        self.stale = True
         return self.body.params()
 
     def _grads(self, fiber: Fiber, op: Op) -> Any:

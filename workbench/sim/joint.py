@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from workbench.host import crew
-from workbench.host.meetings import Planned
+from workbench.host.meetings import Planned, Plans, plans_of
 from workbench.host.pipelining import same_batch
 from workbench.host.together import refreshed
 from workbench.host.trial import Event
@@ -24,6 +24,7 @@ from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
 
 if TYPE_CHECKING:
+    from workbench.experiment import Experiment
     from workbench.sim.world import World
 
 
@@ -32,10 +33,19 @@ class Joint:
 
     world: World
     body: Any
+    experiment: Experiment
     rank: Rank
+    stale = True  # may parameters have changed since all that have them were told?
+    _told = -1  # in which step they were
     _passing: Callable[..., Pass]
     _next_full: Callable[..., Any]
     inner: Callable[..., Any]
+
+    @property
+    def _plans(self) -> tuple[Plans, ...]:
+        """By piece of the model here when ranks meet in a pass through it, of batches as they are now."""
+        stage, stages = self.body.stage
+        return plans_of(self.experiment, self.body.learner, self.body.split)[stage::stages]
 
     async def _meet_before(self, batch: Any) -> None:
         """Before a batch: the ranks of a replica read the same, and have the same of what lies on several of them."""
@@ -43,7 +53,8 @@ class Joint:
         if body.fresh and self.rank.mesh.inside:
             await same_batch(self.rank.inside, batch, body.layout.order[0].param.device)
         body.fresh = False
-        if body.split is not None:
+        if body.split is not None and (self.stale or self._told != self.rank.step):
+            self.stale, self._told = False, self.rank.step
             await refreshed(self.rank.group("tensor"), body.common)
 
     async def _joint_forward(self, fiber: Fiber, x: Any, micro: int) -> Any:
@@ -52,7 +63,7 @@ class Joint:
         batch = body.drawn(x)
         await self._meet_before(batch)
         loss = await self._jointly("forward", lambda: body.forward(batch, micro))
-        await self._gone_through(self._passing(fiber, "forward", []), body.plans[0].of("forward"))
+        await self._gone_through(self._passing(fiber, "forward", []), self._plans[0].of("forward"))
         return loss
 
     async def _joint_backward(self, fiber: Fiber, grad: Any, micro: int, exchanged: bool) -> Any:
@@ -61,21 +72,21 @@ class Joint:
         await self._jointly("backward", lambda: body.backward(grad, micro, exchanged))
         passing = self._passing(fiber, "backward", [])
         if not exchanged:
-            return await self._gone_through(passing, body.plans[0].of("backward"))
-        passing.events = _merged(body.plans[0].ready(body.layout), body.plans[0].of("backward"))
+            return await self._gone_through(passing, self._plans[0].of("backward"))
+        passing.events = _merged(self._plans[0].ready(body.layout), self._plans[0].of("backward"))
         fiber.passing = passing
         return await self._next_full(passing)
 
     async def _joint_stage(self, what: str, compute: Callable[[], Any], passing: Pass, chunk: int) -> Any:
         """A pass of all ranks of a stage through a piece of the model, which hands out no buckets."""
         made = await self._jointly(what, compute)
-        await self._gone_through(passing, self.body.plans[chunk].of(what.partition(" ")[0]))
+        await self._gone_through(passing, self._plans[chunk].of(what.partition(" ")[0]))
         return made
 
     async def _joint_last(self, fiber: Fiber, what: str, compute: Callable[[], Any], passing: Pass, chunk: int,
                           takes: Fiber) -> None:  # fmt: skip
         """The last backward of a batch, whose buckets `takes` gets; `fiber` goes on when all are handed out."""
-        plans = self.body.plans[chunk]
+        plans = self._plans[chunk]
         passing.then = fiber, await self._jointly(what, compute)
         passing.events = _merged(plans.ready(self.body.layout), plans.of("backward"))
         takes.passing = passing

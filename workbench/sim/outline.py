@@ -14,12 +14,12 @@ from torch import nn
 
 from workbench.experiment import Experiment
 from workbench.host import memory
-from workbench.host.batches import Batches, example
+from workbench.host.batches import Batches
 from workbench.host.cutting import Stages, cut, instead, through
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans, answer_like, planned
+from workbench.host.meetings import Plans, answer_like, plans_of
 from workbench.host.meta import outline
 from workbench.host.piece import micro_batches
 from workbench.host.splitting import Split
@@ -129,9 +129,8 @@ class Outline:
 
     def slice(self, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> SliceOutline:
         """What the rank at a place of a replica, a stage and one of its slices, has of the model."""
-        first = next((made for (lies, _), made in self._slices.items() if lies == spread), None)
         if (spread, place) not in self._slices:
-            self._slices[spread, place] = SliceOutline(self, names, spread, place, e, first)
+            self._slices[spread, place] = SliceOutline(self, names, spread, place, e)
         return self._slices[spread, place]
 
     def made(self, experiment: Experiment) -> Any:
@@ -198,7 +197,6 @@ class StageOutline(Outline):
 class SliceOutline(Outline):
     """What one rank has of a model whose matrices are dealt out, as sizes; shared by all ranks that have the same.
 
-    alike:  the same of another rank, which meets others when this one does
     stages: where this one's model is cut
     plans:  by piece of the model, when ranks meet
     common: the parameters that all ranks of a group have, by owner
@@ -206,14 +204,12 @@ class SliceOutline(Outline):
 
     plans: tuple[Plans, ...]
 
-    def __init__(self, whole: Outline, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment,
-                 alike: SliceOutline | None) -> None:  # fmt: skip
+    def __init__(self, whole: Outline, names: set[str], spread: Spread, place: tuple[int, int], e: Experiment) -> None:
         assert spread.split is not None
         self.learner, self.trial, self.split = whole.learner, whole.trial, spread.split
         self.model = slice_of(whole.model, self.split, 0)  # of its own, whose buckets are this rank's
         self.stages = cut(e, self.model, self.learner) if spread.stages else None
-        batch, count = example(self.learner, e, "meta"), e.partition.micro_batches
-        self.plans = alike.plans if alike else planned(self.model, self.learner, self.split, batch, self.stages, count)
+        self.plans = plans_of(e, self.learner, self.split)
         stage, index = place
         here = names | spread.followed(stage * self.split.ways + index, set(whole._names))
         self.common = common(self.model, self.split, here)

@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 from workbench.experiment import Experiment
 from workbench.host.across import Ask, Meeting
-from workbench.host.batches import Batches, example, to_device
-from workbench.host.cutting import cut
+from workbench.host.batches import Batches
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans, planned
-from workbench.host.meta import outline
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
-from workbench.host.together import Together, slice_of
+from workbench.host.together import Together
 from workbench.rank import StrategyError
 from workbench.sim.outline import Cut, ready
 from workbench.tasks import Learner
@@ -30,7 +27,7 @@ class Portion:
     """The part of Tensors that is spread.
 
     spread: how a replica lies on several ranks
-    piece:  the stage that this rank is; split: how matrices are dealt out; plans: and when ranks meet then
+    piece:  the stage that this rank is; split: how matrices are dealt out; stage: which one this rank is, of how many
     share:  of the model that this rank computes; shares: and of that, by piece
     fresh:  is the next batch the first since the model lies so?
     ask:    the others of a pass under way
@@ -46,7 +43,7 @@ class Portion:
     spread: Spread | None = None
     piece: Piece | None = None
     split: Split | None = None
-    plans: tuple[Plans, ...] = ()
+    stage = (0, 1)
     share = 1.0
     shares: tuple[float, ...] = (1.0,)
     fresh = False
@@ -63,7 +60,7 @@ class Portion:
         self._batches: dict[int, Any] = {}  # those that are to go through the stages, and the parts of one that does
         self._micros: list[Any] = []
 
-    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment) -> None:
+    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int) -> None:
         """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
         self.layout.take(self.model, names)
         self.spread = spread
@@ -76,17 +73,11 @@ class Portion:
         self.piece = Piece(self.model, stages.of(stage), stage, len(stages)) if stages else None
         self._together = None
         if self.split:
-            self._together = Together(self.model, self.split, index, self._ask)
+            self._together = Together(self.model, self.split, index, self._ask, seed=seed)
             self.share *= self.split.share
-            self.plans = self._planned(self.split, e)[stage :: len(stages) if stages else 1]
+            self.stage = stage, len(stages) if stages else 1
         self._arrival, self._learned, self.fresh = None, False, True
         self._cut()
-
-    def _planned(self, split: Split, e: Experiment) -> tuple[Plans, ...]:
-        """By piece of the model when ranks meet."""
-        part, batch = slice_of(outline(self.learner), split, 0), to_device(example(self.learner, e, "cpu"), "meta")
-        stages = cut(e, part, self.learner) if e.partition.depth > 1 else None
-        return planned(part, self.learner, split, batch, stages, e.partition.micro_batches)
 
     @property
     def common(self) -> Any:

@@ -17,7 +17,6 @@ from workbench.host import memory
 from workbench.host.canonical import prime
 from workbench.host.handover import Cut as Shards
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
@@ -47,7 +46,7 @@ class Sizes:
     share = 1.0  # of the model that this rank computes
     fresh = False  # is the next batch the first after a cut?
     split: Split | None = None  # how matrices are dealt out
-    plans: tuple[Plans, ...] = ()  # and when ranks meet then, by piece
+    stage = (0, 1)  # which stage this rank is, of how many
     common: Any = None  # parameters that all ranks of a group have, by owner
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
@@ -103,17 +102,17 @@ class Sizes:
 
     # -- where this rank is one stage --
 
-    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment) -> None:
+    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int) -> None:
         """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
         stage, index = spread.place(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
         self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
-        self._outline, self.plans = self._whole, ()
+        self._outline = self._whole
         if spread and self.split:
             self._outline = slices = self._whole.slice(names, spread, (stage, index), e)
             self.common, stages = slices.common, slices.stages
-            self.plans, self.share = slices.plans[stage :: len(stages) if stages else 1], self.share * self.split.share
+            self.stage, self.share = (stage, len(stages) if stages else 1), self.share * self.split.share
         if stages:
             self._outline = self._stage = self._outline.stage(names, stages, stage)
         self._learned = self.learning = self.roomy = False
