@@ -19,7 +19,7 @@ class Tensor(Partition):
     transformer's layer costs two all-reduces of its activations forward and two backward, whatever the model's size, so
     ranks that do it want the fastest links there are. What is not dealt out (norms, the biases behind an all-reduce)
     every rank has and computes alike. One rank of the t keeps its optimizer state and gives the others its new values
-    before a forward, so that strategies and codecs, which know nothing of it, cannot drive it apart.
+    before the next forward, so that strategies and codecs, which know nothing of it, cannot drive it apart.
 
     With `sequence` norms and dropout between layers compute each rank's own positions: an all-reduce becomes a
     reduce-scatter after one layer and an all-gather before the next, of as many bytes together. A rank keeps 1/t of
@@ -32,8 +32,8 @@ class Tensor(Partition):
     numbers of its own, elsewhere all draw the same. A layer that drops out inside a pair and is computed again by
     checkpointing draws the same numbers again.
 
-    When to use it: for layers that are too large for one rank, between chips that share a fast link; a Pipeline asks
-    less of it.
+    When to use it: for layers that are too large for one rank to train, between chips that share a fast link; a
+    Pipeline asks less of it. Each rank makes the whole model once, before it keeps its part.
 
     Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
     2019, https://arxiv.org/abs/1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
