@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.agree import memory_alike
 from tests.piped import deep
 from tests.ranks import run
 from tests.split import Block
-from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.host.halves import Halves
 from workbench.host.piece import Piece
@@ -144,6 +144,21 @@ def test_halves_in_the_wrong_order_are_refused() -> None:
         piece.weights(0)
 
 
+def test_a_stage_that_gives_no_gradient_is_refused_in_words() -> None:
+    """It is handed whole numbers, or lets nothing of what it is handed through."""
+    model = nn.Sequential(nn.Embedding(4, WIDTH), nn.Linear(WIDTH, 4))
+    for came, parts in ((torch.tensor([1, 2]), (model[0],)), (torch.randn(2, WIDTH), (Cut(), model[1]))):
+        piece = Piece(model, [parts], 1, 3)
+        made = piece.forward(lambda net, batch: net(batch), None, came, 0)
+        with pytest.raises(StrategyError, match="gives no gradient to what it is handed"):
+            piece.inputs(torch.ones_like(made), 0)
+
+
+class Cut(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+
 def test_with_slices_it_is_refused_in_words() -> None:
     with pytest.raises(KnobError, match=r"schedule=ZeroBubble: ranks that compute a stage together .* of=Whole"):
         Experiment(ranks=4, partition=Pipeline(schedule=ZeroBubble(), of=Tensor())).checked()
@@ -157,14 +172,5 @@ def test_a_stage_keeps_what_its_second_halves_still_want() -> None:
     task = ByteGPT(layers=6, width=32, context=16, heads=2)
     way = Pipeline(stages=4, micros=8, schedule=ZeroBubble())
     e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
-    ours = run(e)
-    simulated = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
-    for rank, session in enumerate(ours):
-        here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
-        each = [rows[rows.rank == rank] for rows in simulated]
-        real, sizes = ({n: v for n, v in zip(rows.name, rows.value, strict=True) if n.startswith("memory ")}
-                       for rows in each)  # fmt: skip
-        assert here == real
-        assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.1)
-        assert sizes == real
+    memory_alike(e, run(e), peak=0.1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
 from tests.piped import seen
 from tests.ranks import ended, live, run
 from tests.sim.insides import simulated
 from tests.split import CONTEXT, LAYERS, PLAN, ROWS, Small, alone, near, small, spread, texts, together
-from tests.unit.test_tensor import parts, sampled
+from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.optimizers import AdamW
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.ranks
 TASK = small(parts=parts)
 WAYS = [(2, Tensor(sequence=True)), (4, Tensor(sequence=True)), (3, Tensor(ways=3, sequence=True)),
         (4, Pipeline(micros=2, of=Tensor(sequence=True)))]  # fmt: skip
-COLUMNS = ["rank", "step", "lane", "name", "nbytes", "t0", "t1"]
 
 
 @pytest.mark.parametrize(("ranks", "way"), [WAYS[0], WAYS[1], WAYS[3]], ids=["2", "2 x 2", "in stages"])
@@ -46,12 +45,8 @@ def test_the_engine_and_both_simulations_agree(ranks: int, way: Partition) -> No
     sessions, real, sizes = run(e), simulate(e, real=True), simulate(e)
     for rank, s in enumerate(sessions):
         assert sampled(real, "loss", rank) == seen(s, "loss") and sampled(real, "held_out", rank) == seen(s, "held_out")
-        spans = real.timeline.spans.rows()
-        here = (spans.rank == rank) & spans.equal("lane", "comm")
-        sent = [getattr(spans, column)[here].tolist() for column in ("step", "name", "nbytes")]
-        assert Counter(s.record.comm()) == Counter(zip(*sent, strict=True))
-    one, other = (r.spans[COLUMNS].sort_values(COLUMNS).reset_index(drop=True) for r in (real, sizes))
-    assert one.equals(other)
+    crosses_alike(real, sessions)
+    spans_alike(real, sizes)
 
 
 def test_as_many_bytes_cross_as_without() -> None:
@@ -82,15 +77,7 @@ def test_a_rank_keeps_less_for_its_backward() -> None:
         way = Tensor(sequence=sequence)
         e = Experiment(task=task, ranks=2, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
         ours = run(e)
-        simulations = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
-        for rank, session in enumerate(ours):
-            here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
-            here_only = [rows[rows.rank == rank] for rows in simulations]
-            mine = [zip(rows.name, rows.value, strict=True) for rows in here_only]
-            real, sizes = ({name: value for name, value in each if name.startswith("memory ")} for each in mine)
-            assert here == real
-            assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.05)
-            assert sizes == real
+        memory_alike(e, ours)
         kept.append(seen(ours[0], "memory activations")[-1])
     positions, layers, norms = 8 * 16, 4, 9
     inputs, told = (4 * layers + 2) * positions * 32, 2 * norms * positions

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import piped
+from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
 from tests.ranks import ended, fitting, live, run, shipped
 from tests.sim.insides import simulated
 from tests.split import CONTEXT, LAYERS, ROWS, WIDTH, Small, alone, entropy, held_out, near, small, spread, together
@@ -116,11 +117,6 @@ def parts(model: nn.Module) -> list[nn.Module]:
     return [Before(model), *model.blocks, nn.Sequential(model.norm, model.head)]
 
 
-def sampled(record: Any, name: str, rank: int) -> list[float]:
-    rows = record.timeline.samples.rows()
-    return rows.value[rows.equal("name", name) & (rows.rank == rank)].tolist()
-
-
 def test_the_engine_and_the_simulator_agree() -> None:
     """To the bit, where only two add up; every byte under its name; with sizes only the same times, too."""
     e = spread(4, 9, eval_every=3, pace=4.0, partition=Tensor())
@@ -132,27 +128,15 @@ def test_the_engine_and_the_simulator_agree() -> None:
             assert sampled(real, name, rank)[:3] == seen(s, name)[:3]  # four replicas add up in another order after it
             assert sampled(real, name, rank) == pytest.approx(seen(s, name), rel=1e-5)
     for each in (real, sizes):
-        spans = each.timeline.spans.rows()
-        for rank, s in enumerate(sessions):
-            here = (spans.rank == rank) & spans.equal("lane", "comm")
-            sent = [getattr(spans, column)[here].tolist() for column in ("step", "name", "nbytes")]
-            assert Counter(s.record.comm()) == Counter(zip(*sent, strict=True))
-    columns = ["rank", "step", "lane", "name", "nbytes", "t0", "t1"]
-    assert real.spans[columns].equals(sizes.spans[columns])
+        crosses_alike(each, sessions)
+    spans_alike(real, sizes)
 
 
 def test_what_a_rank_holds_is_the_same_on_both_hosts() -> None:
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=2, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=Tensor())
     ours = run(e)
-    simulated = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
-    for rank, session in enumerate(ours):
-        here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
-        real, sizes = ({n: v for n, v in zip(rows.name[rows.rank == rank], rows.value[rows.rank == rank], strict=True)
-                        if n.startswith("memory ")} for rows in simulated)  # fmt: skip
-        assert here == real
-        assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.05)
-        assert sizes == real
+    memory_alike(e, ours)
 
 
 TWO = spread(4, partition=Tensor())

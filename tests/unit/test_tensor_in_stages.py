@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
 from tests.piped import seen
 from tests.ranks import fitting, run, shipped
 from tests.split import alone, near, small, spread, together
-from tests.unit.test_tensor import parts, sampled
+from tests.unit.test_tensor import parts
 from workbench import simulate
 from workbench.compressors import Cast, ErrorFeedback, TopK
 from workbench.experiment import Experiment, partitioned
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.ranks
 TASK = small(parts=parts)
 WAYS = [Pipeline(micros=2, of=Tensor()), Pipeline(micros=2, of=Tensor(), schedule=Interleaved(chunks=2)),
         Pipeline(micros=4, of=Tensor(), schedule=GPipe())]  # fmt: skip
-COLUMNS = ["rank", "step", "lane", "name", "nbytes", "t0", "t1"]
 
 
 def both(ranks: int, way: Partition, **rest: Any) -> Experiment:
@@ -50,12 +49,8 @@ def test_the_engine_and_both_simulations_agree_on_everything_that_crosses(way: P
     sessions, real, sizes = run(e), simulate(e, real=True), simulate(e)
     for rank, s in enumerate(sessions):
         assert sampled(real, "loss", rank) == seen(s, "loss") and sampled(real, "held_out", rank) == seen(s, "held_out")
-        spans = real.timeline.spans.rows()
-        here = (spans.rank == rank) & spans.equal("lane", "comm")
-        sent = [getattr(spans, column)[here].tolist() for column in ("step", "name", "nbytes")]
-        assert Counter(s.record.comm()) == Counter(zip(*sent, strict=True))
-    one, other = (r.spans[COLUMNS].sort_values(COLUMNS).reset_index(drop=True) for r in (real, sizes))
-    assert one.equals(other)
+    crosses_alike(real, sessions)
+    spans_alike(real, sizes)
 
 
 def test_eight_virtual_ranks_are_two_replicas_of_two_stages_of_two() -> None:
@@ -71,14 +66,7 @@ def test_what_a_rank_holds_is_the_same_on_both_hosts() -> None:
     way = Pipeline(micros=4, of=Tensor())
     e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
     ours = run(e)
-    simulated = [simulate(e, real=real).timeline.samples.rows() for real in (True, False)]
-    for rank, session in enumerate(ours):
-        here = {what: value for _, what, _, value in session.record.samples if what.startswith("memory ")}
-        real, sizes = ({n: v for n, v in zip(rows.name[rows.rank == rank], rows.value[rows.rank == rank], strict=True)
-                        if n.startswith("memory ")} for rows in simulated)  # fmt: skip
-        assert here == real
-        assert sizes.pop("memory peak") == pytest.approx(real.pop("memory peak"), rel=0.05)
-        assert sizes == real
+    memory_alike(e, ours)
 
 
 def test_it_is_switched_live_to_anything_and_back() -> None:

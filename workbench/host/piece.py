@@ -85,9 +85,11 @@ class Piece:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
         x = self._came.pop((micro, chunk), None)
-        if x is None or not made.requires_grad:  # nobody waits for anything
+        if x is None:  # nobody waits for anything
             self._halves[micro, chunk] = grad
-            return x
+            return None
+        if not (made.requires_grad and x.requires_grad):
+            return self._gradient(None, chunk)
         halves = self._halves[micro, chunk] = Halves(made, x, self.params(chunk))
         found = halves.of_input(grad)
         return self._gradient(found, chunk)
