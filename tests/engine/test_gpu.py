@@ -19,10 +19,14 @@ import torch
 from torch import nn
 
 from tests.ranks import experiment, live, mse, toy
+from tests.split import alone, near, small, spread, together
+from tests.unit.test_tensor import parts
 from tests.waiting import until
 from workbench.engine.session import Session
 from workbench.host.canonical import state_hash
-from workbench.optimizers import AdamW
+from workbench.optimizers import SGD, AdamW
+from workbench.partitions import Partition, Pipeline, Tensor
+from workbench.partitions.schedules import ZeroBubble
 from workbench.settings import Change
 from workbench.tasks import Task
 
@@ -68,18 +72,39 @@ def test_ranks_agree_over_nccl_through_live_switches() -> None:
     assert len({state_hash(s.layout) for s in sessions}) == 1
 
 
-SHARED_OUT = (Change(3, "strategy", "ZeRO2"), Change(6, "bucket_mb", 1.0), Change(9, "strategy", "ZeRO1"),
-              Change(11, "strategy", "ZeRO3"))  # fmt: skip
+SHARED_OUT = (Change(3, "strategy", "ZeRO2"), Change(6, "bucket_mb", 1.0), Change(9, "strategy", "ZeRO1"))
 
 
 @pytest.mark.parametrize("kind", ["gloo", pytest.param("nccl", marks=two_gpus)])
 def test_what_is_shared_out_trains_as_ddp_does(kind: str) -> None:
-    """A bucket's memory is given back while the lane's stream may still read it: what it holds must be safe."""
+    """A bucket's memory is given back while the lane's stream may still read it: what it holds must be safe.
+
+    A rank under ZeRO-3 waits for others inside of autograd, which has one thread for each GPU of a process: ranks that
+    are threads of one take a GPU each.
+    """
     e = {"task": toy(model=Deep), "steps": 19, "bucket_mb": 16.0, "optimizer": AdamW()}
-    ours, plain = on_gpu(2, kind, *SHARED_OUT, Change(17, "strategy", "DDP"), **e), on_gpu(2, kind, **e)
+    more = (Change(11, "strategy", "ZeRO3"),) if kind == "nccl" else ()
+    ours, plain = on_gpu(2, kind, *SHARED_OUT, *more, Change(17, "strategy", "DDP"), **e), on_gpu(2, kind, **e)
     for one, other in zip(ours, plain, strict=True):
         for x, y in zip(one.model.parameters(), other.model.parameters(), strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+SPREAD = [Pipeline(micros=2), Pipeline(micros=4, schedule=ZeroBubble()), Tensor(), Tensor(sequence=True)]
+
+
+@pytest.mark.parametrize("way", SPREAD, ids=["1F1B", "ZB-H1", "slices", "positions"])
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("nccl", marks=two_gpus)])
+def test_a_replica_on_several_ranks_learns_what_one_process_learns(way: Partition, kind: str) -> None:
+    """Also switched to live. Slices meet inside of autograd, so ranks that are threads take a GPU each."""
+    if kind == "gloo" and way.slices > 1:
+        pytest.skip("gpu: ranks of one process that compute together want two GPUs")
+    e = {"task": small(parts=parts), "steps": 6, "optimizer": SGD(momentum=0.0), "lr": 0.1}
+    want = alone(spread(2, partition=way), 1)
+    sessions = on_gpu(2, kind, partition=way, **e)
+    near({name: x.cpu() for name, x in together(sessions).items()}, want, 1e-4)
+    switched = on_gpu(2, kind, Change(3, "partition", way), **e)
+    assert not switched[0].record.noted("refused") and len(switched[0].record.noted("partition")) == 1
 
 
 def late(seconds: float) -> Any:
