@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import weight_norm
 
 from tests.piped import seen
@@ -174,7 +175,12 @@ def test_what_all_have_is_told_once_a_step_and_nothing_beside() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
-def test_a_compiled_model_is_dealt_out() -> None:
+def test_a_compiled_model_is_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch notes for the whole process whose DDP runs a forward, so ranks of another test, which are threads, may have
+    left theirs (the first to begin is the last to be put back).
+    """
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)
+
     def compiled() -> nn.Module:
         model = Small()
         model.compile(backend="eager")
