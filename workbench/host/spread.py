@@ -11,6 +11,7 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.host.cutting import Stages, cut
 from workbench.host.placement import Placement
+from workbench.host.slices import Slice
 from workbench.host.splitting import Split, split
 from workbench.partitions import Partition
 
@@ -83,33 +84,30 @@ def placed(named: tuple[tuple[str, int], ...], spread: Spread | None, size: int)
     sizes = dict(named)
     if spread is None:
         return Placement.whole(sizes, range(size))
-    wholes: dict[tuple[int, ...], dict[str, int]] = {}
-    found = Placement({}, {})
+    places = [spread.place(rank) for rank in range(size)]
+    cut = _slices(spread.split) if spread.split else {}
+    held: dict[int, dict[str, tuple[Slice, ...]]] = {rank: {} for rank in range(size)}
     for name, n in sizes.items():
         of = name.partition("/")[2] or name
-        ranks = tuple(_ranks(spread, of, size))
-        if spread.split and of in spread.split.sliced and n == sizes[of]:
-            found |= _sliced(spread, name, of, ranks)
-        else:
-            wholes.setdefault(ranks, {})[name] = n
-    for ranks, each in wholes.items():
-        found |= Placement.whole(each, ranks)
+        in_slices = of in cut and n == sizes[of]
+        for rank in _ranks(spread, of, places):
+            held[rank][name] = cut[of][places[rank][1]] if in_slices else (Slice(0, n),)
+    return Placement(sizes, held)
+
+
+def _slices(split: Split) -> dict[str, list[tuple[Slice, ...]]]:
+    """By parameter that is cut, each rank's slices of it."""
+    found: dict[str, list[tuple[Slice, ...]]] = {}
+    for dim in {made.dim for made in split.sliced.values()}:
+        views = {name: made.view for name, made in split.sliced.items() if made.dim == dim}
+        dealt = Placement.split(views, range(split.ways), dim)
+        found |= {name: [dealt.at(index)[name] for index in range(split.ways)] for name in views}
     return found
 
 
-def _ranks(spread: Spread, of: str, size: int) -> list[int]:
-    """Who has anything of the parameter or buffer `of`."""
+def _ranks(spread: Spread, of: str, places: list[tuple[int, int]]) -> list[int]:
+    """Who has anything of the parameter or buffer `of`, given each rank's stage and slice."""
     stages, split = spread.stages, spread.split
     stage = next((k for k, names in enumerate(stages.names) if of in names), None) if stages else None
     owner = split.owners.get(of) if split else None
-    places = [spread.place(rank) for rank in range(size)]
     return [r for r, (s, k) in enumerate(places) if stage in (None, s) and owner in (None, k)]
-
-
-def _sliced(spread: Spread, name: str, of: str, ranks: tuple[int, ...]) -> Placement:
-    assert spread.split is not None
-    ways = spread.split.ways
-    made = spread.split.sliced[of]
-    first = Placement.split({name: made.view}, ranks[:ways], made.dim)
-    return first.copied({rank: [r for r in ranks if spread.place(r)[1] == k] for k, rank in enumerate(ranks[:ways])})
-

@@ -91,6 +91,7 @@ class Outline:
         self._cuts: dict[tuple[float, bool], Cut] = {}
         self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[int, Kept | None]()
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
+        self._kept_by: dict[Any, dict[int, Kept | None]] = {}  # by spread and stage, alike on all ranks of the stage
         self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
 
     def kept(self, batch: int) -> Kept | None:
@@ -116,6 +117,10 @@ class Outline:
                 "optimizer state": kept,
             }
         return self._standing[key]
+
+    def kept_by(self, stage: int) -> dict[int, Kept | None]:
+        """By batch, what is known that one stage of this keeps."""
+        return {}
 
     def followed(self) -> list[torch.Tensor]:
         """Parameters that are here and another rank's to train."""
@@ -172,7 +177,7 @@ class StageOutline(Outline):
         self.there = [n for n in self._names if id(self.model.get_parameter(n)) not in first]
         self.arrival = self.there + [n for n in whole.arrival if n in names and n not in set(self.there)]
         self._ranks, self._seed = whole._ranks, whole._seed
-        self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}
+        self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, whole.kept_by(stage)
         self._crossing: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def followed(self) -> list[torch.Tensor]:
@@ -218,7 +223,12 @@ class SliceOutline(Outline):
         self._names = [n for n in whole._names if n in names]
         self.arrival = [n for n in (*came, *(n for n in self._names if n not in came)) if n in names]
         self._ranks, self._seed = whole._ranks, whole._seed
-        self._stages, self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, {}, {}
+        self._stages, self._made, self._cuts, self._standing, self.alike = {}, {}, {}, {}, {}
+        self._kept_by, self._spread = whole._kept_by, spread
+        self._kept = self.kept_by(-1)
+
+    def kept_by(self, stage: int) -> dict[int, Kept | None]:
+        return self._kept_by.setdefault((self._spread, stage), {})
 
     def followed(self) -> list[torch.Tensor]:
         return list(self._followed)
