@@ -11,11 +11,13 @@ from tests.ranks import fitting, shipped
 from tests.sim.virtual import paced, rows, same, samples
 from tests.thinned import thinned
 from workbench import simulate
-from workbench.fabric import Noisy
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Noisy, Slow
 from workbench.host.canonical import state_hash
 from workbench.settings import Change
 from workbench.sim.session import Session
-from workbench.strategies import Strategy
+from workbench.strategies import DDP, AsyncModelAverage, AsyncServer, LocalSGD, Strategy
+from workbench.tasks import Digits
 
 pytestmark = pytest.mark.ranks
 
@@ -68,3 +70,13 @@ def _held_out(run: object) -> tuple[list[int], list[float]]:
     found = run.timeline.samples.rows()  # type: ignore[attr-defined]
     found = found[found.equal("name", "held_out")]
     return found.step.tolist(), found.value.tolist()
+
+
+@pytest.mark.parametrize("strategy", [AsyncModelAverage(every_ms=500.0, warmup=0), AsyncServer()], ids=str)
+def test_ranks_that_come_together_late_make_all_changes_that_they_have_passed(strategy: Strategy) -> None:
+    """Rank 0 calls in its step 5, when the others have made their last already."""
+    slow = Fabric(faults=(Slow(rank=0, factor=20.0),))
+    e = Experiment(task=Digits(), strategy=strategy, ranks=3, steps=25, pace=2.0, eval_every=0, fabric=slow)
+    changes = [Change(5, "strategy", DDP()), Change(21, "bucket_mb", 0.05), Change(24, "strategy", LocalSGD())]
+    made = [detail["path"] for _, _, detail in simulate(e, changes=changes).details("change")]
+    assert made == ["strategy", "bucket_mb", "strategy"]

@@ -98,6 +98,8 @@ class Life(ABC):
         taken, self.planned = self.planned[:due], self.planned[due:]
         for change in taken:
             await self.obey(change)
+        while self.due and not self.apart:  # ranks that came together later than that have passed these steps
+            await self.obey(self.planned.pop(0))
         await self.listen(apart)
         if apart or self.apart:
             self.go_on()
