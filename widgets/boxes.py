@@ -57,11 +57,13 @@ KINDS = (
     Kind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
     Kind("measuring", "sent to evaluate, or to measure compression", 0.0, 0.30, BROWN, "x"),
     Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
+    Kind("offload", "to or from host or disk", 0.43, 0.49, BROWN, listed=False),
+    Kind("stepped", "update on the host", 0.43, 0.49, theme.GREEN, listed=False),
 )
-SENDING = ("transfer", "odd", "measuring", "port")  # the kinds of boxes that bytes belong to
+SENDING = ("transfer", "odd", "measuring", "port", "offload")  # the kinds of boxes that bytes belong to
 _NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
 _LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port",
-          "measuring": "measuring"}  # fmt: skip
+          "measuring": "measuring", "offload": "offload"}  # fmt: skip
 
 
 class Boxes(NamedTuple):
@@ -113,6 +115,7 @@ def _kinds(rows: Rows) -> np.ndarray:
     out[compute] = _NUMBER["forward"]
     for name in ("backward", "update"):
         out[compute & rows.phase(name)] = _NUMBER[name]
+    out[(out == _NUMBER["offload"]) & rows.phase("update")] = _NUMBER["stepped"]
     names = rows.coded("name")
     odd = np.array([_odd(text) for text in names.words.texts], bool)
     out[comm] = np.where(odd[names.codes[comm]], _NUMBER["odd"], _NUMBER["transfer"])

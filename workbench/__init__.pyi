@@ -105,6 +105,8 @@ from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 from workbench.strategies.zero_1 import ZeRO1 as ZeRO1
 from workbench.strategies.zero_2 import ZeRO2 as ZeRO2
 from workbench.strategies.zero_3 import ZeRO3 as ZeRO3
+from workbench.strategies.zero_infinity import ZeROInfinity as ZeROInfinity
+from workbench.strategies.zero_offload import ZeROOffload as ZeROOffload
 from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
 from workbench.tasks.click_through import ClickThrough as ClickThrough
 from workbench.tasks.criteo_tsv import CriteoTSV as CriteoTSV

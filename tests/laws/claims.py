@@ -65,12 +65,16 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("SelSync", "inject_ranks"): ({}, 0.5),  # 3 is no share
     ("SelSync", "inject_share"): ({"inject_ranks": 0.5}, 1.0),
     ("StochasticGradientPush", "edges"): ({}, "0>1 1>2 2>3 3>0"),
+    ("ZeROOffload", "delayed"): ({"delay_from": 0}, True),
+    ("ZeROOffload", "delay_from"): ({"delayed": True, "delay_from": 0}, 9),
 }
 
 # knobs that change only when things are done and what memory that takes, and the test that shows it
 WHEN = {
     **{(name, "outstanding"): "tests/unit/test_zero.py" for name in ("ZeRO1", "ZeRO2", "ZeRO3", "HSDP", "HpZ")},
     **{(name, "prefetch"): "tests/unit/test_zero_3.py" for name in ("ZeRO3", "HSDP", "HpZ")},
+    **{(name, "outstanding"): "tests/unit/test_offload.py" for name in ("ZeROOffload", "ZeROInfinity")},
+    **{("ZeROInfinity", knob): "tests/unit/test_offload.py" for knob in ("prefetch", "on")},
     ("HpZ", "group"): "tests/unit/test_hsdp.py",  # a model as small as the laws' stays whole from forward to backward
 }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
 
 # from top to bottom
-LANES = ("step", "compute", "wait", "comm", "port", "codec", "measuring", "ticket", "eval", "switch")
+LANES = ("step", "compute", "wait", "comm", "port", "codec", "measuring", "offload", "ticket", "eval", "switch")
 _FIELDS = {
     "task": "tasks", "strategy": "strategies", "partition": "partitions", "compressor": "compressors",
     "fabric": "fabric", "optimizer": "optimizers",

@@ -34,7 +34,8 @@ class Turnable(Parts):
     def choose_lane(self) -> None:
         """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
         alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators were under way at a time
-        self.lane.eager = self.rank.compressor.immediate and not self.port.active and alone
+        quick = self.rank.compressor.immediate and not self.port.active and not self.experiment.strategy.offloads
+        self.lane.eager = quick and alone
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer = self.host.optimizer = optimizer
@@ -140,8 +141,6 @@ class Turnable(Parts):
             if self.tickets.asked:
                 self.pocket = self.tickets.take()
             order = self._first_of_replicas(order)
-        if (strategy := self.experiment.strategy).in_flight:
-            self.host.drive(strategy.drain(self.rank.replicas, self.state))
         self.host.forget_hooks()
         self.shared.relay(lambda: self.layout.reorder([self.layout.order[i].name for i in order.tolist()]))
         self.mark_buckets()

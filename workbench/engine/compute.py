@@ -21,7 +21,7 @@ from workbench.rank import Bucket, Op, StrategyError
 
 # what may be asked for inside of torch, while a forward or a backward runs
 INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
-          "sample", "params", "clock", "send", "recv", "hold"}  # fmt: skip
+          "sample", "params", "clock", "send", "recv", "hold", "offload", "fetch"}  # fmt: skip
 
 
 class Compute(Stage):
@@ -33,6 +33,7 @@ class Compute(Stage):
     optimizer: Any
     ledger: Any = None  # its session's
     reading: Any = None  # its session's
+    away: Any = None  # its session's
     _hooks: GradientHooks
     _open: dict[int, Tensor]  # losses whose backward has not been asked for, by micro-batch
     _perform: Callable[[Op], Any]
@@ -131,10 +132,22 @@ class Compute(Stage):
         self.ledger.hold(self.layout.held)
         return held
 
-    def _update(self, bucket: Bucket | None, by: Callable[[], None] | None) -> None:
+    def _moved(self, op: Op) -> Any:
+        """To or from where a strategy keeps what it keeps away."""
+        self.at(op.verb, waits=True)
+        began, asked = self.clock.now(), self.watch.now()
+        value = self.away.perform(op, self.rank.step, None)
+        waited, ended = self.clock.now() - began, self.watch.now()
+        self.pace.put_off(waited)
+        self.stood(asked, ended, waited)
+        return value
+
+    def _update(self, bucket: Bucket | None, by: Callable[[], None] | None, on: str) -> None:
         self.before_update()
         self.at("update")
         self.stale = True
+        if on == "host":
+            return self._moved(Op("update", bucket, by, on))
         began = self.watch.now()
         if bucket is None:
             self.pace.begin("update", self.rank.step, self._share)

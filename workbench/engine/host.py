@@ -27,6 +27,7 @@ from workbench.engine.watch import Watch
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
 from workbench.host.meetings import Plans
+from workbench.host.offload import LANES
 from workbench.host.spread import Spread
 from workbench.partitions import Whole
 from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message_name
@@ -107,6 +108,8 @@ class Host(Compute):
         return value
 
     def _do(self, op: Op) -> Any:
+        if op.verb in ("offload", "fetch"):
+            return self._moved(op)
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
@@ -190,7 +193,8 @@ class Host(Compute):
                group: Group | None = None) -> Handle:
         if priority:
             raise StrategyError("the engine runs children in the order of their start: priority=0, or simulate")
-        self.met = self.met or group is None or group == self.rank.replicas.within or len(group) == self.rank.size
+        everyone = group is None or group == self.rank.replicas.within or len(group) == self.rank.size
+        self.met = self.met or (everyone and lane not in LANES)
         return self.lanes.start(child, name, lane)
 
     def _wait(self, handle: Handle) -> Any:

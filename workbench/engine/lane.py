@@ -34,8 +34,8 @@ from workbench.rank import Group, Handle, Op, StrategyError, collective
 class Job:
     """A child under way: its coroutine, its result, and when what happened."""
 
-    __slots__ = ("after", "asked", "began", "child", "done", "error", "event", "flight", "held", "measures", "name",
-                 "number", "resumed", "step", "value")
+    __slots__ = ("after", "asked", "began", "by", "child", "done", "error", "event", "flight", "held", "measures",
+                 "name", "number", "resumed", "step", "value")
 
     def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: Any, done: threading.Event | None,
                  step: int, number: int) -> None:
@@ -47,6 +47,7 @@ class Job:
         self.flight: Flight | None = None
         self.resumed = self.began = asked  # when it last got an answer, and when it began to work on it
         self.measures = False  # was what it asked for last a part of measuring?
+        self.by: Any = None  # an optimizer's settings when it was started
         self.after: Any = None  # on a GPU: the event after which it may begin,
         self.event: Any = None  # the one after which it is over,
         self.held: Any = None  # and what it was given, kept until then
@@ -87,6 +88,9 @@ class Lane(Verbs):
         self.take: Callable[[Job, Op], None] = lambda job, op: None  # a child asks for a collective,
         # and is over, with a value that is kept until it is waited for: what it held meanwhile is counted
         self.give: Callable[[Job, Any], None] = lambda job, value: None
+        self.beside: dict[str, Callable[[Op, Job], Any]] = {}  # performs what a child asks for and no wire carries
+        self.settings: Callable[[], Any] = lambda: None
+        self.wireless = False  # do its children ask for no collective?
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = ""
@@ -103,11 +107,12 @@ class Lane(Verbs):
 
     def start(self, child: Coroutine[Op, Any, Any], name: str) -> Handle:
         handle = Handle(name, self.name)
-        here = self.eager or self.size == 1
+        here = (self.eager or self.size == 1) and not self.wireless
         self.started += 1
         self.before(self.started)
         done = None if here else threading.Event()
         job = handle._state = Job(child, name, self.now(), done, self.step, self.started)
+        job.by = self.settings()
         if self.chip.runs_ahead:
             self._keep(job)
         if here:
@@ -202,6 +207,11 @@ class Lane(Verbs):
 
         def perform(op: Op) -> Any:
             self._codec(job)
+            if op.verb in self.beside:
+                job.measures = op.measures
+                value = self.beside[op.verb](op, job)
+                job.resumed = job.began = self.now()
+                return value
             flight = self._issue(op, job)
             if not finish and flight is not None:
                 job.flight = flight

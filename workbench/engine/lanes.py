@@ -37,9 +37,9 @@ class Lanes:
     def start(self, child: Coroutine[Op, Any, Any], name: str, lane: str) -> Handle:
         if lane == self.first.name:
             return self.first.start(child, name)
-        self.aside = True
         if lane not in self._lanes:
             self._lanes[lane] = self.open(lane)
+        self.aside = self.aside or not self._lanes[lane].wireless
         self._lanes[lane].step = self.first.step
         return self._lanes[lane].start(child, name)
 

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from workbench.engine import shared
+from workbench.engine.away import Away
 from workbench.engine.canonical import broadcast_model, check_model
 from workbench.engine.collectives import Aborted
 from workbench.engine.device import chip
 from workbench.engine.host import Host
-from workbench.engine.lane import Lane
+from workbench.engine.lane import Job, Lane
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.meeting import Meeting
 from workbench.engine.peers import Peers
@@ -31,12 +32,13 @@ from workbench.host.layout import Layout
 from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
 from workbench.host.measuring import Measuring
+from workbench.host.offload import LANES
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
 from workbench.optimizers import built
-from workbench.rank import StrategyError
+from workbench.rank import Op, StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import rate
 
@@ -127,7 +129,8 @@ class Parts(Life):
         seen = watch(self.chip, self.clock, self.record, self._look)
         self.watch = seen
         run: Any = self  # a Training is Changing
-        self.ledger = Ledger(run, Counted(run, lambda: self.host.opened()), self._allocator)
+        self.away = Away(self)
+        self.ledger = Ledger(run, Counted(run, lambda: self.host.opened()), self.away.kept, self._allocator)
         self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
         self.lane.before = self.tickets.ring
         self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
@@ -139,7 +142,7 @@ class Parts(Life):
         self.host.partition = lambda: self.experiment.partition
         self.host.clip = lambda: self.experiment.clip
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
-        self.host.ledger = self.ledger
+        self.host.ledger, self.host.away = self.ledger, self.away
         self.reading = self.host.reading = Reading(run, self.host.read, listens=True)
 
     def _allocator(self) -> dict[str, int]:
@@ -150,11 +153,21 @@ class Parts(Life):
     def open_lane(self, name: str, whole: Line | None = None) -> Lane:
         """One more lane, whose wires open when they are asked for."""
         kind = self.session.kind
-        if kind != "gloo" and name != "comm":
+        if kind != "gloo" and name not in ("comm", *LANES):
             raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
         lane = Lane(name, self.port, self.watch, self.chip, opener(self.peers, self.port, name, kind), whole)
         lane.take, lane.give = self.ledger.buffers.take, self.ledger.buffers.give
+        lane.wireless = name in LANES
+        lane.beside = dict.fromkeys(("offload", "fetch", "update"), self._beside)
+        lane.beside["wait"] = lambda op, job: self.host.lanes.wait(*op.args)
+        lane.settings = self.away.settings if lane.wireless else lane.settings
         return lane
+
+    def _beside(self, op: Op, job: Job) -> Any:
+        """What a child asks for that crosses no wire."""
+        if op.verb == "update" and op.args[2] != "host":
+            raise StrategyError("a child asked for update of what lies on the device: ask it in `step`, or on='host'")
+        return self.away.perform(op, job.step, job.by)
 
     def _look(self) -> None:
         """Raises when this rank must leave, or a peer is gone; asked while the host waits for its chip."""

@@ -1,6 +1,8 @@
 # Written by `make tables`, for editors and type checkers.
 from workbench.fabric._base import Fault as Fault
 from workbench.fabric.freeze import Freeze as Freeze
+from workbench.fabric.hops import Ways as Ways
+from workbench.fabric.hops import hop_seconds as hop_seconds
 from workbench.fabric.link import Fabric as Fabric
 from workbench.fabric.link import Link as Link
 from workbench.fabric.link import Load as Load

@@ -37,10 +37,15 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Who is linked to whom, and what is wrong: one Link per rank and the faults injected now."""
+    """Who is linked to whom, and what is wrong: one Link per rank and the faults injected now.
+
+    host, disk: what is kept away from a rank's device (ZeROOffload, ZeROInfinity) goes these ways
+    """
 
     link: Link = knob(Link(), doc="each rank's port")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
+    host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="device to its host's memory and back; 0: unlimited")
+    disk: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="a rank's share of its host's disk; 0 is unlimited")
     faults: tuple[Fault, ...] = knob((), doc="faults that are injected")
 
     def __post_init__(self) -> None:

@@ -101,21 +101,22 @@ class Layout:
         self.lying = {w.untyped_storage()._cdata: index for index, w in enumerate(self.weights)}
 
     def hold(self, wanted: Bucket) -> Bucket:
-        """Of a bucket of parameters only these elements have memory here: a shard's, or all of them again.
+        """Of a bucket of parameters only these elements have memory here: a shard's, none, or all of them again.
 
-        To hold a bucket again its `data` is where it then lies, with the values that are there. A parameter that is not
+        To hold more than is held `data` is where it then lies, with the values that are there. A parameter that is not
         whole has no values but NaN. Returns the bucket as it lies now.
         """
         bucket, own = self._slices[wanted.index], self.weights[wanted.index]
-        start = wanted.offset - bucket.offset
-        whole = wanted.data.numel() == bucket.data.numel()
-        if whole:
+        start, n, whole = wanted.offset - bucket.offset, wanted.data.numel(), bucket.data.numel()
+        if n == whole:
             self._lie(wanted.index, wanted.data)
-        elif own.numel() == bucket.data.numel():
-            own = own[start : start + wanted.data.numel()].clone()
-            if not self.keeps_values:
+        elif n > own.numel():
+            self._put(wanted.index, wanted.data, start)
+        elif n < own.numel():
+            begin = start - self.begins[wanted.index]
+            if own.numel() == whole and not self.keeps_values:
                 self._lie(wanted.index, self._nothing(wanted.index))
-            self._put(wanted.index, own, start)
+            self._put(wanted.index, own[begin : begin + n].clone(), start)
         return wanted.like(self.weights[wanted.index])
 
     def _lie(self, index: int, data: Tensor) -> None:

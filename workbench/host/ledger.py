@@ -1,8 +1,9 @@
 """The Ledger of one rank: how many bytes of its memory hold what, written into the record whenever that changes.
 
 Both hosts run it. The Samples are called "memory " and a category, in bytes: the most that the category held in a step.
-"memory peak" is the most of all together. What stays from step to step is counted where something may have changed it;
-activations and gradients in the first steps, after a change and then in one step of EVERY, for looking costs time.
+"memory peak" is the most of all together on the device; "memory on host" and "memory on disk" are what a strategy
+keeps there. What stays from step to step is counted where something may have changed it; activations and gradients in
+the first steps, after a change and then in one step of EVERY, for looking costs time.
 
 A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
 What lives inside one call of torch (a layer's temporaries, an optimizer's, gloo's) is not seen, nor are batches.
@@ -20,6 +21,7 @@ from torch import Tensor
 from workbench.host import memory
 from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
+from workbench.host.offload import Offloaded
 from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
@@ -91,10 +93,15 @@ class Counted:
 
 
 class Ledger:
-    """One rank's bytes by category. beside: what a chip's allocator says itself, by name, where there is one."""
+    """One rank's bytes by category.
 
-    def __init__(self, run: Changing, counts: Counts, beside: Callable[[], dict[str, int]] = dict) -> None:
-        self._run, self._counts, self._beside = run, counts, beside
+    away:   what it keeps away from its device, which no category of the device counts
+    beside: what a chip's allocator says itself, by name, where there is one
+    """
+
+    def __init__(self, run: Changing, counts: Counts, away: Offloaded,
+                 beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
+        self._run, self._counts, self._away, self._beside = run, counts, away, beside
         self.buffers = Buffers(run)
         self.due = True  # is the present step looked at?
         self._fresh, self._last = FRESH, 0
@@ -172,7 +179,8 @@ class Ledger:
     def _stands(self) -> None:
         """Counts what stays from step to step, where something may have changed it."""
         run = self._run
-        seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state))
+        seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state),
+                self._away.count)  # fmt: skip
         if (*seen, *map(_filled, self._memories)) == self._seen:
             return
         self._memories = [run.rank.memory, *memory.memories(run.state)]
@@ -212,6 +220,7 @@ class Ledger:
         told["peak"] = others + together
         if self.due or not self._written:
             told |= self._beside()
+        told |= {f"on {where}": nbytes for where, nbytes in self._away.turn().items()}
         for name, value in told.items():
             before = self._written.get(name)
             if before is None or abs(value - before) > NOTICED * before:

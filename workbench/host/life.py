@@ -124,6 +124,8 @@ class Life(ABC):
             await residual.flushed(self)  # type: ignore[arg-type]
         await self.reading.learn(self.shown)
         if self.reorders:
+            if self.experiment.strategy.in_flight:
+                await self.experiment.strategy.drain(self.rank.replicas, self.state)
             await handover.recut(self, self.experiment.strategy, self.relearn)  # type: ignore[arg-type]
         self.rank.step += made
         self.moved(made)

@@ -82,7 +82,9 @@ class Reading:
         """
         run = self._run
         strategy = run.experiment.strategy
-        if "parameters" not in strategy.shards or len(sharers(strategy, run.rank.size)[0]) == 1:
+        if "parameters" not in strategy.shards:
+            return
+        if len(sharers(strategy, run.rank.size)[0]) == 1 and not strategy.offloads:
             return
         self.by, self.learning, self.listening = strategy, self.trial is None, None
         if not self.learning:

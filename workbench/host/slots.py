@@ -1,4 +1,4 @@
-"""What an optimizer remembers, by name, and while it steps a rank's shard: of these elements and no others.
+"""What an optimizer remembers, by name; and its step of a rank's shard alone, where that lies or apart from the model.
 
 A slot of a parameter is "exp_avg/NAME". Where one element's step depends on no other's, a slot may be cut as its
 parameter is (see `workbench.optimizers.elementwise`); step counters and the like are whole wherever any of it lies.
@@ -19,6 +19,8 @@ from workbench.host import absent
 from workbench.host.layout import Layout, Place
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
+
+Settings = list[dict[str, Any]]  # what an optimizer's groups say but for their parameters
 
 
 def slots(layout: Layout, optimizer: Any) -> dict[str, Tensor]:
@@ -46,9 +48,7 @@ def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
 def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
     small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
     small.grad = torch.zeros_like(small)
-    other = object.__new__(type(optimizer))  # a copy by torch's own rules leaves out what a class of one's own adds
-    other.__dict__.update(optimizer.__dict__)
-    other.state = defaultdict(dict)
+    other = _twin(optimizer)
     other.param_groups = [{**optimizer.param_groups[number], "params": [small]}]
     other.step()
     tensors = {slot: x for slot, x in sorted(other.state[small].items()) if isinstance(x, Tensor)}
@@ -124,3 +124,55 @@ def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
                 param.data = own
                 if ask is not None:
                     absent.leave(param, ask)
+
+
+def remembered(layout: Layout, optimizer: Any, index: int, given: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """By (parameter, slot), what the optimizer remembers of a bucket, and then no longer; or what it is `given`."""
+    named = {place.name: place.param for place in layout.groups[index]}
+    if given is not None:
+        for (name, slot), x in given.items():
+            optimizer.state[named[name]][slot] = x
+        return given
+    found = {name: optimizer.state.pop(param, {}) for name, param in named.items()}
+    return {(name, slot): x for name, state in found.items() for slot, x in state.items()}
+
+
+def settings(optimizer: Any) -> Settings:
+    """Rates and the like as they are now."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, grads: Tensor, state: dict[Any, Any],
+               by: Settings) -> dict[Any, Any]:  # fmt: skip
+    """One step of `values`, (n,), the parameters of `shard` where they lie apart from the model, and no other's.
+
+    state: by (parameter, slot), what the optimizer remembers of them; returned as it is then. by: its settings
+
+    The optimizer itself is not touched, so that another thread may use the model meanwhile.
+    """
+    places = {place.name: place for place in layout.groups[shard.index]}
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups: list[list[nn.Parameter]] = [[] for _ in by]
+    made: dict[str, nn.Parameter] = {}
+    for part in shard.parts:
+        place = places[part.name]
+        shape = place.param.shape if part.stop - part.start == place.numel else (part.stop - part.start,)
+        made[part.name] = own = nn.Parameter(values[part.start : part.stop].view(shape))
+        own.grad = grads[part.start : part.stop].view(shape)
+        groups[group_of[id(place.param)]].append(own)
+    other = _twin(optimizer)
+    other.param_groups = [{**said, "params": params} for said, params in zip(by, groups, strict=True)]
+    for (name, slot), x in state.items():
+        other.state[made[name]][slot] = x
+    other.step()
+    return {(name, slot): x for name, param in made.items() for slot, x in other.state[param].items()}
+
+
+def _twin(optimizer: Any) -> Any:
+    """An optimizer of the same class that remembers nothing; a copy by torch's own rules leaves out what a class of
+    one's own adds.
+    """
+    other = object.__new__(type(optimizer))
+    other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # a schedule's own
+    other.state = defaultdict(dict)
+    return other

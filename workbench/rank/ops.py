@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
+KEPT = ("parameters", "gradients", "optimizer state")  # what of a bucket can be kept away from the device
 
 
 class Rank:
@@ -98,14 +99,16 @@ class Rank:
         """
         return Backward(grad, micro)
 
-    def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None) -> Op:
+    def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None, on: str = "device") -> Op:
         """One step of the optimizer with the gradients that are there; gradients are cleared after.
 
         With `bucket` (or a shard of one; element-wise optimizers only) just of its parameters; the whole bucket's
         gradients are cleared after, and `clip` is the strategy's to heed. With `by` that is called in the optimizer's
-        place: a strategy's own step, which takes the time of any update.
+        place: a strategy's own step, which takes the time of any update. On the "host" its processor steps the shard
+        `bucket`, all of which `offload` has brought there, beside whatever the device computes: by the settings of when
+        it was asked for, or of the start of the child that asks.
         """
-        return Op("update", bucket, by)
+        return Op("update", bucket, by, on)
 
     def params(self) -> Op:
         """The parameters as a list of Buckets that view them: writing into `data` changes the model."""
@@ -132,6 +135,30 @@ class Rank:
         it lies now; asked for the shard that is held it changes nothing.
         """
         return Op("hold", bucket)
+
+    def offload(self, shard: Bucket, what: str, to: str) -> Op:
+        """Keeps "gradients", "optimizer state" or "parameters" of a bucket's shard in the memory of the "host" or on
+        "disk" from now on; what is away already moves there. Of parameters that is a copy: what the model holds of them
+        is up to `hold`.
+
+        A child may ask for it, too, and its lane is then busy with it. Raises StrategyError for anything else.
+        """
+        return self._kept("offload", shard, what, to, "disk")
+
+    def fetch(self, shard: Bucket, what: str, to: str = "device", keep: bool = False) -> Op:
+        """Brings what was offloaded to the "host" or back to the "device"; returns parameters or gradients that come to
+        the device, (n,), which is the caller's, and None of the optimizer's state.
+
+        keep: does it stay there, besides?
+        """
+        return self._kept("fetch", shard, what, to, "device", keep)
+
+    def _kept(self, verb: str, shard: Bucket, what: str, to: str, other: str, *rest: Any) -> Op:
+        if what not in KEPT or to not in ("host", other):
+            raise StrategyError(f"{verb} of {what!r} to {to!r}: of {', '.join(map(repr, KEPT))} to 'host' or {other!r}")
+        op = Op(verb, shard, what, to, *rest)
+        op.measures = self.phase == "evaluation"
+        return op
 
     # collective; `x` is a flat tensor, changed in place where it says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,8 @@ class Turnable(Life):
         take_role(self, wanted)
         shared = "gradients" in strategy.shards
         self.body.gradient_shards = len(sharers(strategy, self.rank.size)[0]) if shared else 1
+        if strategy.offloads and not wanted.clip:  # none stay, once they are summed
+            self.body.gradient_shards = sys.maxsize
         if strategy.shared and self.rank.size > 1:
             self.share()
         self.state = strategy.init(self.rank.replicas, self.body.params())

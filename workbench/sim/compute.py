@@ -39,6 +39,7 @@ class Compute(Stage):
     span: Callable[..., None]
     note: Callable[[str, float], None]
     inner: Callable[..., Any]
+    _update_on_host: Callable[..., Any]
 
     def __init__(self) -> None:
         self.free: dict[str, float] = {}  # when each worker's device is free again
@@ -97,8 +98,10 @@ class Compute(Stage):
         return self._compute(fiber, "backward", value)
 
     def _update(self, fiber: Fiber, op: Op) -> Any:
-        bucket, by = op.args
+        bucket, by, on = op.args
         self.stale = True
+        if on == "host":
+            return self._update_on_host(fiber, bucket)
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
         self.body.turn(fiber.origin)
         if bucket is not None:

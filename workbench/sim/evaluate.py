@@ -91,6 +91,8 @@ def assembled(ranks: list[Tensors], here: Tensors) -> None:
     """The model of one rank has the values of every rank's shards."""
     for rank in ranks:
         for bucket, own, begin in zip(here.params(), rank.layout.weights, rank.layout.begins, strict=True):
+            kept = rank.away.values(bucket.index)
+            own = own if kept is None else kept
             bucket.data[begin : begin + own.numel()].copy_(own)
 
 

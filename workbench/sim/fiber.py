@@ -76,7 +76,7 @@ class Fiber:
 class Child(Fiber):
     """A child on its lane."""
 
-    __slots__ = ("priority",)
+    __slots__ = ("by", "priority")
 
     def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int) -> None:
         self.host, self.coro, self.name, self.origin, self.priority = host, coro, name, origin, priority
@@ -84,6 +84,7 @@ class Child(Fiber):
         self.step = host.rank.step
         self.done = False
         self.value = self.waiter = self.on = self.passing = None
+        self.by: Any = None  # an optimizer's settings when it was started
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value

@@ -10,7 +10,11 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
+from workbench.fabric import Ways
+from workbench.host.offload import LANES
+from workbench.host.slots import settings
 from workbench.rank import Handle, Op, Rank, StrategyError
+from workbench.sim.away import Away
 from workbench.sim.collective import Collective
 from workbench.sim.compute import Compute
 from workbench.sim.fiber import PARK, Child, CodedChild, Fiber, Lane
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Host(Compute):
+class Host(Compute, Away):
     """One rank on the virtual clock."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
@@ -32,6 +36,7 @@ class Host(Compute):
         self.sent = 0  # bytes so far
         self.leaving = False  # does the background have to end?
         self.rounds = Rounds(self)
+        self._ways = Ways()
         self.ended: Callable[[Fiber], None] = lambda fiber: None
         self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches
         meet = self._collective
@@ -45,7 +50,8 @@ class Host(Compute):
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
             "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
             "coded": self._coded,
-            "hold": self._hold, "send": self._send, "recv": self._recv, "again": self.rounds.again,
+            "hold": self._hold, "offload": self._offload, "fetch": self._fetch,
+            "send": self._send, "recv": self._recv, "again": self.rounds.again,
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,
             "park": self._park,
         }  # fmt: skip
@@ -76,13 +82,15 @@ class Host(Compute):
     def _start(self, fiber: Fiber, op: Op) -> Any:
         coro, lane, name, priority = op.args
         group = op.group
-        self.met = self.met or group is None or group == self.rank.replicas.within or len(group) == self.size
+        everyone = group is None or group == self.rank.replicas.within or len(group) == self.size
+        self.met = self.met or (everyone and lane not in LANES)
         handle = Handle(name, lane)
         if self.kinds and (codec := self.codec(name)):
             child: Child = CodedChild(self, coro, name, fiber.origin, priority, codec)
         else:
             child = Child(self, coro, name, fiber.origin, priority)
         handle._state = child
+        child.by = settings(self.body.optimizer) if lane in LANES else None
         name = fiber.origin + lane if fiber.origin else lane
         (self.lanes.get(name) or self.lane(name)).add(child)
         return handle

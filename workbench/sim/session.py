@@ -42,7 +42,7 @@ class Session(Turnable):
         self.planned = list(world.planned)
         self.state: Any = None
         self.measuring = Measuring()
-        self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts())
+        self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts(), body.away)
         self.reading = self.host.reading = body.reading = Reading(self, None, listens=world.real)
         self.background: Fiber | None = None
         self.host.ended = self._ended
@@ -113,8 +113,6 @@ class Session(Turnable):
         return None if self.world.real else self.body.trial
 
     async def relearn(self) -> None:
-        if (strategy := self.experiment.strategy).in_flight:
-            await strategy.drain(self.rank.replicas, self.state)
         await self.relay(self.body.learn)
         self.mark_buckets()
 

@@ -21,6 +21,7 @@ from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, StrategyError
+from workbench.sim.away import Outlined
 from workbench.sim.known import Kept
 from workbench.sim.outline import Outline, StageOutline, ready
 from workbench.tasks import Learner
@@ -65,6 +66,7 @@ class Sizes:
         self._begun = True  # has the optimizer made a step?
         self.stepped = False  # the same, on this rank
         self.opened = 0  # forwards whose backward is to come
+        self.away = Outlined(lambda: self.stepped)
         self.came: bool | None = None  # the gradients that are there: exchanged or not; None: there are none
 
     @property
@@ -201,7 +203,8 @@ class Sizes:
 
     def standing(self) -> dict[str, memory.Storages]:
         """What stays from step to step."""
-        stepped, roomy = self.optimizer if self.stepped else None, self.roomy and self.gradient_shards == 1
+        stepped = self.optimizer if self.stepped and not self.away.has("optimizer state") else None
+        roomy = self.roomy and self.gradient_shards == 1
         return self._outline.standing(self.layout, stepped, roomy, self.shards)
 
     def full(self, index: int) -> Bucket:
@@ -220,6 +223,13 @@ class Sizes:
         self.came = None
         self.stepped = self.stepped or by is None
         if by is None and not self._begun:
+            prime(self.layout, self.optimizer)
+            self._begun = True
+
+    def stepped_apart(self) -> None:
+        """Some of what lies apart from the model was stepped; in the end all of it is."""
+        self.came, self.stepped = None, True
+        if not self._begun:
             prime(self.layout, self.optimizer)
             self._begun = True
 

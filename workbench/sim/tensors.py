@@ -17,6 +17,7 @@ from workbench.experiment.partitioned import dealt
 from workbench.host.batches import Batches
 from workbench.host.canonical import clipped
 from workbench.host.layout import Layout
+from workbench.host.offload import Offloaded
 from workbench.host.slots import step_shard
 from workbench.optimizers import built
 from workbench.rank import Bucket, StrategyError
@@ -40,6 +41,7 @@ class Tensors(Portion):
         self.layout = Layout(self.model, experiment.bucket_mb)
         self.layout.keeps_values = True  # a whole pass is computed at once, and what is gathered comes bit by bit
         self.optimizer = self.made(experiment)
+        self.away = Offloaded()
         self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
         self.batches.share(*dealt(experiment, rank))
         self.restart_data(experiment.batch, experiment.seed, 0)
@@ -204,6 +206,9 @@ class Tensors(Portion):
             return norm
         step_shard(self.layout, self.optimizer, bucket)
         return None
+
+    def stepped_apart(self) -> None:
+        """Some of what lies apart from the model was stepped."""
 
     def grads(self) -> list[Bucket]:
         if self._worker:

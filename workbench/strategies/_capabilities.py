@@ -99,10 +99,13 @@ class Sharding:
             "gradients", once they are summed, and "parameters", but while they are read
     shared_along: the dimensions of the mesh along which they are dealt out; ranks that differ in others keep the same.
             None named: all of them
+    offloads: it keeps some of its shards away from the device, as one rank alone may do, too. What is away when a step
+            ends `drain` brings back, for it is `in_flight`
     """
 
     shards: ClassVar[frozenset[str]] = frozenset()
     shared_along: ClassVar[tuple[str, ...]] = ()
+    offloads: ClassVar[bool] = False
 
     async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
         """Before a forward, a backward or an evaluation reads `bucket`: brings all of its parameters here.

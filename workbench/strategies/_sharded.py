@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
 import torch
@@ -15,23 +15,32 @@ from workbench.rank import Bucket, Handle, Op, Rank, outlined, values_of
 
 
 class Outstanding:
-    """Children of which only so many are under way at a time: one more waits for the oldest."""
+    """Children of one lane of which only so many are under way at a time: one more waits for the oldest.
 
-    def __init__(self, rank: Rank, most: int) -> None:
-        self.rank, self.most = rank, most
+    then: what is to follow with what one has returned
+    """
+
+    def __init__(self, rank: Rank, most: int, lane: str = "comm",
+                 then: Callable[[Any], Awaitable[None]] | None = None) -> None:  # fmt: skip
+        self.rank, self.most, self.lane, self.then = rank, most, lane, then
         self._handles: deque[Handle] = deque()
         self._results: list[Any] = []
 
     async def start(self, child: Coroutine[Op, Any, Any], name: str) -> None:
         if len(self._handles) == self.most:
-            self._results.append(await self.rank.wait(self._handles.popleft()))
-        self._handles.append(await self.rank.start(child, name=name))
+            await self._wait()
+        self._handles.append(await self.rank.start(child, self.lane, name))
 
     async def all(self) -> list[Any]:
         """What the children returned, in the order of their start."""
         while self._handles:
-            self._results.append(await self.rank.wait(self._handles.popleft()))
+            await self._wait()
         return self._results
+
+    async def _wait(self) -> None:
+        self._results.append(await self.rank.wait(self._handles.popleft()))
+        if self.then is not None:
+            await self.then(self._results[-1])
 
 
 class Among(NamedTuple):
@@ -45,20 +54,32 @@ class Among(NamedTuple):
     replicas: Rank | None = None
 
 
-async def summed(among: Among, outstanding: int, alone: bool) -> list[Bucket]:
+async def summed(among: Among, outstanding: int, alone: bool, leaves: bool = False) -> list[Bucket]:
     """One forward and backward: this rank's shards of the sums over ranks, shortened where `rank.clip` says so.
 
-    outstanding: exchanges under way at a time; alone: does the memory of a bucket go once it is summed?
+    outstanding: exchanges under way at a time; alone: does the memory of a bucket go once it is summed? leaves: does
+    the shard then go to the host, too?
     """
     rank = among.rank
+    going = Outstanding(rank, outstanding, "offload")
+
+    async def leave(shard: Bucket) -> None:
+        await going.start(asked(rank.offload(shard, "gradients", "host")), f"gradients {shard.index}")
+
     await rank.forward()
-    sums = Outstanding(rank, outstanding)
+    sums = Outstanding(rank, outstanding, then=leave if leaves else None)
     async for bucket in rank.backward(1.0 / rank.size):
         await sums.start(reduced(among, bucket, alone), bucket.name)
     shards: list[Bucket] = await sums.all()
+    await going.all()
     if rank.clip:
         await shortened(among.sharers, shards, rank.clip)
     return shards
+
+
+async def asked(op: Op) -> Any:
+    """A child that asks for this alone."""
+    return await op
 
 
 async def reduced(among: Among, bucket: Bucket, alone: bool = False) -> Bucket:
@@ -81,7 +102,7 @@ async def reduced(among: Among, bucket: Bucket, alone: bool = False) -> Bucket:
         if alone:
             shard.data = total[: shard.data.numel()]
         else:
-            _fill(shard.data, total[: shard.data.numel()])
+            fill(shard.data, total[: shard.data.numel()])
     if alone:
         bucket.give_back(shard.data)
     return shard
@@ -92,7 +113,7 @@ async def gathered(rank: Rank, bucket: Bucket) -> None:
     if rank.size == 1:
         return
     shard = bucket.shard(rank.index, rank.size).data
-    _fill(bucket.data, await assembled(rank, shard, bucket))
+    fill(bucket.data, await assembled(rank, shard, bucket))
 
 
 async def assembled(rank: Rank, shard: Tensor, bucket: Bucket) -> Tensor:
@@ -121,7 +142,8 @@ def _filled(x: Tensor, n: int) -> Tensor:
 
 
 @outlined(lambda into, x: None)
-def _fill(into: Tensor, x: Tensor) -> None:
+def fill(into: Tensor, x: Tensor) -> None:
+    """`into` takes the values of `x`."""
     into.copy_(x)
 
 

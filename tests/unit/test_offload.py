@@ -1,0 +1,267 @@
+"""ZeRO-Offload and ZeRO-Infinity: what lies on the host or on disk is what lay on the device, and steps as it did."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.agree import crosses_alike, spans_alike
+from tests.ranks import assemble, ended, live, run, weights
+from tests.unit.test_zero_3 import Many, batches, many, seen
+from workbench import simulate
+from workbench.engine.session import Session
+from workbench.fabric import Fabric, Link
+from workbench.host.scratch import Scratch
+from workbench.optimizers import SGD, AdamW
+from workbench.rank import Bucket, Rank, StrategyError
+from workbench.settings import Change
+from workbench.strategies import ZeRO2, ZeRO3, ZeROInfinity, ZeROOffload
+
+pytestmark = pytest.mark.ranks
+
+NUMEL = sum(p.numel() for p in Many().parameters() if p.requires_grad)
+ALL = [ZeROOffload(), ZeROInfinity(on="host"), ZeROInfinity(on="disk")]
+
+
+def same(ours: list[Session], plain: list[Session]) -> bool:
+    """Have all ranks the same parameters, to the bit?"""
+    assemble(ours)
+    return all(torch.equal(weights(one), weights(other)) for one, other in zip(ours, plain, strict=True))
+
+
+def moved(session: Session, step: int) -> dict[str, int]:
+    """Bytes that went to or from host or disk in a step, by what the Spans are called but for the bucket."""
+    found: dict[str, int] = defaultdict(int)
+    for at, lane, name, *_, nbytes in session.record:
+        if lane == "offload" and at == step:
+            found[" ".join(word for word in name.split() if not word.isdigit())] += nbytes
+    return dict(found)
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_away_from_the_device_make_what_those_on_it_do(strategy: Any, ranks: int) -> None:
+    e = many(ranks, eval_every=4)
+    ours, plain = run(e.set("strategy", strategy)), run(e.set("strategy", ZeRO2()))
+    assert seen(ours[0], "held_out") == seen(plain[0], "held_out") and len(seen(ours[0], "held_out")) == 4
+    assert same(ours, plain)
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+@pytest.mark.parametrize("rest", [{"optimizer": SGD(momentum=0.9)}, {"clip": 0.05}], ids=["momentum", "clip"])
+def test_so_do_other_optimizers_and_gradients_that_are_shortened(strategy: Any, rest: dict[str, Any]) -> None:
+    e = many(2, **rest)
+    assert same(run(e.set("strategy", strategy)), run(e.set("strategy", ZeRO2())))
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_a_change_of_anything_brings_all_of_it_back_first(strategy: Any) -> None:
+    e = many(2, 14)
+    always = [Change(2, "bucket_mb", 0.03), Change(3, "optimizer", AdamW(beta1=0.8)), Change(9, "lr", 3e-3)]
+    others = [Change(5, "strategy", ZeRO3()), Change(6, "strategy", strategy), Change(7, "strategy", ZeROInfinity()),
+              Change(8, "strategy", ZeROOffload()), Change(11, "strategy", strategy)]  # fmt: skip
+    ours = run(e.set("strategy", strategy), *sorted([*always, *others], key=lambda change: change.at_step))
+    assert [s.record.noted("refused") for s in ours] == [[], []]
+    assert same(ours, run(e.set("strategy", ZeRO2()), *always))
+
+
+def test_what_is_where_and_what_goes_there_is_what_the_paper_counts() -> None:
+    """Adam in fp32: of Psi parameters 4 Psi / p bytes down and up; with a disk 12 Psi / p each way for the update."""
+    shard = 4 * NUMEL / 2
+    offload, infinity = (run(many(2, strategy=strategy)) for strategy in (ZeROOffload(), ZeROInfinity()))
+    assert moved(offload[0], 6) == {
+        "offload gradients to host": shard, "fetch parameters to device": shard, "update": 0,
+    }  # fmt: skip
+    down = moved(infinity[0], 6)
+    counters = 4 * len(list(Many().parameters()))  # Adam's, which lie with every piece of a parameter
+    assert down["offload gradients to host"] == shard
+    assert shard <= down["fetch parameters to device"] <= 2 * shard  # forward and backward, but the last layers stay
+    assert down["fetch parameters to host"] == down["offload parameters to disk"] == shard
+    assert 2 * shard < down["fetch optimizer state to host"] == down["offload optimizer state to disk"]
+    assert down["fetch optimizer state to host"] < 2 * shard + counters
+    for session, where, most in ((offload[0], "host", 4), (infinity[0], "disk", 3)):
+        assert seen(session, "memory optimizer state")[-1] == 0
+        assert most * shard < max(seen(session, f"memory on {where}")) < most * shard + counters
+    assert max(seen(infinity[0], "memory on host")) < 2 * shard  # gradients, and what the next updates need
+    assert seen(offload[0], "memory parameters")[-1] > 4 * NUMEL > 2 * seen(infinity[0], "memory parameters")[-1]
+
+
+class Recurrence:
+    """The delayed parameter update on one process: every gradient is of parameters that are one update older."""
+
+    def __init__(self, begin: int, ranks: int) -> None:
+        self.model, self.begin = Many(), begin
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.01)
+        self.data = [batches(rank, ranks, 0) for rank in range(ranks)]
+
+    def trained(self, steps: int) -> torch.Tensor:
+        trained, waiting = [p for p in self.model.parameters() if p.requires_grad], None
+        for step in range(steps):
+            grads = [torch.zeros_like(p) for p in trained]
+            for rank in self.data:
+                x, y = rank[step % len(rank)]
+                loss = nn.functional.mse_loss(self.model(x), y)
+                found = torch.autograd.grad(loss, trained, allow_unused=True)
+                for total, grad in zip(grads, found, strict=True):
+                    total += (torch.zeros_like(total) if grad is None else grad) / len(self.data)
+            if waiting is not None:
+                self._step(trained, waiting)
+            waiting = grads
+            if step < self.begin:
+                self._step(trained, waiting)
+                waiting = None
+        self._step(trained, waiting)
+        return torch.cat([p.detach().reshape(-1) for p in trained])
+
+    def _step(self, trained: list[Any], grads: Any) -> None:
+        for p, grad in zip(trained, grads or [], strict=True):
+            p.grad = grad
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("begin", [1, 3])
+def test_a_delayed_update_is_the_recurrence_with_gradients_one_update_older(ranks: int, begin: int) -> None:
+    strategy = ZeROOffload(delayed=True, delay_from=begin)
+    ours = run(many(ranks, 9, strategy=strategy, optimizer=AdamW(weight_decay=0.01)))
+    for session in ours:
+        named = dict(session.model.named_parameters())
+        own = torch.cat([p.detach().reshape(-1) for p in named.values() if p.requires_grad])
+        torch.testing.assert_close(own, Recurrence(begin, ranks).trained(9), atol=2e-7, rtol=1e-5)
+
+
+def test_a_delayed_update_is_the_same_in_every_run_and_on_both_clocks() -> None:
+    """The host steps beside a backward that fills the very buckets again."""
+    e = many(2, 20, strategy=ZeROOffload(delayed=True, delay_from=1), pace=4.0, eval_every=1)
+    first, second = (seen(run(e)[0], "held_out") for _ in range(2))
+    rows = simulate(e, real=True).timeline.samples.rows()
+    assert first == second == rows.value[rows.equal("name", "held_out")].tolist()
+
+
+def test_a_delayed_update_goes_by_the_rate_of_its_own_step() -> None:
+    """It ends in the next step, whose rate is another."""
+    strategy = ZeROOffload(delayed=True, delay_from=0)
+    e = many(1, 8, strategy=strategy, lr_warmup=8, optimizer=SGD(momentum=0.0))
+    plain = many(1, 8, strategy=ZeRO2(), lr_warmup=8, optimizer=SGD(momentum=0.0))
+    rates = [[value for _, name, _, value in run(one)[0].record.samples if name == "lr"] for one in (e, plain)]
+    assert rates[0] == rates[1]
+    slow = run(e.set("pace", 10.0))
+    assert same(slow, run(e))
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engine_and_both_simulators_move_the_same(strategy: Any, ranks: int) -> None:
+    e = many(ranks, 8, strategy=strategy, pace=5.0, eval_every=4, fabric=Fabric(host=0.5, disk=0.2))
+    sessions = run(e)
+    real, sizes = simulate(e, real=True), simulate(e, real=False)
+    spans_alike(real, sizes)
+    crosses_alike(real, sessions)
+    spans = real.timeline.spans.rows()
+    for rank, session in enumerate(sessions):
+        here = (spans.rank == rank) & spans.equal("lane", "offload")
+        one = sorted(zip(spans.step[here], spans.name[here], spans.nbytes[here], strict=True))
+        assert one == sorted((at, name, n) for at, lane, name, *_, n in session.record if lane == "offload")
+        for where in ("host", "disk"):
+            rows = sizes.timeline.samples.rows()
+            rows = rows[(rows.rank == rank) & rows.equal("name", f"memory on {where}")]
+            assert [max(rows.value, default=0)] == pytest.approx([max(seen(session, f"memory on {where}"), default=0)],
+                                                                 rel=0.35)  # fmt: skip
+
+
+def test_ways_that_are_said_to_be_slow_take_their_time() -> None:
+    fabric = Fabric(host=0.02, disk=0.01)
+    session = run(many(1, 4, strategy=ZeROInfinity(), fabric=fabric))[0]
+    spans = [(name, t1 - t0, n) for _, lane, name, _, t0, t1, n in session.record if lane == "offload" and n]
+    assert len(spans) > 50
+    for name, seconds, nbytes in spans:
+        rate = 0.02 if name.endswith("to device") or "gradients" in name else 0.01
+        assert seconds >= nbytes * 1e-9 / rate
+
+
+@pytest.mark.parametrize("knob", ["prefetch", "outstanding"])
+def test_what_comes_ahead_hides_behind_compute(knob: str) -> None:
+    """On the virtual clock, where disk, host and wire are slow."""
+    fabric = Fabric(disk=2.0, host=0.1, link=Link(bandwidth=100.0))
+    e = many(2, 8, strategy=ZeROInfinity(), pace=40.0, fabric=fabric)
+    least = simulate(e.set(f"strategy.{knob}", 0 if knob == "prefetch" else 1), real=False).summary()["step_s"]
+    more = simulate(e.set(f"strategy.{knob}", 3), real=False).summary()["step_s"]
+    assert more < least
+
+
+def test_host_and_disk_hold_the_same_in_other_places() -> None:
+    found = [run(many(2, 6, strategy=ZeROInfinity(on=on)))[0] for on in ("host", "disk")]
+    assert seen(found[0], "memory on disk") == [] and max(seen(found[1], "memory on disk")) > 0
+    assert max(seen(found[0], "memory on host")) > max(seen(found[1], "memory on host"))
+
+
+# -- the file --
+
+
+def test_the_file_gives_back_what_was_written_and_uses_its_room_again() -> None:
+    scratch = Scratch()
+    rng = torch.Generator().manual_seed(0)
+    things = [torch.randn(1000, generator=rng), torch.tensor(3.0), torch.randn(7, 9, generator=rng).bfloat16(),
+              torch.randn(8, 6, generator=rng).t(), torch.zeros(0), torch.arange(5)]  # fmt: skip
+    places = [scratch.write(x) for x in things]
+    for x, place in zip(things, places, strict=True):
+        read = scratch.read(place)
+        assert torch.equal(read, x) and read.dtype == x.dtype
+    scratch.free(places[0])
+    assert scratch.write(torch.ones(1000)).at == places[0].at
+    assert torch.equal(scratch.read(places[2]), things[2])
+    scratch.close()
+
+
+def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:37], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [into[0][:41]], at))
+    scratch, x = Scratch(), torch.randn(500)
+    assert torch.equal(scratch.read(scratch.write(x)), x)
+    scratch.close()
+
+
+def test_a_disk_that_is_full_fails_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: Any, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    began = time.monotonic()
+    sessions = live(many(2, strategy=ZeROInfinity()))
+    ended(sessions)
+    assert {s.phase for s in sessions} == {"failed"} and time.monotonic() - began < 30
+    assert any("No space left" in s.error["text"] for s in sessions if s.error)
+
+
+# -- what is asked wrongly --
+
+
+class Hasty(ZeROOffload):
+    """Steps on the host what is not there."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        bucket: Bucket = (await rank.params())[0]
+        await rank.update(bucket, on="host")
+
+
+def test_to_step_on_the_host_what_is_not_there_is_refused_in_words() -> None:
+    sessions = live(many(1, strategy=Hasty()))
+    ended(sessions)
+    assert sessions[0].error and "not kept away from the device: `rank.offload` them first" in sessions[0].error["text"]
+
+
+def test_a_place_or_a_thing_that_nobody_knows_is_refused_in_words() -> None:
+    bucket = Bucket(0, torch.zeros(2), (), 0)
+    for verb, what, to in (("offload", "weights", "host"), ("fetch", "gradients", "disk")):
+        with pytest.raises(StrategyError, match="'parameters', 'gradients', 'optimizer state' to 'host' or"):
+            getattr(Rank(0, 1), verb)(bucket, what, to)

@@ -1,0 +1,208 @@
+"""What a rank keeps away from its device: in its host's memory, or on disk; by what it is and the bucket that it is of.
+
+Of a bucket a rank keeps its own shard. Parameters kept away are a copy, of which the model may hold its own besides;
+gradients and the optimizer's state are there and nowhere else. The optimizer steps a shard where it is kept, on the
+host's processor, from what lies in the host's memory. On a CPU device and host are one memory, told apart by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from workbench.host.layout import Layout
+from workbench.host.scratch import Extent, Scratch
+from workbench.host.slots import Settings, remembered, step_apart
+from workbench.rank import Bucket, Op, StrategyError
+
+LANES = ("offload", "fetch")  # on which nothing crosses the network
+Hops = list[tuple[str, int]]  # the ways that bytes went, in their order: to or from "host" or "disk", how many
+
+
+def named(op: Op) -> str:
+    """The name of the Span of an `offload` or a `fetch`; both hosts write it."""
+    shard, what, to = op.args[:3]
+    return f"{op.verb} {what} {shard.index} to {to}"
+
+
+class Item(NamedTuple):
+    """Something kept away. On the disk `values` has places in the file instead of tensors.
+
+    devices: where its tensors were; kept: so many bytes
+    """
+
+    where: str
+    values: dict[Any, Any]
+    devices: dict[Any, Any]
+    nbytes: int
+
+
+class Offloaded:
+    """What one rank keeps away.
+
+    out:  copies a tensor of the device into the host's memory; into: copies one from there to a device
+    """
+
+    def __init__(self, out: Callable[[Tensor], Tensor] = Tensor.clone,
+                 into: Callable[[Tensor, Any], Tensor] = lambda x, device: x.clone()) -> None:  # fmt: skip
+        self._out, self._into = out, into
+        self._items: dict[tuple[str, int], Item] = {}
+        self._scratch = Scratch()
+        self._lock = threading.Lock()
+        self._now: Counter[str] = Counter()  # bytes, by where they are
+        self._most: Counter[str] = Counter()
+
+    # -- how much --
+
+    def turn(self) -> dict[str, int]:
+        """By where it is kept, the most bytes since this was last asked."""
+        with self._lock:
+            most, self._most = self._most, Counter(self._now)
+        return dict(most)
+
+    @property
+    def count(self) -> int:
+        """How many things are kept away; changes with them."""
+        return len(self._items)
+
+    def has(self, what: str) -> bool:
+        """Is any of that kept away?"""
+        return any(kind == what for kind, _ in self._items)
+
+    def values(self, index: int) -> Tensor | None:
+        """This rank's shard of a bucket's parameters, if they are kept away."""
+        item = self._items.get(("parameters", index))
+        if item is None:
+            return None
+        found: Tensor = self._read(item)["values"]
+        return found
+
+    # -- away and back --
+
+    def send(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str) -> Hops:
+        """Keeps `what` of these elements in "host" or "disk" from now on; the ways that it went."""
+        item = self._items.get((what, shard.index))
+        if item is not None:
+            return self._moved(shard.index, what, item, where)
+        found = self._taken(layout, optimizer, shard, what)
+        devices = {key: x.device for key, x in found.items() if isinstance(x, Tensor)}
+        held = {key: self._out(x) if isinstance(x, Tensor) else x for key, x in found.items()}
+        nbytes = _nbytes(held)
+        self._keep(what, shard.index, held, devices, where)
+        return [("host", nbytes), *([("disk", nbytes)] if where == "disk" else [])]
+
+    def bring(self, layout: Layout, optimizer: Any, shard: Bucket, what: str, where: str,
+              keep: bool) -> tuple[Any, Hops]:  # fmt: skip
+        """Brings `what` of these elements to "host", or to the "device": answers with parameters and gradients, (n,).
+
+        keep: does it stay where it was, besides?
+        """
+        item = self._item(what, shard)
+        hops: Hops = [("disk", item.nbytes)] if item.where == "disk" else []
+        if where == "host":
+            return None, self._moved(shard.index, what, item, "host")
+        values = self._read(item)
+        values = {key: self._into(x, item.devices[key]) if isinstance(x, Tensor) else x for key, x in values.items()}
+        if not keep:
+            self._drop(what, shard.index)
+        if what == "optimizer state":
+            self._give(layout, optimizer, shard, values)
+        return values.get("values"), [*hops, ("host", item.nbytes)]
+
+    def step(self, layout: Layout, optimizer: Any, shard: Bucket, settings: Settings) -> None:
+        """One step of the optimizer on these elements, which lie in the host's memory; gradients are used up."""
+        values, grads = (self._in_memory(what, shard)["values"] for what in ("parameters", "gradients"))
+        state = self._in_memory("optimizer state", shard)
+        stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings)
+        devices = {key: self._home(optimizer, x, values) for key, x in stepped.items() if isinstance(x, Tensor)}
+        self._drop("gradients", shard.index)
+        self._drop("optimizer state", shard.index)
+        self._keep("optimizer state", shard.index, stepped, devices, "host")
+
+    def close(self) -> None:
+        """Forgets all of it, and gives the file back."""
+        self._items.clear()
+        self._now.clear()
+        self._scratch.close()
+
+    # -- within --
+
+    def _item(self, what: str, shard: Bucket) -> Item:
+        item = self._items.get((what, shard.index))
+        if item is None:
+            raise StrategyError(f"{what} of {shard.name} are not kept away from the device: `rank.offload` them first")
+        return item
+
+    def _in_memory(self, what: str, shard: Bucket) -> dict[Any, Any]:
+        item = self._item(what, shard)
+        if item.where != "host":
+            raise StrategyError(f"{what} of {shard.name} lie on the {item.where}: `rank.fetch` them to the host first")
+        return item.values
+
+    def _taken(self, layout: Layout, optimizer: Any, shard: Bucket, what: str) -> dict[Any, Any]:
+        """From the device; what it holds no longer, but parameters."""
+        if what == "parameters":
+            start = shard.offset - layout.lies(shard.index).offset - layout.begins[shard.index]
+            return {"values": layout.weights[shard.index][start : start + shard.data.numel()]}
+        if what == "gradients":
+            grads, bucket = shard.data, layout.buckets[shard.index]
+            shard.data, bucket.kept = grads.new_zeros(1).expand(grads.numel()), None
+            layout.let_go(shard.index)
+            return {"values": grads}
+        return self._remembered(layout, optimizer, shard)
+
+    def _remembered(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
+        return remembered(layout, optimizer, shard.index)
+
+    def _give(self, layout: Layout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
+        remembered(layout, optimizer, shard.index, values)
+
+    def _stepped(self, *what: Any) -> dict[Any, Any]:
+        return step_apart(*what)
+
+    def _home(self, optimizer: Any, x: Tensor, values: Tensor) -> Any:
+        """Where this slot belongs on the device: counters stay with the host, as torch's optimizers have them."""
+        device = optimizer.param_groups[0]["params"][0].device
+        return device if x.numel() > 1 or values.numel() == 1 else x.device
+
+    def _moved(self, index: int, what: str, item: Item, where: str) -> Hops:
+        """Between the host's memory and the disk."""
+        if item.where == where:
+            return []
+        values = self._read(item)
+        self._drop(what, index)
+        self._keep(what, index, values, item.devices, where)
+        return [("disk", item.nbytes)]
+
+    def _keep(self, what: str, index: int, held: dict[Any, Any], devices: dict[Any, Any], where: str) -> None:
+        nbytes = _nbytes(held)
+        if where == "disk":
+            held = {key: x if key not in devices or x.is_meta else self._scratch.write(x) for key, x in held.items()}
+        self._items[what, index] = Item(where, held, devices, nbytes)
+        self._count(where, nbytes)
+
+    def _read(self, item: Item) -> dict[Any, Any]:
+        if item.where == "host":
+            return item.values
+        return {key: self._scratch.read(x) if isinstance(x, Extent) else x for key, x in item.values.items()}
+
+    def _drop(self, what: str, index: int) -> None:
+        item = self._items.pop((what, index))
+        if item.where == "disk":
+            for x in item.values.values():
+                if isinstance(x, Extent):
+                    self._scratch.free(x)
+        self._count(item.where, -item.nbytes)
+
+    def _count(self, where: str, nbytes: int) -> None:
+        with self._lock:
+            self._now[where] += nbytes
+            self._most[where] = max(self._most[where], self._now[where])
+
+
+def _nbytes(held: dict[Any, Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in held.values() if isinstance(x, Tensor))

@@ -1,0 +1,90 @@
+"""A file for what a rank keeps on disk, written and read by `pwrite` and `pread`.
+
+A mapped file would stay in memory, and so prove nothing. What was written is brought to the disk at once, and what was
+written or read leaves the system's cache, so that the next read is the disk's again (where the file lies on one).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Extent(NamedTuple):
+    """Where a tensor lies in the file, and what it is."""
+
+    at: int
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+
+
+class Scratch:
+    """One rank's file, made when first written to, in the directory for temporary files (TMPDIR).
+
+    It has no name, so that it is gone with its process.
+    Threads may read and write at once, each tensor of its own. Raises OSError where the disk is full or fails.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._end = 0
+        self._free: dict[int, list[int]] = defaultdict(list)  # by length, where such a hole is
+
+    def write(self, x: Tensor) -> Extent:
+        """Puts a tensor that lies in the host's memory where there is room."""
+        nbytes = x.numel() * x.element_size()
+        with self._lock:
+            if self._fd < 0:
+                with tempfile.TemporaryFile(prefix="workbench-offload-") as made:
+                    self._fd = os.dup(made.fileno())
+            holes = self._free[nbytes]
+            at = holes.pop() if holes else self._end
+            self._end = max(self._end, at + nbytes)
+        left, to = _bytes(x), at
+        while left:
+            done = os.pwrite(self._fd, left, to)
+            left, to = left[done:], to + done
+        os.fdatasync(self._fd)
+        self._forget(at, nbytes)
+        return Extent(at, x.shape, x.dtype, nbytes)
+
+    def read(self, place: Extent) -> Tensor:
+        """The tensor that was written there, in new memory of the host."""
+        x = torch.empty(place.shape, dtype=place.dtype)
+        left, at = _bytes(x), place.at
+        while left:
+            done = os.preadv(self._fd, [left], at)
+            if not done:
+                raise OSError(f"the file of what is kept on disk ends before byte {at}")
+            left, at = left[done:], at + done
+        self._forget(place.at, place.nbytes)
+        return x
+
+    def free(self, place: Extent) -> None:
+        """Nobody reads that again: its room may be written to."""
+        with self._lock:
+            self._free[place.nbytes].append(place.at)
+
+    def close(self) -> None:
+        """Gives the file back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._end = -1, 0
+        self._free.clear()
+
+    def _forget(self, at: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):  # not on every system
+            os.posix_fadvise(self._fd, at, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """A contiguous tensor's memory; what is written into it is the tensor's."""
+    return memoryview(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""What a virtual rank keeps away from its device: moved at once, and then the ways there take their time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from workbench.fabric import Ways
+from workbench.host.layout import Layout
+from workbench.host.offload import Hops, Offloaded, named
+from workbench.host.slots import likes, require_steppable, settings
+from workbench.optimizers import elementwise
+from workbench.rank import Bucket, Op
+from workbench.sim.fiber import PARK, Child, Fiber
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+
+HOST = "host"  # the processor that steps what lies there, beside the device
+
+
+class Away:
+    """The part of a Host that moves things to the host's memory or to disk, and steps them there."""
+
+    clock: Any
+    body: Any
+    experiment: Experiment
+    seconds: Any
+    free: dict[str, float]
+    span: Any
+    stale: bool
+    _ways: Ways
+
+    def _offload(self, fiber: Fiber, op: Op) -> Any:
+        shard, what, to = op.args
+        hops = self.body.away.send(self.body.layout, self.body.optimizer, shard, what, to)
+        return self._travelled(fiber, op, hops, None, out=True)
+
+    def _fetch(self, fiber: Fiber, op: Op) -> Any:
+        shard, what, to, keep = op.args
+        value, hops = self.body.away.bring(self.body.layout, self.body.optimizer, shard, what, to, keep)
+        return self._travelled(fiber, op, hops, value, out=False)
+
+    def _travelled(self, fiber: Fiber, op: Op, hops: Hops, value: Any, out: bool) -> Any:
+        if not hops:
+            return value
+        now = self.clock.now
+        end = self._ways.occupy(self.experiment.fabric, now, hops, out)
+        self.span("measuring" if op.measures else "offload", named(op), now, now, end, hops[0][1], _step(fiber))
+        self.clock.at(end, fiber, value)
+        return PARK
+
+    def _update_on_host(self, fiber: Fiber, shard: Bucket) -> Any:
+        body, now = self.body, self.clock.now
+        require_steppable(body.layout, body.optimizer, shard, self.experiment)
+        body.away.step(body.layout, body.optimizer, shard, getattr(fiber, "by", None) or settings(body.optimizer))
+        body.stepped_apart()
+        began = max(now, self.free.get(HOST, 0.0))
+        end = self.free[HOST] = began + self.seconds("update", shard.data.numel() / body.layout.numel)
+        self.span("offload", f"update {shard.index}", now, began, end, 0, _step(fiber))
+        self.clock.at(end, fiber)
+        return PARK
+
+
+def _step(fiber: Fiber) -> int:
+    """In which a child was started; else the rank's own."""
+    return fiber.step if isinstance(fiber, Child) else -1
+
+
+class Outlined(Offloaded):
+    """Sizes only: one optimizer stands for those of all ranks, and what it remembers is never taken from it."""
+
+    def __init__(self, stepped: Any) -> None:
+        super().__init__()
+        self._has_stepped = stepped  # has the optimizer, which then remembers something?
+
+    def _remembered(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
+        return _slots(layout, optimizer, shard) if self._has_stepped() else {}
+
+    def _give(self, layout: Layout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
+        """It has them."""
+
+    def _stepped(self, layout: Layout, optimizer: Any, shard: Bucket, *_: Any) -> dict[Any, Any]:
+        return _slots(layout, optimizer, shard)
+
+
+def _slots(layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Tensor]:
+    """What an optimizer that has stepped remembers of a shard: cut as its parameters are, or whole."""
+    numel = {part.name: part.stop - part.start for part in shard.parts}
+    places = [place for place in layout.groups[shard.index] if place.name in numel]
+    cut = elementwise(optimizer)
+    found: dict[Any, Tensor] = {}
+    for name, like in likes(places, optimizer).items():
+        slot, _, parameter = name.partition("/")
+        n = numel[parameter] if cut and not like.numel() else max(like.numel(), 1)
+        found[parameter, slot] = layout.weights[shard.index].new_empty(n, dtype=like.dtype)
+    return found

@@ -1,0 +1,148 @@
+"""ZeRO-Infinity: stage 3 whose shards lie in the host's memory or on disk, and come when they are needed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from workbench.rank import Bucket, Handle, Op, Rank
+from workbench.settings import knob
+from workbench.strategies._sharded import Outstanding, asked, assembled, summed
+from workbench.strategies.zero_3 import ZeRO3
+
+
+@dataclass
+class _State:
+    """coming: by bucket, its shard on the way to the device; gathering: its gathering, under way
+
+    away: by bucket, this rank's shard of the parameters, where that is kept away; slots: is the optimizer's state?
+    """
+
+    coming: dict[int, Handle] = field(default_factory=dict)
+    gathering: dict[int, Handle] = field(default_factory=dict)
+    away: dict[int, Bucket] = field(default_factory=dict)
+    slots: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeROInfinity(ZeRO3):
+    """ZeRO3, but each rank's shards of parameters and optimizer state live on its host or on disk, and are stepped so.
+
+        before forward or backward reads a bucket:   params_r from host or disk, `prefetch` + 1 ahead;
+                                                     params <- all ranks' params_r       all-gather, `prefetch` ahead
+        once it is read no more:                     nothing of it stays on the device
+        g_r <- sum_i grad_i, of rank r's shard, and to the host                          while backward runs
+        params_r, state_r <- optimizer(params_r, state_r, g_r)      on the host; from disk one bucket ahead, and back
+
+    A device holds the buckets that are whole at the time and no more: of Psi parameters (4 + K) Psi / p bytes in fp32
+    lie on each rank's host or disk, with 4 Psi / p of gradients on the host until they are used. 4 Psi / p bytes come
+    to the device for the forward, again for the backward, and as many of gradients leave it; with a disk 2 (4 + K)
+    Psi / p besides, for the update. Every rank reads its own shards over a way of its own, so that p disks are p times
+    as fast as one. What crosses the network is ZeRO3's, and all together make what one process would, to the bit.
+
+    The disk is written by `pwrite` and read by `pread`, past the system's cache, in the directory for temporary files
+    (TMPDIR); `fabric.host` and `fabric.disk` say how fast these ways are. One layer must fit on the device with its
+    gradient: cut one that is too large into tiles (`workbench.tasks.TiledLinear`). With clip, gradients stay on the
+    device until their norm is known.
+
+    When to use it: nothing else fits. A bucket of the size of a layer does best; what is prefetched hides behind
+    compute as far as that is longer.
+
+    Reference: Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
+    SC 2021, https://arxiv.org/abs/2104.07857, sections 5 and 6
+    """
+
+    on: str = knob("disk", choices=("host", "disk"), doc="where shards of parameters and optimizer state live")
+
+    in_flight: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
+
+    def init(self, rank: Rank, params: list[Bucket]) -> Any:
+        return _State()
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        leaves = bool(state.away) and not rank.clip
+        shards = await summed(self.among(rank), self.outstanding, alone=True, leaves=leaves)
+        if not state.away:  # the first step, in which all is whole
+            for shard in shards:
+                await rank.update(shard)
+            return
+        for bucket in await rank.params():
+            if bucket.index not in state.away:  # a drain has brought it back, and no pass has read it since
+                await self.reshard(rank, state, bucket)
+        if not state.slots:
+            for shard in shards:
+                await rank.offload(shard, "optimizer state", self.on)
+            state.slots = True
+        if not leaves:
+            for shard in shards:
+                await rank.offload(shard, "gradients", "host")
+        await self._stream(rank, shards)
+
+    async def _stream(self, rank: Rank, shards: list[Bucket]) -> None:
+        """Steps shard after shard on the host: the next comes from the disk and the last returns to it meanwhile."""
+        coming, going = deque[Handle](), Outstanding(rank, 1, "offload")
+        for at, shard in enumerate(shards):
+            for one in shards[at + len(coming) : at + 2]:
+                coming.append(await rank.start(self._come(rank, one), "fetch", f"state {one.index}"))
+            await rank.wait(coming.popleft())
+            await rank.update(shard, on="host")
+            await going.start(self._go(rank, shard), f"state {shard.index}")
+        await going.all()
+
+    async def _come(self, rank: Rank, shard: Bucket) -> None:
+        await rank.fetch(shard, "parameters", "host")
+        await rank.fetch(shard, "optimizer state", "host")
+
+    async def _go(self, rank: Rank, shard: Bucket) -> None:
+        await rank.offload(shard, "parameters", self.on)
+        await rank.offload(shard, "optimizer state", self.on)
+
+    async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
+        ahead = [bucket, *islice(following, self.prefetch + 1)]
+        for one in ahead:
+            if one.index in state.away and one.index not in state.coming and one.index not in state.gathering:
+                shard = rank.fetch(state.away[one.index], "parameters", keep=True)
+                state.coming[one.index] = await rank.start(asked(shard), "fetch", f"params {one.index}")
+        for one in ahead[: self.prefetch + 1]:
+            if one.index not in state.gathering:
+                child = await self.gathering(rank, state, one)
+                state.gathering[one.index] = await rank.start(child, name=f"params {one.index}")
+        await rank.hold(bucket.like(await rank.wait(state.gathering.pop(bucket.index))))
+
+    async def gathering(self, rank: Rank, state: Any, bucket: Bucket) -> Coroutine[Op, Any, Tensor]:
+        sharers = self.among(rank).sharers
+        if bucket.index not in state.away:
+            return await super().gathering(rank, state, bucket)
+        coming = state.coming.pop(bucket.index)
+
+        async def gather() -> Tensor:
+            return await assembled(sharers, await rank.wait(coming), bucket)
+
+        return gather()
+
+    async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:
+        for under_way in (state.coming, state.gathering):
+            if bucket.index in under_way:  # it came ahead, and was not read
+                await rank.wait(under_way.pop(bucket.index))
+        sharers = self.among(rank).sharers
+        shard = bucket.shard(sharers.index, sharers.size)
+        if bucket.index not in state.away:
+            shard = await rank.hold(shard)
+            await rank.offload(shard, "parameters", self.on)
+            state.away[bucket.index] = shard.like(shard.data.new_zeros(1).expand(shard.data.numel()))
+        await rank.hold(shard.like(shard.data[:0]))
+
+    async def drain(self, rank: Rank, state: Any) -> None:
+        """All shards are on the device again, as ZeRO3 keeps them."""
+        for shard in state.away.values():
+            await rank.hold(shard.like(await rank.fetch(shard, "parameters")))
+            if state.slots:
+                await rank.fetch(shard, "optimizer state")
+        state.away, state.slots = {}, False
+

@@ -1,0 +1,102 @@
+"""ZeRO-Offload: stage 2, and the host's memory and processor keep and step the shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from workbench.rank import Bucket, Handle, Rank
+from workbench.settings import knob
+from workbench.strategies._sharded import Among, fill, gathered, summed
+from workbench.strategies.zero_2 import ZeRO2
+
+
+@dataclass
+class _State:
+    """shards: this rank's shards, while they are on the host; updates: those that run there, in order"""
+
+    shards: list[Bucket] = field(default_factory=list)
+    updates: list[tuple[Bucket, Handle]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeROOffload(ZeRO2):
+    """ZeRO2, but optimizer state and a copy of each rank's shard of the parameters live on its host, which steps them.
+
+        g_r <- sum_i grad_i, of rank r's shard, and to the host            while backward runs
+        params_r, state_r <- optimizer(params_r, state_r, g_r)             on the host's processor
+        params <- all ranks' params_r, from the host                       all-gather
+
+    Of Psi parameters a device holds 2 Psi bytes in 16 bits (4 Psi in fp32) and the buckets that backward has just
+    filled; the host K Psi / p and a copy of the shards, 4 Psi / p. Between them 4 Psi / p bytes in fp32 go down and as
+    many up in each step, the least there is where optimizer state is not to cross; `fabric.host` says how fast. What
+    crosses the network is ZeRO2's, and the shards make together what one process would, to the bit. With clip,
+    gradients stay on the device until their norm is known.
+
+    `delayed` is the paper's delayed parameter update: from step `delay_from` on the host steps while the device
+    computes the next forward and backward, whose gradients then are of parameters one update older. Each is applied
+    once.
+
+    When to use it: parameters fit on the device, what the optimizer remembers of them does not, and the host is not
+    slow; one rank alone gains as much. On a CPU device and host are one memory, told apart by name only.
+
+    Reference: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021,
+    https://arxiv.org/abs/2101.06840, sections 4 and 5.2
+    """
+
+    delayed: bool = knob(False, doc="the host steps beside the next forward and backward: gradients one update older")
+    delay_from: int = knob(40, 0, 10**6, unit="steps", doc="when that begins: the first steps change the most")
+
+    in_flight: ClassVar[bool] = True
+    offloads: ClassVar[bool] = True
+
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State()
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        if not state.shards:
+            await self._send(rank, state)
+        shards = await summed(Among(rank, rank), self.outstanding, alone=True, leaves=not rank.clip)
+        await self._arrive(rank, state)
+        for shard in shards:
+            if rank.clip:
+                await rank.offload(shard, "gradients", "host")
+            update = await rank.start(_updated(rank, shard), "offload", f"update {shard.index}")
+            state.updates.append((shard, update))
+        if not self.delayed or rank.step < self.delay_from:
+            await self._arrive(rank, state)
+
+    async def _send(self, rank: Rank, state: _State) -> None:
+        """This rank's shards come to the host."""
+        state.shards = [bucket.shard(rank.index, rank.size) for bucket in await rank.params()]
+        for shard in state.shards:
+            await rank.offload(shard, "parameters", "host")
+            await rank.offload(shard, "optimizer state", "host")
+
+    async def _arrive(self, rank: Rank, state: _State) -> None:
+        """What the host has stepped comes to all ranks."""
+        params = await rank.params() if state.updates else []
+        for shard, update in state.updates:
+            whole = params[shard.index]
+            fill(whole.shard(rank.index, rank.size).data, await rank.wait(update))
+            await gathered(rank, whole)
+        state.updates.clear()
+
+    async def drain(self, rank: Rank, state: _State) -> None:
+        await self._arrive(rank, state)
+        for shard in state.shards:
+            await rank.fetch(shard, "optimizer state")
+            await rank.fetch(shard, "parameters")  # of which the model has its own
+        state.shards = []
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        await self.drain(rank, state)
+
+
+async def _updated(rank: Rank, shard: Bucket) -> Tensor:
+    """The host steps a shard, whose parameters come to the device, (n,)."""
+    await rank.update(shard, on="host")
+    params: Tensor = await rank.fetch(shard, "parameters", keep=True)
+    return params
