@@ -16,6 +16,7 @@ from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import pauses
 from workbench.host.changes import in_step, take_role
+from workbench.host.foreseen import foreseen
 from workbench.host.meetings import Plans, plans_of
 from workbench.host.spread import Spread
 from workbench.settings import KnobError
@@ -133,14 +134,22 @@ class Turnable(Parts):
             self.control.wait(self.control.broadcast(said, place))
         return order
 
-    def adopt(self, names: list[str]) -> None:
-        """Rank 0's order of gradients on all ranks, once, as torch's DDP rebuilds its buckets once."""
+    def said_by_first(self, names: list[str]) -> list[str]:
+        """Rank 0's order of gradients on all ranks; where the model is spread, of each part its first rank's."""
         index = {p.name: i for i, p in enumerate(self.layout.order)}
         order = torch.tensor([index[n] for n in names], dtype=torch.int64)
         if self.control is not None:
             if self.tickets.asked:
                 self.pocket = self.tickets.take()
             order = self._first_of_replicas(order)
+        return [self.layout.order[i].name for i in order.tolist()]
+
+    def adopt(self, names: list[str]) -> None:
+        """Lays parameters out in this order, once, as torch's DDP rebuilds its buckets once."""
         self.host.forget_hooks()
-        self.shared.relay(lambda: self.layout.reorder([self.layout.order[i].name for i in order.tolist()]))
+        self.shared.relay(lambda: self.layout.reorder(names))
         self.mark_buckets()
+
+    def foreseen(self) -> Any:
+        """What a step is going to read; None where nobody can tell."""
+        return foreseen(self.learner, self.experiment)

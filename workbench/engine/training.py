@@ -82,8 +82,15 @@ class Training(Turnable):
     def reorders(self) -> bool:
         return self.host.knows_order
 
-    async def relearn(self) -> None:
-        await Op("do", partial(self.adopt, self.host.learned_order()))
+    async def learned(self) -> list[str]:
+        return await self.agreed(self.host.learned_order())
+
+    async def agreed(self, names: list[str]) -> list[str]:
+        found: list[str] = await Op("do", partial(self.said_by_first, names))
+        return found
+
+    async def relay_in(self, names: list[str]) -> None:
+        await Op("do", partial(self.adopt, names))
 
     def moved(self, made: int) -> None:
         self.before_update()  # where the step made none

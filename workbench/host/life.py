@@ -7,6 +7,7 @@ asked in the methods that are abstract here; each host has them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 from workbench.experiment import Experiment
@@ -79,7 +80,24 @@ class Life(ABC):
         if self.experiment.partition.size > 1:
             await changes.spread_out(self)  # type: ignore[arg-type]
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
+        if "parameters" in self.experiment.strategy.shards and (trial := await self.reading.foresee()):
+            came = set(trial.arrival)
+            await self.relay_in(await self.agreed(trial.arrival + [n for n in self._order if n not in came]))
         await self.reading.shard()
+
+    @property
+    def _order(self) -> list[str]:
+        """The parameters as they lie."""
+        return [place.name for place in self.layout.order]
+
+    async def reorder(self, names: list[str]) -> None:
+        """Buckets are cut in the order in which gradients come, unless they lie so already, as was foreseen."""
+        strategy = self.experiment.strategy
+        if self.reading.sharded and names == self._order:
+            return
+        if strategy.in_flight:
+            await strategy.drain(self.rank.replicas, self.state)
+        await handover.recut(self, strategy, partial(self.relay_in, names))  # type: ignore[arg-type]
 
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""
@@ -124,9 +142,7 @@ class Life(ABC):
             await residual.flushed(self)  # type: ignore[arg-type]
         await self.reading.learn(self.shown)
         if self.reorders:
-            if self.experiment.strategy.in_flight:
-                await self.experiment.strategy.drain(self.rank.replicas, self.state)
-            await handover.recut(self, self.experiment.strategy, self.relearn)  # type: ignore[arg-type]
+            await self.reorder(await self.learned())
         self.rank.step += made
         self.moved(made)
 
@@ -181,8 +197,16 @@ class Life(ABC):
         """Has the first exchanged backward just shown in which order gradients come?"""
 
     @abstractmethod
-    async def relearn(self) -> None:
-        """Cuts buckets in the order in which gradients came."""
+    async def learned(self) -> list[str]:
+        """That order, the same on all ranks that hold the same of the model."""
+
+    @abstractmethod
+    async def agreed(self, names: list[str]) -> list[str]:
+        """What the first rank says, of those that hold the same of the model."""
+
+    @abstractmethod
+    async def relay_in(self, names: list[str]) -> None:
+        """Lays the parameters out in this order, and cuts buckets anew."""
 
     @property
     def shown(self) -> Trial | None:

@@ -1,17 +1,21 @@
-"""A task's model on torch's meta device: shapes and no memory."""
+"""A task's model as shapes without memory: on torch's meta device, or as tensors that say that they lie on a CPU."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.tasks import Learner
 
 
 def outline(learner: Learner) -> nn.Module:
-    """The model on the meta device: built there, or, if it does not let itself be, built and then emptied."""
+    """The model on the meta device: built there, or, if it does not let itself be, a copy without its tensors' values.
+
+    Raises what `copy.deepcopy` does where such a model cannot be copied: it may be the very one that is trained.
+    """
     try:
         with torch.device("meta"):
             model = learner.model()
@@ -19,6 +23,9 @@ def outline(learner: Learner) -> nn.Module:
         model = learner.model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+    tensors = [*model.parameters(), *model.buffers()]
+    if not all(x.is_meta for x in tensors):
+        model = copy.deepcopy(model, {id(x): _empty(x) for x in tensors})
     known: dict[int, Any] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -29,3 +36,33 @@ def outline(learner: Learner) -> nn.Module:
         for name, b in module._buffers.items():
             module._buffers[name] = None if b is None else torch.empty_like(b, device="meta")
     return model.train()
+
+
+def _empty(x: Tensor) -> Tensor:
+    """The same on the meta device."""
+    made = torch.empty_like(x, device="meta")
+    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+
+def put_on_cpu(model: nn.Module) -> None:
+    """A model on the meta device says from now on that it lies on a CPU; what is tied stays tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in made:
+                made[id(p)] = nn.Parameter(like(p), p.requires_grad)
+            module._parameters[name] = made.get(id(p))
+        for name, b in module._buffers.items():
+            module._buffers[name] = None if b is None else like(b)
+
+
+def like(x: Any) -> Any:
+    """Tensors without values on the CPU, of the sizes of those in `x`; anything else as it is."""
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    if isinstance(x, dict):
+        filled = {k: like(v) for k, v in x.items()}
+        return filled if type(x) is dict else type(x)(filled)
+    if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
+        return type(x)(like(v) for v in x)
+    return x

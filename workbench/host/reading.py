@@ -5,10 +5,11 @@ this rank the strategy is asked to `unshard` it, and told which buckets the pass
 reads it no more the strategy is asked to `reshard` it: in a forward, when something else is first read after its last
 use, so tied weights stay from their first use to their last; in a backward, when its gradients are there.
 
-Order and last use are those of the first step, in which all is whole and this only listens (`Trial`). They are no more
-than a hint: an absent parameter asks for itself whenever it is read, so another order is slower and never wrong. But
-all ranks must read in the same order, for to gather is a collective; they compare it in the steps in which the ledger
-looks at memory.
+Order and last use are known before the first step from one that computes nothing (workbench.host.foreseen); where a
+model does not let itself be run so, from the first step, in which all is whole and this only listens (`Trial`). They
+are no more than a hint: an absent parameter asks for itself whenever it is read, so another order is slower and never
+wrong. But all ranks must read in the same order, for to gather is a collective; they compare it in the steps in which
+the ledger looks at memory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Reading:
     ask:   how this rank's host comes to `need` buckets (and those beside), from inside of torch, after such a share of
            the pass; None where it goes by `events` instead
     listens: does it see a real forward and backward?
-    trial: what the first step has shown; None before that
+    trial: what a step reads, as was foreseen or as the first step has shown; None before that
     phase: the pass under way, "forward", "backward" or "evaluation"; "" between
     whole: while parameters lie in shards, the buckets that are whole here all the same
     """
@@ -78,7 +79,7 @@ class Reading:
     async def shard(self) -> None:
         """Between steps: where the strategy wants that, this rank keeps its shard of every bucket.
 
-        Before it is known what a step reads, all of it, for one step more.
+        While it is not known what a step reads, all of it, for one step more.
         """
         run = self._run
         strategy = run.experiment.strategy
@@ -86,10 +87,18 @@ class Reading:
             return
         if len(sharers(strategy, run.rank.size)[0]) == 1 and not strategy.offloads:
             return
+        await self.foresee()
         self.by, self.learning, self.listening = strategy, self.trial is None, None
         if not self.learning:
             self.sharded, self.whole = True, set(range(len(self._layout.buckets)))
             await self.close()
+
+    async def foresee(self) -> Trial | None:
+        """Between steps: what a step reads, if all ranks can tell before one is made."""
+        if self.trial is None:
+            seen = self._run.foreseen()
+            self.trial = seen if all(await self._run.gather(int(seen is not None))) else None
+        return self.trial
 
     async def unshard(self) -> None:
         """Between steps: every bucket is whole on every rank."""

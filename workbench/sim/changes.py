@@ -15,6 +15,7 @@ from workbench.experiment.partitioned import dealt, drawn
 from workbench.fabric.load import pauses
 from workbench.host.batches import example
 from workbench.host.changes import in_step, take_role
+from workbench.host.foreseen import foreseen
 from workbench.host.handover import Cut
 from workbench.host.life import Life
 from workbench.host.meetings import plans_of
@@ -129,6 +130,10 @@ class Turnable(Life):
         self.common = True
         if self.world.real:
             self.body.lie_with(self.world.sessions[0].body)
+
+    def foreseen(self) -> Any:
+        """What a step is going to read; None where nobody can tell."""
+        return foreseen(self.learner, self.experiment) if self.world.real else self.body.trial
 
     async def leave(self, strategy: Any) -> None:
         await self.rest()

@@ -19,6 +19,7 @@ from workbench.host.batches import Batches
 from workbench.host.cutting import parts_of
 from workbench.host.layout import Layout
 from workbench.host.meetings import answer_like
+from workbench.host.meta import like, put_on_cpu
 from workbench.host.piece import Piece
 from workbench.host.splitting import Split
 from workbench.host.together import computing
@@ -132,10 +133,10 @@ def _passed(model: nn.Module, learner: Learner, inputs: Any, stage: tuple[list[i
 
     fake = copy.deepcopy(model)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as also:
-        _put_on_cpu(fake)
+        put_on_cpu(fake)
         if split is not None:
             also.enter_context(computing(fake, split, 0, lambda met, x: answer_like(met, x, split.ways), draws=False))
-        x = _like(inputs)
+        x = like(inputs)
         layout = Layout(fake, 1.0)
         others = memory.parameters(fake, layout) | memory.storages(x)
         if stage is None:
@@ -162,27 +163,3 @@ def _staged(model: nn.Module, learner: Learner, inputs: Any, counts: list[int], 
     piece = Piece(model, [own], stage, len(counts))
     piece.forward(learner.loss, inputs, came, 0)
     return piece.opened[0, 0]
-
-
-def _put_on_cpu(model: nn.Module) -> None:
-    """A model on the meta device says from now on that it lies on a CPU; what is tied stays tied."""
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None and id(p) not in made:
-                made[id(p)] = nn.Parameter(_like(p), p.requires_grad)
-            module._parameters[name] = made.get(id(p))
-        for name, b in module._buffers.items():
-            module._buffers[name] = None if b is None else _like(b)
-
-
-def _like(x: Any) -> Any:
-    """Tensors without values on the CPU, of the sizes of those in `x`; anything else as it is."""
-    if isinstance(x, Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-    if isinstance(x, dict):
-        filled = {k: _like(v) for k, v in x.items()}
-        return filled if type(x) is dict else type(x)(filled)
-    if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
-        return type(x)(_like(v) for v in x)
-    return x

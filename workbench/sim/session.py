@@ -6,6 +6,7 @@ with the same kind of Op that a strategy uses.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
@@ -112,8 +113,15 @@ class Session(Turnable):
     def shown(self) -> Trial | None:
         return None if self.world.real else self.body.trial
 
-    async def relearn(self) -> None:
-        await self.relay(self.body.learn)
+    async def learned(self) -> list[str]:
+        found: list[str] = self.body.learned()
+        return found
+
+    async def agreed(self, names: list[str]) -> list[str]:
+        return names
+
+    async def relay_in(self, names: list[str]) -> None:
+        await self.relay(partial(self.body.learn, names))
         self.mark_buckets()
 
     def moved(self, made: int) -> None:

@@ -87,8 +87,13 @@ class Sizes:
         """Has a backward shown in which order gradients appear, for the first time?"""
         return self.learning and not self._learned
 
-    def learn(self) -> None:
-        """Takes the order of gradients over; the buckets may differ from now on."""
+    def learned(self) -> list[str]:
+        """The order in which gradients appear; asked for once."""
+        self._learned = True
+        return self._outline.arrival
+
+    def learn(self, names: list[str]) -> None:
+        """Lays parameters out in the order of gradients; the buckets may differ from now on."""
         self._learned, self.roomy = True, False
         self.cut = self._outline.cut(self._bucket_mb, True)
 

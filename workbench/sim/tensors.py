@@ -97,11 +97,15 @@ class Tensors(Portion):
         """Has a backward shown in which order gradients appear, for the first time?"""
         return self._arrival is not None and not self._learned
 
-    def learn(self) -> None:
-        """Takes the order of gradients over; the buckets may differ from now on."""
+    def learned(self) -> list[str]:
+        """The order in which gradients appeared; asked for once."""
         assert self._arrival is not None
         self._learned = True
-        self.layout.reorder(self._arrival)
+        return self._arrival
+
+    def learn(self, names: list[str]) -> None:
+        """Lays parameters out in the order of gradients; the buckets may differ from now on."""
+        self.layout.reorder(names)
         self._cut()
 
     def deal(self, rank: int, size: int, seed: int | None) -> None:

@@ -31,12 +31,13 @@ class ZeRO3(ZeRO2):
     input wants no gradient are not read there. Its shards make together what one process would, to the bit. Buckets of
     the size of a layer do best.
 
-    In the first step everything is whole, to learn in which order the model reads its parameters. An evaluation goes
-    through the shards, too: every rank computes it. What is gathered then is in the lane "measuring".
+    In which order the model reads its parameters is found beforehand, in a step that computes nothing; a model that
+    looks at values shows it in its first step, in which everything is whole. An evaluation goes through the shards,
+    too: every rank computes it. What is gathered then is in the lane "measuring".
 
     When to use it: parameters are in the way, too. Every rank must read them in the same order, which is looked at in
-    the first steps and then in one of 32. Not yet for a model that no rank can hold: each makes it whole, holds all of
-    it in that first step and for a moment when the size of buckets changes; frozen parameters stay whole.
+    the first steps and then in one of 32. Not yet for a model that no rank can hold: each makes it whole, and holds
+    all of it for a moment when the size of buckets changes; frozen parameters stay whole.
     FSDP (`fully_shard`) is the same with layers in the place of buckets.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
