@@ -101,7 +101,8 @@ def assemble(sessions: list[Session]) -> None:
     """Where a run has left parameters in shards each session gets those of all, as its ranks do before they read."""
     if not sessions[0].training.reading.sharded:
         return
-    shards = [[(begin, own) for begin, own in zip(s.layout.begins, s.layout.weights, strict=True)] for s in sessions]
+    shards = [[(begin, _kept(s, index, own)) for index, (begin, own) in
+               enumerate(zip(s.layout.begins, s.layout.weights, strict=True))] for s in sessions]  # fmt: skip
     for s in sessions:
         for bucket in s.layout.params():
             whole = shards[0][bucket.index][1].new_empty(bucket.data.numel())
@@ -110,6 +111,12 @@ def assemble(sessions: list[Session]) -> None:
             s.layout.hold(bucket.like(whole))
         for place in s.layout.order:
             absent.come(place.param)
+
+
+def _kept(s: Session, index: int, own: Any) -> Any:
+    """A rank's shard of a bucket, on its device or away from it."""
+    kept = s.training.away.kept.values(index)
+    return own if kept is None else kept
 
 
 def ended(sessions: list[Session], within: float = 60.0) -> None:

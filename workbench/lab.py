@@ -22,7 +22,7 @@ from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
 from workbench.experiment import Experiment, given
 from workbench.record.display import face, show
-from workbench.run import Run
+from workbench.run import Run, require_memory
 from workbench.settings import Change, KnobError
 
 _labs: dict[str, Lab] = {}
@@ -176,6 +176,7 @@ class Lab:
                 return cast(Run, self._live.run)
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = planned(wanted, given.changes(changes))
+        require_memory(wanted)
         self._renew()
         run = launch.open_run(wanted, out, Run)
         run.secret = secret  # before anybody sees the run
@@ -199,6 +200,7 @@ class Lab:
         `lab.turn` is its old name, which goes on working for one release, as `lab.turns` for `lab.changes`.
         """
         if self.live and self._live:
+            require_memory(self.experiment, path, value)
             return self._live.set(path, value)
         launch.refuse_closed(self.cluster, path)
         self._experiment = launch.within(self.experiment.set(path, value), self.ranks)

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from workbench.sim.what_if import WhatIf
 
 
+def require_memory(experiment: Experiment, path: str = "", value: Any = None) -> None:
+    """Raises KnobError if ranks of `experiment`, or a change of it, would need more than `memory_mb`; see sim.fits."""
+    if experiment.memory_mb or path == "memory_mb":
+        from workbench.sim.fits import require_memory
+
+        require_memory(experiment, path, value)
+
+
 class Run(record.Run):
     """An experiment, its timeline and its environment; live, recorded and simulated runs are the same class.
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.agree import crosses_alike, spans_alike
-from tests.ranks import assemble, ended, live, run, weights
+from tests.ranks import ended, live, run, weights
 from tests.unit.test_zero_3 import Many, batches, many, seen
 from workbench import simulate
 from workbench.engine.session import Session
@@ -32,7 +32,6 @@ ALL = [ZeROOffload(), ZeROInfinity(on="host"), ZeROInfinity(on="disk")]
 
 def same(ours: list[Session], plain: list[Session]) -> bool:
     """Have all ranks the same parameters, to the bit?"""
-    assemble(ours)
     return all(torch.equal(weights(one), weights(other)) for one, other in zip(ours, plain, strict=True))
 
 
@@ -217,7 +216,6 @@ def test_the_file_gives_back_what_was_written_and_uses_its_room_again() -> None:
     scratch.free(places[0])
     assert scratch.write(torch.ones(1000)).at == places[0].at
     assert torch.equal(scratch.read(places[2]), things[2])
-    scratch.close()
 
 
 def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +224,6 @@ def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_loses_none(monkeypatc
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [into[0][:41]], at))
     scratch, x = Scratch(), torch.randn(500)
     assert torch.equal(scratch.read(scratch.write(x)), x)
-    scratch.close()
 
 
 def test_a_disk_that_is_full_fails_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,6 @@ class Training(Turnable):
         self.host.forget_hooks()
         self.leave_opaque()
         self.host.lanes.close()
-        self.away.kept.close()
         self.tickets.close()
         self.mailbox.close()
         self.peers.store = None

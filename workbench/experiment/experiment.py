@@ -15,6 +15,7 @@ from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
 CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
+MEMORY = "memory of each rank's device: what needs more is refused; 0 is no limit"
 MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
 
 
@@ -41,6 +42,7 @@ class Experiment:
     clip: float = knob(0.0, 0.0, 1e6, log=True, doc=CLIP)
     batch: int = knob(0, 0, 65536, unit="examples", doc="batch per rank; 0 takes the task's own")
     bucket_mb: float = knob(1.0, 0.01, 1024.0, unit="MB", log=True, doc="bucket size of the gradient exchange")
+    memory_mb: float = knob(0.0, 0.0, 1e7, unit="MB", log=True, doc=MEMORY)
     pace: float = knob(0.0, 0.0, 60000.0, unit="ms", doc="emulated compute time per step; 0 is off")
     ranks: int = knob(4, 1, 4096, live=False, doc="how many ranks train")
     steps: int = knob(0, 0, 10**9, live=False, unit="steps", doc="stop after so many; 0 runs until stopped")

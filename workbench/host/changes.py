@@ -61,6 +61,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     note_idle(run, was)
     run.rate.change(was, wanted, run.rank.step)
     if wanted.optimizer != was.optimizer:
+        await was.strategy.recall(run.rank.replicas, run.state)
         shards = handover.cut(run, was.strategy)
         await handover.reshard(run, shards, None)  # one may be made with state that is whole
         _renew(run, wanted)
@@ -142,29 +143,38 @@ def needs_switch(was: Any, wanted: Any, size: int) -> bool:
 
 
 async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
-    """Leave, consolidate, enter, check. Its bytes cross the Link and it is one span of its own."""
+    """Leave, consolidate, enter, check. Its bytes cross the Link and it is one span of its own.
+
+    What both strategies share out alike stays where it is, so that no rank needs room for the whole.
+    """
+    moved, lies = moves(was, wanted), handover.cut(run, was.strategy)
+    stays = not moved and lies is not None and lies == handover.cut(run, wanted.strategy)  # in the shards where it is
     with run.switching(was, wanted):
         if wanted.lr_warmup and not in_step(was):
             await run.rate.agree(run)
         if was.strategy.opaque:
             run.leave_opaque()
         else:
-            await run.reading.unshard()
+            await was.strategy.recall(run.rank.replicas, run.state)
+            if not (stays and "parameters" in wanted.strategy.shards):
+                await run.reading.unshard()
             await run.leave(was.strategy)
-            await handover.reshard(run, handover.cut(run, was.strategy), None)
+            if not stays:
+                await handover.reshard(run, lies, None)
             await handover.consolidate(run, was.strategy)
             await handover.spread(run, was.strategy)
-        moved = moves(was, wanted)
         await residual.change(run, was, wanted, moved or _foreign(was, wanted))
         if wanted.strategy.opaque:
             run.enter_opaque()
         momentum = was.strategy.hands_on(run.rank.replicas, run.state)
         if moved:
             momentum = await _spread_anew(run, wanted, momentum)
-        await handover.reshard(run, None, handover.cut(run, wanted.strategy))
+        if not stays:
+            await handover.reshard(run, None, handover.cut(run, wanted.strategy))
         run.enter(was, wanted)
         wanted.strategy.takes(run.rank.replicas, run.state, momentum)
-        await handover.check(run)
+        if not run.reading.sharded:
+            await handover.check(run)
         await run.reading.shard()
 
 

@@ -121,6 +121,10 @@ def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[
     return Placement.whole(first, range(size)) | Placement.whole(others, trained)
 
 
+def _nbytes(state: State) -> int:
+    return sum(x.numel() * x.element_size() for x in state.values())
+
+
 def _numel(state: State) -> int:
     return sum(x.numel() for x in state.values())
 
@@ -137,6 +141,7 @@ def cut(run: Changing, strategy: Any) -> Cut | None:
 
 async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
     """Buckets are cut anew by `anew`: what lies in shards of them under `strategy` comes to lie in those of the new."""
+    await strategy.recall(run.rank.replicas, run.state)
     await run.reading.unshard()
     before = cut(run, strategy)
     await anew()
@@ -162,6 +167,8 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
         here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
     before = await summed(run, here, lies)
     given = await move(rank, {name: here[name] for name in lies.at(rank.id)}, lies, comes, range(rank.size), like)
+    if run.ledger.remembers:
+        run.ledger.surge(_nbytes(here))  # beside what was given
     if await summed(run, given, comes) != before:
         raise Disagreement("the optimizer's state is not what it was before it was shared out anew")
     if not layout.order[0].param.is_meta:

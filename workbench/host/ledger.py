@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from workbench.host import memory
+from workbench.host.budget import require_fits
 from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
 from workbench.host.offload import Offloaded
@@ -26,6 +27,7 @@ from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
               "buffers in flight")  # fmt: skip
+PASSING = ("gradients", "activations")  # which are there in a step only
 EVERY = 32  # steps between two in which activations are looked at
 FRESH = 3  # steps that are looked at in any case, at the start and after a change
 NOTICED = 0.01  # of a category: a smaller change is not written down
@@ -112,15 +114,35 @@ class Ledger:
         self._most: dict[str, int] = {}  # of activations and gradients, in this step or the last that was looked at
         self._together = 0  # the most of these two at once
         self._written: dict[str, int] = {}
-        self._holds = self._held = 0  # bytes of parameters where a strategy says what it holds: now, most in the step
+        self._holds: int | None = None  # bytes of parameters where a strategy says what it holds: now,
+        self._held: int | None = None  # and most in the step
         self._counted = 0  # and those that were counted with what stays
+        self._surge = 0  # bytes that a hand-over takes besides what stays after it
 
     # -- between steps --
 
     def stir(self) -> None:
-        """Something was changed, or the run begins: what stays is counted at once, the next steps are looked at."""
+        """Something was changed, or the run begins: what stays is counted at once, the next steps are looked at.
+
+        Raises OutOfMemory where that, or what the change took besides, is more than `memory_mb`.
+        """
         self._fresh, self._seen = FRESH, None
-        self._write()
+        told = self._write(between=True)
+        self._require(told, "between two steps")
+        self._surge = 0
+
+    def surge(self, nbytes: int) -> None:
+        """A hand-over takes so many bytes besides what stays before and after it."""
+        self._surge = max(self._surge, nbytes)
+
+    @property
+    def remembers(self) -> bool:
+        """Does the optimizer remember anything on this device?"""
+        return bool(self._counts.standing()["optimizer state"])
+
+    def built(self) -> None:
+        """The model was made, in the host's memory, and what of it is this rank's lies where it belongs."""
+        self._held = self._holds
 
     def begin(self) -> None:
         """A step begins."""
@@ -137,8 +159,18 @@ class Ledger:
             self._note("gradients", self._counts.gradients())
             self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
             self._inputs = []
-        self._write()
+        told = self._write()
+        if self.due:
+            self._require(told, "in a step")
         self.due = False
+
+    def _require(self, told: dict[str, int], when: str) -> None:
+        run, limit = self._run, self._run.experiment.memory_mb
+        if limit:
+            of = {name: told[name] for name in CATEGORIES if name in told}
+            if when != "in a step":
+                of = of | dict.fromkeys(PASSING, 0) | {"gradients": self._standing["gradients"]}
+            require_fits(run.rank.id, limit, told["peak"], of | {"what moves": self._surge}, when)
 
     # -- in a step --
 
@@ -165,7 +197,7 @@ class Ledger:
 
     def hold(self, nbytes: int) -> int:
         """So many bytes of parameters are held from now on, by a strategy that shards them. Returns `nbytes`."""
-        self._holds, self._held = nbytes, max(self._held, nbytes)
+        self._holds, self._held = nbytes, max(self._held or 0, nbytes)
         return nbytes
 
     def _note(self, category: str, nbytes: int) -> None:
@@ -206,17 +238,18 @@ class Ledger:
         rooms = {id(b.data): weakref.ref(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
         return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, list(buckets), rooms
 
-    def _write(self) -> None:
+    def _write(self, between: bool = False) -> dict[str, int]:
+        """Writes down what has changed; returns all of it. between: two steps, so that nothing is computed"""
         self._stands()
         room = self._standing["gradients"]
         now = self._standing | self._most
         now["gradients"] = max(room, now["gradients"])
-        if self._held:
+        if self._held is not None:
             now["parameters"] += self._held - self._counted
         now["buffers in flight"] = self.buffers.turn(stepping=False)
-        together = max(self._together, room)
+        together = room + self._surge if between else max(self._together, room)
         told = {category: now[category] for category in CATEGORIES if category in now}
-        others = sum(v for k, v in told.items() if k not in ("gradients", "activations"))
+        others = sum(v for k, v in told.items() if k not in PASSING)
         told["peak"] = others + together
         if self.due or not self._written:
             told |= self._beside()
@@ -226,6 +259,7 @@ class Ledger:
             if before is None or abs(value - before) > NOTICED * before:
                 self._written[name] = value
                 self._run.sample(f"memory {name}", value)
+        return told
 
 
 def _filled(memory: Memory) -> tuple[int, ...]:

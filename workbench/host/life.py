@@ -84,6 +84,7 @@ class Life(ABC):
             came = set(trial.arrival)
             await self.relay_in(await self.agreed(trial.arrival + [n for n in self._order if n not in came]))
         await self.reading.shard()
+        self.ledger.built()
 
     @property
     def _order(self) -> list[str]:

@@ -123,12 +123,6 @@ class Offloaded:
         self._drop("optimizer state", shard.index)
         self._keep("optimizer state", shard.index, stepped, devices, "host")
 
-    def close(self) -> None:
-        """Forgets all of it, and gives the file back."""
-        self._items.clear()
-        self._now.clear()
-        self._scratch.close()
-
     # -- within --
 
     def _item(self, what: str, shard: Bucket) -> Item:

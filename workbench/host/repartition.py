@@ -128,6 +128,7 @@ async def repartition(run: Any, was: Spread | None, to: Spread | None, outer: St
     before = await summed(run, what.here, lies)
     held = {name: what.here[name] for name in lies.at(rank.id)}
     given = await move(rank, held, lies, comes, everyone, what.like)
+    run.ledger.surge(sum(x.numel() * x.element_size() for name, x in held.items() if given.get(name) is not x))
     if await summed(run, given, comes) != before:
         raise Disagreement("the model's state is not what it was before it was spread anew")
     mine = to.trained(rank.id, set(trained)) if to else set(trained)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import weakref
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Extent(NamedTuple):
 class Scratch:
     """One rank's file, made when first written to, in the directory for temporary files (TMPDIR).
 
-    It has no name, so that it is gone with its process.
+    It has no name, so that it is gone with this object, or with its process.
     Threads may read and write at once, each tensor of its own. Raises OSError where the disk is full or fails.
     """
 
@@ -45,6 +46,7 @@ class Scratch:
             if self._fd < 0:
                 with tempfile.TemporaryFile(prefix="workbench-offload-") as made:
                     self._fd = os.dup(made.fileno())
+                weakref.finalize(self, os.close, self._fd)
             holes = self._free[nbytes]
             at = holes.pop() if holes else self._end
             self._end = max(self._end, at + nbytes)
@@ -72,13 +74,6 @@ class Scratch:
         """Nobody reads that again: its room may be written to."""
         with self._lock:
             self._free[place.nbytes].append(place.at)
-
-    def close(self) -> None:
-        """Gives the file back."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._end = -1, 0
-        self._free.clear()
 
     def _forget(self, at: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):  # not on every system

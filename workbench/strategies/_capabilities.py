@@ -99,8 +99,7 @@ class Sharding:
             "gradients", once they are summed, and "parameters", but while they are read
     shared_along: the dimensions of the mesh along which they are dealt out; ranks that differ in others keep the same.
             None named: all of them
-    offloads: it keeps some of its shards away from the device, as one rank alone may do, too. What is away when a step
-            ends `drain` brings back, for it is `in_flight`
+    offloads: it keeps some of its shards away from the device, as one rank alone may do, too
     """
 
     shards: ClassVar[frozenset[str]] = frozenset()
@@ -112,6 +111,11 @@ class Sharding:
 
         following: the buckets that this pass is known to read next and that are not whole either, in their order; take
                    no more than begin to come
+        """
+
+    async def recall(self, rank: Rank, state: Any) -> None:
+        """Where it `offloads`, before buckets are cut anew, an optimizer is made anew, or it is left: all comes back to
+        the device, as it lay there. It may be away again from the next step on.
         """
 
     async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:

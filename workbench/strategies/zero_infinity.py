@@ -59,7 +59,6 @@ class ZeROInfinity(ZeRO3):
 
     on: str = knob("disk", choices=("host", "disk"), doc="where shards of parameters and optimizer state live")
 
-    in_flight: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
 
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
@@ -73,7 +72,7 @@ class ZeROInfinity(ZeRO3):
                 await rank.update(shard)
             return
         for bucket in await rank.params():
-            if bucket.index not in state.away:  # a drain has brought it back, and no pass has read it since
+            if bucket.index not in state.away:  # it was recalled, and no pass has read it since
                 await self.reshard(rank, state, bucket)
         if not state.slots:
             for shard in shards:
@@ -138,7 +137,7 @@ class ZeROInfinity(ZeRO3):
             state.away[bucket.index] = shard.like(shard.data.new_zeros(1).expand(shard.data.numel()))
         await rank.hold(shard.like(shard.data[:0]))
 
-    async def drain(self, rank: Rank, state: Any) -> None:
+    async def recall(self, rank: Rank, state: Any) -> None:
         """All shards are on the device again, as ZeRO3 keeps them."""
         for shard in state.away.values():
             await rank.hold(shard.like(await rank.fetch(shard, "parameters")))

@@ -86,13 +86,13 @@ class ZeROOffload(ZeRO2):
 
     async def drain(self, rank: Rank, state: _State) -> None:
         await self._arrive(rank, state)
+
+    async def recall(self, rank: Rank, state: _State) -> None:
+        await self._arrive(rank, state)
         for shard in state.shards:
             await rank.fetch(shard, "optimizer state")
             await rank.fetch(shard, "parameters")  # of which the model has its own
         state.shards = []
-
-    async def leave(self, rank: Rank, state: _State) -> None:
-        await self.drain(rank, state)
 
 
 async def _updated(rank: Rank, shard: Bucket) -> Tensor:

@@ -1,0 +1,98 @@
+"""What a rank's device has no memory for is refused in words, before it begins, before a change, and when it shows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.ranks import ended, live, run
+from tests.unit.test_zero_3 import seen
+from workbench import KnobError, simulate
+from workbench.experiment import Experiment
+from workbench.host.budget import OutOfMemory
+from workbench.optimizers import AdamW
+from workbench.run import require_memory
+from workbench.settings import Change
+from workbench.strategies import DDP, TorchDDP, ZeRO3, ZeROInfinity, ZeROOffload
+from workbench.tasks import ByteGPT
+
+pytestmark = pytest.mark.ranks
+
+STAGES = [DDP(), ZeRO3(), ZeROOffload(), ZeROInfinity()]  # each needs less than the one before
+
+
+def lesson(**rest: Any) -> Experiment:
+    more = {"ranks": 2, "steps": 6, "eval_every": 0, "pace": 1.0, "bucket_mb": 0.1, "batch": 2, **rest}
+    return Experiment(task=ByteGPT(layers=6), optimizer=AdamW(), **more)
+
+
+def needs(e: Experiment) -> float:
+    """MB of the device that a rank needs at most, as it shows where there is no limit."""
+    return max(seen(run(e)[0], "memory peak")) / 1e6
+
+
+def test_what_is_foreseen_is_what_shows_and_each_stage_needs_less() -> None:
+    found = []
+    for strategy in STAGES:
+        e = lesson(strategy=strategy)
+        peak = needs(e)
+        assert simulate(e).memory()[0].peak / 1e6 == pytest.approx(peak, rel=0.05)
+        require_memory(replace(e, memory_mb=1.06 * peak))
+        with pytest.raises(KnobError, match="needs"):
+            require_memory(replace(e, memory_mb=0.94 * peak))
+        found.append(peak)
+    assert found == sorted(found, reverse=True) and found[0] > 3 * found[-1]
+
+
+@pytest.mark.parametrize(("fits", "memory_mb"), [(0, 33.0), (1, 24.0), (2, 18.0), (3, 12.0)])
+def test_a_model_that_does_not_fit_trains_under_what_needs_less(fits: int, memory_mb: float) -> None:
+    for at, strategy in enumerate(STAGES):
+        e = lesson(strategy=strategy, memory_mb=memory_mb)
+        sessions = live(e)
+        ended(sessions)
+        if at >= fits:
+            assert [s.error for s in sessions] == [None, None], (strategy, memory_mb)
+        else:
+            said = next(s.error["text"] for s in sessions if s.error and "needs" in s.error["text"])
+            wanted = rf"memory_mb={memory_mb:g}: rank \d needs [\d.]+ MB in a step \(parameters [\d.]+, gradients"
+            assert re.search(wanted, said)
+
+
+def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved() -> None:
+    e = lesson(strategy=ZeROInfinity(), memory_mb=14.0)
+    require_memory(e, "lr", 1e-4)
+    require_memory(e, "batch", 3)
+    for path, value in (("strategy", DDP()), ("batch", 16), ("memory_mb", 6.0)):
+        with pytest.raises(KnobError, match=r"needs [\d.]+ MB"):
+            require_memory(e, path, value)
+    with pytest.raises(KnobError, match=r"rank \d needs .* between two steps .*what moves"):
+        require_memory(lesson(strategy=ZeRO3(), memory_mb=22.5), "bucket_mb", 0.05)
+
+
+def test_from_shards_on_the_device_to_shards_elsewhere_nothing_is_assembled() -> None:
+    e = lesson(strategy=ZeRO3(), memory_mb=24.0)
+    for to in (ZeROInfinity(), ZeROInfinity(on="host"), ZeROOffload()):
+        require_memory(e, "strategy", to)
+        session = run(replace(e, steps=8), Change(3, "strategy", to))[0]
+        assert max(seen(session, "memory peak")) < 24e6
+        switch = [row for row in session.record if row[1] == "switch"]
+        whole = 0 if isinstance(to, ZeROInfinity) else session.layout.nbytes // 2  # its parameters are whole
+        assert [row[6] for row in switch] == [pytest.approx(whole, rel=0.01)]
+
+
+def test_what_a_change_needed_besides_shows_when_nobody_foresaw_it() -> None:
+    """A change that was planned, and not asked of a lab, ends the run, and says where."""
+    e = lesson(strategy=ZeROInfinity(), memory_mb=14.0)
+    with pytest.raises(OutOfMemory, match="needs"):
+        simulate(e, changes=[Change(3, "strategy", DDP())])
+    sessions = live(e, (Change(3, "strategy", DDP()),))
+    ended(sessions)
+    assert {s.phase for s in sessions} == {"failed"}
+    assert any("between two steps" in s.error["text"] for s in sessions if s.error)
+
+
+def test_what_cannot_be_simulated_is_left_to_the_ranks() -> None:
+    require_memory(lesson(strategy=TorchDDP(), memory_mb=1.0).checked())
