@@ -162,8 +162,7 @@ class Passing:
         self.most = 0
 
     def __enter__(self) -> Passing:
-        self._counts = self._layout.gives_back
-        self._before = nbytes(gradients(self._layout)) if self._counts else 0
+        self._before = nbytes(gradients(self._layout))
         for place in self._layout.order:
             hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))
             self._removers.append(hook)
@@ -179,7 +178,7 @@ class Passing:
         if len(self.names) % self._every == 0:
             left = alive(self._activations)
             self.looks.append((len(self.names), left))
-            came = nbytes(gradients(self._layout)) - self._before if self._counts else self._came
+            came = nbytes(gradients(self._layout)) - self._before if self._layout.gives_back else self._came
             self.most = max(self.most, came + left)
 
 
