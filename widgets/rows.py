@@ -38,10 +38,13 @@ def rows(experiment: Any, now: Now) -> list[Row]:
     return first + sorted((r for r in every if r not in first), key=lambda r: GROUPS.index(r["group"]))
 
 
-GROUPS = ["faults", "network", "learning", "before the run"]
+GROUPS = ["faults", "network", "memory", "learning", "before the run"]
+MEMORY = ("memory_mb", "fabric.host", "fabric.disk")  # what there is of it, and the ways to what lies elsewhere
 
 
 def _group(path: str, live: bool) -> str:
+    if path in MEMORY:
+        return "memory"
     head, *rest = path.split(".")
     if rest:
         return "faults" if rest[0] == "faults" else _group(head, live) if head != "fabric" else "network"

@@ -23,7 +23,9 @@ PARTS = (
     ("compressor state", theme.VERMILLION, "-"),
     ("buffers in flight", theme.GREY, "|"),
 )
-MARKED = (("peak of all together", "line-ns-open", 20), ("GPU's allocator", "diamond-open", 12))
+AWAY = ("on host", "on disk")
+MARKED = (("peak of all together", "line-ns-open", 20), ("GPU's allocator", "diamond-open", 12),
+          (AWAY[0], "triangle-up-open", 12), (AWAY[1], "triangle-down-open", 12))  # fmt: skip
 OTHER = ("other", theme.YELLOW, "")  # of a category that came later than this file
 
 
@@ -36,7 +38,8 @@ class Memory(View):
         "A stacked bar per rank: bytes of parameters, gradients, optimizer state, activations kept for backward, what "
         "strategy and compressor remember, and buffers in flight; of each the most in a step, in the last 20 steps. "
         "Not all are at their most at once: a stroke marks the peak of all together, a diamond what a GPU's allocator "
-        "says."
+        "says. What is kept away from the device is no part of the bar: a triangle up is so many bytes in the host's "
+        "memory, a triangle down so many on disk."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
     order: ClassVar[int] = 51
@@ -70,12 +73,16 @@ class Memory(View):
         y = np.array([m.rank for m in found], np.int64)
         known = [name for name, *_ in PARTS]
         rows = [[m.most.get(name, 0) for m in found] for name in known]
-        rows.append([sum(v for name, v in m.most.items() if name not in known) for m in found])
+        rows.append([sum(v for name, v in m.most.items() if name not in (*known, *AWAY)) for m in found])
         patch = Patch(replace={i: {"x": np.array(row, float), "y": y} for i, row in enumerate(rows)})
         patch.replace[len(rows)] = {"x": np.array([m.peak for m in found], float), "y": y}
         if beside := [m for m in found if m.allocated_peak]:
             at = np.array([m.rank for m in beside], np.int64)
             patch.replace[len(rows) + 1] = {"x": np.array([m.allocated_peak for m in beside], float), "y": at}
+        for number, where in enumerate(AWAY, len(rows) + 2):
+            if kept := [m for m in found if m.most.get(where)]:
+                at = np.array([m.rank for m in kept], np.int64)
+                patch.replace[number] = {"x": np.array([m.most[where] for m in kept], float), "y": at}
         return patch
 
     def table(self, run: Any) -> Grid:

@@ -11,7 +11,7 @@ from workbench.settings import Change, KnobError, resolve
 from workbench.sim.simulate import simulate
 
 FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # memory
-STEPS = 4  # before a change, and after it
+STEPS = 3  # before a change, and after it: what is remembered is there from the second on
 
 
 def require_memory(e: Experiment, path: str = "", value: Any = None) -> None:
@@ -24,7 +24,7 @@ def require_memory(e: Experiment, path: str = "", value: Any = None) -> None:
     wanted = e.set(path, value) if path else e.checked()
     if not wanted.memory_mb or (path and resolve(e, path)[0].partition(".")[0] not in FILLS):
         return
-    short = replace(e, steps=2 * STEPS, eval_every=0, pace=e.pace or 1.0, fabric=replace(e.fabric, faults=()))
+    short = replace(e, steps=2 * STEPS if path else STEPS, eval_every=0, pace=e.pace or 1.0, fabric=replace(e.fabric, faults=()))
     changes = [Change(STEPS, path, value)] if path else []
     try:
         simulate(short, changes=changes, real=False)
