@@ -24,7 +24,8 @@ def require_memory(e: Experiment, path: str = "", value: Any = None) -> None:
     wanted = e.set(path, value) if path else e.checked()
     if not wanted.memory_mb or (path and resolve(e, path)[0].partition(".")[0] not in FILLS):
         return
-    short = replace(e, steps=2 * STEPS if path else STEPS, eval_every=0, pace=e.pace or 1.0, fabric=replace(e.fabric, faults=()))
+    steps, healthy = 2 * STEPS if path else STEPS, replace(e.fabric, faults=())
+    short = replace(e, steps=steps, eval_every=0, pace=e.pace or 1.0, fabric=healthy)
     changes = [Change(STEPS, path, value)] if path else []
     try:
         simulate(short, changes=changes, real=False)
