@@ -27,6 +27,7 @@ COMMANDS = {
     "ddp": ["tests.bench.ddp"],
     "fsdp": ["tests.bench.ddp", "--strategy", "ZeRO3", "--caps", "1", "5", "--rounds", "12"],
     "pipeline": ["tests.bench.pipeline"],
+    "offload": ["tests.bench.offload"],
     "bound": ["tests.bench.bound"],
     "live": ["tests.bench.live"],
     "slow_link": ["tests.bench.slow_link"],

@@ -209,13 +209,14 @@ def test_the_file_gives_back_what_was_written_and_uses_its_room_again() -> None:
     rng = torch.Generator().manual_seed(0)
     things = [torch.randn(1000, generator=rng), torch.tensor(3.0), torch.randn(7, 9, generator=rng).bfloat16(),
               torch.randn(8, 6, generator=rng).t(), torch.zeros(0), torch.arange(5)]  # fmt: skip
-    places = [scratch.write(x) for x in things]
-    for x, place in zip(things, places, strict=True):
-        read = scratch.read(place)
-        assert torch.equal(read, x) and read.dtype == x.dtype
+    places = [scratch.write([x]) for x in things]
+    all_at_once = scratch.write(things)
+    for found in ([scratch.read(place)[0] for place in places], scratch.read(all_at_once)):
+        for x, read in zip(things, found, strict=True):
+            assert torch.equal(read, x) and read.dtype == x.dtype and read.shape == x.shape
     scratch.free(places[0])
-    assert scratch.write(torch.ones(1000)).at == places[0].at
-    assert torch.equal(scratch.read(places[2]), things[2])
+    assert scratch.write([torch.ones(1000)]).at == places[0].at
+    assert torch.equal(scratch.read(places[2])[0], things[2])
 
 
 def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +224,7 @@ def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_loses_none(monkeypatc
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:37], at))
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [into[0][:41]], at))
     scratch, x = Scratch(), torch.randn(500)
-    assert torch.equal(scratch.read(scratch.write(x)), x)
+    assert torch.equal(scratch.read(scratch.write([x]))[0], x)
 
 
 def test_a_disk_that_is_full_fails_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,15 +30,17 @@ def named(op: Op) -> str:
 
 
 class Item(NamedTuple):
-    """Something kept away. On the disk `values` has places in the file instead of tensors.
+    """Something kept away: by name tensors and other values.
 
-    devices: where its tensors were; kept: so many bytes
+    devices: where its tensors were; nbytes: how many they have
+    extent:  where they lie on the disk, in the order of `devices`; `values` has none of them then
     """
 
     where: str
     values: dict[Any, Any]
     devices: dict[Any, Any]
     nbytes: int
+    extent: Extent | None = None
 
 
 class Offloaded:
@@ -173,23 +175,22 @@ class Offloaded:
         return [("disk", item.nbytes)]
 
     def _keep(self, what: str, index: int, held: dict[Any, Any], devices: dict[Any, Any], where: str) -> None:
-        nbytes = _nbytes(held)
-        if where == "disk":
-            held = {key: x if key not in devices or x.is_meta else self._scratch.write(x) for key, x in held.items()}
-        self._items[what, index] = Item(where, held, devices, nbytes)
+        nbytes, extent = _nbytes(held), None
+        if where == "disk" and devices and not next(held[key] for key in devices).is_meta:
+            extent = self._scratch.write([held[key] for key in devices])
+            held = {key: x for key, x in held.items() if key not in devices}
+        self._items[what, index] = Item(where, held, devices, nbytes, extent)
         self._count(where, nbytes)
 
     def _read(self, item: Item) -> dict[Any, Any]:
-        if item.where == "host":
+        if item.extent is None:
             return item.values
-        return {key: self._scratch.read(x) if isinstance(x, Extent) else x for key, x in item.values.items()}
+        return item.values | dict(zip(item.devices, self._scratch.read(item.extent), strict=True))
 
     def _drop(self, what: str, index: int) -> None:
         item = self._items.pop((what, index))
-        if item.where == "disk":
-            for x in item.values.values():
-                if isinstance(x, Extent):
-                    self._scratch.free(x)
+        if item.extent is not None:
+            self._scratch.free(item.extent)
         self._count(item.where, -item.nbytes)
 
     def _count(self, where: str, nbytes: int) -> None:

@@ -16,21 +16,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+ALIGN = 16  # bytes: each tensor begins at such a place, so that it can be looked at where it was read to
+
 
 class Extent(NamedTuple):
-    """Where a tensor lies in the file, and what it is."""
+    """Where tensors lie in the file, one after the other, and what they are.
+
+    pieces: of each its shape, its dtype, and the byte of the extent that it begins with
+    """
 
     at: int
-    shape: torch.Size
-    dtype: torch.dtype
     nbytes: int
+    pieces: tuple[tuple[torch.Size, torch.dtype, int], ...]
 
 
 class Scratch:
     """One rank's file, made when first written to, in the directory for temporary files (TMPDIR).
 
     It has no name, so that it is gone with this object, or with its process.
-    Threads may read and write at once, each tensor of its own. Raises OSError where the disk is full or fails.
+    Threads may read and write at once, each an extent of its own. Raises OSError where the disk is full or fails.
     """
 
     def __init__(self) -> None:
@@ -39,9 +43,16 @@ class Scratch:
         self._end = 0
         self._free: dict[int, list[int]] = defaultdict(list)  # by length, where such a hole is
 
-    def write(self, x: Tensor) -> Extent:
-        """Puts a tensor that lies in the host's memory where there is room."""
-        nbytes = x.numel() * x.element_size()
+    def write(self, tensors: list[Tensor]) -> Extent:
+        """Puts tensors that lie in the host's memory where there is room for them, at once."""
+        pieces, nbytes = list[tuple[torch.Size, torch.dtype, int]](), 0
+        for x in tensors:
+            pieces.append((x.shape, x.dtype, nbytes))
+            nbytes += -(-x.numel() * x.element_size() // ALIGN) * ALIGN
+        joined = torch.zeros(nbytes, dtype=torch.uint8)
+        for x, (_, _, begin) in zip(tensors, pieces, strict=True):
+            own = x.detach().contiguous().reshape(-1).view(torch.uint8)
+            joined[begin : begin + own.numel()] = own
         with self._lock:
             if self._fd < 0:
                 with tempfile.TemporaryFile(prefix="workbench-offload-") as made:
@@ -50,25 +61,26 @@ class Scratch:
             holes = self._free[nbytes]
             at = holes.pop() if holes else self._end
             self._end = max(self._end, at + nbytes)
-        left, to = _bytes(x), at
+        left, to = _bytes(joined), at
         while left:
             done = os.pwrite(self._fd, left, to)
             left, to = left[done:], to + done
         os.fdatasync(self._fd)
         self._forget(at, nbytes)
-        return Extent(at, x.shape, x.dtype, nbytes)
+        return Extent(at, nbytes, tuple(pieces))
 
-    def read(self, place: Extent) -> Tensor:
-        """The tensor that was written there, in new memory of the host."""
-        x = torch.empty(place.shape, dtype=place.dtype)
-        left, at = _bytes(x), place.at
+    def read(self, place: Extent) -> list[Tensor]:
+        """The tensors that were written there, in new memory of the host."""
+        joined = torch.empty(place.nbytes, dtype=torch.uint8)
+        left, at = _bytes(joined), place.at
         while left:
             done = os.preadv(self._fd, [left], at)
             if not done:
                 raise OSError(f"the file of what is kept on disk ends before byte {at}")
             left, at = left[done:], at + done
         self._forget(place.at, place.nbytes)
-        return x
+        return [joined[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+                for shape, dtype, begin in place.pieces]  # fmt: skip
 
     def free(self, place: Extent) -> None:
         """Nobody reads that again: its room may be written to."""
@@ -81,5 +93,5 @@ class Scratch:
 
 
 def _bytes(x: Tensor) -> memoryview:
-    """A contiguous tensor's memory; what is written into it is the tensor's."""
-    return memoryview(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """A tensor's memory, byte by byte; what is written into it is the tensor's."""
+    return memoryview(x.numpy())  # type: ignore[arg-type]
