@@ -143,8 +143,15 @@ class Codec(Compressor):
         """The tensors of `encode` -> (...) in the shape and the dtype of `like`."""
 
     def chosen(self, payload: Payload) -> Tensor | None:
-        """(k,) of any integer: the flat places of the elements that a payload speaks of; None where it is of all."""
+        """What of a payload says which part of a tensor it is of, such as places; None where it is of all."""
         return None
+
+    def through(self, chosen: Tensor) -> Coder:
+        """What is linear in a tensor and keeps the same part of it: by which a gradient goes back.
+
+        By itself: chosen (k,) of any integer are flat places.
+        """
+        return _Places(chosen)
 
     def coder(self, memory: Memory) -> Coder:
         return self
@@ -158,6 +165,19 @@ class Codec(Compressor):
             payload = tuple([await rank.all_reduce(part, "sum", bucket.name) for part in payload])
         bucket.data.copy_(self.decode(payload, bucket.data))
         return own
+
+
+class _Places:
+    """A tensor's elements at some places, zeros elsewhere."""
+
+    def __init__(self, places: Tensor) -> None:
+        self._places = places.long()
+
+    def encode(self, x: Tensor) -> Payload:
+        return (x.reshape(-1)[self._places],)
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        return like.new_zeros(like.numel()).index_copy_(0, self._places, payload[0]).view(like.shape)
 
 
 async def all_told(coder: Coder, rank: Rank, bucket: Bucket) -> Tensor:

@@ -73,6 +73,10 @@ class Turnable(Parts):
         self.spread, self.twin = spread, None
         self.mark_buckets()
 
+    def tuned(self) -> None:
+        """The partition has other knobs than before, and the model lies as it did."""
+        self.host.tune(self._planned(self.spread))
+
     def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
         """By piece of the model when ranks that have slices meet; nothing where nobody can tell."""
         if spread is None or spread.split is None:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from workbench.engine.step_end import StepEnd
-from workbench.host.across import Meeting, met
+from workbench.host.across import met
+from workbench.host.coded import Meeting
 from workbench.host.drive import drive
 from workbench.host.meetings import Planned, Plans
 from workbench.host.pipelining import same_batch
 from workbench.host.splitting import Split
 from workbench.host.together import Together, refreshed
+from workbench.partitions import Partition
 from workbench.rank import Op
 
 
@@ -24,6 +26,7 @@ class Joint(StepEnd):
 
     alone: AbstractContextManager[Any]
     model: nn.Module
+    partition: Callable[[], Partition]  # the experiment's, as it is now
     reading: Any
     together: Together | None = None
     _perform: Callable[[Op], Any]
@@ -40,7 +43,14 @@ class Joint(StepEnd):
         if self.together is not None:
             self.together.undo()
         self.together = None if split is None else Together(self.model, split, index, self._ask, seed=seed)
-        self._plans, self._plan, self._fresh, self.stale = plans, [], True, True
+        self._plan, self._fresh, self.stale = [], True, True
+        self.tune(plans)
+
+    def tune(self, plans: tuple[Plans, ...]) -> None:
+        """The partition may have other knobs now. plans: by piece, as far as is known"""
+        self._plans = plans
+        if self.together is not None:
+            self.together.coding = self.partition().inside(self.rank.memory)
 
     def meet_before(self, batch: Any) -> None:
         """Before a batch: the ranks of a replica have the same of what lies on several of them, and read the same."""

@@ -17,7 +17,6 @@ from workbench.host.meetings import Plans
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.pipelining import WEIGHTS, one_batch, pass_name
 from workbench.host.spread import Spread
-from workbench.partitions import Partition
 from workbench.rank import Op, StrategyError
 
 
@@ -29,7 +28,6 @@ class Stage(Joint):
     ledger: Any
     loss_of: Callable[..., Tensor]
     model: nn.Module
-    partition: Callable[[], Partition]  # the experiment's, as it is now
     piece: Piece | None = None
     _hooks: Any
     _listen: Callable[..., None]
@@ -53,10 +51,13 @@ class Stage(Joint):
         dealt = spread.split.share if spread and spread.split else 1.0
         if spread and (stages := spread.stages):
             self.piece = Piece(self.model, stages.of(here), here, len(stages))
-            plans = plans[here :: len(stages)]
             self._share, self._shares = stages.share(here), tuple(s * dealt for s in stages.shares[here :: len(stages)])
         self._share *= dealt
         self.deal(spread.split if spread else None, index, plans, seed)
+
+    def tune(self, plans: tuple[Plans, ...]) -> None:
+        """The partition may have other knobs now. plans: by piece of the model, as far as is known"""
+        super().tune(plans[self.piece.stage :: self.piece.stages] if self.piece else plans)
 
     def _through_stages(self, grad: float | None, micro: int, exchanged: bool) -> None:
         assert self.piece is not None

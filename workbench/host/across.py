@@ -2,105 +2,115 @@
 
 Before a layer by columns nothing happens forward and gradients are added up backward; after one by rows outputs are
 added up forward and nothing happens backward. Whoever runs the pass says, as `ask`, how ranks meet: over a wire, on a
-virtual clock, or all in one process.
+virtual clock, or all in one process. What crosses may be a codec's payload (coded.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from workbench.rank import Rank, StrategyError
+from workbench.host.coded import (
+    Meeting,
+    Others,
+    back_through,
+    chosen_of,
+    crossed,
+    gathered_payload,
+    joined,
+    parts_of,
+)
+from workbench.rank import Rank
 
-
-class Meeting(NamedTuple):
-    """How the ranks' tensors become one answer for each.
-
-    what: "sum", over all of them; "gather", one after the other along a dimension; "own", of a tensor that all have,
-          this rank's part along it; "scatter", this rank's part of the sum; "" nothing
-    name: of the module and of what meets: "activation blocks.0.mlp_out"
-    """
-
-    what: str
-    name: str
-    dim: int = -1
-
-
-Ask = Callable[[Meeting, Tensor], Tensor]
+NOTHING = Meeting("", "")
 
 
 class _Across(torch.autograd.Function):
     """A tensor on its way from one module to another, where ranks meet: forward so, and backward so."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ask: Ask, ahead: Meeting, back: Meeting) -> Tensor:
-        ctx.ask, ctx.back = ask, back
-        return ask(ahead, x) if ahead.what else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, others: Others, ahead: Meeting, back: Meeting) -> Tensor:
+        ctx.others, ctx.ahead, ctx.back = others, ahead, back
+        made, payload = crossed(x, others, ahead, others.coding.there)
+        ctx.save_for_backward(*chosen_of(payload, others.coding, others.ways if ahead.what == "scatter" else 1))
+        return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return (ctx.ask(ctx.back, grad) if ctx.back.what else grad), None, None, None
+        others, back = ctx.others, ctx.back
+        came = crossed(grad, others, back, others.coding.back)[0] if back.what else grad
+        return back_through(came, ctx.saved_tensors, others.coding, ctx.ahead.dim), None, None, None
 
 
-def summed_ahead(x: Tensor, ask: Ask, name: str) -> Tensor:
+def _across(x: Tensor, others: Others, ahead: Meeting, back: Meeting) -> Tensor:
+    made: Tensor = _Across.apply(x, others, ahead, back)
+    return made
+
+
+def summed_ahead(x: Tensor, others: Others, name: str) -> Tensor:
     """g: what all ranks have added up, of which each gets the same gradient."""
-    made: Tensor = _Across.apply(x, ask, Meeting("sum", f"activation {name}"), Meeting("", ""))
-    return made
+    return _across(x, others, Meeting("sum", f"activation {name}"), NOTHING)
 
 
-def summed_back(x: Tensor, ask: Ask, name: str) -> Tensor:
+def summed_back(x: Tensor, others: Others, name: str) -> Tensor:
     """f: the same `x` on all ranks, whose gradients are added up."""
-    made: Tensor = _Across.apply(x, ask, Meeting("", ""), Meeting("sum", f"gradient {name}"))
-    return made
+    return _across(x, others, NOTHING, Meeting("sum", f"gradient {name}"))
 
 
-def gathered(x: Tensor, ask: Ask, name: str) -> Tensor:
+def gathered(x: Tensor, others: Others, name: str) -> Tensor:
     """The features of all ranks one after the other, on each; of the gradient every rank takes its own part."""
-    made: Tensor = _Across.apply(x, ask, Meeting("gather", f"activation {name}"), Meeting("own", f"gradient {name}"))
-    return made
+    return _across(x, others, Meeting("gather", f"activation {name}"), Meeting("own", f"gradient {name}"))
 
 
 class _Gathering(torch.autograd.Function):
-    """A Linear of the positions of all ranks, which keeps for its backward this rank's own and gathers them again."""
+    """A Linear of the positions of all ranks, which keeps for its backward this rank's own and gathers them again.
+
+    Of what crosses in a payload it keeps that.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ask: Ask, name: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.ask, ctx.name, ctx.biased = ask, name, bias is not None
-        return F.linear(ask(Meeting("gather", f"activation {name}", 1), x), weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: Others, name: str) -> Tensor:
+        ctx.others, ctx.name, ctx.biased = others, name, bias is not None
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        every, payload = crossed(x, others, Meeting("gather", f"activation {name}", 1), others.coding.there)
+        ctx.save_for_backward(weight, *(payload or (x,)))
+        return F.linear(every, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        every = ctx.ask(Meeting("gather", f"activation {ctx.name} again", 1), x).to(grad.dtype).flatten(0, -2)
-        own = ctx.ask(Meeting("scatter", f"gradient {ctx.name}", 1), grad @ weight.to(grad.dtype))
+        (weight, *kept), others = ctx.saved_tensors, ctx.others
+        (there, back, _), again = others.coding, Meeting("gather", f"activation {ctx.name} again", 1)
+        if there is None:
+            every = others.ask(again, kept[0])
+        else:
+            like = kept[0].new_empty(ctx.shape, dtype=ctx.dtype)
+            every = joined(gathered_payload(tuple(kept), others, again), like, again, there)
+        every = every.to(grad.dtype).flatten(0, -2)
+        own, _ = crossed(grad @ weight.to(grad.dtype), others, Meeting("scatter", f"gradient {ctx.name}", 1), back)
+        if there is not None:
+            own = back_through(own, chosen_of(tuple(kept), others.coding, 1), others.coding, 1)
         flat = grad.flatten(0, -2)
         of_bias = flat.sum(0).to(weight.dtype) if ctx.biased else None
-        return own.to(x.dtype), (flat.t() @ every).to(weight.dtype), of_bias, None, None
+        return own.to(ctx.dtype), (flat.t() @ every).to(weight.dtype), of_bias, None, None
 
 
-def linear_of_all(x: Tensor, module: Any, ask: Ask, name: str) -> Tensor:
+def linear_of_all(x: Tensor, module: Any, others: Others, name: str) -> Tensor:
     """What a Linear makes of the positions of all ranks; their gradients are added up, each rank's own."""
-    made: Tensor = _Gathering.apply(x, module.weight, module.bias, ask, name)
+    made: Tensor = _Gathering.apply(x, module.weight, module.bias, others, name)
     return made
 
 
-def scattered_ahead(x: Tensor, ask: Ask, name: str) -> Tensor:
+def scattered_ahead(x: Tensor, others: Others, name: str) -> Tensor:
     """What all ranks have added up of this rank's own positions; the gradients of all come together again."""
-    made: Tensor = _Across.apply(x, ask, Meeting("scatter", f"activation {name}", 1),
-                                 Meeting("gather", f"gradient {name}", 1))  # fmt: skip
-    return made
+    return _across(x, others, Meeting("scatter", f"activation {name}", 1), Meeting("gather", f"gradient {name}", 1))
 
 
-def taken(x: Tensor, ask: Ask, name: str) -> Tensor:
+def taken(x: Tensor, others: Others, name: str) -> Tensor:
     """Of what all ranks have this rank's own positions; the gradients of all come together again."""
-    made: Tensor = _Across.apply(x, ask, Meeting("own", f"activation {name}", 1),
-                                 Meeting("gather", f"gradient {name}", 1))  # fmt: skip
-    return made
+    return _across(x, others, Meeting("own", f"activation {name}", 1), Meeting("gather", f"gradient {name}", 1))
 
 
 async def met(rank: Rank, meeting: Meeting, x: Tensor) -> Tensor:
@@ -111,17 +121,9 @@ async def met(rank: Rank, meeting: Meeting, x: Tensor) -> Tensor:
         parts = parts_of(x.detach(), rank.size, meeting)
         return (await rank.reduce_scatter(torch.stack(parts).view(-1), meeting.name)).view(parts[0].shape)
     flat = x.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    if meeting.what == "swap":
+        return (await rank.all_to_all(flat.view(rank.size, -1), meeting.name)).view(x.shape)
     if meeting.what == "sum":
         await rank.all_reduce(flat, "sum", meeting.name)
         return flat.view(x.shape)
     return torch.cat(list((await rank.all_gather(flat, meeting.name)).view(rank.size, *x.shape)), meeting.dim)
-
-
-def parts_of(x: Tensor, count: int, meeting: Meeting) -> list[Tensor]:
-    """`x` in so many equal parts along the dimension of a meeting. Raises StrategyError where it cannot be cut so."""
-    if x.shape[meeting.dim] % count:
-        raise StrategyError(
-            f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be dealt out to {count} ranks evenly; take "
-            f"sequences of a multiple of {count}, or sequence=false"
-        )
-    return list(x.chunk(count, meeting.dim))

@@ -71,6 +71,8 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         run.restart_data()
     if wanted.bucket_mb != was.bucket_mb:
         await handover.recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
+    if wanted.partition != was.partition and not moves(was, wanted):
+        run.tuned()
     if moves(was, wanted) or needs_switch(was.strategy, wanted.strategy, run.rank.size):
         await _switch(run, was, wanted)
     elif wanted.compressor != was.compressor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.host.across import Meeting, parts_of
+from workbench.host.coded import Meeting, parts_of
 
 Work = Callable[[Callable[[Meeting, Tensor], Tensor]], Any]
 
@@ -108,6 +108,8 @@ def answered(meeting: Meeting, xs: list[Tensor]) -> list[Tensor]:
         return [parts_of(x, len(xs), meeting)[k].clone() for k, x in enumerate(xs)]
     if meeting.what == "gather":
         return [torch.cat(xs, meeting.dim) for _ in xs]
+    if meeting.what == "swap":
+        return [torch.stack([x[k] for x in xs]) for k in range(len(xs))]
     total = xs[0].clone()
     for other in xs[1:]:
         total += other

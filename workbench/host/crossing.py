@@ -1,8 +1,8 @@
 """What crosses between two stages: activations and their gradients, as they are or in a codec's payload.
 
 A payload travels as its tensors, behind one of no elements whose shape tells how many there are and of what shape.
-Where a codec has chosen entries (TopK), the gradient may cross at those only: it is then that of the chosen activation,
-and its indices need not be sent.
+Where a codec has chosen a part of an activation (TopK its entries), the gradient may cross of that only: both ends
+know it, so it need not be said again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from workbench.compressors import Codec
+from workbench.compressors import Codec, Coder
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank
 
@@ -22,9 +22,9 @@ class Crossing:
     """One batch's messages, as one stage sends and receives them."""
 
     def __init__(self, rank: Rank, partition: Partition) -> None:
-        self.rank, self.masks, self.pieces = rank, partition.masks, partition.pieces
-        self._there, self._back = partition.coders(rank.memory)
-        self._chosen: dict[Entry, Tensor] = {}  # where activations have crossed, until their gradients do
+        self.rank, self.pieces = rank, partition.pieces
+        self._there, self._back, self.masks = partition.between(rank.memory)
+        self._chosen: dict[Entry, Coder] = {}  # what of activations has crossed, until their gradients do
         self._shapes: dict[Entry, Any] = {}  # of the whole ones, on who sent them
 
     async def send_activation(self, x: Tensor, to: int, entry: Entry) -> None:
@@ -48,7 +48,7 @@ class Crossing:
     async def send_gradient(self, grad: Tensor, to: int, entry: Entry) -> None:
         """Sends the gradient of what went into this piece."""
         name, chosen = self._named("gradient", entry), self._chosen.pop(entry, None)
-        x = grad if chosen is None else grad.reshape(-1)[chosen]
+        (x,) = (grad,) if chosen is None else chosen.encode(grad)
         if self._back is None:
             await self.rank.send(x, to, name)
         else:
@@ -62,7 +62,7 @@ class Crossing:
             x = await received(self.rank, source, name)
         else:
             _, x = await self._receive(source, name, self._back)
-        return x if chosen is None else x.new_zeros(shape.numel()).index_copy_(0, chosen, x).view(shape)
+        return x if chosen is None else chosen.decode((x,), x.new_empty(shape))
 
     async def _send(self, x: Tensor, to: int, name: str, coder: Any) -> Any:
         payload = await Op("coded", name, lambda: coder.encode(x))
@@ -81,7 +81,7 @@ class Crossing:
 
     def _note(self, entry: Entry, payload: Any) -> None:
         if self.masks and isinstance(self._there, Codec) and (chosen := self._there.chosen(payload)) is not None:
-            self._chosen[entry] = chosen.long()
+            self._chosen[entry] = self._there.through(chosen)
 
     def _named(self, what: str, entry: Entry) -> str:
         micro, piece = entry

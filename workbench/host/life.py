@@ -79,6 +79,8 @@ class Life(ABC):
         """Before the first step: all that the ranks share out comes to lie where it belongs."""
         if self.experiment.partition.size > 1:
             await changes.spread_out(self)  # type: ignore[arg-type]
+        else:
+            self.tuned()
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         if "parameters" in self.experiment.strategy.shards and (trial := await self.reading.foresee()):
             came = set(trial.arrival)
@@ -191,6 +193,10 @@ class Life(ABC):
     @abstractmethod
     async def make(self) -> int:
         """The strategy's step; for how many steps it counts."""
+
+    @abstractmethod
+    def tuned(self) -> None:
+        """The partition has other knobs than before, and the model lies as it did."""
 
     @property
     @abstractmethod

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.experiment import Experiment
-from workbench.host.across import Meeting, parts_of
 from workbench.host.batches import example, to_device
+from workbench.host.coded import Meeting, parts_of
 from workbench.host.cutting import Stages, cut
 from workbench.host.layout import Layout
 from workbench.host.meta import outline
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.together import computing, slice_of
+from workbench.partitions import PLAIN, Coding
+from workbench.rank import Memory
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
@@ -70,14 +72,14 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
     Raises KnobError in words where the model does not run on the meta device.
     """
     way, made = e.partition, _PLANNED.setdefault(learner, {})
-    key = split.ways, split.sequences, way.depth, way.pieces, way.micro_batches, e.batch
+    key = way.layers, way.depth, way.pieces, way.micro_batches, e.batch
     if key not in made:
         with torch.random.fork_rng():
             try:
                 part = slice_of(outline(learner), split, 0)
                 stages = cut(e, part, learner) if way.depth > 1 else None
                 batch = to_device(example(learner, e, "cpu"), "meta")
-                made[key] = planned(part, learner, split, batch, stages, way.micro_batches)
+                made[key] = planned(part, learner, split, batch, stages, way.micro_batches, way.inside(Memory()))
             except Exception as error:
                 raise KnobError(
                     f"partition={type(way).__name__}: when ranks meet in a pass cannot be told, for the model does not "
@@ -87,10 +89,11 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
 
 
 def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
-            count: int = 1) -> tuple[Plans, ...]:  # fmt: skip
+            count: int = 1, coding: Coding = PLAIN) -> tuple[Plans, ...]:  # fmt: skip
     """The meetings of one forward and one backward, by piece of the model: of the first of `count` micro-batches.
 
     part: the model on the meta device, with one rank's slices; stages: where that is cut
+    coding: what crosses in place of activations and of their gradients
 
     Raises what a model raises that does not run on the meta device.
     """
@@ -111,7 +114,7 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
     hooks = [p.register_post_accumulate_grad_hook(partial(has_come, name)) for name, p in trained]
     found: list[Plans] = []
     try:
-        with computing(part, split, 0, ask, draws=False), torch.enable_grad():
+        with computing(part, split, 0, ask, draws=False, coding=coding), torch.enable_grad():
             ways = _Passes(part, learner, stages, micro_batches(batch, count)[0])
             for number in range(ways.count):
                 turned = False
@@ -166,4 +169,4 @@ def answer_like(meeting: Meeting, x: Tensor, ways: int) -> Tensor:
     """A tensor of the answer's shape."""
     if meeting.what == "gather":
         return torch.cat([x] * ways, meeting.dim)
-    return torch.empty_like(x) if meeting.what == "sum" else torch.empty_like(parts_of(x, ways, meeting)[0])
+    return torch.empty_like(x) if meeting.what in ("sum", "swap") else torch.empty_like(parts_of(x, ways, meeting)[0])

@@ -22,18 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.host.absent import Absent
-from workbench.host.across import (
-    Ask,
-    Meeting,
-    gathered,
-    linear_of_all,
-    scattered_ahead,
-    summed_ahead,
-    summed_back,
-    taken,
-)
+from workbench.host.across import gathered, linear_of_all, scattered_ahead, summed_ahead, summed_back, taken
+from workbench.host.coded import Ask, Meeting, Others
 from workbench.host.sliced import lay
 from workbench.host.splitting import Split
+from workbench.partitions import PLAIN, Coding
 from workbench.rank import Rank
 from workbench.tasks import Colwise, Rowwise, Scatter
 
@@ -47,10 +40,13 @@ class Together:
     split: which slices; index: of which rank
     draws: are random numbers inside a pair of layers each rank's own?
     seed:  of all random numbers in a forward, the same on all ranks of the group; each forward has its own
+    coding: what crosses in place of activations and of their gradients while it trains; else nothing does
     """
 
-    def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True, seed: int = 0) -> None:
-        self.split, self.index = split, index
+    def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True, seed: int = 0,
+                 coding: Coding = PLAIN) -> None:  # fmt: skip
+        self.split, self.index, self.coding = split, index, coding
+        self._model = model
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
         self._modules = [(name, model.get_submodule(name), way) for name, way in split.modules]
@@ -91,30 +87,40 @@ class Together:
         finally:
             self.leave()
 
+    @property
+    def _others(self) -> Others:
+        return Others(self._ask, self.split.ways, self.coding if self._model.training else PLAIN)
+
+    @property
+    def _whole(self) -> Others:
+        """For what crosses as it is: what an embedding has found, and what the last layer answers."""
+        return Others(self._ask, self.split.ways)
+
     def _added(self, name: str, grad: Tensor) -> Tensor:
         """The gradient of a parameter that sees each rank's own positions: that of all."""
         return self._ask(Meeting("sum", f"gradient {name}"), grad)
 
     def _scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
-        own = taken(x, self._ask, name)
+        own = taken(x, self._others, name)
         self.enter(own)
         return type(module).forward(module, own, *more, **named)
 
     def _colwise(self, name: str, gathers: bool, module: Any, x: Tensor) -> Tensor:
         if self.split.sequences:
-            y = linear_of_all(x, module, self._ask, name)
+            y = linear_of_all(x, module, self._others, name)
         else:
-            y = F.linear(summed_back(x, self._ask, name), module.weight, module.bias)
+            y = F.linear(summed_back(x, self._others, name), module.weight, module.bias)
             self.enter(x)
         if not gathers:
             return y
         self.leave()
-        return gathered(y, self._ask, name)
+        return gathered(y, self._whole, name)
 
     def _rowwise(self, name: str, module: Any, x: Tensor) -> Tensor:
         if not self.split.sequences:
             self.leave()
-        y = (scattered_ahead if self.split.sequences else summed_ahead)(F.linear(x, module.weight), self._ask, name)
+        added = scattered_ahead if self.split.sequences else summed_ahead
+        y = added(F.linear(x, module.weight), self._others, name)
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
     def _looked_up(self, name: str, module: Any, x: Tensor) -> Tensor:
@@ -124,7 +130,7 @@ class Together:
         elsewhere = ((own < 0) | (own >= rows)) & (x >= 0) & (x < rows * self.split.ways)  # others are refused as ever
         pad = module.padding_idx - self.index * rows if module.padding_idx is not None else -1
         found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, pad if 0 <= pad < rows else None)
-        return summed_ahead(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._ask, name)
+        return summed_ahead(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._whole, name)
 
     def enter(self, x: Tensor) -> None:
         """From here on each rank draws numbers of its own: between a layer by columns and one by rows, and where it has
@@ -211,9 +217,10 @@ def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
 
 
 @contextmanager
-def computing(model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True) -> Iterator[Together]:
+def computing(model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True,
+              coding: Coding = PLAIN) -> Iterator[Together]:  # fmt: skip
     """Inside, `model`, which has the slices of rank `index`, computes so."""
-    together = Together(model, split, index, ask, draws)
+    together = Together(model, split, index, ask, draws, coding=coding)
     try:
         yield together
     finally:

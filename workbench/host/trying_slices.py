@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workbench.host.across import Ask
+from workbench.host.coded import Ask
 from workbench.host.crew import together
 from workbench.host.splitting import Split
 from workbench.host.together import computing, slice_of

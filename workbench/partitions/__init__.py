@@ -4,6 +4,8 @@ looking. In which order a pipeline computes is a family of its own, in `schedule
 
 from typing import Any
 
+from workbench.partitions._base import PLAIN as PLAIN
+from workbench.partitions._base import Coding as Coding
 from workbench.partitions._base import Partition as Partition
 from workbench.settings import member, shipped
 

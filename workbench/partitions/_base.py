@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from workbench.partitions.schedules import Action
 from workbench.settings import Family
@@ -12,6 +12,20 @@ from workbench.settings import Family
 if TYPE_CHECKING:
     from workbench.compressors import Coder
     from workbench.rank import Memory
+
+
+class Coding(NamedTuple):
+    """What crosses in place of activations and of their gradients; None: they cross as they are.
+
+    masks: does a gradient go back only through what a codec has let of its activation cross?
+    """
+
+    there: Coder | None = None
+    back: Coder | None = None
+    masks: bool = False
+
+
+PLAIN = Coding()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +77,17 @@ class Partition(Family):
         return []
 
     @property
-    def masks(self) -> bool:
-        """Does the gradient of an activation cross only where a codec has let the activation cross?"""
-        return False
+    def layers(self) -> Partition:
+        """How the ranks of one stage compute its layers."""
+        return self
 
-    def coders(self, memory: Memory) -> tuple[Coder | None, Coder | None]:
-        """What makes payloads of activations, and of their gradients, between stages; None: they cross as they are."""
-        return None, None
+    def between(self, memory: Memory) -> Coding:
+        """What crosses between stages."""
+        return PLAIN
+
+    def inside(self, memory: Memory) -> Coding:
+        """What crosses between the ranks of a stage, which compute its layers together."""
+        return PLAIN
 
     def refuses(self, batch: int) -> str | None:
         """Why a batch of so many examples (0: not known) cannot be, in a sentence that says what would do; or None."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.compressors import Coder, Compressor, Dense
-from workbench.compressors.error_feedback import bare
-from workbench.partitions._base import Partition
+from workbench.compressors import Compressor, Dense
+from workbench.partitions._base import Coding, Partition
+from workbench.partitions._codecs import coding, refused
 from workbench.partitions.schedules import Action, OneFOneB, Schedule
 from workbench.partitions.whole import Whole
 from workbench.rank import Memory
@@ -79,24 +79,21 @@ class Pipeline(Partition):
         return self.schedule.actions(stage, self.stages, self.micros)
 
     @property
-    def masks(self) -> bool:
-        return self.mask
+    def layers(self) -> Partition:
+        return self.of
 
-    def coders(self, memory: Memory) -> tuple[Coder | None, Coder | None]:
-        ways = (self.activations, self.gradients)
-        there, back = (None if way.immediate else bare(way).coder(memory) for way in ways)
-        return there, back
+    def between(self, memory: Memory) -> Coding:
+        return coding(self.activations, self.gradients, self.mask, memory)
+
+    def inside(self, memory: Memory) -> Coding:
+        return self.of.inside(memory)
 
     def refuses(self, batch: int) -> str | None:
         if self.of.depth > 1:
             kind = type(self.of).__name__
             return f"of={kind}: a stage is not cut into stages again; take of=Tensor() or of=Whole(), and more stages"
-        for name, way in (("activations", self.activations), ("gradients", self.gradients)):
-            if bare(way).coder(Memory()) is None:
-                return (
-                    f"{name}={way}: between two stages nothing is added up, and {way} is a way to add; take one that "
-                    f"makes something of any tensor by itself: Cast, E3M0, QSGD, TopK, or Dense"
-                )
+        if reason := refused(self.activations, self.gradients, "between two stages") or self.of.refuses(0):
+            return reason
         if reason := self.schedule.refuses(self.stages, self.micros):
             return reason
         if self.schedule.halves and self.slices > 1:

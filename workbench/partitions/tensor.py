@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.partitions._base import Partition
+from workbench.compressors import Compressor, Dense
+from workbench.partitions._base import Coding, Partition
+from workbench.partitions._codecs import coding, refused
+from workbench.rank import Memory
 from workbench.settings import knob
 
 
@@ -32,16 +35,27 @@ class Tensor(Partition):
     numbers of its own, elsewhere all draw the same. A layer that drops out inside a pair and is computed again by
     checkpointing draws the same numbers again.
 
+    `activations` and `gradients` may cross in a codec's payload, without error feedback: each rank encodes what it
+    brings, all gather the payloads, decode them and add up in rank order; (t-1) payloads sent per rank in place of an
+    all-reduce, which a linear codec (Cast) keeps. With TopK and `mask` a rank's part has the gradient of the entries
+    that it sent, which takes no bytes. What an embedding has found and what the last layer answers cross as they are,
+    and so does all while the model is evaluated.
+
     When to use it: for layers that are too large for one rank to train, between chips that share a fast link; a
     Pipeline asks less of it. Each rank makes the whole model once, before it keeps its part.
 
     Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
     2019, https://arxiv.org/abs/1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-    Models", MLSys 2023, https://arxiv.org/abs/2205.05198
+    Models", MLSys 2023, https://arxiv.org/abs/2205.05198; Bian et al., "Does compressing activations help model
+    parallel training?", 2023, https://arxiv.org/abs/2301.02654
     """
 
     ways: int = knob(2, 2, 64, unit="ranks", doc="t: ranks that compute each layer together")
     sequence: bool = knob(False, doc="between layers each rank has its own positions only (sequence parallelism)")
+
+    activations: Compressor = knob(Dense(), doc="what crosses inside of a forward in place of each activation")
+    gradients: Compressor = knob(Dense(), doc="what crosses inside of a backward in place of an activation's gradient")
+    mask: bool = knob(True, doc="of an activation of which a part was chosen (TopK) only that has a gradient")
 
     def dims(self) -> tuple[tuple[str, int], ...]:
         return (("tensor", self.ways),)
@@ -53,3 +67,9 @@ class Tensor(Partition):
     @property
     def sequences(self) -> bool:
         return self.sequence
+
+    def inside(self, memory: Memory) -> Coding:
+        return coding(self.activations, self.gradients, self.mask, memory)
+
+    def refuses(self, batch: int) -> str | None:
+        return refused(self.activations, self.gradients, "inside of a layer")

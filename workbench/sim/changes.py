@@ -106,6 +106,10 @@ class Turnable(Life):
             self.body.go_on_with(self.body.made(self.experiment))
         self.mark_buckets()
 
+    def tuned(self) -> None:
+        """The partition has other knobs than before, and the model lies as it did."""
+        self.body.tune(self.experiment)
+
     def use_optimizer(self, optimizer: Any) -> None:
         self.body.use(optimizer)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from workbench.host.across import Ask
 from workbench.host.canonical import buffers
+from workbench.host.coded import Ask
 from workbench.host.crew import together
 from workbench.host.cutting import instead, through
 from workbench.host.evaluating import Evaluated, distance, holding, numbers

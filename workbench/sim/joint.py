@@ -133,6 +133,8 @@ class Joint:
             await group.all_gather(brings, meeting.name)
         elif meeting.what == "scatter":
             await group.reduce_scatter(brings, meeting.name)
+        elif meeting.what == "swap":
+            await group.all_to_all(brings.view(group.size, -1), meeting.name)
 
 
 class _Turn:

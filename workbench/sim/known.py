@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from workbench.host import memory
 from workbench.host.batches import Batches
+from workbench.host.coded import Chooses
 from workbench.host.cutting import parts_of
 from workbench.host.layout import Layout
 from workbench.host.meetings import answer_like
@@ -23,7 +25,12 @@ from workbench.host.meta import like, put_on_cpu
 from workbench.host.piece import Piece
 from workbench.host.splitting import Split
 from workbench.host.together import computing
+from workbench.rank import Memory
 from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.compressors import Coder
+    from workbench.partitions import Partition
 
 
 class Kept(NamedTuple):
@@ -112,22 +119,23 @@ def _most(kept: Kept, new: dict[str, int]) -> int:
     return most
 
 
-def kept_of(model: nn.Module, learner: Learner, ranks: int, seed: int, batch: int,
+def kept_of(model: nn.Module, learner: Learner, ranks: int, seed: int, batch: int, layers: Partition,
             stage: tuple[list[int], int] | None = None, split: Split | None = None) -> Kept | None:  # fmt: skip
     """What one batch keeps; None where the model runs on no tensors without values. model: on the meta device
 
+    layers: how the ranks of a stage compute them
     stage: by stage how many parts it has, and of which stage it is asked
     split: how the model's matrices are dealt out, of which it has one rank's
     """
     try:
         batches = Batches(learner.data, 0, ranks, "meta")
         batches.restart(batch, seed, 0)
-        return _passed(model, learner, batches.next(), stage, split)
+        return _passed(model, learner, batches.next(), layers, stage, split)
     except Exception:
         return None
 
 
-def _passed(model: nn.Module, learner: Learner, inputs: Any, stage: tuple[list[int], int] | None,
+def _passed(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, stage: tuple[list[int], int] | None,
             split: Split | None) -> Kept:  # fmt: skip
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -135,7 +143,10 @@ def _passed(model: nn.Module, learner: Learner, inputs: Any, stage: tuple[list[i
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as also:
         put_on_cpu(fake)
         if split is not None:
-            also.enter_context(computing(fake, split, 0, lambda met, x: answer_like(met, x, split.ways), draws=False))
+            coding = layers.inside(Memory())
+            coding = coding._replace(there=_sized(coding.there), back=_sized(coding.back))
+            answer = partial(answer_like, ways=split.ways)
+            also.enter_context(computing(fake, split, 0, answer, draws=False, coding=coding))
         x = like(inputs)
         layout = Layout(fake, 1.0)
         others = memory.parameters(fake, layout) | memory.storages(x)
@@ -150,6 +161,37 @@ def _passed(model: nn.Module, learner: Learner, inputs: Any, stage: tuple[list[i
         with memory.Passing(layout, alive, lambda place: 0) as passing:
             loss.backward(torch.ones_like(loss))
     return Kept(nbytes, passing.looks, passing.names)
+
+
+class _Sized:
+    """A coder of tensors that only say where they lie: what it makes of sizes, lying there."""
+
+    def __init__(self, of: Coder) -> None:
+        self.of = of
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            made = self.of.encode(torch.empty(x.shape, dtype=x.dtype, device="meta"))
+        return tuple(x.new_empty(part.shape, dtype=part.dtype) for part in made)
+
+    def decode(self, payload: tuple[Tensor, ...], like: Tensor) -> Tensor:
+        return like.new_empty(like.shape)
+
+
+class _SizedCodec(_Sized):
+    """The same of one that may choose a part of a tensor."""
+
+    def __init__(self, of: Any) -> None:
+        super().__init__(of)
+        self.linear, self.chosen, self.through = of.linear, of.chosen, of.through
+
+
+def _sized(coder: Coder | None) -> Coder | None:
+    if coder is None:
+        return None
+    return _SizedCodec(coder) if isinstance(coder, Chooses) else _Sized(coder)
 
 
 def _staged(model: nn.Module, learner: Learner, inputs: Any, counts: list[int], stage: int) -> Tensor:

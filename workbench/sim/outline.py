@@ -7,7 +7,7 @@ import random
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from workbench.host.trial import Listening, Trial, assumed
 from workbench.optimizers import Optimizer, built
 from workbench.sim.known import Kept, kept_of
 from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.partitions import Partition
 
 
 class Cut:
@@ -89,16 +92,19 @@ class Outline:
         came = set(arrival := self.trial.arrival)
         self.arrival = arrival + [n for n in names if n not in came]
         self._cuts: dict[tuple[float, bool], Cut] = {}
-        self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[int, Kept | None]()
+        self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[Any, Kept | None]()
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
-        self._kept_by: dict[Any, dict[int, Kept | None]] = {}  # by spread and stage, alike on all ranks of the stage
+        self._kept_by: dict[Any, dict[Any, Kept | None]] = {}  # by spread and stage, alike on all ranks of the stage
         self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
 
-    def kept(self, batch: int) -> Kept | None:
-        """What one batch keeps for its backward; None where nobody can tell."""
-        if batch not in self._kept:
-            self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch)
-        return self._kept[batch]
+    def kept(self, batch: int, layers: Partition) -> Kept | None:
+        """What one batch keeps for its backward, where layers are computed so; None where nobody can tell."""
+        if (batch, layers) not in self._kept:
+            self._kept[batch, layers] = self._keeps(batch, layers)
+        return self._kept[batch, layers]
+
+    def _keeps(self, batch: int, layers: Partition) -> Kept | None:
+        return kept_of(self.model, self.learner, self._ranks, self._seed, batch, layers, split=self.split)
 
     def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
         """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped.
@@ -118,8 +124,8 @@ class Outline:
             }
         return self._standing[key]
 
-    def kept_by(self, stage: int) -> dict[int, Kept | None]:
-        """By batch, what is known that one stage of this keeps."""
+    def kept_by(self, stage: int) -> dict[Any, Kept | None]:
+        """What is known that one stage of this keeps, by batch and by how layers are computed."""
         return {}
 
     def followed(self) -> list[torch.Tensor]:
@@ -189,14 +195,12 @@ class StageOutline(Outline):
             self._crossing[batch, count] = crossing(self, self._ranks, self._seed, batch, count)
         return self._crossing[batch, count][chunk * len(self.stages) + self.number]
 
-    def kept(self, batch: int) -> Kept | None:
+    def _keeps(self, batch: int, layers: Partition) -> Kept | None:
         """What one micro-batch of `batch` examples keeps on this stage; where it has several pieces nobody knows."""
         if len(self.stages.pieces) > len(self.stages):
             return None
-        if batch not in self._kept:
-            here = [len(parts) for parts in self.stages.pieces], self.number
-            self._kept[batch] = kept_of(self.model, self.learner, self._ranks, self._seed, batch, here, self.split)
-        return self._kept[batch]
+        here = [len(parts) for parts in self.stages.pieces], self.number
+        return kept_of(self.model, self.learner, self._ranks, self._seed, batch, layers, here, self.split)
 
 
 class SliceOutline(Outline):
@@ -227,17 +231,11 @@ class SliceOutline(Outline):
         self._kept_by, self._spread = whole._kept_by, spread
         self._kept = self.kept_by(-1)
 
-    def kept_by(self, stage: int) -> dict[int, Kept | None]:
+    def kept_by(self, stage: int) -> dict[Any, Kept | None]:
         return self._kept_by.setdefault((self._spread, stage), {})
 
     def followed(self) -> list[torch.Tensor]:
         return list(self._followed)
-
-    def kept(self, batch: int) -> Kept | None:
-        if batch not in self._kept:
-            kept = kept_of(self.model, self.learner, self._ranks, self._seed, batch, split=self.split)
-            self._kept[batch] = kept
-        return self._kept[batch]
 
 
 def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: int) -> list[torch.Tensor]:

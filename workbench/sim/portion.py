@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
-from workbench.host.across import Ask, Meeting
 from workbench.host.batches import Batches
+from workbench.host.coded import Ask, Meeting
 from workbench.host.layout import Layout
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.together import Together
-from workbench.rank import StrategyError
+from workbench.rank import Memory, StrategyError
 from workbench.sim.outline import Cut, ready
 from workbench.tasks import Learner
 
@@ -39,6 +39,7 @@ class Portion:
     learner: Learner
     ledger: Any
     losses: list[float]
+    memory: Memory  # its session's
     model: nn.Module
     spread: Spread | None = None
     piece: Piece | None = None
@@ -78,6 +79,12 @@ class Portion:
             self.stage = stage, len(stages) if stages else 1
         self._arrival, self._learned, self.fresh = None, False, True
         self._cut()
+        self.tune(e)
+
+    def tune(self, e: Experiment) -> None:
+        """The partition may have other knobs now."""
+        if self._together is not None:
+            self._together.coding = e.partition.inside(self.memory)
 
     @property
     def common(self) -> Any:

@@ -51,6 +51,7 @@ class Session(Turnable):
         self._workers = 0
         body.examples = lambda: self.experiment.batch
         if world.real:
+            body.memory = self.rank.memory
             body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
         self.set_fabric(None, experiment)
         residual.begin(self)

@@ -8,7 +8,7 @@ which order its gradients appear; a model that cannot be run there keeps the rev
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,9 @@ from workbench.sim.away import Outlined
 from workbench.sim.known import Kept
 from workbench.sim.outline import Outline, StageOutline, ready
 from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.partitions import Partition
 
 
 class Way(NamedTuple):
@@ -49,6 +52,7 @@ class Sizes:
     split: Split | None = None  # how matrices are dealt out
     stage = (0, 1)  # which stage this rank is, of how many
     common: Any = None  # parameters that all ranks of a group have, by owner
+    layers: Partition  # how the ranks of a stage compute its layers
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline = self._whole = whole
@@ -125,6 +129,11 @@ class Sizes:
         self._learned = self.learning = self.roomy = False
         self.fresh = True
         self.cut = self._outline.cut(self._bucket_mb, False)
+        self.tune(e)
+
+    def tune(self, e: Experiment) -> None:
+        """The partition may have other knobs now."""
+        self.layers = e.partition.layers
 
     def go_on_with(self, optimizer: Any) -> None:
         """What this optimizer would remember has been handed over to it."""
@@ -199,7 +208,7 @@ class Sizes:
 
     def kept(self, batch: int) -> Kept | None:
         """What one batch, or a micro-batch of it, keeps for its backward."""
-        return self._outline.kept(batch // self._count if self.piece else batch)
+        return self._outline.kept(batch // self._count if self.piece else batch, self.layers)
 
     @property
     def alike(self) -> dict[Any, Any]:

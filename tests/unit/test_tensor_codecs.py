@@ -1,0 +1,226 @@
+"""Codecs in place of activations and their gradients inside of layers that ranks compute together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
+from tests.piped import seen
+from tests.ranks import run
+from tests.split import CONTEXT, HEADS, LAYERS, ROWS, WIDTH, Small, near, small, spread, texts, together
+from tests.unit.test_tensor import parts
+from workbench import simulate
+from workbench.compressors import DGC, E3M0, QSGD, ByteGrad, Cast, Codec, Compressor, Dense, PowerSGD, TopK
+from workbench.experiment import Experiment
+from workbench.partitions import Partition, Pipeline, Tensor
+from workbench.settings import Change, KnobError
+from workbench.tasks import ByteGPT
+
+pytestmark = pytest.mark.ranks
+TASK = small(parts=parts)
+WAYS = 2
+
+
+def coded(x: torch.Tensor, by: Compressor, count: int) -> torch.Tensor:
+    """What is left of `x` when each of so many parts of its positions has crossed in a payload."""
+    if isinstance(by, Dense):
+        return x.clone()
+    assert isinstance(by, Codec)
+    return torch.cat([by.decode(by.encode(part), part) for part in x.chunk(count, 1)], 1)
+
+
+def added(xs: list[torch.Tensor], by: Compressor) -> torch.Tensor:
+    """The sum of what has been coded; where a codec is linear, in its own floats."""
+    total = sum(xs[1:], xs[0])
+    return coded(total, by, 1) if isinstance(by, Cast) else total
+
+
+class Ahead(torch.autograd.Function):
+    """The sum of what all ranks have coded; of the gradient goes back what went ahead, or all."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Tensor, *ys: torch.Tensor) -> torch.Tensor:
+        by, count = way.activations, WAYS if way.sequence else 1
+        made = [coded(y, by, count) for y in ys]
+        ctx.left = [x != 0 if way.mask and isinstance(by, TopK) else torch.ones_like(x) for x in made]
+        return added(made, by)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, *(grad * left for left in ctx.left)
+
+
+class Back(torch.autograd.Function):
+    """The same for some ranks, whose gradients are added up when they have crossed in payloads."""
+
+    @staticmethod
+    def forward(ctx: Any, way: Tensor, count: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.way = way
+        return tuple(x.clone() for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        way = ctx.way
+        made = [coded(grad, way.gradients, WAYS if way.sequence else 1) for grad in grads]
+        return None, None, added(made, way.gradients)
+
+
+def reference(model: Small, x: torch.Tensor, way: Tensor) -> torch.Tensor:
+    """What a Small answers whose two ranks code what they tell each other, on one process: Megatron-LM's f and g."""
+
+    def columns(layer: Any, h: torch.Tensor) -> list[torch.Tensor]:
+        if way.sequence:
+            h = Ahead.apply(way, h)
+        biases = layer.bias.chunk(WAYS) if layer.bias is not None else [None] * WAYS
+        each = zip(Back.apply(way, WAYS, h), layer.weight.chunk(WAYS), biases, strict=True)
+        return [F.linear(x, w, b) for x, w, b in each]
+
+    def rows(layer: Any, ys: list[torch.Tensor]) -> torch.Tensor:
+        weights = layer.weight.chunk(WAYS, 1)
+        z = Ahead.apply(way, *(F.linear(y, w) for y, w in zip(ys, weights, strict=True)))
+        return (Back.apply(way, 1, z)[0] if way.sequence else z) + layer.bias
+
+    h = model.words(x) + model.places.weight[: x.shape[1]]
+    h = Back.apply(way, 1, h)[0] if way.sequence else h
+    for block in model.blocks:
+        n = block.norms[0](h)
+        q, k, v = ([y.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for y in columns(layer, n)]
+                   for layer in (block.q, block.k, block.v))  # fmt: skip
+        mixed = [F.scaled_dot_product_attention(*each, is_causal=True) for each in zip(q, k, v, strict=True)]
+        h = h + rows(block.o, [m.transpose(1, 2).flatten(2) for m in mixed])
+        h = h + rows(block.down, [F.gelu(y) for y in columns(block.up, block.norms[1](h))])
+    return torch.cat(columns(model.head, model.norm(h)), -1)
+
+
+def alone(e: Experiment, way: Tensor, steps: int = 6) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and parameters of one process that codes at the same places."""
+    model, losses = Small(), []
+    optimizer = torch.optim.SGD(model.parameters(), e.lr)
+    for step in range(steps):
+        text = texts(0, 1, 0)[step % 8]
+        model.zero_grad()
+        loss = F.cross_entropy(reference(model, text[:, :-1], way).flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+CODED = [
+    Tensor(activations=TopK(density=0.2)),
+    Tensor(activations=TopK(density=0.2), mask=False),
+    Tensor(gradients=TopK(density=0.3)),
+    Tensor(activations=TopK(density=0.3), gradients=E3M0()),
+    Tensor(activations=Cast(), gradients=Cast()),
+    Tensor(sequence=True, activations=TopK(density=0.3), gradients=E3M0()),
+    Tensor(sequence=True, activations=Cast(), gradients=TopK(density=0.5)),
+]
+
+
+@pytest.mark.parametrize("way", CODED, ids=lambda way: f"{way.activations} {way.gradients} {way.mask} {way.sequence}")
+def test_it_learns_what_one_process_learns_that_codes_at_the_same_places(way: Tensor) -> None:
+    e = spread(2, task=TASK, partition=way)
+    sessions = run(e)
+    losses, want = alone(e, way)
+    assert seen(sessions[0], "loss") == seen(sessions[1], "loss") == pytest.approx(losses, rel=1e-5)
+    near(together(sessions), want, 1e-5)
+    plain, _ = alone(e, Tensor(sequence=way.sequence))
+    assert max(abs(x - y) for x, y in zip(losses, plain, strict=True)) > 1e-4, "a codec that shows"
+
+
+AGREE: list[tuple[int, Partition]] = [
+    (2, CODED[0]), (2, CODED[3]), (2, CODED[4]), (2, CODED[5]), (2, CODED[6]),
+    (4, Tensor(ways=4, activations=ByteGrad(), gradients=TopK(density=0.5))),
+    (4, Pipeline(micros=2, activations=Cast(), of=Tensor(activations=TopK(density=0.3), gradients=Cast()))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "way"), AGREE, ids=lambda x: str(x)[:60])
+def test_the_engine_and_both_simulations_agree(ranks: int, way: Partition) -> None:
+    e = spread(ranks, task=TASK, partition=way, eval_every=3, pace=4.0)
+    sessions, real, sizes = run(e), simulate(e, real=True), simulate(e)
+    for rank, s in enumerate(sessions):
+        assert sampled(real, "loss", rank) == pytest.approx(seen(s, "loss"), rel=1e-6)
+        assert sampled(real, "held_out", rank) == pytest.approx(seen(s, "held_out"), rel=1e-6)
+    crosses_alike(real, sessions)
+    spans_alike(real, sizes)
+    if not isinstance(way, Pipeline):
+        memory_alike(e, sessions)
+
+
+def test_a_payload_of_stages_and_of_layers_fills_memory_alike() -> None:
+    way = Pipeline(micros=4, of=Tensor(activations=TopK(density=0.3), gradients=Cast()))
+    task = ByteGPT(layers=4, width=32, context=16, heads=2)
+    e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
+    memory_alike(e, run(e))
+
+
+def test_what_is_drawn_by_chance_is_the_same_on_all_ranks_and_right_on_average() -> None:
+    """QSGD rounds by each rank's own random numbers; all decode the same payloads."""
+    e = spread(2, 20, task=TASK, partition=Tensor(activations=QSGD(bits=8), gradients=QSGD(bits=8)), pace=1.0)
+    sessions = run(e)
+    losses, plain = seen(sessions[0], "loss"), seen(run(e.set("partition", Tensor()))[0], "loss")
+    assert losses == seen(sessions[1], "loss") != plain
+    assert losses == pytest.approx(plain, rel=0.02)
+    assert sampled(simulate(e, real=True), "loss", 0) == pytest.approx(losses, rel=0.02)
+
+
+def test_so_many_bytes_cross_as_payloads_have() -> None:
+    """From each rank to the other: of TopK's k entries 8 bytes each; fp16's are added up on the way."""
+    one = ROWS * CONTEXT * WIDTH
+    sent = {}
+    for name, codec in (("dense", Dense()), ("TopK", TopK(density=0.1)), ("fp16", Cast(to="fp16"))):
+        spans = simulate(spread(2, 3, task=TASK, partition=Tensor(activations=codec), pace=1.0)).spans
+        mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == 2)]
+        inside = mine[mine.name.str.contains("activation blocks")]
+        sent[name] = inside.nbytes.sum(), Counter(inside.name.str.split().str[0])
+    assert sent["dense"] == (2 * LAYERS * 4 * one, {"all_reduce": 2 * LAYERS})
+    assert sent["TopK"] == (2 * LAYERS * 8 * round(0.1 * one), {"all_gather": 4 * LAYERS})
+    assert sent["fp16"] == (2 * LAYERS * 2 * one, {"all_reduce": 2 * LAYERS})
+
+
+def test_it_is_turned_while_ranks_train_and_nothing_moves() -> None:
+    asked = [("activations", TopK(density=0.2)), ("mask", False), ("gradients", Cast()), ("activations", Dense()),
+             ("partition", Tensor(activations=E3M0())), ("partition", "Tensor")]  # fmt: skip
+    changes = [Change(2 * k + 2, *each) for k, each in enumerate(asked)]
+    e = spread(2, 14, task=TASK, partition=Tensor(), pace=2.0)
+    sessions, real, sizes = run(e, *changes), *(simulate(e, changes=changes, real=real) for real in (True, False))
+    assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("partition")) == 1
+    assert sampled(real, "loss", 0) == pytest.approx(seen(sessions[0], "loss"), rel=1e-6)
+    crosses_alike(real, sessions)
+    spans_alike(real, sizes)
+    by_step = {step: sum(n for k, name, n in sessions[0].record.comm() if k == step and "activation blocks" in name)
+               for step in (1, 3, 9, 11, 13)}  # fmt: skip
+    assert by_step[3] == by_step[1] * 0.4 // 8 * 8 or by_step[3] < 0.42 * by_step[1]
+    assert by_step[9] == by_step[13] == by_step[1] > 6 * by_step[11]
+
+
+def test_a_held_out_loss_is_that_of_what_crosses_as_it_is() -> None:
+    """The first is of the model as it begins, which no codec has taught yet."""
+    losses = [seen(run(spread(2, 3, task=TASK, partition=way, eval_every=3))[0], "held_out")
+              for way in (Tensor(), CODED[0])]  # fmt: skip
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
+
+
+@pytest.mark.parametrize(("way", "words"), [
+    (Tensor(activations=PowerSGD()), "activations=PowerSGD"), (Tensor(gradients=DGC()), "gradients=DGC"),
+    (Pipeline(of=Tensor(activations=PowerSGD())), "inside of a layer every tensor crosses by itself"),
+], ids=["activations", "gradients", "in stages"])  # fmt: skip
+def test_what_needs_a_place_in_the_model_is_refused_in_words(way: Partition, words: str) -> None:
+    with pytest.raises(KnobError, match=re.escape(words)):
+        Experiment(partition=way).checked()
+
+
+def test_a_byte_gpt_learns_with_a_tenth_of_its_activations() -> None:
+    task = ByteGPT(layers=2, width=32, heads=2, context=16)
+    way = Tensor(activations=TopK(density=0.1))
+    e = Experiment(task=task, ranks=2, steps=30, partition=way, pace=1.0, eval_every=0, lr=1e-2)
+    losses = sampled(simulate(e, real=True), "loss", 0)
+    assert all(map(math.isfinite, losses)) and sum(losses[-5:]) / 5 < losses[0] - 1.0

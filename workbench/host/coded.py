@@ -1,0 +1,148 @@
+"""What crosses in the middle of a pass in a codec's payload, in place of the tensors themselves.
+
+A payload takes as many meetings as it has tensors, each of which gathers or exchanges them as they are: who performs
+meetings knows nothing of codecs. Everybody decodes the same payloads and adds up in rank order, so all have the same
+bits. Where a codec is linear, payloads are added up on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from workbench.compressors import Coder
+from workbench.partitions import PLAIN, Coding
+from workbench.rank import StrategyError
+
+Payload = tuple[Tensor, ...]
+
+
+@runtime_checkable
+class Chooses(Coder, Protocol):
+    """What is more than a Coder in a Codec."""
+
+    @property
+    def linear(self) -> bool: ...
+    def chosen(self, payload: Payload) -> Tensor | None: ...
+    def through(self, chosen: Tensor) -> Coder: ...
+
+
+class Meeting(NamedTuple):
+    """How the ranks' tensors become one answer for each.
+
+    what: "sum", over all of them; "gather", one after the other along a dimension; "own", of a tensor that all have,
+          this rank's part along it; "scatter", this rank's part of the sum; "swap", of each rank its part for this one;
+          "" nothing
+    name: of the module and of what meets: "activation blocks.0.mlp_out"
+    """
+
+    what: str
+    name: str
+    dim: int = -1
+
+
+Ask = Callable[[Meeting, Tensor], Tensor]
+
+
+class Others(NamedTuple):
+    """The ranks of a group, as one of them meets them.
+
+    ask:    answers a meeting
+    ways:   how many they are
+    coding: what crosses in place of activations and of their gradients
+    """
+
+    ask: Ask
+    ways: int
+    coding: Coding = PLAIN
+
+
+def crossed(x: Tensor, others: Others, meeting: Meeting, coder: Coder | None) -> tuple[Tensor, Payload]:
+    """The answer of a meeting to which `x` comes in payloads, and these."""
+    if not meeting.what:
+        return x.view_as(x), ()
+    if coder is None or meeting.what == "own":
+        return others.ask(meeting, x), ()
+    if meeting.what == "scatter":
+        return _scattered(x, others, meeting, coder)
+    payload = coder.encode(x)
+    if meeting.what == "sum" and _linear(coder):
+        summed = tuple(others.ask(Meeting("sum", name), part) for name, part in _named(meeting, payload))
+        return coder.decode(summed, x), payload
+    return _opened(gathered_payload(payload, others, meeting), x, meeting, coder), payload
+
+
+def gathered_payload(payload: Payload, others: Others, meeting: Meeting) -> list[Payload]:
+    """Every rank's."""
+    parts = [others.ask(Meeting("gather", name, 0), part[None]) for name, part in _named(meeting, payload)]
+    return list(zip(*parts, strict=True))
+
+
+def joined(every: list[Payload], like: Tensor, meeting: Meeting, coder: Coder) -> Tensor:
+    """Every rank's tensor, each like one, one after the other."""
+    return torch.cat([coder.decode(one, like) for one in every], meeting.dim)
+
+
+def _opened(every: list[Payload], like: Tensor, meeting: Meeting, coder: Coder) -> Tensor:
+    return joined(every, like, meeting, coder) if meeting.what == "gather" else _added([*every], like, coder)
+
+
+def _added(every: list[Payload], like: Tensor, coder: Coder) -> Tensor:
+    total = coder.decode(every[0], like).clone()
+    for one in every[1:]:
+        total += coder.decode(one, like)
+    return total
+
+
+def _scattered(x: Tensor, others: Others, meeting: Meeting, coder: Coder) -> tuple[Tensor, Payload]:
+    """This rank's part of the sum; the payloads of all parts, one after the other."""
+    parts = parts_of(x, others.ways, meeting)
+    payloads = [coder.encode(part) for part in parts]
+    rows = [torch.stack(same) for same in zip(*payloads, strict=True)]
+    sent = tuple(part for payload in payloads for part in payload)
+    if _linear(coder):
+        summed = tuple(others.ask(Meeting("scatter", name, 0), row)[0] for name, row in _named(meeting, tuple(rows)))
+        return coder.decode(summed, parts[0]), sent
+    came = [others.ask(Meeting("swap", name, 0), row) for name, row in _named(meeting, tuple(rows))]
+    return _added(list(zip(*came, strict=True)), parts[0], coder), sent
+
+
+def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:
+    """What of the payloads of `count` parts a gradient goes back through; nothing where it goes as it is."""
+    if not (payload and coding.masks and isinstance(coding.there, Chooses)):
+        return ()
+    each = len(payload) // count
+    found = [coding.there.chosen(payload[k * each : (k + 1) * each]) for k in range(count)]
+    return tuple(one for one in found if one is not None)
+
+
+def back_through(grad: Tensor, chosen: Payload, coding: Coding, dim: int) -> Tensor:
+    """What goes back of the gradient of something that has crossed in so many parts along a dimension."""
+    if not chosen:
+        return grad
+    assert isinstance(coding.there, Chooses)
+    ways = [coding.there.through(one) for one in chosen]
+    parts = grad.chunk(len(ways), dim)
+    return torch.cat([way.decode(way.encode(part), part) for way, part in zip(ways, parts, strict=True)], dim)
+
+
+def _linear(coder: Coder) -> bool:
+    return isinstance(coder, Chooses) and coder.linear
+
+
+def _named(meeting: Meeting, payload: Payload) -> list[tuple[str, Tensor]]:
+    names = [meeting.name, *(f"{meeting.name} part {number}" for number in range(1, len(payload)))]
+    return list(zip(names, payload, strict=True))
+
+
+def parts_of(x: Tensor, count: int, meeting: Meeting) -> list[Tensor]:
+    """`x` in so many equal parts along the dimension of a meeting. Raises StrategyError where it cannot be cut so."""
+    if x.shape[meeting.dim] % count:
+        raise StrategyError(
+            f"{meeting.name}: {x.shape[meeting.dim]} positions cannot be dealt out to {count} ranks evenly; take "
+            f"sequences of a multiple of {count}, or sequence=false"
+        )
+    return list(x.chunk(count, meeting.dim))
