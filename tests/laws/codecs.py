@@ -171,7 +171,8 @@ SENT: dict[str, Callable[..., int]] = {
 }
 
 FITTED = ("ALQ", "AMQ")
-ONE_HOP = ("E3M0", "EFSignSGD", "NUQSGD", "QSGD", "Quantised", "TopK")  # every rank's payload goes to all, and no more
+ONE_HOP = ("E3M0", "EFSignSGD", "NUQSGD", "Projection", "QSGD", "Quantised", "TopK")  # payloads go to all
+FEATURES = ("Projection",)  # to which a tensor's last dimension are features: laid flat it is another one
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {

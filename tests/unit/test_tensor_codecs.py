@@ -17,7 +17,19 @@ from tests.ranks import run
 from tests.split import CONTEXT, HEADS, LAYERS, ROWS, WIDTH, Small, near, small, spread, texts, together
 from tests.unit.test_tensor import parts
 from workbench import simulate
-from workbench.compressors import DGC, E3M0, QSGD, ByteGrad, Cast, Codec, Compressor, Dense, PowerSGD, TopK
+from workbench.compressors import (
+    DGC,
+    E3M0,
+    QSGD,
+    ByteGrad,
+    Cast,
+    Codec,
+    Compressor,
+    Dense,
+    PowerSGD,
+    Projection,
+    TopK,
+)
 from workbench.experiment import Experiment
 from workbench.partitions import Partition, Pipeline, Tensor
 from workbench.settings import Change, KnobError
@@ -49,12 +61,16 @@ class Ahead(torch.autograd.Function):
     def forward(ctx: Any, way: Tensor, *ys: torch.Tensor) -> torch.Tensor:
         by, count = way.activations, WAYS if way.sequence else 1
         made = [coded(y, by, count) for y in ys]
-        ctx.left = [x != 0 if way.mask and isinstance(by, TopK) else torch.ones_like(x) for x in made]
+        ctx.way, ctx.made = way, made
+        ctx.bases = [by.encode(y)[1].view(WIDTH, -1) for y in ys] if isinstance(by, Projection) else []
         return added(made, by)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return None, *(grad * left for left in ctx.left)
+        if ctx.way.mask and ctx.bases:
+            return None, *(grad @ basis @ basis.T for basis in ctx.bases)
+        masks = ctx.way.mask and isinstance(ctx.way.activations, TopK)
+        return None, *(grad * (made != 0) if masks else grad for made in ctx.made)
 
 
 class Back(torch.autograd.Function):
@@ -119,6 +135,7 @@ CODED = [
     Tensor(gradients=TopK(density=0.3)),
     Tensor(activations=TopK(density=0.3), gradients=E3M0()),
     Tensor(activations=Cast(), gradients=Cast()),
+    Tensor(activations=Projection(rank=4)),
     Tensor(sequence=True, activations=TopK(density=0.3), gradients=E3M0()),
     Tensor(sequence=True, activations=Cast(), gradients=TopK(density=0.5)),
 ]
@@ -136,7 +153,8 @@ def test_it_learns_what_one_process_learns_that_codes_at_the_same_places(way: Te
 
 
 AGREE: list[tuple[int, Partition]] = [
-    (2, CODED[0]), (2, CODED[3]), (2, CODED[4]), (2, CODED[5]), (2, CODED[6]),
+    (2, CODED[0]), (2, CODED[3]), (2, CODED[4]), (2, CODED[5]), (2, CODED[6]), (2, CODED[7]),
+    (2, Tensor(sequence=True, activations=Projection(rank=4), gradients=Projection(rank=4))),
     (4, Tensor(ways=4, activations=ByteGrad(), gradients=TopK(density=0.5))),
     (4, Pipeline(micros=2, activations=Cast(), of=Tensor(activations=TopK(density=0.3), gradients=Cast()))),
 ]  # fmt: skip

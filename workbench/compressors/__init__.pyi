@@ -22,6 +22,7 @@ from workbench.compressors.nuqsgd import NUQSGD as NUQSGD
 from workbench.compressors.ok_top_k import OkTopK as OkTopK
 from workbench.compressors.one_bit import OneBit as OneBit
 from workbench.compressors.power_sgd import PowerSGD as PowerSGD
+from workbench.compressors.projection import Projection as Projection
 from workbench.compressors.qsgd import QSGD as QSGD
 from workbench.compressors.quantised import Quantised as Quantised
 from workbench.compressors.random_k import RandomK as RandomK

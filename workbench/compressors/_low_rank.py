@@ -230,6 +230,11 @@ def orthonormal(a: Tensor) -> Tensor:
     return q
 
 
+def random_directions(like: Tensor, r: int) -> Tensor:
+    """(m, r) of N(0, 1) for a matrix (n, m), the same always and on every rank."""
+    return _random("directions", like.shape[1], r).to(like)
+
+
 def _random(seed: str, m: int, r: int) -> Tensor:
     """(m, r) of N(0, 1), the same on every rank without asking."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))

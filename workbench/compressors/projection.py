@@ -1,0 +1,118 @@
+"""Projection: a tensor crosses the wire along the few directions in which most of it lies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.compressors._base import Codec, Coder, Payload
+from workbench.compressors._low_rank import orthonormal, random_directions
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.rank import outlined
+from workbench.settings import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection(Codec):
+    """Each vector of features crosses the wire as its r coordinates in a basis that the whole tensor shares.
+
+        V = orthonormal((X^T X)^q W),  W fixed random numbers;   sent: X V and V;   C(X) = X V V^T
+
+    X (n, m) are a tensor's features, m the last dimension; a vector, as a bucket is, is folded into a matrix about as
+    wide as it is long. Bytes for an fp32 tensor: 4 r (n + m), to every other rank; where that is no less than the
+    tensor has, it crosses whole. Time: 2 q + 1 products of n m r. It remembers nothing: V is found anew in each tensor
+    by q = `iterations` power iterations, and crosses with it. So it can stand where no place in the model is known, in
+    place of an activation; PowerSGD, which goes on from the directions of the step before, cannot.
+
+    The gradient of an activation goes back along the same directions, G V V^T, and between two stages crosses as G V.
+    The linear autoencoder of Bian et al. learns V with the model, sends X V alone and lets all-reduces add it up. This
+    is what such an autoencoder could be at best for one tensor, found without learning, at the price of V's bytes.
+
+    Biased, so for gradients in buckets it wants error feedback: the bare name Projection means
+    ErrorFeedback(of=Projection()). Whatever a bucket's elements are, they are no features there; PowerSGD, which takes
+    each matrix by itself, finds more.
+
+    When to use it: for activations, if few directions hold most of them; a spectrum without a drop loses most.
+
+    Reference: Halko, Martinsson and Tropp, "Finding Structure with Randomness", SIAM Review 2011,
+    https://arxiv.org/abs/0909.4061; Bian et al., "Does compressing activations help model parallel training?", 2023,
+    https://arxiv.org/abs/2301.02654
+    """
+
+    rank: int = knob(8, 1, 1024, log=True, doc="r: directions that are kept")
+    iterations: int = knob(1, 1, 8, doc="q: power iterations by which they are found")
+
+    contraction: ClassVar[bool] = True
+    kind: ClassVar[str] = "low rank"
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    def worth(self, x: Tensor) -> bool:
+        """Does it shrink?"""
+        n, m = sides(x)
+        return self.rank < min(n, m) and self.rank * (n + m) < x.numel()
+
+    def encode(self, x: Tensor) -> Payload:
+        if not self.worth(x):
+            return (x.clone(),)
+        a = matrix(x)
+        v = self._directions(a)
+        return (a @ v).flatten().to(x.dtype), v.flatten().to(x.dtype)
+
+    @outlined(lambda self, a: a.new_empty(a.shape[1], self.rank))
+    def _directions(self, a: Tensor) -> Tensor:
+        """(n, m) of any scale -> (m, r) orthonormal; NaN where it is not finite."""
+        v, peak = random_directions(a, self.rank), a.abs().amax()
+        if not peak.isfinite():
+            return torch.full_like(v, torch.nan)
+        a = a / peak.where(peak > 0, 1.0)
+        for _ in range(self.iterations):
+            v = orthonormal(a.T @ (a @ v))
+        return v
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        if len(payload) == 1:
+            return payload[0].to(like.dtype)
+        return _Along(payload[1]).decode(payload, like)
+
+    def chosen(self, payload: Payload) -> Tensor | None:
+        return payload[1] if len(payload) > 1 else None
+
+    def through(self, chosen: Tensor) -> Coder:
+        return _Along(chosen)
+
+
+class _Along:
+    """A tensor's coordinates in a basis (m, r), flat as both cross."""
+
+    def __init__(self, basis: Tensor) -> None:
+        self._basis = basis
+
+    def encode(self, x: Tensor) -> Payload:
+        a = matrix(x)
+        return ((a @ self._basis.to(a.dtype).view(a.shape[1], -1)).flatten().to(x.dtype),)
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        wide = torch.promote_types(like.dtype, torch.float32)
+        n, m = sides(like)
+        made = payload[0].to(wide).view(n, -1) @ self._basis.to(wide).view(m, -1).T
+        return made.reshape(-1)[: like.numel()].view(like.shape).to(like.dtype)
+
+
+def sides(x: Tensor) -> tuple[int, int]:
+    """(n, m) of a tensor as a matrix of its features; of a vector, of the matrix that it is folded into."""
+    m = x.shape[-1] if x.dim() > 1 else math.ceil(math.sqrt(x.numel()))
+    return -(-x.numel() // max(m, 1)), m
+
+
+def matrix(x: Tensor) -> Tensor:
+    """(n, m), fp32 at least, with zeros where there is nothing."""
+    n, m = sides(x)
+    wide = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    return torch.cat([wide, wide.new_zeros(n * m - x.numel())]).view(n, m)
