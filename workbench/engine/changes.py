@@ -16,8 +16,10 @@ from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.fabric.load import pauses
 from workbench.host.changes import in_step, take_role
+from workbench.host.checkpointing import units_of
 from workbench.host.foreseen import foreseen
 from workbench.host.meetings import Plans, plans_of
+from workbench.host.recomputing import recomputed
 from workbench.host.spread import Spread
 from workbench.settings import KnobError
 
@@ -67,15 +69,18 @@ class Turnable(Parts):
         self.host.forget_hooks()
         self.layout.take(self.model, names)
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
-        self.host.lie(spread, self._planned(spread), seed)
+        self.host.lie(spread, seed)
         if (spread and spread.split) or (self.spread and self.spread.split):
             torch.manual_seed(seed)
         self.spread, self.twin = spread, None
+        self.tuned()
         self.mark_buckets()
 
     def tuned(self) -> None:
         """The partition has other knobs than before, and the model lies as it did."""
-        self.host.tune(self._planned(self.spread))
+        e, split = self.experiment, self.spread.split if self.spread else None
+        units = units_of(self.model, self.learner, e.partition)
+        self.host.tune(self._planned(self.spread), units, recomputed(e, self.learner, split))
 
     def _planned(self, spread: Spread | None) -> tuple[Plans, ...]:
         """By piece of the model when ranks that have slices meet; nothing where nobody can tell."""

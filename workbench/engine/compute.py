@@ -84,7 +84,7 @@ class Compute(Stage):
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         self.begin_pass("backward")
         self._stretch = "backward", self.watch.now()
-        self.pace.begin("backward", self.rank.step, self._share)
+        self.pace.begin("backward", self.rank.step, self._share, self.again("backward"))
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
             loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
         if self.reading.sharded:

@@ -26,7 +26,6 @@ from workbench.engine.shaping import Pace
 from workbench.engine.watch import Watch
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans
 from workbench.host.offload import LANES
 from workbench.host.spread import Spread
 from workbench.partitions import Whole
@@ -162,9 +161,9 @@ class Host(Compute):
             raise Later
         return self._perform(op)
 
-    def lie(self, spread: Spread | None, plans: tuple[Plans, ...], seed: int) -> None:
+    def lie(self, spread: Spread | None, seed: int) -> None:
         """This rank computes its part from now on; the order of its gradients is to be learned anew."""
-        super().lie(spread, plans, seed)
+        super().lie(spread, seed)
         self._order = []
 
     def _learn_order(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from workbench.engine.step_end import StepEnd
 from workbench.host.across import met
+from workbench.host.checkpointing import Checkpointed
 from workbench.host.coded import Meeting
 from workbench.host.drive import drive
 from workbench.host.meetings import Planned, Plans
@@ -32,25 +33,44 @@ class Joint(StepEnd):
     _perform: Callable[[Op], Any]
     _while_reading: Callable[[Op], Any]
     _plans: tuple[Plans, ...] = ()  # by piece of the model here, when ranks meet
+    _recomputed: tuple[float, ...] = ()  # by piece, of its forward what its backward computes again
+    _checkpointed: Checkpointed | None = None
     _plan: list[Planned]  # of the pass under way
     _met = 0  # meetings so far in it
     stale = True  # may parameters have changed since all that have them were told?
     _told = -1  # in which step they were
     _fresh = False  # is the next batch the first, of which nobody knows whether all read the same?
 
-    def deal(self, split: Split | None, index: int, plans: tuple[Plans, ...], seed: int) -> None:
-        """This rank has such slices from now on, or all of each matrix. plans: by piece, as far as is known"""
+    def deal(self, split: Split | None, index: int, seed: int) -> None:
+        """This rank has such slices from now on, or all of each matrix."""
+        self._keep_all()
         if self.together is not None:
             self.together.undo()
         self.together = None if split is None else Together(self.model, split, index, self._ask, seed=seed)
         self._plan, self._fresh, self.stale = [], True, True
-        self.tune(plans)
 
-    def tune(self, plans: tuple[Plans, ...]) -> None:
-        """The partition may have other knobs now. plans: by piece, as far as is known"""
-        self._plans = plans
+    def tune(self, plans: tuple[Plans, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
+        """The partition may have other knobs now.
+
+        plans: by piece of the model, as far as is known
+        units: those that backward computes again; again: by piece, how much of its forward they are
+        """
+        self._plans, self._recomputed = plans, again
+        self._keep_all()
+        if units:
+            self._checkpointed = Checkpointed(units, self.partition().recompute[0])
         if self.together is not None:
             self.together.coding = self.partition().inside(self.rank.memory)
+
+    def _keep_all(self) -> None:
+        """No unit is computed again."""
+        if self._checkpointed is not None:
+            self._checkpointed.undo()
+        self._checkpointed = None
+
+    def again(self, phase: str, chunk: int = 0) -> float:
+        """Of a piece's forward, what a pass through it computes again."""
+        return self._recomputed[chunk] if phase == "backward" and chunk < len(self._recomputed) else 0.0
 
     def meet_before(self, batch: Any) -> None:
         """Before a batch: the ranks of a replica have the same of what lies on several of them, and read the same."""

@@ -207,14 +207,14 @@ class Pace:
     def active(self) -> bool:
         return bool(self.seconds or self.faults)
 
-    def begin(self, phase: str, step: int, share: float = 1.0) -> None:
-        """A phase begins, or such a share of one."""
+    def begin(self, phase: str, step: int, share: float = 1.0, again: float = 0.0) -> None:
+        """A phase begins, or such a share of one, in which so much of the forward is computed again."""
         if not self.active:
             return
         self._count()
         self._began, self._slept = self.naps.clock.now(), 0.0
         self._stretch = stretch(self.faults, self.rank, step, phase)
-        self._asked = self.seconds * self.shares[phase] * share
+        self._asked = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
 
     def put_off(self, seconds: float) -> None:
         """The strategy stood in the way for so long: nothing was computed meanwhile, so it does not count."""

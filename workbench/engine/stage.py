@@ -41,7 +41,7 @@ class Stage(Joint):
     _left: list[int]  # by piece, the backwards still to come of this batch
     _exchanged = False
 
-    def lie(self, spread: Spread | None, plans: tuple[Plans, ...], seed: int) -> None:
+    def lie(self, spread: Spread | None, seed: int) -> None:
         """This rank computes its part from now on; the whole model where that is not spread.
 
         seed: of random numbers that ranks with slices draw alike
@@ -53,11 +53,11 @@ class Stage(Joint):
             self.piece = Piece(self.model, stages.of(here), here, len(stages))
             self._share, self._shares = stages.share(here), tuple(s * dealt for s in stages.shares[here :: len(stages)])
         self._share *= dealt
-        self.deal(spread.split if spread else None, index, plans, seed)
+        self.deal(spread.split if spread else None, index, seed)
 
-    def tune(self, plans: tuple[Plans, ...]) -> None:
-        """The partition may have other knobs now. plans: by piece of the model, as far as is known"""
-        super().tune(plans[self.piece.stage :: self.piece.stages] if self.piece else plans)
+    def tune(self, plans: tuple[Plans, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
+        here = slice(self.piece.stage, None, self.piece.stages) if self.piece else slice(None)
+        super().tune(plans[here], units, again[here])
 
     def _through_stages(self, grad: float | None, micro: int, exchanged: bool) -> None:
         assert self.piece is not None
@@ -121,7 +121,8 @@ class Stage(Joint):
         self.at(f"{name} of micro-batch {micro}")
         self.begin_pass(phase, chunk)
         self._stretch = pass_name(name, micro, chunk, len(self.piece.pieces)), self.watch.now()
-        self.pace.begin(phase, self.rank.step, self._shares[chunk] * part / len(self._micros))
+        self.pace.begin(phase, self.rank.step, self._shares[chunk] * part / len(self._micros),
+                        self.again(phase, chunk))  # fmt: skip
 
     def _end(self) -> None:
         self.paced(1.0)

@@ -15,7 +15,9 @@ from workbench.experiment.arranged import mesh, sharers
 from workbench.fabric.load import idle
 from workbench.host import handover, residual
 from workbench.host.changing import Changing
+from workbench.host.checkpointing import units_of
 from workbench.host.momentum import give_back, move_momentum
+from workbench.host.recomputing import recomputed
 from workbench.host.repartition import moves, repartition
 from workbench.host.spread import spread_of
 from workbench.optimizers import carry
@@ -73,6 +75,9 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         await handover.recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
     if wanted.partition != was.partition and not moves(was, wanted):
         run.tuned()
+    if wanted.partition.recompute != was.partition.recompute:
+        note_again(run)
+        await run.reading.forget()
     if moves(was, wanted) or needs_switch(was.strategy, wanted.strategy, run.rank.size):
         await _switch(run, was, wanted)
     elif wanted.compressor != was.compressor:
@@ -119,6 +124,17 @@ def note_idle(run: Changing, was: Experiment | None = None) -> None:
     found, before = _idle(run.experiment), _idle(was) if was else []
     if found != before:
         run.mark("no effect", {"texts": found})
+
+
+def note_again(run: Changing) -> None:
+    """A Mark says what backward computes again."""
+    e, split = run.experiment, run.spread.split if run.spread else None
+    if run.rank.id:
+        return
+    what, shares = e.partition.recompute[0], recomputed(e, run.learner, split)
+    units = len(units_of(run.model, run.learner, e.partition))
+    text = f"backward computes {units} units of the model again" if units else "activations are kept for backward"
+    run.mark("checkpoint", {"what": what, "units": units, "shares": shares, "text": text})
 
 
 def _idle(e: Experiment) -> list[str]:

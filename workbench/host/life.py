@@ -81,6 +81,8 @@ class Life(ABC):
             await changes.spread_out(self)  # type: ignore[arg-type]
         else:
             self.tuned()
+        if self.experiment.partition.recompute[0] != "none":
+            changes.note_again(self)  # type: ignore[arg-type]
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         if "parameters" in self.experiment.strategy.shards and (trial := await self.reading.foresee()):
             came = set(trial.arrival)

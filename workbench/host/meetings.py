@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.experiment import Experiment
 from workbench.host.batches import example, to_device
+from workbench.host.checkpointing import checkpointing
 from workbench.host.coded import Meeting, parts_of
 from workbench.host.cutting import Stages, cut
 from workbench.host.layout import Layout
@@ -22,7 +23,7 @@ from workbench.host.meta import outline
 from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.together import computing, slice_of
-from workbench.partitions import PLAIN, Coding
+from workbench.partitions import Partition, Whole
 from workbench.rank import Memory
 from workbench.settings import KnobError
 from workbench.tasks import Learner
@@ -79,7 +80,7 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
                 part = slice_of(outline(learner), split, 0)
                 stages = cut(e, part, learner) if way.depth > 1 else None
                 batch = to_device(example(learner, e, "cpu"), "meta")
-                made[key] = planned(part, learner, split, batch, stages, way.micro_batches, way.inside(Memory()))
+                made[key] = planned(part, learner, split, batch, stages, way.micro_batches, way.layers)
             except Exception as error:
                 raise KnobError(
                     f"partition={type(way).__name__}: when ranks meet in a pass cannot be told, for the model does not "
@@ -89,11 +90,11 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
 
 
 def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
-            count: int = 1, coding: Coding = PLAIN) -> tuple[Plans, ...]:  # fmt: skip
+            count: int = 1, layers: Partition = Whole()) -> tuple[Plans, ...]:  # noqa: B008  # fmt: skip
     """The meetings of one forward and one backward, by piece of the model: of the first of `count` micro-batches.
 
     part: the model on the meta device, with one rank's slices; stages: where that is cut
-    coding: what crosses in place of activations and of their gradients
+    layers: how the ranks of a stage compute them
 
     Raises what a model raises that does not run on the meta device.
     """
@@ -114,8 +115,9 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
     hooks = [p.register_post_accumulate_grad_hook(partial(has_come, name)) for name, p in trained]
     found: list[Plans] = []
     try:
-        with computing(part, split, 0, ask, draws=False, coding=coding), torch.enable_grad():
-            ways = _Passes(part, learner, stages, micro_batches(batch, count)[0])
+        with computing(part, split, 0, ask, draws=False, coding=layers.inside(Memory())), torch.enable_grad(), \
+             checkpointing(part, learner, layers):  # fmt: skip
+            ways = Passes(part, learner, stages, micro_batches(batch, count)[0])
             for number in range(ways.count):
                 turned = False
                 with FlopCounterMode(display=False) as counter:
@@ -140,7 +142,7 @@ def _shared(seen: list[Planned], whole: float) -> tuple[Planned, ...]:
     return tuple(planned._replace(share=planned.share / (whole or 1.0)) for planned in seen)
 
 
-class _Passes:
+class Passes:
     """A model, or its pieces one after the other, forward and backward."""
 
     def __init__(self, model: nn.Module, learner: Learner, stages: Stages | None, batch: Any) -> None:

@@ -107,6 +107,12 @@ class Reading:
             self._offered.clear()  # their numbers may be others' when shards are next
         self.sharded = self.learning = False
 
+    async def forget(self) -> None:
+        """Between steps: a step may read otherwise from now on."""
+        await self.unshard()
+        self.trial, self._plans = None, (None, {})
+        await self.shard()
+
     async def learn(self, shown: Trial | None) -> None:
         """After a step: what it has shown is known from now on. shown: by the host, where nothing listens"""
         if self.learning and (heard := shown or (self.listening and self.listening.heard)):

@@ -17,10 +17,12 @@ from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.host import absent, sliced
 from workbench.host.canonical import Disagreement
+from workbench.host.checkpointing import units_of
 from workbench.host.handover import averaged, kept_slots, summed
 from workbench.host.layout import Place
 from workbench.host.move import State, move
 from workbench.host.plan import plan
+from workbench.host.recomputing import recomputed
 from workbench.host.sliced import numel_of, shape_of
 from workbench.host.slots import likes, put, slots
 from workbench.host.spread import Spread, placed, spread_of
@@ -53,6 +55,9 @@ def able(run: Any, wanted: Experiment) -> None:
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _require_tried(run, wanted)
+    spread = spread_of(wanted, run.model, run.learner)
+    units_of(run.model, run.learner, way)
+    recomputed(wanted, run.learner, spread.split if spread else None)
     if moves(now, wanted):
         _ask_slots(run, wanted)
 

@@ -81,6 +81,11 @@ class Partition(Family):
         """How the ranks of one stage compute its layers."""
         return self
 
+    @property
+    def recompute(self) -> tuple[str, int]:
+        """What backward computes again instead of keeping it, and in each how-manieth unit of the model."""
+        return "none", 1
+
     def between(self, memory: Memory) -> Coding:
         """What crosses between stages."""
         return PLAIN

@@ -82,6 +82,10 @@ class Pipeline(Partition):
     def layers(self) -> Partition:
         return self.of
 
+    @property
+    def recompute(self) -> tuple[str, int]:
+        return self.of.recompute
+
     def between(self, memory: Memory) -> Coding:
         return coding(self.activations, self.gradients, self.mask, memory)
 
@@ -96,6 +100,11 @@ class Pipeline(Partition):
             return reason
         if reason := self.schedule.refuses(self.stages, self.micros):
             return reason
+        if self.schedule.halves and self.recompute[0] != "none":
+            return (
+                f"schedule={type(self.schedule).__name__}: each half of a backward would compute checkpointed units "
+                f"again; take schedule=OneFOneB(), or checkpoint=none"
+            )
         if self.schedule.halves and self.slices > 1:
             return (
                 f"schedule={type(self.schedule).__name__}: ranks that compute a stage together make each backward in "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from workbench.compressors import Compressor, Dense
 from workbench.partitions._base import Coding, Partition
+from workbench.partitions._checkpoint import CHECKPOINT, CHECKPOINT_EVERY, CHECKPOINTS
 from workbench.partitions._codecs import coding, refused
 from workbench.rank import Memory
 from workbench.settings import knob
@@ -57,6 +58,9 @@ class Tensor(Partition):
     gradients: Compressor = knob(Dense(), doc="what crosses inside of a backward in place of an activation's gradient")
     mask: bool = knob(True, doc="of an activation of which a part was chosen (TopK) only that has a gradient")
 
+    checkpoint: str = knob("none", choices=CHECKPOINTS, doc=CHECKPOINT)
+    checkpoint_every: int = knob(1, 1, 64, unit="units", doc=CHECKPOINT_EVERY)
+
     def dims(self) -> tuple[tuple[str, int], ...]:
         return (("tensor", self.ways),)
 
@@ -67,6 +71,10 @@ class Tensor(Partition):
     @property
     def sequences(self) -> bool:
         return self.sequence
+
+    @property
+    def recompute(self) -> tuple[str, int]:
+        return self.checkpoint, self.checkpoint_every
 
     def inside(self, memory: Memory) -> Coding:
         return coding(self.activations, self.gradients, self.mask, memory)

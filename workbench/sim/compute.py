@@ -47,12 +47,15 @@ class Compute(Stage):
         self._kept = Kept()
         self._asked = self._took = 0.0  # seconds that this step's compute was to take, and takes without faults
 
-    def seconds(self, phase: str, share: float = 1.0) -> float:
-        """How long a phase of compute, or a share of it, lasts on this rank in this step."""
+    def seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
+        """How long a phase of compute, or a share of it, lasts on this rank in this step, through one of its pieces."""
         e, costs, step = self.experiment, self.world.costs, self.rank.step
         share *= self.body.share
-        asked = e.pace * 1e-3 * SHARES[phase] * share
+        again = self.body.again[chunk] if phase == "backward" else 0.0
+        asked = e.pace * 1e-3 * (SHARES[phase] + again * SHARES["forward"]) * share
         computed = costs.seconds(phase, self.index, step, e.seed) * share if costs is not None else 0.0
+        if again and costs is not None:
+            computed += costs.seconds("forward", self.index, step, e.seed) * share * again
         factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
         self._asked, self._took = self._asked + asked, self._took + lasts(asked, computed)
         return lasts(asked, computed, factor)
@@ -68,8 +71,9 @@ class Compute(Stage):
         self.free[fiber.origin] = began + seconds
         return began
 
-    def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0, name: str = "") -> Any:
-        seconds = self.seconds(phase, share)
+    def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0, name: str = "",
+                 chunk: int = 0) -> Any:  # fmt: skip
+        seconds = self.seconds(phase, share, chunk)
         began = self._occupy(fiber, seconds)
         self.span("compute", name or phase, self.clock.now, began, began + seconds, 0)
         self.clock.at(began + seconds, fiber, value)
@@ -196,9 +200,10 @@ class Compute(Stage):
         self.clock.at(self._reach(fiber, *op.args), fiber)
         return PARK
 
-    def _passing(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "") -> Pass:
+    def _passing(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "",
+                 chunk: int = 0) -> Pass:  # fmt: skip
         began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
-        return Pass(name or phase, began, self.seconds(phase, part), shares)
+        return Pass(name or phase, began, self.seconds(phase, part, chunk), shares)
 
     def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
         """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""

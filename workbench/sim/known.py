@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from workbench.host import memory
 from workbench.host.batches import Batches
+from workbench.host.checkpointing import checkpointing
 from workbench.host.coded import Chooses
 from workbench.host.cutting import parts_of
 from workbench.host.layout import Layout
@@ -147,8 +148,11 @@ def _passed(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, 
             coding = coding._replace(there=_sized(coding.there), back=_sized(coding.back))
             answer = partial(answer_like, ways=split.ways)
             also.enter_context(computing(fake, split, 0, answer, draws=False, coding=coding))
+        also.enter_context(checkpointing(fake, learner, layers))
         x = like(inputs)
         layout = Layout(fake, 1.0)
+        if stage is not None:  # a backward is looked at as often as where there are values
+            layout.take(fake, _names(fake, learner, *stage))
         others = memory.parameters(fake, layout) | memory.storages(x)
         if stage is None:
             loss = learner.loss(fake, x)
@@ -192,6 +196,13 @@ def _sized(coder: Coder | None) -> Coder | None:
     if coder is None:
         return None
     return _SizedCodec(coder) if isinstance(coder, Chooses) else _Sized(coder)
+
+
+def _names(model: nn.Module, learner: Learner, counts: list[int], stage: int) -> set[str]:
+    """The parameters that a stage trains."""
+    own = parts_of(model, learner)[sum(counts[:stage]) : sum(counts[: stage + 1])]
+    here = {id(p) for part in own for p in part.parameters()}
+    return {name for name, p in model.named_parameters() if p.requires_grad and id(p) in here}
 
 
 def _staged(model: nn.Module, learner: Learner, inputs: Any, counts: list[int], stage: int) -> Tensor:

@@ -42,13 +42,13 @@ class _Recorded:
         fresh = {at + k for at, _ in self.changed for k in range(WARM)}
         rows = run.timeline.spans.rows()
         aside = set(rows.step[rows.equal("lane", MEASURING)].tolist())
-        settled = [s for s in range(stop) if s not in fresh and self.at(s).partition.size == 1]
-        good = [s for s in settled if s not in aside] or settled
-        good = good or [s for s in range(stop) if self.at(s).partition.size == 1]
+        plain = [s for s in range(stop) if self.at(s).partition.size == 1 and not self._again(s)]
+        settled = [s for s in plain if s not in fresh]
+        good = [s for s in settled if s not in aside] or settled or plain
         if not good:
             raise ValueError(
-                f"run {run.name} has no step that ended on all ranks and in which each computed the whole model, so "
-                f"nothing can be measured; record some steps with partition=Whole()"
+                f"run {run.name} has no step that ended on all ranks and in which each computed the whole model once, "
+                f"so nothing can be measured; record some steps with partition=Whole()"
             )
         self.good = good[-ENOUGH:]
         self.window = Window(run.timeline, self.good[0], stop)
@@ -60,6 +60,10 @@ class _Recorded:
     def at(self, step: int) -> Experiment:
         """The experiment as it was at a step."""
         return next(e for at, e in reversed(self.changed) if at <= step)
+
+    def _again(self, step: int) -> bool:
+        """Did a backward compute a part of its forward once more?"""
+        return self.at(step).partition.recompute[0] != "none"
 
     def durations(self, phase: str) -> tuple[Duration, ...]:
         """Median and spread of a phase on each rank, without what faults stretched."""

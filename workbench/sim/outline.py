@@ -15,6 +15,7 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.host import memory
 from workbench.host.batches import Batches
+from workbench.host.checkpointing import checkpointing
 from workbench.host.cutting import Stages, cut, instead, through
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
@@ -85,7 +86,9 @@ class Outline:
         self._slices: dict[tuple[Spread, tuple[int, int]], SliceOutline] = {}
         self.learner, self._made = learner, dict[Optimizer, Any]()
         self.optimizer = self.made(experiment)
-        seen = _tried(self.model, learner, experiment)
+        self._experiment, layers = experiment, experiment.partition.layers
+        seen = _tried(self.model, learner, experiment, layers)
+        self._trials = {layers.recompute: seen}
         _stepped(self.model, self.optimizer)
         self.learned = seen is not None
         self.trial = seen or assumed(reversed(names))
@@ -105,6 +108,13 @@ class Outline:
 
     def _keeps(self, batch: int, layers: Partition) -> Kept | None:
         return kept_of(self.model, self.learner, self._ranks, self._seed, batch, layers, split=self.split)
+
+    def trial_of(self, layers: Partition) -> Trial:
+        """What a step reads whose layers are computed so, and in which order its gradients come."""
+        key = layers.recompute
+        if key not in self._trials:
+            self._trials[key] = _tried(self.model, self.learner, self._experiment, layers)
+        return self._trials[key] or self.trial
 
     def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
         """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped.
@@ -259,13 +269,13 @@ def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: in
     return [x.detach() for x in (*seen, made)]
 
 
-def _tried(model: nn.Module, learner: Learner, experiment: Experiment) -> Trial | None:
+def _tried(model: nn.Module, learner: Learner, experiment: Experiment, layers: Partition) -> Trial | None:
     """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
     listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
     try:
         batches = Batches(learner.data, 0, experiment.ranks, "meta")
         batches.restart(experiment.batch, experiment.seed, 0)
-        with torch.enable_grad():
+        with torch.enable_grad(), checkpointing(model, learner, layers):
             with listening.forward():
                 loss = learner.loss(model, batches.next())
             with listening.backward():

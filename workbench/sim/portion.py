@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from workbench.experiment import Experiment
 from workbench.host.batches import Batches
+from workbench.host.checkpointing import Checkpointed, units_of
 from workbench.host.coded import Ask, Meeting
 from workbench.host.layout import Layout
 from workbench.host.piece import Piece, micro_batches
+from workbench.host.recomputing import recomputed
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.together import Together
@@ -29,6 +31,7 @@ class Portion:
     spread: how a replica lies on several ranks
     piece:  the stage that this rank is; split: how matrices are dealt out; stage: which one this rank is, of how many
     share:  of the model that this rank computes; shares: and of that, by piece
+    again:  by piece, of its forward what its backward computes again
     fresh:  is the next batch the first since the model lies so?
     ask:    the others of a pass under way
     """
@@ -56,6 +59,8 @@ class Portion:
     _own_randomness: Callable[[], AbstractContextManager[None]]
     _random_state: Tensor
     _together: Together | None = None
+    _checkpointed: Checkpointed | None = None
+    again: tuple[float, ...] = (0.0,)
 
     def __init__(self) -> None:
         self._batches: dict[int, Any] = {}  # those that are to go through the stages, and the parts of one that does
@@ -67,6 +72,7 @@ class Portion:
         self.spread = spread
         stage, index = spread.place(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
+        self._keep_all()
         if self._together is not None:
             self._together.undo()
         self.share = stages.share(stage) if stages else 1.0
@@ -83,8 +89,19 @@ class Portion:
 
     def tune(self, e: Experiment) -> None:
         """The partition may have other knobs now."""
+        self._keep_all()
+        if units := units_of(self.model, self.learner, e.partition):
+            self._checkpointed = Checkpointed(units, e.partition.recompute[0])
+        stage, stages = (self.piece.stage, self.piece.stages) if self.piece else (0, 1)
+        self.again = recomputed(e, self.learner, self.split)[stage::stages]
         if self._together is not None:
             self._together.coding = e.partition.inside(self.memory)
+
+    def _keep_all(self) -> None:
+        """No unit is computed again."""
+        if self._checkpointed is not None:
+            self._checkpointed.undo()
+        self._checkpointed = None
 
     @property
     def common(self) -> Any:

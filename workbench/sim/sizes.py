@@ -17,6 +17,7 @@ from workbench.host import memory
 from workbench.host.canonical import prime
 from workbench.host.handover import Cut as Shards
 from workbench.host.layout import Layout
+from workbench.host.recomputing import recomputed
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
@@ -48,6 +49,7 @@ class Sizes:
     reading: Any = None  # its session's
     examples: Callable[[], int] = int  # its session's: how many make a batch
     share = 1.0  # of the model that this rank computes
+    again: tuple[float, ...] = (0.0,)  # by piece, of its forward what its backward computes again
     fresh = False  # is the next batch the first after a cut?
     split: Split | None = None  # how matrices are dealt out
     stage = (0, 1)  # which stage this rank is, of how many
@@ -84,7 +86,7 @@ class Sizes:
     @property
     def trial(self) -> Trial:
         """What a step reads, and in which order its gradients come."""
-        return self._outline.trial
+        return self._whole.trial_of(self.layers)
 
     @property
     def to_learn(self) -> bool:
@@ -134,6 +136,8 @@ class Sizes:
     def tune(self, e: Experiment) -> None:
         """The partition may have other knobs now."""
         self.layers = e.partition.layers
+        stage, stages = self.piece or (0, 1)
+        self.again = recomputed(e, self.learner, self.split)[stage::stages]
 
     def go_on_with(self, optimizer: Any) -> None:
         """What this optimizer would remember has been handed over to it."""

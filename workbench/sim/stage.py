@@ -95,7 +95,7 @@ class Stage(Joint):
         name, part = pass_name(name, micro, chunk, len(self._left)), part * self._part(chunk)
         backward = partial(run, micro, chunk, takes is not None, first)
         if self.body.split is not None:
-            passing = self._passing(fiber, "backward", [], part, name)
+            passing = self._passing(fiber, "backward", [], part, name, chunk)
             if takes is None:
                 return self.inner(fiber, self._joint_stage(name, backward, passing, chunk))
             last = self._joint_last(fiber, name, backward, passing, chunk, takes)
@@ -103,8 +103,8 @@ class Stage(Joint):
             return PARK
         came = backward()
         if takes is None:
-            return self._compute(fiber, "backward", came, part, name)
-        takes.passing = self._passing(takes, "backward", self.body.ready(chunk), part, name)
+            return self._compute(fiber, "backward", came, part, name, chunk)
+        takes.passing = self._passing(takes, "backward", self.body.ready(chunk), part, name, chunk)
         takes.passing.then = fiber, came
         self._next_bucket(takes, op)
         return PARK
