@@ -28,6 +28,7 @@ COMMANDS = {
     "fsdp": ["tests.bench.ddp", "--strategy", "ZeRO3", "--caps", "1", "5", "--rounds", "12"],
     "pipeline": ["tests.bench.pipeline"],
     "offload": ["tests.bench.offload"],
+    "activations": ["tests.bench.activations"],
     "bound": ["tests.bench.bound"],
     "live": ["tests.bench.live"],
     "slow_link": ["tests.bench.slow_link"],

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.bench import activations
 from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
@@ -337,7 +338,8 @@ def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
 
 
 SECTIONS: dict[str, Callable[[Any], str]] = {
-    "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "offload": offload, "bound": bound, "live": live, "slow_link": slow_link,
+    "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "offload": offload, "activations": activations.text,
+    "bound": bound, "live": live, "slow_link": slow_link,
     "netns": netns, "record": record, "memory": memory,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),

@@ -1,0 +1,197 @@
+# ruff: noqa: E501
+"""What compressing activations costs in loss and saves in bytes, between two stages and inside of two slices.
+
+The shape of Bian et al., "Does compressing activations help model parallel training?", 2023,
+https://arxiv.org/abs/2301.02654: none, fp16, 8 bits, Top-k and a low rank, forward, backward and both, on ByteGPT from its
+beginning, simulated with real tensors. What is there already is not run again.
+
+    python -m tests.bench.activations --out docs/data/activations.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench import Experiment, simulate
+from workbench.compressors import ByteGrad, Cast, Compressor, Dense, Projection, TopK
+from workbench.partitions import Partition, Pipeline, Tensor
+from workbench.rank import Memory
+from workbench.tasks import ByteGPT
+
+STEPS, SEEDS, LAST, REPEATS = 200, 3, 20, 50
+TASK = ByteGPT()
+CODECS: dict[str, Compressor] = {
+    "fp16": Cast(to="fp16"), "8 bits": ByteGrad(), "Top-k 10 %": TopK(density=0.1), "rank 20": Projection(rank=20),
+}  # fmt: skip
+CHOOSE = ("Top-k 10 %", "rank 20")  # leave something out that gradients may leave out, too
+WAYS: dict[str, Partition] = {"2 stages": Pipeline(micros=2), "2 slices": Tensor()}
+
+
+class Row(NamedTuple):
+    """way: how a replica lies on two ranks; direction: "forward", "backward", "both" or "both, one choice" """
+
+    way: str
+    codec: str
+    direction: str
+
+    @property
+    def partition(self) -> Partition:
+        way: Any = WAYS[self.way]
+        if self.codec == "none":
+            return way
+        codec, one = CODECS[self.codec], self.direction == "both, one choice"
+        there = codec if self.direction != "backward" else Dense()
+        back = codec if self.direction in ("backward", "both") or (one and self.way == "2 slices") else Dense()
+        return replace(way, activations=there, gradients=back, mask=one)
+
+
+def rows() -> list[Row]:
+    """What is compared."""
+    found = []
+    for way in WAYS:
+        found.append(Row(way, "none", ""))
+        for codec in CODECS:
+            several = ["forward", "backward", "both", *(["both, one choice"] if codec in CHOOSE else [])]
+            found += [Row(way, codec, direction) for direction in several]
+    return found
+
+
+def measured(row: Row, seed: int, steps: int = STEPS) -> dict[str, Any]:
+    """One run: losses, and bytes that both ranks send in its last step for activations and for their gradients."""
+    e = Experiment(task=TASK, ranks=2, steps=steps, seed=seed, pace=1.0, eval_every=steps, partition=row.partition)
+    run = simulate(e, real=True)
+    spans, samples = run.spans, run.timeline.samples.rows()
+    crossing = spans[(spans.lane == "comm") & (spans.step == steps - 1)]
+    crossing = crossing[~crossing.name.str.contains("loss|parameters|activation byte|activation head")]
+    said = {what: int(crossing[crossing.name.str.contains(what)].nbytes.sum()) for what in ("activation", "gradient")}
+    mine = samples[samples.rank == 0]
+    losses = mine.value[mine.equal("name", "loss")].tolist()
+    held_out = mine.value[mine.equal("name", "held_out")].tolist()
+    return {"loss": statistics.fmean(losses[-LAST:]), "held_out": held_out[-1], **said}
+
+
+def timed() -> dict[str, dict[str, float]]:
+    """By codec: seconds to encode and decode what one stage hands on of a batch, and bytes, on one thread."""
+    x = torch.randn(TASK.batch, TASK.context, TASK.width, generator=torch.Generator().manual_seed(0))
+    found, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name, codec in CODECS.items():
+        coder, took = codec.coder(Memory()), []
+        assert coder is not None
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            payload = coder.encode(x)
+            coder.decode(payload, x)
+            took.append(time.perf_counter() - began)
+        nbytes = sum(part.numel() * part.element_size() for part in payload)
+        found[name] = {"seconds": statistics.median(took), "nbytes": nbytes, "dense": x.numel() * 4}
+    torch.set_num_threads(threads)
+    return found
+
+
+def todo(cells: list[dict[str, Any]]) -> Iterator[tuple[Row, int]]:
+    """What was not run yet, seed after seed."""
+    there = {(c["way"], c["codec"], c["direction"], c["seed"]) for c in cells}
+    return ((row, seed) for seed in range(SEEDS) for row in rows() if (*row, seed) not in there)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--out", type=Path, required=True)
+    a = ask.parse_args()
+    found = json.loads(a.out.read_text()) if a.out.exists() else {"steps": STEPS, "cells": []}
+    for row, seed in list(todo(found["cells"])):
+        found["cells"].append({**row._asdict(), "seed": seed, **measured(row, seed)})
+        a.out.write_text(json.dumps(found, indent=1))
+        print(*row, seed, {k: v for k, v in found["cells"][-1].items() if k in ("loss", "held_out")}, flush=True)
+    found["timed"] = timed()
+    a.out.write_text(json.dumps(found, indent=1))
+
+
+def text(found: dict[str, Any]) -> str:
+    """The section of the page."""
+    from tests.bench.page import table
+
+    seeds = sorted({c["seed"] for c in found["cells"]})
+    by: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for c in found["cells"]:
+        by.setdefault((c["way"], c["codec"], c["direction"]), []).append(c)
+    lines = []
+    for row in rows():
+        mine, plain = by.get(row, []), by.get((row.way, "none", ""), [])
+        if mine and plain:
+            lines.append(_line(row, mine, plain))
+    head = ["", "codec", "compressed", "training loss", "over none", "held-out loss, uncompressed", "over none",
+            "bytes forward", "bytes backward"]  # fmt: skip
+    return f"{_about(found, seeds)}\n\n{table(head, lines)}\n{_times(found)}\n{PAPERS}\n"
+
+
+def _line(row: Row, mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
+    told = [row.way, row.codec, row.direction]
+    for name in ("loss", "held_out"):
+        told += [_spread([c[name] for c in mine]), _over(mine, plain, name) if row.codec != "none" else ""]
+    return [*told, *(f"{_share(mine[0][what], plain[0][what])}" for what in ("activation", "gradient"))]
+
+
+def _spread(values: list[float]) -> str:
+    if not all(map(math.isfinite, values)):
+        return "not finite"
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _over(mine: list[dict[str, Any]], plain: list[dict[str, Any]], name: str) -> str:
+    base = {c["seed"]: c[name] for c in plain}
+    return f"{statistics.fmean(c[name] - base[c['seed']] for c in mine if c['seed'] in base):+.3f}"
+
+
+def _share(nbytes: int, dense: int) -> str:
+    return f"{nbytes / 1e3:.0f} kB, {nbytes / dense:.0%}"
+
+
+def _about(found: dict[str, Any], seeds: list[int]) -> str:
+    return (
+        f"## Compressing activations\n\nByteGPT from its beginning, {found['steps']} steps of {TASK.batch} windows on two "
+        f"ranks, simulated with real tensors, mean and range of {len(seeds)} seeds; all rows at the task's own learning "
+        f"rate {TASK.lr:g}, none is tuned. Between 2 stages (two micro-batches) each activation and its gradient cross once; "
+        f"inside of 2 slices each layer's do, what an embedding finds and what the head answers not counted, which "
+        f"cross as they are. The training loss is the mean of the last {LAST} steps, with compression; the held-out "
+        f"loss is that of the same model computed without. Bytes are those of both ranks in one step, beside their share "
+        f"of what crosses without a codec. \"Forward\" leaves gradients alone, whatever was left out; with \"one "
+        f"choice\" a gradient goes back through what the forward has chosen, which between stages is all that crosses."
+    )
+
+
+def _times(found: dict[str, Any]) -> str:
+    from tests.bench.page import table
+
+    lines = []
+    for name, t in found.get("timed", {}).items():
+        below = 8e-6 * (t["dense"] - t["nbytes"]) / t["seconds"]
+        lines.append([name, f"{t['seconds'] * 1e3:.2f}", f"{t['nbytes'] / t['dense']:.0%}", f"{below:,.0f}"])
+    head = ["codec", "encode and decode, ms", "bytes", "pays below, Mbit/s"]
+    about = (
+        f"What a codec takes for the {TASK.batch} x {TASK.context} x {TASK.width} floats that one layer hands on, on one "
+        f"thread of this machine (median of {REPEATS}), and below which bandwidth that is less than what it saves:"
+    )
+    return f"{about}\n\n{table(head, lines)}"
+
+
+PAPERS = """What the papers say, as far as their abstracts could be checked: Bian et al. (https://arxiv.org/abs/2301.02654)
+compare pruning, learning and quantization in more than 160 settings and find model parallelism fundamentally different from
+data parallelism; numbers of their tables are not repeated here. Activations and Gradients Compression for Model-Parallel Training
+(https://arxiv.org/abs/2401.07788) finds that gradients ask for milder compression than activations, that 10 % is the least
+of Top-k that does no severe harm, and that a model trained with Top-k does well only if it is applied in inference, too."""
+
+
+if __name__ == "__main__":
+    main()
