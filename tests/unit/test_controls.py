@@ -75,7 +75,9 @@ def test_the_controls_used_most_come_first_and_open() -> None:
     made = rows(Experiment().set("strategy", "LocalSGD").checked(), Now())
     first = [r["path"] for r in made if not r["group"]]
     own = [path for path in first if path.startswith("strategy.")]
-    assert first[: len(own) + 3] == ["strategy", *own, "partition", "compressor"] and own[0] == "strategy.every"
+    lies = [path for path in first if path.startswith("partition.")]
+    assert first[: len(own) + len(lies) + 3] == ["strategy", *own, "partition", *lies, "compressor"]
+    assert own[0] == "strategy.every" and lies[0] == "partition.checkpoint"
     assert all(path in first for path in FIRST)
     assert all(r["group"] for r in made[len(first) :])
 

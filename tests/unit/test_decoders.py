@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.agree import sampled
 from tests.piped import seen
 from tests.ranks import run, toy
 from tests.split import near, spread, together
 from workbench import simulate
 from workbench.host.cutting import parts_of, through
-from workbench.partitions import Partition, Pipeline, Tensor
+from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import Interleaved, ZeroBubble
 from workbench.settings import Change
 from workbench.tasks import decoder_parts
@@ -65,6 +66,24 @@ def test_a_llama_learns_what_it_learns_on_one_rank(way: Partition) -> None:
     spans = simulate(e).spans
     sent = spans[(spans.lane == "comm") & (spans.step == 2) & (spans["rank"] == 0)].nbytes.sum()
     assert sent == sum(n for step, _, n in sessions[0].record.comm() if step == 2)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_its_layers_are_units_that_are_computed_again(cached: bool) -> None:
+    """To the bit, whether it would keep a cache of keys and values or not."""
+    task = toy(model=lambda: _caching(cached), data=texts, loss=loss, evaluate=None)
+    runs = [simulate(spread(2, 4, task=task, partition=Whole(checkpoint=what), pace=1.0), real=True)
+            for what in ("none", "units", "attention")]  # fmt: skip
+    losses, kept = ([sampled(run, name, 0) for run in runs] for name in ("loss", "memory activations"))
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 4
+    assert 3 * kept[1][-1] < kept[2][-1] < kept[0][-1]
+    assert runs[1].details("checkpoint")[0][2]["units"] == LAYERS
+
+
+def _caching(cached: bool) -> nn.Module:
+    model = decoder()
+    model.config.use_cache = cached  # type: ignore[union-attr]
+    return model
 
 
 @pytest.mark.parametrize("kind", KINDS)

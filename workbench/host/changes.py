@@ -75,9 +75,6 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         await handover.recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
     if wanted.partition != was.partition and not moves(was, wanted):
         run.tuned()
-    if wanted.partition.recompute != was.partition.recompute:
-        note_again(run)
-        await run.reading.forget()
     if moves(was, wanted) or needs_switch(was.strategy, wanted.strategy, run.rank.size):
         await _switch(run, was, wanted)
     elif wanted.compressor != was.compressor:
@@ -88,6 +85,9 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     elif wanted.strategy != was.strategy and arrange(run, wanted):
         run.regrouped()
         await run.gather(0)  # nobody goes on before all have closed what is over
+    if wanted.partition.recompute != was.partition.recompute:
+        note_again(run)
+        await run.reading.forget()
     run.reading.by = wanted.strategy
     if not run.flushing:
         await move_momentum(run)

@@ -1,8 +1,8 @@
 """Units of a model whose activations are not kept for backward but computed again there: activation checkpointing.
 
-A unit is a part of the model between which it may be cut into stages, if that is a Module of the model itself: a block
-of a transformer, a child of a Sequential. torch.utils.checkpoint computes it again, with the random numbers that it
-drew; ranks that meet inside of a unit meet again. Buffers are not written a second time.
+A unit is a part of the model between which it may be cut into stages, if that is a Module of the model itself, or holds
+one that has several: a block of a transformer, a child of a Sequential. torch.utils.checkpoint computes it again, with
+the random numbers that it drew; ranks that meet inside of a unit meet again. Buffers are not written a second time.
 """
 
 from __future__ import annotations
@@ -37,13 +37,21 @@ def units_of(model: nn.Module, learner: Learner, layers: Partition) -> list[nn.M
     except KnobError as error:
         raise KnobError(f"checkpoint={what}: nothing says what the model's units are ({error})") from error
     own = {id(module) for module in model.modules()} - {id(model)}
-    units = [part for part in parts if id(part) in own]
+    units = [unit for part in parts for unit in (_own(part, own),) if unit is not None]
     if not units:
         raise KnobError(
             f"checkpoint={what}: none of the model's parts is a Module of the model itself; let `parts` return such, "
             f"or take checkpoint=none"
         )
     return units[::every]
+
+
+def _own(part: nn.Module, own: set[int]) -> nn.Module | None:
+    """A part, or the one Module in it, if that is one of the model's own."""
+    if id(part) in own:
+        return part
+    inner = list(part.children())
+    return inner[0] if len(inner) == 1 and id(inner[0]) in own and list(inner[0].children()) else None
 
 
 class Checkpointed:

@@ -1,0 +1,56 @@
+"""The campaign of compressed activations: what it compares, that it goes on where it stopped, and its page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.bench import activations
+from tests.bench.activations import Row
+from workbench.experiment import Experiment
+
+
+def cell(row: Row, seed: int, **more: Any) -> dict[str, Any]:
+    return {**row._asdict(), "seed": seed, "loss": 2.0, "held_out": 2.5, "activation": 1000, "gradient": 1000, **more}
+
+
+def test_every_row_is_an_experiment_that_can_be() -> None:
+    rows = activations.rows()
+    assert len(set(rows)) == len(rows) == 30
+    for row in rows:
+        Experiment(ranks=2, partition=row.partition).checked()
+
+
+def test_it_goes_on_where_it_stopped() -> None:
+    rows = activations.rows()
+    there = [cell(rows[0], 0), cell(rows[3], 1)]
+    left = list(activations.todo(there))
+    assert len(left) == 30 * activations.SEEDS - 2
+    assert (rows[0], 0) not in left and (rows[3], 1) not in left and left[0] == (rows[1], 0)
+
+
+SENT = [
+    (Row("2 stages", "none", ""), 1.0, 1.0), (Row("2 stages", "fp16", "forward"), 0.5, 1.0),
+    (Row("2 stages", "Top-k 10 %", "both"), 0.2, 0.2), (Row("2 stages", "Top-k 10 %", "both, one choice"), 0.2, 0.1),
+    (Row("2 slices", "Top-k 10 %", "both, one choice"), 0.2, 0.2), (Row("2 slices", "fp16", "backward"), 1.0, 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("row", "ahead", "back"), SENT, ids=[" ".join(row) for row, *_ in SENT])
+def test_bytes_are_those_of_the_direction_that_is_compressed(row: Row, ahead: float, back: float) -> None:
+    floats = 4 * activations.TASK.batch * activations.TASK.context * activations.TASK.width
+    whole = (1, 1) if row.way == "2 stages" else (2 * 2 * 2, 2 * (2 * 2 + 1))  # two ranks, two layers; the head's input
+    found = activations.measured(row, 0, steps=2)
+    assert found["activation"] == pytest.approx(ahead * whole[0] * floats, rel=1e-3)
+    assert found["gradient"] == pytest.approx(back * whole[1] * floats, rel=1e-3)
+
+
+def test_the_page_says_by_how_much_a_row_is_off() -> None:
+    plain, row = Row("2 stages", "none", ""), Row("2 stages", "fp16", "both")
+    cells = [cell(plain, 0), cell(plain, 1, loss=3.0), cell(row, 0, loss=2.25, activation=500), cell(row, 1, loss=3.25)]
+    timed = {"fp16": {"seconds": 1e-3, "nbytes": 500, "dense": 1000}}
+    page = activations.text({"steps": 7, "cells": cells, "timed": timed})
+    assert "| 2 stages | fp16 | both | 2.750 (2.250 to 3.250) | +0.250 |" in page and "0 kB, 50%" in page
+    assert "| fp16 | 1.00 | 50% | 4 |" in page and "7 steps" in page
