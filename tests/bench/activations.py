@@ -133,7 +133,8 @@ def text(found: dict[str, Any]) -> str:
             lines.append(_line(row, mine, plain))
     head = ["", "codec", "compressed", "training loss", "over none", "held-out loss, uncompressed", "over none",
             "bytes forward", "bytes backward"]  # fmt: skip
-    return f"{_about(found, seeds)}\n\n{table(head, lines)}\n{_times(found)}\n{PAPERS}\n"
+    said = "\n".join(_said(way, by) for way in WAYS if (way, "none", "") in by)
+    return f"{_about(found, seeds)}\n\n{table(head, lines)}\n{said}\n\n{_times(found)}\n{PAPERS}\n"
 
 
 def _line(row: Row, mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
@@ -141,6 +142,24 @@ def _line(row: Row, mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> 
     for name in ("loss", "held_out"):
         told += [_spread([c[name] for c in mine]), _over(mine, plain, name) if row.codec != "none" else ""]
     return [*told, *(f"{_share(mine[0][what], plain[0][what])}" for what in ("activation", "gradient"))]
+
+
+def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str:
+    """Which rows cost more, or less, training loss than seeds differ by."""
+    plain = by[way, "none", ""]
+    noise = max(c["loss"] for c in plain) - min(c["loss"] for c in plain)
+    off = {f"{codec} {direction}": float(_over(mine, plain, "loss")) for (its, codec, direction), mine in by.items()
+           if its == way and codec != "none"}  # fmt: skip
+
+    def told(rows: dict[str, float]) -> str:
+        return ", ".join(f"{name} ({x:+.2f})" for name, x in sorted(rows.items(), key=lambda one: one[1])) or "nothing"
+
+    worse = {name: x for name, x in off.items() if x > noise}
+    better = {name: x for name, x in off.items() if x < -noise}
+    return (
+        f"* {way}: seeds of none are {noise:.2f} apart. Beyond that cost: {told(worse)}. Beyond that gain: "
+        f"{told(better)}. All else is within it."
+    )
 
 
 def _spread(values: list[float]) -> str:

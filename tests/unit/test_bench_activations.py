@@ -54,3 +54,6 @@ def test_the_page_says_by_how_much_a_row_is_off() -> None:
     page = activations.text({"steps": 7, "cells": cells, "timed": timed})
     assert "| 2 stages | fp16 | both | 2.750 (2.250 to 3.250) | +0.250 |" in page and "0 kB, 50%" in page
     assert "| fp16 | 1.00 | 50% | 4 |" in page and "7 steps" in page
+    assert "seeds of none are 1.00 apart. Beyond that cost: nothing. Beyond that gain: nothing." in page
+    cells += [cell(Row("2 stages", "8 bits", "forward"), seed, loss=4.0 + seed) for seed in (0, 1)]
+    assert "Beyond that cost: 8 bits forward (+2.00)." in activations.text({"steps": 7, "cells": cells})
