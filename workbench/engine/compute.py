@@ -13,6 +13,7 @@ from workbench.engine.hooks import GradientHooks
 from workbench.engine.stage import Stage
 from workbench.engine.watch import CODEC_FLOOR
 from workbench.host.canonical import clipped, optimizer_tensors
+from workbench.host.curvature import Curvature
 from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
@@ -28,6 +29,7 @@ class Compute(Stage):
     """The part of a Host that computes."""
 
     alone: AbstractContextManager[Any]
+    curvature: Curvature
     layout: Layout
     loss_of: Callable[..., Tensor]
     optimizer: Any
@@ -61,6 +63,7 @@ class Compute(Stage):
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
         self._open[micro] = loss
         self.losses.append(loss.detach())
+        self.curvature.forward(batch)
         self.ledger.forward(batch)
         self.paced(1.0)
         self._computed()
@@ -83,6 +86,7 @@ class Compute(Stage):
         if loss is None:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         self.begin_pass("backward")
+        self.curvature.backward(grad)
         self._stretch = "backward", self.watch.now()
         self.pace.begin("backward", self.rank.step, self._share, self.again("backward"))
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
@@ -169,6 +173,28 @@ class Compute(Stage):
             stilled(self.layout, self.optimizer, self.rank.memory)
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()
+        self.curvature.stepped()
+
+    def _curve(self, vector: list[Tensor]) -> list[Tensor]:
+        """A product takes as long as a forward and a backward, where the pace says how long these take."""
+        self.at("curve")
+        began = self.watch.now()
+        self.pace.begin("forward", self.rank.step, self._share)
+        self.paced(1.0)
+        self.pace.begin("backward", self.rank.step, self._share)
+        product = self.curvature.product(vector, self.rank.step)
+        self.paced(1.0)
+        self.watch.span(self.rank.step, "curve", began)
+        return product
+
+    def _value(self) -> Tensor:
+        self.at("value")
+        began = self.watch.now()
+        self.pace.begin("forward", self.rank.step, self._share)
+        value = self.curvature.value(self.rank.step)
+        self.paced(1.0)
+        self.watch.span(self.rank.step, "value", began)
+        return value
 
     def _params(self) -> list[Bucket]:
         self.stale = True

@@ -24,6 +24,7 @@ from workbench.engine.lanes import Lanes
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
 from workbench.engine.watch import Watch
+from workbench.host.curvature import Curvature
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.layout import Layout
 from workbench.host.offload import LANES
@@ -60,6 +61,7 @@ class Host(Compute):
         self.partition = Whole
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._hooks = GradientHooks(self)
+        self.curvature = Curvature(model, loss, layout)
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
         self._stash: Op | None = None
@@ -71,7 +73,8 @@ class Host(Compute):
             "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
             "coded": self._coded,
             "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
-            "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
+            "collect": self.curvature.collect, "factors": self.curvature.factors, "curve": self._curve,
+            "value": self._value, "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
             "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
         }
 

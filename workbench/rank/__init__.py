@@ -11,6 +11,7 @@ from workbench.rank.bucket import MOMENTUM as MOMENTUM
 from workbench.rank.bucket import Bucket as Bucket
 from workbench.rank.bucket import Memory as Memory
 from workbench.rank.bucket import Part as Part
+from workbench.rank.factors import Factors as Factors
 from workbench.rank.mesh import Group as Group
 from workbench.rank.mesh import Mesh as Mesh
 from workbench.rank.ops import REDUCTIONS as REDUCTIONS
@@ -21,6 +22,6 @@ from workbench.rank.outline import sizes_of as sizes_of
 from workbench.rank.outline import values_of as values_of
 
 __all__ = [
-    "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Forward", "Group", "Handle", "Memory", "Mesh", "Op", "Part",
-    "Rank", "StrategyError", "collective", "each", "message_name", "outlined", "sizes_of", "values_of",
+    "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Factors", "Forward", "Group", "Handle", "Memory", "Mesh", "Op",
+    "Part", "Rank", "StrategyError", "collective", "each", "message_name", "outlined", "sizes_of", "values_of",
 ]  # fmt: skip

@@ -128,6 +128,30 @@ class Rank:
         """
         return Op("slots")
 
+    def collect(self) -> Op:
+        """From the next forward on, this rank's Linear layers are listened to, until `factors` is asked for."""
+        return Op("collect")
+
+    def factors(self) -> Op:
+        """-> a list of Factors: of each Linear layer what the forwards and backwards since `collect` have shown.
+
+        In an order that is the same on all ranks; zero of a layer that was not called. Layers whose parameters another
+        module has, too, are not among them. They are of the loss itself, whatever `backward` multiplied it by.
+        """
+        return Op("factors")
+
+    def curve(self, vector: list[Tensor]) -> Op:
+        """-> the Gauss-Newton matrix of the last forward's batch on this rank times `vector`; (n,) for each bucket.
+
+        Between that forward and the next change of the parameters. Raises StrategyError where the loss does not go by
+        what one call of the model returns.
+        """
+        return Op("curve", vector)
+
+    def value(self) -> Op:
+        """-> the loss of the last forward's batch with the parameters as they are now: no gradient will follow it."""
+        return Op("value")
+
     def hold(self, bucket: Bucket) -> Op:
         """Keeps of a parameter bucket only these elements in memory: a shard's; or all again, which lie in its `data`.
 

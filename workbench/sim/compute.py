@@ -73,9 +73,12 @@ class Compute(Stage):
 
     def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0, name: str = "",
                  chunk: int = 0) -> Any:  # fmt: skip
-        seconds = self.seconds(phase, share, chunk)
+        return self._lasting(fiber, name or phase, self.seconds(phase, share, chunk), value)
+
+    def _lasting(self, fiber: Fiber, name: str, seconds: float, value: Any) -> Any:
+        """The device works for so many seconds; then the answer is `value`."""
         began = self._occupy(fiber, seconds)
-        self.span("compute", name or phase, self.clock.now, began, began + seconds, 0)
+        self.span("compute", name, self.clock.now, began, began + seconds, 0)
         self.clock.at(began + seconds, fiber, value)
         return PARK
 
@@ -244,6 +247,20 @@ class Compute(Stage):
 
     def _slots(self, fiber: Fiber, op: Op) -> Any:
         return optimizer_tensors(self.body.layout, self.body.optimizer)
+
+    def _collect(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.collect()
+
+    def _factors(self, fiber: Fiber, op: Op) -> Any:
+        return self.body.factors()
+
+    def _curve(self, fiber: Fiber, op: Op) -> Any:
+        """A product takes as long as a forward and a backward."""
+        product = self.body.curve(*op.args, self.rank.step)
+        return self._lasting(fiber, "curve", self.seconds("forward") + self.seconds("backward"), product)
+
+    def _value(self, fiber: Fiber, op: Op) -> Any:
+        return self._lasting(fiber, "value", self.seconds("forward"), self.body.value(self.rank.step))
 
     def _hold(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args

@@ -45,6 +45,7 @@ class Host(Compute, Away):
             "all_gather": meet, "reduce_scatter": meet, "all_to_all": meet, "all_to_allv": meet, "broadcast": meet,
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
             "grads": self._grads, "slots": self._slots,
+            "collect": self._collect, "factors": self._factors, "curve": self._curve, "value": self._value,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,

@@ -15,13 +15,14 @@ import torch
 from workbench.experiment import Experiment
 from workbench.host import memory
 from workbench.host.canonical import prime
+from workbench.host.curvature import outlined_factors
 from workbench.host.handover import Cut as Shards
 from workbench.host.layout import Layout
 from workbench.host.recomputing import recomputed
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
-from workbench.rank import Bucket, StrategyError
+from workbench.rank import Bucket, Factors, StrategyError
 from workbench.sim.away import Outlined
 from workbench.sim.known import Kept
 from workbench.sim.outline import Outline, StageOutline, ready
@@ -254,6 +255,18 @@ class Sizes:
     def grads(self) -> list[Bucket]:
         self.roomy = True
         return self.cut.buckets
+
+    def collect(self) -> None:
+        """Nothing is to be seen."""
+
+    def factors(self) -> list[Factors]:
+        return outlined_factors(self.model, self.layout)
+
+    def curve(self, vector: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+        return [torch.empty_like(x) for x in vector]
+
+    def value(self, step: int) -> torch.Tensor:
+        return torch.empty((), device="meta")
 
     def clear(self) -> None:
         """No bucket keeps room for gradients."""

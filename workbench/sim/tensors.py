@@ -16,11 +16,12 @@ from workbench.experiment import Experiment
 from workbench.experiment.partitioned import dealt
 from workbench.host.batches import Batches
 from workbench.host.canonical import clipped
+from workbench.host.curvature import Curvature
 from workbench.host.layout import Layout
 from workbench.host.offload import Offloaded
 from workbench.host.slots import step_shard
 from workbench.optimizers import built
-from workbench.rank import Bucket, StrategyError
+from workbench.rank import Bucket, Factors, StrategyError
 from workbench.sim.outline import Cut, ready
 from workbench.sim.portion import Portion
 from workbench.tasks import Learner
@@ -40,6 +41,7 @@ class Tensors(Portion):
         self.model = learner.model().train()
         self.layout = Layout(self.model, experiment.bucket_mb)
         self.layout.keeps_values = True  # a whole pass is computed at once, and what is gathered comes bit by bit
+        self.curvature = Curvature(self.model, learner.loss, self.layout)
         self.optimizer = self.made(experiment)
         self.away = Offloaded()
         self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
@@ -127,6 +129,7 @@ class Tensors(Portion):
             raise TypeError("the loss must be a scalar tensor with a gradient")
         self._open[self._worker, micro] = loss
         self.losses.append(float(loss.detach()))
+        self.curvature.forward(inputs)
         self.ledger.forward(inputs)
         return loss.detach()
 
@@ -152,6 +155,7 @@ class Tensors(Portion):
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
+        self.curvature.backward(grad)
         self._gathered(partial(_run, loss, grad), exchanged)
 
     def _gathered(
@@ -207,6 +211,7 @@ class Tensors(Portion):
             self.stepped()
             self.optimizer.zero_grad(set_to_none=True)
             self.layout.let_go()
+            self.curvature.stepped()
             return norm
         step_shard(self.layout, self.optimizer, bucket)
         return None
@@ -218,6 +223,18 @@ class Tensors(Portion):
         if self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         return self.layout.grads()
+
+    def collect(self) -> None:
+        self.curvature.collect()
+
+    def factors(self) -> list[Factors]:
+        return self.curvature.factors()
+
+    def curve(self, vector: list[Tensor], step: int) -> list[Tensor]:
+        return self.curvature.product(vector, step)
+
+    def value(self, step: int) -> Tensor:
+        return self.curvature.value(step)
 
     def params(self) -> list[Bucket]:
         return self.layout.params()
