@@ -91,6 +91,7 @@ from workbench.strategies.hierarchical_local_sgd import HierarchicalLocalSGD as 
 from workbench.strategies.hogwild import Hogwild as Hogwild
 from workbench.strategies.hpz import HpZ as HpZ
 from workbench.strategies.hsdp import HSDP as HSDP
+from workbench.strategies.kfac import KFAC as KFAC
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.low_precision_decentralized import LowPrecisionDecentralized as LowPrecisionDecentralized
 from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam

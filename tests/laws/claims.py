@@ -39,7 +39,8 @@ SUMS = {"BoundedStaleness", "Hogwild"}
 # strategies that are not `plain`, and the multiple of the optimizer's rate at which they learn as well as it does
 RATES: dict[str, float] = {
     "AdaAlter": 500.0,  # the task's own is Adam's; here a root that begins near 1 divides
-    "BMUF": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "OneBitAdam": 1.0, "QAdam": 1.0, "SlowMo": 1.0, "StreamingDiLoCo": 1.0,
+    "BMUF": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
+    "SlowMo": 1.0, "StreamingDiLoCo": 1.0,
 }  # fmt: skip
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
@@ -55,6 +56,7 @@ TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
     ("HierarchicalLocalSGD", "group"): ({}, 1),  # 3 would not divide the ranks
     ("HSDP", "group"): ({}, 4),  # nor here
     ("HierarchicalLocalSGD", "warmup"): ({}, 9),  # a warm-up that lies behind is over
+    ("KFAC", "decay"): ({"factors_every": 1, "inverses_every": 1}, 0.1),
     ("PostLocalSGD", "warmup"): ({"warmup": 0}, 9),
     ("PostLocalSGD", "every"): ({"warmup": 0}, 3),
     ("PostLocalSGD", "momentum"): ({"warmup": 0}, "average"),

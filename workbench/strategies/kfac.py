@@ -1,0 +1,213 @@
+"""K-FAC: a Linear layer's gradient goes through the inverses of two small matrices, whose making ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.rank import Bucket, Factors, Memory, Rank, outlined
+from workbench.settings import knob
+from workbench.strategies._base import Strategy
+from workbench.strategies._kronecker import (
+    Gradients,
+    Layer,
+    dealt,
+    fold,
+    invert,
+    keep,
+    packed,
+    preconditioned,
+    seen,
+    unpacked,
+)  # fmt: skip
+
+
+class _State:
+    """What one rank remembers: factors and inverses by layer, and of which settings these are."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.steps = 0
+        self.folded = 0  # times that factors came
+        self.layers: list[Layer] = []
+        self.inverted: tuple[int, float, tuple[tuple[str, int], ...]] | None = None  # at which step, damping and mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFAC(Strategy):
+    """Second-order steps: a layer's gradient is multiplied by the inverses of its Kronecker factors.
+
+        A <- mean of a a^T over all ranks' rows,   G <- mean of g g^T           every `factors_every`, running averages
+        A^-1, G^-1 of (A + pi sqrt(damping) I), (G + sqrt(damping) / pi I)      every `inverses_every`, by one rank
+        D = G^-1 grad A^-1,   grad = (1/p) sum_i grad_i
+        params <- optimizer(params, nu D),   nu = min(1, sqrt(kl_clip / (lr^2 sum D . grad)))
+
+    a is what a Linear layer is fed, with a 1 behind it where it has a bias, g the gradient of a row's own loss with
+    respect to what the layer made of it, pi^2 the ratio of the mean eigenvalues of A and G: A (x) G stands for the
+    layer's block of the Fisher matrix. g is that of the data's own labels (the empirical Fisher), as in KAISA, and the
+    rows of a sequence count as examples. Everything else (convolutions, embeddings, norms), and layers whose parameters
+    another module has, too, goes by the plain gradient; the Sample "preconditioned" is the share of parameters that
+    does not. Ranks do the same arithmetic, and are equal after every step.
+
+    Layers are dealt out: the dearest, by i^3 + o^3, first, each to the rank that has the least to invert. Of p ranks
+    g = `fraction` p keep a layer's inverses and make D of its gradient; where g < p they send it to the others in every
+    step. fraction = 1 is COMM-OPT, 1/p MEM-OPT; g is the largest divisor of p that is not above. Beside DDP's bytes an
+    all-reduce of half of A and G, then broadcasts of half of their inverses among g, and of D to p/g ranks.
+    A rank keeps i^2 + o^2 elements per layer for the factors, and again g/p of these for the inverses.
+
+    When to use it: few, long steps, with small layers and large batches; with SGD and momentum as the optimizer, for
+    Adam divides by sizes of its own, and a rate of the order of 0.01 to 1. The first `warmup` steps of every stay go by
+    the plain gradient at that very rate. Inverses of layers of thousands of features take seconds.
+
+    Reference: Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML
+    2015, https://arxiv.org/abs/1503.05671; Pauloski et al., "KAISA: An Adaptive Second-Order Optimizer Framework for
+    Deep Neural Networks", SC 2021, https://arxiv.org/abs/2107.01739; for sequences Eschenhagen et al., NeurIPS 2023,
+    https://arxiv.org/abs/2311.00636
+    """
+
+    factors_every: int = knob(5, 1, 1000, unit="steps", log=True, doc="how often A and G are made and agreed upon")
+    inverses_every: int = knob(10, 1, 10_000, unit="steps", log=True, doc="how often A and G are inverted")
+    decay: float = knob(0.95, 0.0, 0.9999, doc="how much of A and G is kept when new ones come, at most")
+    damping: float = knob(1e-3, 1e-10, 1e4, log=True, doc="added to the curvature: less is bolder")
+    kl_clip: float = knob(1e-3, 0.0, 1e6, log=True, doc="bound on lr^2 times how far D bends the model; 0: none")
+    fraction: float = knob(1.0, 0.001, 1.0, log=True, doc="share of the ranks that keep a layer's inverses")
+    warmup: int = knob(3, 1, 10**6, unit="steps", log=True, doc="steps by the plain gradient, while factors gather")
+    accumulate: int = knob(1, 1, 64, unit="batches", doc="batches whose gradients are added before each exchange")
+
+    plain: ClassVar[bool] = False
+    sees_all: ClassVar[bool] = True
+
+    def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+        keepers = max(g for g in range(1, size + 1) if size % g == 0 and g <= max(1.0, self.fraction * size + 1e-9))
+        return (("receivers", size // keepers), ("keepers", keepers))
+
+    def batches(self, size: int) -> int:
+        return self.accumulate * size
+
+    def refuses(self, compressor: Any) -> str | None:
+        if compressor.carries:
+            return (
+                f"compressor={type(compressor).__name__}: it keeps the optimizer's momentum, of gradients that are not "
+                f"preconditioned yet; use DDP with it, or another compressor under ErrorFeedback"
+            )
+        return super().refuses(compressor)
+
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State()
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        listens = state.steps % self.factors_every == 0 or state.steps < self.warmup
+        if listens:
+            await rank.collect()
+        pending = await self._backward(rank)
+        if listens:
+            agree = self._agree(rank, state, await rank.factors())
+            pending.append(await rank.start(agree, name="factors"))
+        for handle in pending:
+            await rank.wait(handle)
+        state.steps += 1
+        if state.steps > self.warmup:
+            if self._due(rank, state):
+                await rank.wait(await rank.start(self._invert(rank, state), name="inverses"))
+                await self._say(rank, state)
+            await self._precondition(rank, state)
+        await rank.update()
+
+    async def _backward(self, rank: Rank) -> list[Any]:
+        """The mean gradient under way, as under DDP."""
+        share = 1.0 / (self.accumulate * rank.size)
+        for micro in range(self.accumulate - 1):
+            await rank.forward(micro=micro)
+            await rank.backward(share, micro=micro)
+        await rank.forward(micro=self.accumulate - 1)
+        pending = []
+        async for bucket in rank.backward(share, micro=self.accumulate - 1):
+            pending.append(await rank.start(rank.compressor.reduce(rank, bucket, rank.memory), name=bucket.name))
+        return pending
+
+    async def _agree(self, rank: Rank, state: _State, own: list[Factors]) -> None:
+        """The mean of all ranks' factors into the running averages; the k-th to come counts for 1/k at least."""
+        if not own:
+            return
+        state.layers = seen(own)
+        flat = packed([(f.inputs, f.outputs) for f in own])
+        await rank.all_reduce(flat, "mean", "factors")
+        state.folded += 1
+        fold(state.memory, state.layers, unpacked(flat, state.layers), max(1 / state.folded, 1 - self.decay))
+
+    def _due(self, rank: Rank, state: _State) -> bool:
+        """Are inverses old, or of other settings?"""
+        if state.inverted is None:
+            return True
+        step, *settings = state.inverted
+        return state.steps - step >= self.inverses_every or settings != [self.damping, rank.mesh.dims]
+
+    async def _invert(self, rank: Rank, state: _State) -> None:
+        """Every rank inverts its layers' factors; then those that keep them get each other's."""
+        keepers, owner = _along(rank, "keepers"), dealt(state.layers, rank.size)
+        mine = [layer for layer in state.layers if owner[layer.weight] == rank.index]
+        own = [invert(state.memory, layer, self.damping) for layer in mine]
+        for name in ("inputs inverse", "outputs inverse"):
+            state.memory.drop(name)
+        first = rank.index - keepers.index
+        for source in range(keepers.size):
+            theirs = [layer for layer in state.layers if owner[layer.weight] == first + source]
+            if theirs:
+                flat = packed(own) if source == keepers.index else _room(state, theirs, sum(x.packed for x in theirs))
+                await keepers.broadcast(flat, source, "inverses")
+                for layer, pair in zip(theirs, unpacked(flat, theirs), strict=True):
+                    keep(state.memory, layer, pair)
+        state.inverted = state.steps, self.damping, rank.mesh.dims
+
+    async def _precondition(self, rank: Rank, state: _State) -> None:
+        """Each layer's gradient becomes nu D, made by those that keep its inverses."""
+        if not state.layers:
+            return
+        keepers, receivers = _along(rank, "keepers"), _along(rank, "receivers")
+        owner, gradients = dealt(state.layers, rank.size), Gradients(await rank.grads())
+        made: dict[Layer, Tensor] = {}
+        for source in range(receivers.size):
+            theirs = [layer for layer in state.layers if owner[layer.weight] // keepers.size == source]
+            if source == receivers.index:
+                made |= {layer: preconditioned(state.memory, layer, gradients.of(layer)) for layer in theirs}
+            if theirs and receivers.size > 1:
+                flat = _joined([made[x] for x in theirs]) if source == receivers.index else _room(
+                    state, theirs, sum(x.inputs * x.outputs for x in theirs))  # fmt: skip
+                await receivers.broadcast(flat, source, "preconditioned")
+                pieces = flat.split([x.inputs * x.outputs for x in theirs])
+                made |= {x: piece.view(x.outputs, x.inputs) for x, piece in zip(theirs, pieces, strict=True)}
+        _put([made[x] for x in state.layers], state.layers, gradients, rank.lr, self.kl_clip)
+
+    async def _say(self, rank: Rank, state: _State) -> None:
+        """What share of the parameters is preconditioned."""
+        whole = sum(bucket.data.numel() for bucket in await rank.params())
+        await rank.sample("preconditioned", sum(x.inputs * x.outputs for x in state.layers) / whole)
+
+
+def _along(rank: Rank, dim: str) -> Rank:
+    """This rank along one dimension of the mesh; where these are all ranks, they need no group."""
+    group = rank.group(dim)
+    return rank if group.size == rank.size else group
+
+
+def _room(state: _State, layers: list[Layer], n: int) -> Tensor:
+    """(n,): where what another rank sends of these layers will be."""
+    return state.memory.parts["inputs"][layers[0].weight].new_empty(n)
+
+
+def _joined(matrices: list[Tensor]) -> Tensor:
+    return torch.cat([m.reshape(-1) for m in matrices])
+
+
+@outlined(lambda made, layers, gradients, lr, kl_clip: None)
+def _put(made: list[Tensor], layers: list[Layer], gradients: Gradients, lr: float, kl_clip: float) -> None:
+    """nu D into the place of the gradients."""
+    if kl_clip:
+        bends = torch.stack([(d * gradients.of(x)).sum(dtype=torch.float64) for d, x in zip(made, layers, strict=True)])
+        nu = (kl_clip / (lr**2 * bends.sum().abs()).clamp_min(1e-300)).sqrt().clamp_max(1.0)
+        made = [d * nu.to(d.dtype) for d in made]
+    for layer, d in zip(layers, made, strict=True):
+        gradients.put(layer, d)
