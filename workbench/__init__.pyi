@@ -94,6 +94,7 @@ from workbench.strategies.hsdp import HSDP as HSDP
 from workbench.strategies.kfac import KFAC as KFAC
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.low_precision_decentralized import LowPrecisionDecentralized as LowPrecisionDecentralized
+from workbench.strategies.newton import Newton as Newton
 from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
 from workbench.strategies.post_local_sgd import PostLocalSGD as PostLocalSGD
 from workbench.strategies.q_adam import QAdam as QAdam

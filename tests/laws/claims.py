@@ -22,6 +22,7 @@ SENT: dict[str, Callable[[list[int]], int]] = {
                      "SlowMo"), dense),
     "AdaAlter": lambda sizes: 2 * dense(sizes),
     "Gossip": lambda sizes: 2 * sum(sizes),
+    "Newton": lambda sizes: 11 * dense(sizes) + traffic("all_reduce", 5 * 8, 4)[0],  # g, ten products; five losses
     "HierarchicalLocalSGD": lambda sizes: dense(sizes),  # that step is all ranks'; others are the groups'
     "LowPrecisionDecentralized": lambda sizes: 2 * sum(n // 4 + 8 for n in sizes),
     "SelSync": lambda sizes: dense(sizes) + traffic("all_reduce", 8, 4)[0],
@@ -39,7 +40,7 @@ SUMS = {"BoundedStaleness", "Hogwild"}
 # strategies that are not `plain`, and the multiple of the optimizer's rate at which they learn as well as it does
 RATES: dict[str, float] = {
     "AdaAlter": 500.0,  # the task's own is Adam's; here a root that begins near 1 divides
-    "BMUF": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
+    "BMUF": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "Newton": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
     "SlowMo": 1.0, "StreamingDiLoCo": 1.0,
 }  # fmt: skip
 
