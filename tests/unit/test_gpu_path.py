@@ -32,7 +32,7 @@ from workbench.engine.wires import Line
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError
 from workbench.settings import Change
-from workbench.strategies import Gossip, LocalSGD, ShadowMA, ZeRO2, ZeRO3
+from workbench.strategies import KFAC, Gossip, LocalSGD, Newton, ShadowMA, ZeRO2, ZeRO3
 
 pytestmark = pytest.mark.ranks
 
@@ -137,8 +137,9 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 @pytest.mark.parametrize(
     "how",
     [{}, {"strategy": LocalSGD(every=3)}, {"compressor": TopK(density=0.2)}, {"compressor": PowerSGD(rank=2)},
-     {"strategy": ZeRO2(), "bucket_mb": 0.01}, {"strategy": ZeRO3(), "bucket_mb": 0.01}],
-    ids=["DDP", "LocalSGD", "TopK", "PowerSGD", "ZeRO2", "ZeRO3"],
+     {"strategy": ZeRO2(), "bucket_mb": 0.01}, {"strategy": ZeRO3(), "bucket_mb": 0.01},
+     {"strategy": KFAC(fraction=0.5, inverses_every=3)}, {"strategy": Newton(iterations=3)}],
+    ids=["DDP", "LocalSGD", "TopK", "PowerSGD", "ZeRO2", "ZeRO3", "KFAC", "Newton"],
 )
 def test_the_engine_on_streams_and_nccl_equals_the_engine_on_a_cpu_bit_for_bit(how: Any, gpus: list[Gpu],
                                                                                monkeypatch: Any) -> None:
