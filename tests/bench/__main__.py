@@ -36,6 +36,7 @@ COMMANDS = {
     "record": ["tests.bench.record_size"],
     "prediction": ["tests.bench.prediction"],
     "memory": ["tests.bench.memory"],
+    "second_order": ["tests.bench.second_order"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
     "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],
 }

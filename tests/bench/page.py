@@ -325,6 +325,13 @@ def memory(samples: list[dict[str, float]]) -> str:
     )
 
 
+def second_order(d: dict[str, Any]) -> str:
+    """KFAC and Newton against SGD."""
+    from tests.bench.second_order_page import section  # which makes its table as this page does
+
+    return section(d)
+
+
 def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
     def section(d: dict[str, Any]) -> str:
         rows = []
@@ -340,7 +347,7 @@ def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
 SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "offload": offload, "activations": activations.text,
     "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "record": record, "memory": memory,
+    "netns": netns, "record": record, "memory": memory, "second_order": second_order,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
 }  # fmt: skip

@@ -1,0 +1,224 @@
+"""Steps to a loss under KFAC, Newton and SGD with momentum, each tuned by the same rule, and what a step costs.
+
+Steps are counted on the simulator with real tensors, where nothing depends on how busy the machine is. Two numbers of
+each method are tuned, by the worse of two seeds: from a window of three by three, as long as the best has a neighbour,
+across corners too, that was not tried, those are tried. Then the best runs with seeds that it has not seen. Seconds
+come from real processes that hold one session of each method and alternate; bytes from sizes alone. What was found
+stays: a campaign can be broken off and goes on where it was.
+
+    python -m tests.bench.second_order --out docs/data/second_order.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench import Experiment, simulate
+from workbench.engine.collectives import Leaving, Wire, connect_store, host_store
+from workbench.engine.session import Session
+from workbench.optimizers import SGD
+from workbench.strategies import DDP, KFAC, Newton
+from workbench.tasks import ByteGPT, Digits
+
+RANKS, TUNING, SEEDS = 4, (0, 1), (2, 3, 4)  # where steps are counted
+PROCESSES, ROUNDS, BLOCK = 2, 12, 10  # where seconds are: ranks, alternations, and steps in each: all of KFAC's periods
+PERIOD = 20  # steps over which bytes are counted, from the same number on: two of KFAC's periods
+
+
+class Goal(NamedTuple):
+    """A task, the held-out loss that is asked for, and for how many steps and how often it is looked for."""
+
+    task: Any
+    loss: float
+    steps: int
+    every: int
+
+
+class Method(NamedTuple):
+    """Two ladders of what is tuned, the first of them the learning rate, and where on them the first window begins.
+
+    share: of a goal's steps, for one whose steps take so much longer
+    """
+
+    ladders: tuple[tuple[float, ...], tuple[float, ...]]
+    begin: tuple[int, int]
+    tuned: str
+    share: float = 1.0
+
+
+RATES = (0.003125, 0.00625, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+GOALS = {"Digits": Goal(Digits(), 0.15, 100, 2), "ByteGPT": Goal(ByteGPT(), 2.5, 120, 5)}
+METHODS = {
+    "SGD": Method((RATES, (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)), (4, 2), "momentum"),
+    "KFAC": Method((RATES, (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)), (3, 3), "damping"),
+    "Newton": Method(((0.25, 0.5, 1.0, 2.0, 4.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0)), (1, 1), "damping", 0.4),
+}
+PAIRS = [("Digits", "SGD"), ("Digits", "KFAC"), ("Digits", "Newton"), ("ByteGPT", "SGD"), ("ByteGPT", "KFAC")]
+
+
+def experiment(goal: str, method: str, rate: float, other: float, **rest: Any) -> Experiment:
+    """A method at these two settings."""
+    strategy: Any = DDP() if method == "SGD" else {"KFAC": KFAC, "Newton": Newton}[method](damping=other)
+    optimizer = SGD(momentum=other if method == "SGD" else 0.9)
+    return Experiment(task=GOALS[goal].task, strategy=strategy, optimizer=optimizer, lr=rate, **rest).checked()
+
+
+def curve(goal: str, method: str, at: tuple[int, int], seed: int) -> list[tuple[int, float]]:
+    """(step, held-out loss) of one run."""
+    (rates, others), g = METHODS[method].ladders, GOALS[goal]
+    steps = round(METHODS[method].share * g.steps)
+    e = experiment(goal, method, rates[at[0]], others[at[1]], ranks=RANKS, steps=steps, eval_every=g.every, seed=seed,
+                   pace=1.0)  # fmt: skip
+    rows = simulate(e, real=True).timeline.samples.rows()
+    rows = rows[rows.equal("name", "held_out")]
+    return [(int(s), float(v)) for s, v in zip(rows.step, rows.value, strict=True)]
+
+
+def reached(goal: str, found: list[Any]) -> float:
+    """The first step after which the loss was there; infinite if it never was."""
+    return min((step for step, loss in found if loss <= GOALS[goal].loss), default=math.inf)
+
+
+def score(goal: str, curves: list[Any]) -> tuple[float, float]:
+    """What is to be small: the steps of the worst run, then its last loss."""
+    last = [found[-1][1] for found in curves]
+    return max(reached(goal, found) for found in curves), max(x if math.isfinite(x) else math.inf for x in last)
+
+
+def wanted(goal: str, method: str, cells: dict[str, Any]) -> Iterator[tuple[tuple[int, int], int]]:
+    """What is still to be run of one pair, one after the other, as (place on the ladders, seed)."""
+    m = METHODS[method]
+    window = [(m.begin[0] + i, m.begin[1] + k) for i in range(3) for k in range(3)]
+    while True:
+        runs = itertools.product(window, TUNING)
+        yield from ((at, seed) for at, seed in runs if key(goal, method, at, seed) not in cells)
+        best = best_of(goal, method, cells)
+        around = [(best[0] + i, best[1] + k) for i in (-1, 0, 1) for k in (-1, 0, 1)]
+        window = [at for at in around if all(0 <= x < len(ladder) for x, ladder in zip(at, m.ladders, strict=True))]
+        if set(window) <= set(tried(goal, method, cells)):
+            break
+    yield from ((best, seed) for seed in SEEDS if key(goal, method, best, seed) not in cells)
+
+
+def key(goal: str, method: str, at: tuple[int, int], seed: int) -> str:
+    return f"{goal} {method} {at[0]} {at[1]} {seed}"
+
+
+def tried(goal: str, method: str, cells: dict[str, Any]) -> list[tuple[int, int]]:
+    """Every place that was run with all seeds of tuning."""
+    m = METHODS[method]
+    places = itertools.product(*(range(len(ladder)) for ladder in m.ladders))
+    return [at for at in places if all(key(goal, method, at, seed) in cells for seed in TUNING)]
+
+
+def best_of(goal: str, method: str, cells: dict[str, Any]) -> tuple[int, int]:
+    def of(at: tuple[int, int]) -> tuple[float, float]:
+        return score(goal, [cells[key(goal, method, at, seed)] for seed in TUNING])
+
+    return min(tried(goal, method, cells), key=of)
+
+
+def nbytes(goal: str, method: str, at: tuple[int, int]) -> float:
+    """Bytes that rank 0 of the simulated ones sends in a step on average."""
+    (rates, others), steps = METHODS[method].ladders, 2 * PERIOD
+    e = experiment(goal, method, rates[at[0]], others[at[1]], ranks=RANKS, steps=steps, eval_every=0, pace=1.0)
+    spans = simulate(e, real=False).timeline.spans.rows()
+    mine = spans[(spans.rank == 0) & spans.equal("lane", "comm") & (spans.step >= PERIOD)]
+    return float(mine.nbytes.sum()) / PERIOD
+
+
+# -- seconds, on real ranks --
+
+
+class Held:
+    """One method's session in this process, driven a block at a time."""
+
+    def __init__(self, e: Experiment, rank: int, where: tuple[str, int], name: str, out: Path) -> None:
+        session = Session(e, rank=rank, size=PROCESSES, store=where, generation=name, secret=b"bench",
+                          epoch=time.time(), run_dir=out / name)  # fmt: skip
+        self.training = session.set_up()
+        self.training.host.drive(self.training.lay_out())
+
+    def block(self) -> None:
+        for _ in range(BLOCK):
+            self.training.host.drive(self.training.boundary())
+            self.training.host.drive(self.training.step())
+
+
+def rank_main(rank: int, where: tuple[str, int], goal: str, settings: dict[str, tuple[float, float]], out: str) -> None:
+    torch.set_num_threads(1)
+    meet = Wire(connect_store(*where, "bench"), rank, PROCESSES, "meet", Leaving())
+    held = {}
+    for name, (rate, other) in settings.items():
+        e = experiment(goal, name, rate, other, ranks=PROCESSES, eval_every=0)
+        held[name] = Held(e, rank, where, name, Path(out))
+    rows = []
+    for r in range(ROUNDS + 1):
+        for name in list(held)[:: 1 if r % 2 else -1]:
+            meet.wait(meet.all_reduce(torch.zeros(1)))
+            began = time.perf_counter()
+            held[name].block()
+            meet.wait(meet.all_reduce(torch.zeros(1)))
+            if r:
+                rows.append((r - 1, name, (time.perf_counter() - began) / BLOCK))
+    Path(out, f"rows-{rank}.json").write_text(json.dumps(rows))
+    os._exit(0)
+
+
+def seconds(goal: str, settings: dict[str, tuple[float, float]]) -> list[list[Any]]:
+    """(round, method, seconds per step) of rank 0."""
+    kept, *where = host_store()
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as out:
+        procs = [spawn.Process(target=rank_main, args=(r, tuple(where), goal, settings, out)) for r in range(PROCESSES)]
+        for p in procs:
+            p.start()
+        for p in procs:
+            p.join()
+        found: list[list[Any]] = json.loads(Path(out, "rows-0.json").read_text())
+    del kept
+    return found
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, required=True)
+    a = ask.parse_args()
+    torch.set_num_threads(1)
+    data: dict[str, Any] = {"cells": {}, "bytes": {}, "seconds": {}}
+    if a.out.exists():
+        data = json.loads(a.out.read_text())
+    for goal, method in PAIRS:
+        for at, seed in wanted(goal, method, data["cells"]):
+            found = data["cells"][key(goal, method, at, seed)] = curve(goal, method, at, seed)
+            values = [ladder[i] for ladder, i in zip(METHODS[method].ladders, at, strict=True)]
+            print(f"{goal} {method} {values} seed {seed}: {reached(goal, found)}, {found[-1][1]:.3f}", flush=True)
+            a.out.write_text(json.dumps(data))
+        data["bytes"][f"{goal} {method}"] = nbytes(goal, method, best_of(goal, method, data["cells"]))
+    for goal in GOALS:
+        if goal in data["seconds"]:
+            continue
+        best = {m: best_of(g, m, data["cells"]) for g, m in PAIRS if g == goal}
+        settings = {m: (METHODS[m].ladders[0][at[0]], METHODS[m].ladders[1][at[1]]) for m, at in best.items()}
+        data["seconds"][goal] = seconds(goal, settings)
+        middles = {m: statistics.median(s for _, name, s in data["seconds"][goal] if name == m) for m in settings}
+        print(f"{goal}: seconds per step {middles}", flush=True)
+        a.out.write_text(json.dumps(data))
+    a.out.write_text(json.dumps(data))
+
+
+if __name__ == "__main__":
+    main()

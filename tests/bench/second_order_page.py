@@ -1,0 +1,71 @@
+# ruff: noqa: E501
+"""The section of docs/benchmarks.md on second order: what `tests.bench.second_order` found, and no number by hand."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from tests.bench import second_order as bench
+from tests.bench.page import interval, table
+
+
+def section(d: dict[str, Any]) -> str:
+    """Steps, seconds and bytes to a loss, over those of SGD with momentum."""
+    rows, said = [], []
+    for goal, method in bench.PAIRS:
+        if bench.tried(goal, method, d["cells"]):
+            rows.append(_row(d, goal, method, said))
+    head = ["task and held-out loss", "method, at its best", "settings tried", "steps to the loss", "seconds of a step over SGD's",
+            "bytes of a step over SGD's", "seconds to the loss over SGD's", "bytes to the loss over SGD's"]  # fmt: skip
+    return f"## Second order against SGD with momentum\n\n{_about()}\n\n{table(head, rows)}\n{' '.join(said)}\n"
+
+
+def steps_of(d: dict[str, Any], goal: str, method: str) -> list[float]:
+    """Steps to the loss with each seed that tuning has not seen, as far as they were run."""
+    best = bench.best_of(goal, method, d["cells"])
+    keys = [bench.key(goal, method, best, seed) for seed in bench.SEEDS]
+    return [bench.reached(goal, d["cells"][k]) for k in keys if k in d["cells"]]
+
+
+def slower(d: dict[str, Any], goal: str, method: str) -> list[float]:
+    """By round, seconds of a step over SGD's in the same round."""
+    by = {(r, name): s for r, name, s in d["seconds"].get(goal, [])}
+    return [s / by[r, "SGD"] for (r, name), s in by.items() if name == method]
+
+
+def _row(d: dict[str, Any], goal: str, method: str, said: list[str]) -> list[str]:
+    m, best = bench.METHODS[method], bench.best_of(goal, method, d["cells"])
+    steps, base = statistics.median(steps_of(d, goal, method)), statistics.median(steps_of(d, goal, "SGD"))
+    rate, other = (ladder[i] for ladder, i in zip(m.ladders, best, strict=True))
+    number = len(bench.tried(goal, method, d["cells"]))
+    each = ", ".join("never" if math.isinf(x) else f"{x:.0f}" for x in steps_of(d, goal, method))
+    known = [f"{goal}, {bench.GOALS[goal].loss:g}", f"{method}, lr {rate:g}, {m.tuned} {other:g}", str(number), each]
+    edge = [i for i, ladder in zip(best, m.ladders, strict=True) if i in (0, len(ladder) - 1)]
+    if edge:
+        said.append(f"{goal}, {method}: its best lies at the end of what may be tried.")
+    if method == "SGD":
+        return [*known, "1", "1", "1", "1"]
+    sent = d["bytes"][f"{goal} {method}"] / d["bytes"][f"{goal} SGD"]
+    said.append(f"On {goal} {method} takes {steps / base:.2f} of SGD's steps.")
+    if not (ratio := slower(d, goal, method)):
+        return [*known, "", f"{sent:.2f}", "", f"{sent * steps / base:.2f}"]
+    mid, low, high = interval(ratio)
+    return [*known, f"{mid:.2f} [{low:.2f}, {high:.2f}]", f"{sent:.2f}", f"{mid * steps / base:.2f}", f"{sent * steps / base:.2f}"]
+
+
+def _about() -> str:
+    goals = " and ".join(f"every {g.every} steps of {name}, {g.steps} at most" for name, g in bench.GOALS.items())
+    seeds, tuning = (", ".join(map(str, which)) for which in (bench.SEEDS, bench.TUNING))
+    newton = round(bench.METHODS["Newton"].share * bench.GOALS["Digits"].steps)
+    return (
+        f"How many steps until the held-out loss is first at most what was asked for, looked at {goals} ({newton} for Newton): "
+        f"{bench.RANKS} simulated ranks with real tensors, the task's own batch on each. Every method has two numbers to tune, "
+        f"the learning rate and one more, on the same rule: all of a window of three by three, then all eight neighbours "
+        f"of the best as long as one is untried; the worse of seeds {tuning} counts. Steps are given for seeds {seeds}, which "
+        f"tuning has not seen. KFAC has momentum 0.9 and its own usual periods; everything else is as by default. Seconds: "
+        f"{bench.PROCESSES} processes on this machine, one thread each, which hold a session of each method and alternate by blocks of "
+        f"{bench.BLOCK} steps; the median over {bench.ROUNDS} rounds of ratios within a round, with its 95 % bootstrap "
+        f"interval. The wire is the loopback; the machine was busy with other work. Bytes: what rank 0 of {bench.RANKS} sends."
+    )

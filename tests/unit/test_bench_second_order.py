@@ -1,0 +1,61 @@
+"""What the second-order bench decides by itself: when tuning is over, what is best, and when a loss was reached."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.bench import second_order as bench
+
+Place = tuple[int, int]
+
+
+def campaign(best: Place, method: str = "SGD") -> dict[str, list[tuple[int, float]]]:
+    """All that is run where steps grow with the distance from `best`."""
+    cells: dict[str, list[tuple[int, float]]] = {}
+    while lacking := next(bench.wanted("Digits", method, cells), None):
+        at, seed = lacking
+        name = bench.key("Digits", method, at, seed)
+        assert name not in cells, "nothing is run twice"
+        far = abs(at[0] - best[0]) + abs(at[1] - best[1])
+        cells[name] = [(0, 2.3), (10 + 2 * far, 0.1)]
+    return cells
+
+
+@pytest.mark.parametrize("best", [(5, 3), (8, 1), (0, 0), (9, 6)])
+def test_tuning_goes_on_until_all_neighbours_of_the_best_were_tried(best: Place) -> None:
+    cells = campaign(best)
+    assert bench.best_of("Digits", "SGD", cells) == best
+    ladders = bench.METHODS["SGD"].ladders
+    for i in (-1, 0, 1):
+        for k in (-1, 0, 1):
+            at = best[0] + i, best[1] + k
+            if all(0 <= x < len(ladder) for x, ladder in zip(at, ladders, strict=True)):
+                assert at in bench.tried("Digits", "SGD", cells)
+    for seed in bench.SEEDS:
+        assert bench.key("Digits", "SGD", best, seed) in cells
+    assert not set(bench.SEEDS) & set(bench.TUNING)
+
+
+def test_a_campaign_that_was_broken_off_goes_on_and_ends_alike() -> None:
+    whole = campaign((7, 5))
+    part = dict(list(whole.items())[:11])
+    assert bench.key("Digits", "SGD", *next(bench.wanted("Digits", "SGD", part))) == list(whole)[11]
+
+
+def test_the_worse_of_two_seeds_counts_and_what_is_no_number_is_the_worst() -> None:
+    good, slow, lost = [(0, 2.3), (10, 0.1)], [(0, 2.3), (10, 0.2), (20, 0.15)], [(0, 2.3), (10, math.nan)]
+    assert bench.reached("Digits", good) == 10 and bench.reached("Digits", slow) == 20
+    assert bench.reached("Digits", lost) == math.inf
+    assert bench.score("Digits", [good, slow]) == (20, 0.15)
+    assert bench.score("Digits", [good, lost]) == (math.inf, math.inf)
+    assert bench.score("Digits", [good, slow]) < bench.score("Digits", [good, lost])
+
+
+def test_bytes_are_those_of_whole_periods() -> None:
+    """KFAC's on top of SGD's: the factors every fifth step, the inverses every tenth."""
+    sgd, kfac = (bench.nbytes("Digits", m, (0, 0)) for m in ("SGD", "KFAC"))
+    half = sum(n * (n + 1) // 2 for n in (1025, 384, 385, 10))  # of the two Linear layers, with biases
+    factors = 4 * 2 * 3 / 4 * half / 5
+    assert sgd + factors <= kfac <= sgd + factors + 4 * 3 * half / 10
