@@ -2,7 +2,8 @@
 
 Steps are counted on the simulator with real tensors, where nothing depends on how busy the machine is. Two numbers of
 each method are tuned, by the worse of two seeds: from a window of three by three, as long as the best has a neighbour,
-across corners too, that was not tried, those are tried. Then the best runs with seeds that it has not seen. Seconds
+across corners too, that was not tried, those are tried; no run is longer than the best so far, for what has not come
+there by then is worse, and needs no second seed. Then the best runs with seeds that it has not seen. Seconds
 come from real processes that hold one session of each method and alternate; bytes from sizes alone. What was found
 stays: a campaign can be broken off and goes on where it was.
 
@@ -76,10 +77,9 @@ def experiment(goal: str, method: str, rate: float, other: float, **rest: Any) -
     return Experiment(task=GOALS[goal].task, strategy=strategy, optimizer=optimizer, lr=rate, **rest).checked()
 
 
-def curve(goal: str, method: str, at: tuple[int, int], seed: int) -> list[tuple[int, float]]:
+def curve(goal: str, method: str, at: tuple[int, int], seed: int, steps: int) -> list[tuple[int, float]]:
     """(step, held-out loss) of one run."""
     (rates, others), g = METHODS[method].ladders, GOALS[goal]
-    steps = round(METHODS[method].share * g.steps)
     e = experiment(goal, method, rates[at[0]], others[at[1]], ranks=RANKS, steps=steps, eval_every=g.every, seed=seed,
                    pace=1.0)  # fmt: skip
     rows = simulate(e, real=True).timeline.samples.rows()
@@ -93,24 +93,27 @@ def reached(goal: str, found: list[Any]) -> float:
 
 
 def score(goal: str, curves: list[Any]) -> tuple[float, float]:
-    """What is to be small: the steps of the worst run, then its last loss."""
-    last = [found[-1][1] for found in curves]
-    return max(reached(goal, found) for found in curves), max(x if math.isfinite(x) else math.inf for x in last)
+    """What is to be small: the steps of the worst run, then the worst loss there, or at the end where it never came."""
+    steps = [reached(goal, found) for found in curves]
+    there = [dict(map(tuple, found)).get(step, found[-1][1]) for step, found in zip(steps, curves, strict=True)]
+    return max(steps), max(x if math.isfinite(x) else math.inf for x in there)
 
 
-def wanted(goal: str, method: str, cells: dict[str, Any]) -> Iterator[tuple[tuple[int, int], int]]:
-    """What is still to be run of one pair, one after the other, as (place on the ladders, seed)."""
+def wanted(goal: str, method: str, cells: dict[str, Any]) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """What is still to be run of one pair, one after the other, as (place on the ladders, seed, steps)."""
     m = METHODS[method]
+    most = round(m.share * GOALS[goal].steps)
     window = [(m.begin[0] + i, m.begin[1] + k) for i in range(3) for k in range(3)]
     while True:
-        runs = itertools.product(window, TUNING)
-        yield from ((at, seed) for at, seed in runs if key(goal, method, at, seed) not in cells)
+        for at, seed in itertools.product(window, TUNING):
+            if key(goal, method, at, seed) not in cells and not _hopeless(goal, method, at, cells):
+                yield at, seed, int(min(most, _least(goal, method, cells)))
         best = best_of(goal, method, cells)
         around = [(best[0] + i, best[1] + k) for i in (-1, 0, 1) for k in (-1, 0, 1)]
         window = [at for at in around if all(0 <= x < len(ladder) for x, ladder in zip(at, m.ladders, strict=True))]
         if set(window) <= set(tried(goal, method, cells)):
             break
-    yield from ((best, seed) for seed in SEEDS if key(goal, method, best, seed) not in cells)
+    yield from ((best, seed, most) for seed in SEEDS if key(goal, method, best, seed) not in cells)
 
 
 def key(goal: str, method: str, at: tuple[int, int], seed: int) -> str:
@@ -118,17 +121,37 @@ def key(goal: str, method: str, at: tuple[int, int], seed: int) -> str:
 
 
 def tried(goal: str, method: str, cells: dict[str, Any]) -> list[tuple[int, int]]:
-    """Every place that was run with all seeds of tuning."""
-    m = METHODS[method]
-    places = itertools.product(*(range(len(ladder)) for ladder in m.ladders))
-    return [at for at in places if all(key(goal, method, at, seed) in cells for seed in TUNING)]
+    """Every place that was run with all seeds of tuning, or with enough to know that it is not the best."""
+    done = [at for at in _places(method) if len(_curves(goal, method, at, cells)) == len(TUNING)]
+    return done + [at for at in _places(method) if at not in done and _hopeless(goal, method, at, cells)]
 
 
 def best_of(goal: str, method: str, cells: dict[str, Any]) -> tuple[int, int]:
-    def of(at: tuple[int, int]) -> tuple[float, float]:
-        return score(goal, [cells[key(goal, method, at, seed)] for seed in TUNING])
+    """The place with the best score of those that were run with all seeds of tuning."""
+    whole = [at for at in _places(method) if len(_curves(goal, method, at, cells)) == len(TUNING)]
+    return min(whole, key=lambda at: score(goal, _curves(goal, method, at, cells)))
 
-    return min(tried(goal, method, cells), key=of)
+
+def _places(method: str) -> list[tuple[int, int]]:
+    first, second = METHODS[method].ladders
+    return list(itertools.product(range(len(first)), range(len(second))))
+
+
+def _curves(goal: str, method: str, at: tuple[int, int], cells: dict[str, Any]) -> list[Any]:
+    """What was run at a place for tuning."""
+    return [cells[k] for seed in TUNING if (k := key(goal, method, at, seed)) in cells]
+
+
+def _least(goal: str, method: str, cells: dict[str, Any]) -> float:
+    """The steps of the best place so far; infinite before there is one."""
+    found = (_curves(goal, method, at, cells) for at in _places(method))
+    return min((score(goal, curves)[0] for curves in found if len(curves) == len(TUNING)), default=math.inf)
+
+
+def _hopeless(goal: str, method: str, at: tuple[int, int], cells: dict[str, Any]) -> bool:
+    """Is one run there already worse than the best place so far?"""
+    curves = _curves(goal, method, at, cells)
+    return bool(curves) and score(goal, curves)[0] > _least(goal, method, cells)
 
 
 def nbytes(goal: str, method: str, at: tuple[int, int]) -> float:
@@ -202,8 +225,8 @@ def main() -> None:
     if a.out.exists():
         data = json.loads(a.out.read_text())
     for goal, method in PAIRS:
-        for at, seed in wanted(goal, method, data["cells"]):
-            found = data["cells"][key(goal, method, at, seed)] = curve(goal, method, at, seed)
+        for at, seed, steps in wanted(goal, method, data["cells"]):
+            found = data["cells"][key(goal, method, at, seed)] = curve(goal, method, at, seed, steps)
             values = [ladder[i] for ladder, i in zip(METHODS[method].ladders, at, strict=True)]
             print(f"{goal} {method} {values} seed {seed}: {reached(goal, found)}, {found[-1][1]:.3f}", flush=True)
             a.out.write_text(json.dumps(data))

@@ -15,11 +15,11 @@ def campaign(best: Place, method: str = "SGD") -> dict[str, list[tuple[int, floa
     """All that is run where steps grow with the distance from `best`."""
     cells: dict[str, list[tuple[int, float]]] = {}
     while lacking := next(bench.wanted("Digits", method, cells), None):
-        at, seed = lacking
+        at, seed, steps = lacking
         name = bench.key("Digits", method, at, seed)
         assert name not in cells, "nothing is run twice"
         far = abs(at[0] - best[0]) + abs(at[1] - best[1])
-        cells[name] = [(0, 2.3), (10 + 2 * far, 0.1)]
+        cells[name] = [(step, 0.1 if step >= 10 + 2 * far else 2.3) for step in range(0, steps + 1, 2)]
     return cells
 
 
@@ -41,7 +41,16 @@ def test_tuning_goes_on_until_all_neighbours_of_the_best_were_tried(best: Place)
 def test_a_campaign_that_was_broken_off_goes_on_and_ends_alike() -> None:
     whole = campaign((7, 5))
     part = dict(list(whole.items())[:11])
-    assert bench.key("Digits", "SGD", *next(bench.wanted("Digits", "SGD", part))) == list(whole)[11]
+    at, seed, _ = next(bench.wanted("Digits", "SGD", part))
+    assert bench.key("Digits", "SGD", at, seed) == list(whole)[11]
+
+
+def test_nothing_is_run_that_could_not_be_the_best() -> None:
+    cells = campaign((5, 3))
+    longest = {name: found[-1][0] for name, found in cells.items()}
+    assert longest[bench.key("Digits", "SGD", (5, 3), bench.SEEDS[0])] == bench.GOALS["Digits"].steps
+    assert longest[bench.key("Digits", "SGD", (6, 4), bench.TUNING[0])] == 10, "no longer than the best so far"
+    assert bench.key("Digits", "SGD", (6, 4), bench.TUNING[1]) not in cells
 
 
 def test_the_worse_of_two_seeds_counts_and_what_is_no_number_is_the_worst() -> None:
