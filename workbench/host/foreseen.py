@@ -14,21 +14,22 @@ import torch
 
 from workbench.experiment import Experiment
 from workbench.host.batches import Batches
+from workbench.host.checkpointing import checkpointing
 from workbench.host.meta import like, outline, put_on_cpu
 from workbench.host.trial import Listening, Trial
 
-_SEEN: WeakKeyDictionary[Any, dict[int, Trial | None]] = WeakKeyDictionary()  # by a task's functions and the batch
+_SEEN: WeakKeyDictionary[Any, dict[Any, Trial | None]] = WeakKeyDictionary()  # by a task's functions
 
 
 def foreseen(learner: Any, e: Experiment) -> Trial | None:
     """What one step of `learner`'s model does with its parameters; None where that cannot be told."""
-    known = _SEEN.setdefault(learner, {})
-    if e.batch not in known:
+    known, key = _SEEN.setdefault(learner, {}), (e.batch, e.partition.layers.recompute)
+    if key not in known:
         state = random.getstate()
         with torch.random.fork_rng():
-            known[e.batch] = _looked(learner, e)
+            known[key] = _looked(learner, e)
         random.setstate(state)
-    return known[e.batch]
+    return known[key]
 
 
 def _looked(learner: Any, e: Experiment) -> Trial | None:
@@ -41,10 +42,11 @@ def _looked(learner: Any, e: Experiment) -> Trial | None:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             put_on_cpu(model)
             listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
-            with listening.forward():
-                loss = learner.loss(model, like(inputs))
-            with listening.backward():
-                loss.backward(torch.ones_like(loss))
+            with checkpointing(model, learner, e.partition.layers):
+                with listening.forward():
+                    loss = learner.loss(model, like(inputs))
+                with listening.backward():
+                    loss.backward(torch.ones_like(loss))
     except Exception:
         return None
     return listening.heard

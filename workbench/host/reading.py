@@ -109,9 +109,10 @@ class Reading:
 
     async def forget(self) -> None:
         """Between steps: a step may read otherwise from now on."""
-        await self.unshard()
         self.trial, self._plans = None, (None, {})
-        await self.shard()
+        if self.sharded and await self.foresee() is None:
+            await self.unshard()
+            await self.shard()
 
     async def learn(self, shown: Trial | None) -> None:
         """After a step: what it has shown is known from now on. shown: by the host, where nothing listens"""
