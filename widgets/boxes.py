@@ -57,7 +57,7 @@ KINDS = (
     Kind("preparing", "adding and copying what is exchanged", 0.0, 0.30, theme.GREEN, "-"),
     Kind("measuring", "sent to evaluate, or to measure compression", 0.0, 0.30, BROWN, "x"),
     Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
-    Kind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "\\"),
+    Kind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "/"),
     Kind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
 )
 SENDING = ("transfer", "odd", "measuring", "port", "offload")  # the kinds of boxes that bytes belong to

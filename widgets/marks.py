@@ -26,8 +26,12 @@ def label(detail: dict[str, Any]) -> str:
     'LocalSGD(every=8)'
     >>> label({"path": "fabric.link.bandwidth", "value": 100})
     'bandwidth = 100'
+    >>> label({"path": "partition", "value": {"Pipeline": {"stages": 2, "of": {"Tensor": {"ways": 2}}}}})
+    'Pipeline of Tensor'
     """
     value = detail.get("value")
+    if detail.get("path") == "partition" and isinstance(value, dict):
+        return " of ".join(_nested(value))
     if isinstance(value, dict):
         return short(value)
     path = str(detail.get("path", ""))
@@ -35,6 +39,13 @@ def label(detail: dict[str, Any]) -> str:
     if isinstance(value, list):
         return f"{last}: {', '.join(map(short, value)) or 'none'}"
     return str(value) if path in ("strategy", "compressor") else f"{last} = {short(value)}"
+
+
+def _nested(value: dict[str, Any]) -> list[str]:
+    """The names of a partition and of what it spreads further, but for what computes a layer as it is."""
+    ((name, knobs),) = value.items()
+    inner = _nested(knobs["of"]) if isinstance(knobs.get("of"), dict) else []
+    return [name, *(one for one in inner if one != "Whole")]
 
 
 def short(value: Any) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -319,6 +321,12 @@ def _luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_the_page_can_draw_every_pattern_in_a_legend() -> None:
+    source = (Path(theme.__file__).parent / "chart.js").read_text("utf8")
+    known = set(re.findall(r'^  "?([^":\s]*)"?: \(c\) =>', source, re.MULTILINE))
+    assert {kind.pattern for kind in KINDS} <= known and {"", "/", "x"} <= known
 
 
 def test_kinds_of_boxes_differ_by_more_than_colour() -> None:

@@ -20,6 +20,8 @@ from workbench.analysis.effect import before_after as before_after
 from workbench.analysis.memory import RankMemory as RankMemory
 from workbench.analysis.memory import memory as memory
 from workbench.analysis.memory import readable as readable
+from workbench.analysis.mesh import Arrangement as Arrangement
+from workbench.analysis.mesh import arrangement as arrangement
 from workbench.analysis.overview import line as line
 from workbench.analysis.overview import summary as summary
 from workbench.analysis.settings import Stretch as Stretch
@@ -42,10 +44,9 @@ from workbench.analysis.window import change_steps as change_steps
 from workbench.analysis.window import last_steps as last_steps
 
 __all__ = [
-    "Arrivals", "BreakEven", "Breakdown", "Bubble", "Card", "Compression", "Effect", "Estimate", "Overlap",
-    "RankMemory", "Ratio", "StepTimes", "Stretch", "Trend", "Verdict", "arrivals", "before_after", "break_even",
-    "breakdown", "bubble", "bytes_per_step", "change_steps", "compared", "compression", "last_steps", "line", "memory",
-    "overlap", "per_rank", "ratios", "readable", "sendings", "since_met", "spread_at", "step_times", "straggler",
-    "stretches", "summary",
-    "unheeded", "why_silent",
+    "Arrangement", "Arrivals", "BreakEven", "Breakdown", "Bubble", "Card", "Compression", "Effect", "Estimate",
+    "Overlap", "RankMemory", "Ratio", "StepTimes", "Stretch", "Trend", "Verdict", "arrangement", "arrivals",
+    "before_after", "break_even", "breakdown", "bubble", "bytes_per_step", "change_steps", "compared", "compression",
+    "last_steps", "line", "memory", "overlap", "per_rank", "ratios", "readable", "sendings", "since_met", "spread_at",
+    "step_times", "straggler", "stretches", "summary", "unheeded", "why_silent",
 ]

@@ -113,7 +113,8 @@ def arrange(run: Changing, wanted: Experiment) -> bool:
         return False
     rank.mesh = made
     if rank.id == 0:
-        run.mark("mesh", {"dims": dict(made.dims), "ranks": made.ranks, "text": f"ranks are arranged as {made}"})
+        said = {"dims": dict(made.dims), "ranks": made.ranks, "inside": made.inside}
+        run.mark("mesh", said | {"text": f"ranks are arranged as {made}"})
     return True
 
 

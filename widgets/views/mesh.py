@@ -1,0 +1,69 @@
+"""Who stands where: ranks as squares in the boxes of their groups; not on the page while all are alike."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch, View, ranks_of
+from workbench.analysis import Arrangement, arrangement
+
+MOST = 64  # ranks drawn; of more the picture would say nothing
+
+class Mesh(View):
+    """Boxes in boxes, the outermost dimension of the mesh downwards, with a square for each rank."""
+
+    name: ClassVar[str] = "mesh"
+    title: ClassVar[str] = "How ranks are arranged"
+    about: ClassVar[str] = (
+        "Every rank as a square with its number, in the boxes of the groups that it belongs to: a replica's box holds "
+        "those of its stages, a stage's the ranks that share its matrices. Ranks at the same place of two replicas "
+        "hold the same part of the model and have the same colour."
+    )
+    order: ClassVar[int] = 8
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: str | None = None
+
+    def update(self, run: Any) -> Patch:
+        if self._said is not None and len(run.timeline.marks) == self.cursor:
+            return Patch()
+        self.cursor = len(run.timeline.marks)
+        said = drawn(arrangement(run.timeline, ranks_of(run)))
+        if said == self._said:
+            return Patch()
+        self._said = said
+        return Patch(html=said)
+
+
+def drawn(found: Arrangement) -> str:
+    """The picture; nothing where there is one group of ranks that are all alike."""
+    if sum(size > 1 for _, size in found.dims) < 2 and not found.serve and not found.inside:
+        return ""
+    text = f'<p class="wb-mesh-text">{escape(found.text)}</p>'
+    if len(found.ranks) > MOST:
+        return text
+    parts = 1
+    for name, size in found.dims:
+        parts *= size if name in found.inside else 1
+    colours = {rank: at % parts % 8 if parts > 1 else 0 for at, rank in enumerate(found.ranks)}
+    boxes = _boxes(found.dims, found.ranks, colours)
+    serving = "".join(_square(rank, "wb-mesh-server") for rank in found.serve)
+    also = f'<div class="wb-mesh-box"><span>servers</span>{serving}</div>' if serving else ""
+    return f'{text}<div class="wb-mesh" role="img" aria-label="{escape(found.text)}">{boxes}{also}</div>'
+
+
+def _boxes(dims: tuple[tuple[str, int], ...], ranks: tuple[int, ...], colours: dict[int, int]) -> str:
+    (name, size), *rest = dims
+    each = len(ranks) // size
+    if not rest:
+        return "".join(_square(rank, f"wb-mesh-{colours[rank]}") for rank in ranks)
+    inner = (_boxes(tuple(rest), ranks[k * each : (k + 1) * each], colours) for k in range(size))
+    named = ((f"{escape(name)} {k}", held) for k, held in enumerate(inner))
+    return "".join(f'<div class="wb-mesh-box"><span>{label}</span>{held}</div>' for label, held in named)
+
+
+def _square(rank: int, look: str) -> str:
+    return f'<b class="wb-mesh-rank {look}" title="rank {rank}">{rank}</b>'
