@@ -190,15 +190,16 @@ def written(p: inspect.Parameter) -> str:
 
 
 def grouped(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(group, method) of the public methods: a comment in the class begins a group."""
+    """(group, method) of the public methods, also of what it is made of: a comment in the class begins a group."""
     group = "verbs"
-    for line in inspect.getsource(owner).splitlines():
-        if found := re.match(r"    # (?:-- )?([^;]+)", line):
-            group = found[1]
-        elif (found := re.match(r"    (?:async )?def ([a-z]\w*)", line)) and inspect.isfunction(
-            method := vars(owner).get(found[1])
-        ):
-            yield group, method
+    for part in owner.__mro__[:-1]:
+        for line in inspect.getsource(part).splitlines():
+            if found := re.match(r"    # (?:-- )?([^;]+)", line):
+                group = found[1]
+            elif (found := re.match(r"    (?:async )?def ([a-z]\w*)", line)) and inspect.isfunction(
+                method := vars(part).get(found[1])
+            ):
+                yield group, method
 
 
 def views() -> str:

@@ -33,7 +33,7 @@ ROOMS = {
     "host": "settings rank experiment compressors optimizers fabric tasks partitions",
     "engine": "settings rank fabric tasks optimizers partitions experiment record host",
     "analysis": "settings record",
-    "sim": "settings rank compressors optimizers fabric tasks experiment record host analysis",
+    "sim": "settings rank compressors optimizers strategies fabric tasks partitions experiment record host analysis",
     "run": "settings record analysis sim",
     "cluster": "settings experiment record",
     "lab": "settings experiment record cluster run",

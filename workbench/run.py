@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from workbench.analysis import RankMemory
     from workbench.experiment import Experiment
     from workbench.sim import Costs
+    from workbench.sim.planner import Planned
     from workbench.sim.what_if import WhatIf
+
+
+def plan(
+    experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
+    partitions: Iterable[Any] = (),
+) -> list[Planned]:  # fmt: skip
+    """Pairs of strategy and partition that fit, the fastest first. See `workbench.sim.planner`, which this is."""
+    from workbench.sim.planner import plan
+
+    return plan(experiment, costs=costs, strategies=strategies, partitions=partitions)
 
 
 def require_memory(experiment: Experiment, path: str = "", value: Any = None) -> None:

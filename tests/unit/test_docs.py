@@ -74,7 +74,8 @@ def test_every_member_is_on_its_page_with_each_knob_on_a_line(name: str) -> None
 
 
 def test_every_verb_and_every_setting_is_on_its_page() -> None:
-    verbs = [name for name, f in vars(Rank).items() if inspect.isfunction(f) and not name.startswith("_")]
+    every = [item for part in Rank.__mro__[:-1] for item in vars(part).items()]
+    verbs = [name for name, f in every if inspect.isfunction(f) and not name.startswith("_")]
     assert re.findall(r"^### (\w+)$", page("reference/verbs.md"), re.M) == verbs
     for k in knobs(Experiment):
         assert f"\n| `{k.name}` | " in page("reference/experiment.md")

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.rank.awaitables import Backward, Forward, Handle, Op, StrategyError
 from workbench.rank.bucket import Bucket, Memory
+from workbench.rank.elsewhere import Elsewhere
 from workbench.rank.mesh import Group, Mesh
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
-KEPT = ("parameters", "gradients", "optimizer state")  # what of a bucket can be kept away from the device
 
 
-class Rank:
+class Rank(Elsewhere):
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and how many there are, here: in the run, or in a group of it
@@ -159,30 +159,6 @@ class Rank:
         it lies now; asked for the shard that is held it changes nothing.
         """
         return Op("hold", bucket)
-
-    def offload(self, shard: Bucket, what: str, to: str) -> Op:
-        """Keeps "gradients", "optimizer state" or "parameters" of a bucket's shard in the memory of the "host" or on
-        "disk" from now on; what is away already moves there. Of parameters that is a copy: what the model holds of them
-        is up to `hold`.
-
-        A child may ask for it, too, and its lane is then busy with it. Raises StrategyError for anything else.
-        """
-        return self._kept("offload", shard, what, to, "disk")
-
-    def fetch(self, shard: Bucket, what: str, to: str = "device", keep: bool = False) -> Op:
-        """Brings what was offloaded to the "host" or back to the "device"; returns parameters or gradients that come to
-        the device, (n,), which is the caller's, and None of the optimizer's state.
-
-        keep: does it stay there, besides?
-        """
-        return self._kept("fetch", shard, what, to, "device", keep)
-
-    def _kept(self, verb: str, shard: Bucket, what: str, to: str, other: str, *rest: Any) -> Op:
-        if what not in KEPT or to not in ("host", other):
-            raise StrategyError(f"{verb} of {what!r} to {to!r}: of {', '.join(map(repr, KEPT))} to 'host' or {other!r}")
-        op = Op(verb, shard, what, to, *rest)
-        op.measures = self.phase == "evaluation"
-        return op
 
     # collective; `x` is a flat tensor, changed in place where it says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:

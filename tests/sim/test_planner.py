@@ -1,0 +1,63 @@
+"""The planner lists what fits, the fastest first, each as the simulator has it by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from workbench import KnobError, plan, simulate
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.optimizers import AdamW
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.strategies import DDP, LocalSGD, ZeRO3, ZeROInfinity
+from workbench.tasks import ByteGPT
+
+pytestmark = pytest.mark.ranks
+
+E = Experiment(task=ByteGPT(layers=4), ranks=4, optimizer=AdamW(), batch=2, pace=60.0, bucket_mb=0.5,
+               fabric=Fabric(link=Link(bandwidth=2000.0), host=2.0, disk=0.5))  # fmt: skip
+FEW = {"strategies": [DDP(), ZeRO3(), ZeROInfinity()], "partitions": [Whole(), Pipeline(stages=2, micros=4), Tensor()]}
+
+
+def test_rows_are_what_each_is_by_itself_on_the_same_global_batch() -> None:
+    rows = plan(E, **FEW)
+    assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
+    pairs = {(type(row.strategy), type(row.partition)) for row in rows}
+    assert pairs == {(DDP, Whole), (DDP, Pipeline), (DDP, Tensor), (ZeRO3, Whole), (ZeROInfinity, Whole)}
+    for row in rows:
+        n = row.partition.size
+        e = replace(E, strategy=row.strategy, partition=row.partition, batch=2 * n, pace=60.0 * n)
+        found = simulate(replace(e, steps=8, eval_every=0)).summary()
+        assert row.step_s == pytest.approx(found["step_s"], rel=0.02)
+        assert row.peak == found["memory_peak"]
+
+
+def test_what_does_not_fit_is_left_out_and_what_is_left_fits() -> None:
+    every = plan(E, **FEW)
+    limit = sorted(row.peak for row in every)[1] / 1e6 + 0.5
+    fitting = plan(replace(E, memory_mb=limit), **FEW)
+    assert 0 < len(fitting) < len(every) and all(row.peak <= 1e6 * limit for row in fitting)
+    assert {repr(row) for row in fitting} < {repr(row) for row in every}
+
+
+def test_by_itself_it_looks_at_all_exact_strategies_and_the_one_that_is_there() -> None:
+    rows = plan(replace(E, ranks=2, strategy=LocalSGD(every=4)), partitions=[Whole()])
+    names = {type(row.strategy).__name__ for row in rows}
+    assert {"DDP", "ZeRO1", "ZeRO2", "ZeRO3", "ZeROOffload", "ZeROInfinity", "LocalSGD"} <= names
+    said = next(repr(row) for row in rows if row.strategy == LocalSGD(every=4))
+    assert said.startswith("LocalSGD(every=4), Whole(): ")
+
+
+def test_a_slow_wire_between_ranks_wants_fewer_bytes() -> None:
+    """Tensor parallelism sends each layer's activations, which grow with the batch, and gradients do not."""
+    ways = {"strategies": [DDP()], "partitions": [Whole(), Tensor(ways=4)]}
+    slow, fast = (plan(replace(E, batch=16).set("fabric.link.bandwidth", rate), **ways) for rate in (200.0, 1e5))
+    assert slow[-1].partition == Tensor(ways=4) and slow[-1].step_s > 2 * slow[0].step_s
+    assert fast[-1].step_s < 1.3 * fast[0].step_s
+
+
+def test_without_a_pace_or_costs_it_says_so() -> None:
+    with pytest.raises(KnobError, match="pace=0: nothing says how long compute lasts"):
+        plan(replace(E, pace=0.0))

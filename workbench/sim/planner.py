@@ -1,0 +1,119 @@
+"""Which (strategy, partition) pairs fit the memory of the ranks, and how long a step would take under each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from workbench import analysis
+from workbench.analysis.words import duration
+from workbench.experiment import Experiment, given
+from workbench.host.budget import OutOfMemory
+from workbench.partitions import Partition, Whole
+from workbench.settings import KnobError, knobs, members
+from workbench.sim.costs import Costs
+from workbench.sim.simulate import simulate
+
+SETTLE, STEPS = 3, 2  # steps that are simulated before those that are looked at, and these
+PHASES = ("forward", "backward", "update")
+
+
+class Planned(NamedTuple):
+    """A pair, on one global batch: predicted seconds per step, bytes on the device that needs most, and bytes that a
+    rank sends in a step. away: bytes that a rank keeps on its host or on disk
+    """
+
+    strategy: Any
+    partition: Partition
+    step_s: float
+    peak: int
+    sent: float
+    away: int = 0
+
+    def __repr__(self) -> str:
+        away = f", {analysis.readable(self.away)} away from it" if self.away else ""
+        return (
+            f"{_said(self.strategy)}, {_said(self.partition)}: {duration(self.step_s)} a step, "
+            f"{analysis.readable(self.peak)} on the device{away}, {analysis.readable(self.sent)} sent"
+        )
+
+
+def _said(member: Any) -> str:
+    """A member with the knobs that are not as usual."""
+    usual = {knob.name: knob.default for knob in knobs(type(member))}
+    turned = [(k.name, k.default) for k in knobs(member) if k.default != usual[k.name]]
+    said = ", ".join(f"{name}={_said(value) if hasattr(value, 'home') else repr(value)}" for name, value in turned)
+    return f"{type(member).__name__}({said})"
+
+
+def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
+         partitions: Iterable[Partition] = ()) -> list[Planned]:  # fmt: skip
+    """Pairs that `experiment`'s ranks can train with, the fastest first; `memory_mb` is heeded if it is set.
+
+    Each is simulated for a few steps, with sizes only, on the same global batch: a replica that lies on n ranks takes n
+    times the batch of one. Pairs that are refused, or do not fit, are left out.
+
+    costs:      what compute takes (`Costs.measured(run)`), where `experiment` has no `pace`, which is the time of one
+                replica's batch on one rank
+    strategies: by default those that make together what one process would (they claim `exact`), and the experiment's
+    partitions: by default the whole model, also with checkpointing, and all ways to cut it in stages and slices whose
+                ranks are a divisor of all
+
+    Raises KnobError where nothing says how long compute lasts.
+    """
+    e = given.experiment(experiment).checked()
+    pace = e.pace or (1e3 * sum(costs.seconds(phase, 0, 0, e.seed) for phase in PHASES) if costs is not None else 0.0)
+    if not pace:
+        raise KnobError(
+            "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run), or an experiment with a pace"
+        )
+    ways = list(partitions) or list(_ways(e))
+    found = []
+    for strategy in list(strategies) or _exact(e):
+        for way in ways:
+            wanted = replace(e, strategy=strategy, partition=way, steps=SETTLE + STEPS, eval_every=0,
+                             batch=e.batch * way.size, pace=pace * way.size)  # fmt: skip
+            if (row := _simulated(wanted, costs)) is not None:
+                found.append(row)
+    return sorted(found, key=lambda row: (row.step_s, row.peak))
+
+
+def _simulated(e: Experiment, costs: Costs | None) -> Planned | None:
+    try:
+        run = simulate(e, costs=costs)
+    except (KnobError, OutOfMemory):
+        return None
+    times = analysis.step_times(run.timeline, STEPS)
+    held = analysis.memory(run.timeline)
+    away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
+    sent = float(analysis.bytes_per_step(run.timeline, SETTLE, SETTLE + STEPS).mean())
+    return Planned(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)
+
+
+def _exact(e: Experiment) -> list[Any]:
+    """Strategies that claim to be exact, by their bare names, and the experiment's own."""
+    from workbench.strategies import Strategy
+
+    kinds: dict[str, Any] = members(Strategy)
+    own = [cls for cls in kinds.values() if cls.__module__.startswith("workbench.")]
+    shipped = [cls() for cls in own if cls.exact and not cls.opaque]
+    return shipped if e.strategy in shipped or e.strategy.opaque else [*shipped, e.strategy]
+
+
+def _ways(e: Experiment) -> Iterator[Partition]:
+    """All ways to spread a replica over a divisor of the ranks, and the whole model with units computed again."""
+    from workbench.partitions import Pipeline, Tensor
+
+    yield Whole()
+    yield Whole(checkpoint="units")
+    divisors = [n for n in range(2, min(64, e.ranks) + 1) if e.ranks % n == 0]
+    for n in divisors:
+        yield Tensor(ways=n)
+        micros = [m for m in range(n, 4 * n + 1) if e.batch * n % m == 0]
+        if micros:
+            yield Pipeline(stages=n, micros=micros[-1])
+        for ways in divisors:
+            micros = [m for m in range(n, 4 * n + 1) if e.batch * n * ways % m == 0]
+            if e.ranks % (n * ways) == 0 and micros:
+                yield Pipeline(stages=n, micros=micros[-1], of=Tensor(ways=ways))
