@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from workbench import KnobError, plan, simulate
+from workbench import Costs, KnobError, plan, simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
-from workbench.strategies import DDP, LocalSGD, ZeRO3, ZeROInfinity
+from workbench.strategies import DDP, LocalSGD, ZeRO3, ZeROInfinity, ZeROOffload
 from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
@@ -61,3 +61,20 @@ def test_a_slow_wire_between_ranks_wants_fewer_bytes() -> None:
 def test_without_a_pace_or_costs_it_says_so() -> None:
     with pytest.raises(KnobError, match="pace=0: nothing says how long compute lasts"):
         plan(replace(E, pace=0.0))
+
+
+def test_costs_are_what_a_simulation_takes_them_for_and_a_beginning_is_waited_for() -> None:
+    e = replace(E, pace=0.0, ranks=2, fabric=Fabric(host=0.5))
+    costs = Costs(forward=0.001, backward=0.002, update=0.007)
+    whole = {"strategies": [DDP()], "partitions": [Whole()]}
+    assert plan(e, costs=costs, **whole)[0].step_s == pytest.approx(0.010, rel=0.01)
+    late = [ZeROOffload(), ZeROOffload(delayed=True, delay_from=20)]
+    plain, delayed = (plan(e, costs=costs, strategies=[s], partitions=[Whole()])[0].step_s for s in late)
+    assert delayed < 0.95 * plain
+    assert plan(e, costs=costs, strategies=[LocalSGD(every=10)], partitions=[Whole()])[0].sent > 0
+
+
+def test_one_pair_that_cannot_be_does_not_keep_others_from_being_planned() -> None:
+    slow = replace(E, pace=40_000.0, batch=30_000)
+    ways = [type(row.partition) for row in plan(slow, strategies=[DDP()], partitions=[Whole(), Tensor(ways=4)])]
+    assert ways == [Whole]

@@ -61,7 +61,7 @@ class Many(nn.Module):
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.out.weight = self.into.weight  # tied
-        self.head = nn.Linear(WIDTH, 4)
+        self.head, self.scale = nn.Linear(WIDTH, 4), nn.Parameter(torch.tensor(1.0))
         self.turns, self.steps = turns, 0
         rng = torch.Generator().manual_seed(0)
         for p in self.parameters():
@@ -77,7 +77,7 @@ class Many(nn.Module):
             y = checkpoint(lambda y: torch.tanh(self.again(y)), y, use_reentrant=False)
         for layer in layers:
             y = torch.relu(layer(y)) + y
-        return self.head(self.out(Own.apply(y, self.hand)))
+        return self.head(self.out(Own.apply(y, self.hand))) * (1.0 + self.scale)
 
 
 def batches(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

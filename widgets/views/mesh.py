@@ -18,7 +18,7 @@ class Mesh(View):
     about: ClassVar[str] = (
         "Every rank as a square with its number, in the boxes of the groups that it belongs to: a replica's box holds "
         "those of its stages, a stage's the ranks that share its matrices. Ranks at the same place of two replicas "
-        "hold the same part of the model and have the same colour."
+        "hold the same part of the model and have the same colour, of eight in turn."
     )
     order: ClassVar[int] = 8
     quiet: ClassVar[bool] = True

@@ -94,6 +94,7 @@ class Lane(Verbs):
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._busy = ""
+        self._broken: BaseException | None = None  # what a child failed with, or the thread
         self._stream = chip.stream()
         self._aloft: deque[tuple[str, Any]] = deque()  # on a GPU: what is not over yet, and the event of its end
         self._kept: deque[Job] = deque()
@@ -163,26 +164,25 @@ class Lane(Verbs):
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
-        unbound: BaseException | None = None
         try:
             self.chip.bind()
         except BaseException as error:
-            unbound = error
+            self._broken = error
         while (job := self._jobs.get()) is not None:
-            if unbound is None:
-                self._advance(job, finish=True)
-            else:  # nothing can run here, and whoever waits is to hear why
-                self._over(job, unbound)
+            self._advance(job, finish=True)
 
     def _advance(self, job: Job, finish: bool) -> None:
         """Runs the child on; with `finish` to its end, else until its first collective is under way."""
-        failed: BaseException | None = None
+        failed = self._broken  # ranks no longer ask alike here: whoever waits is to hear why
+        if failed is not None:
+            return self._over(job, failed)
         try:
             with torch.no_grad(), self.chip.inside(self._stream, job.after):
                 try:
                     self._drive(job, finish)
                 except BaseException as error:
                     job.error = error
+                    self._broken = None if isinstance(error, StrategyError) else error  # that all ranks meet with
                 if self.chip.runs_ahead and job.flight is None:
                     job.event = self.chip.mark()
         except BaseException as error:  # the chip's own: it must not end the thread that all children run on

@@ -136,7 +136,7 @@ class Layout:
         """What stands for a bucket of parameters that are not here: NaN, in the memory of one element."""
         if index not in self._absent:
             bucket = self._slices[index]
-            one = bucket.data.new_full((1,), torch.nan)
+            one = bucket.data.new_full((), torch.nan)
             self._absent[index] = one.expand(bucket.data.numel()), [one.expand(p.shape) for p in bucket.parts]
         return self._absent[index][0]
 

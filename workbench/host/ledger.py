@@ -159,9 +159,7 @@ class Ledger:
             self._note("gradients", self._counts.gradients())
             self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
             self._inputs = []
-        told = self._write()
-        if self.due:
-            self._require(told, "in a step")
+        self._require(self._write(), "in a step")
         self.due = False
 
     def _require(self, told: dict[str, int], when: str) -> None:

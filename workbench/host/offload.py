@@ -120,7 +120,9 @@ class Offloaded:
         values, grads = (self._in_memory(what, shard)["values"] for what in ("parameters", "gradients"))
         state = self._in_memory("optimizer state", shard)
         stepped = self._stepped(layout, optimizer, shard, values, grads, state, settings)
-        devices = {key: self._home(optimizer, x, values) for key, x in stepped.items() if isinstance(x, Tensor)}
+        home = self._items["parameters", shard.index].devices["values"]
+        devices = {key: home if x.numel() > 1 or values.numel() == 1 else x.device  # counters stay with the host
+                   for key, x in stepped.items() if isinstance(x, Tensor)}  # fmt: skip
         self._drop("gradients", shard.index)
         self._drop("optimizer state", shard.index)
         self._keep("optimizer state", shard.index, stepped, devices, "host")
@@ -159,11 +161,6 @@ class Offloaded:
 
     def _stepped(self, *what: Any) -> dict[Any, Any]:
         return step_apart(*what)
-
-    def _home(self, optimizer: Any, x: Tensor, values: Tensor) -> Any:
-        """Where this slot belongs on the device: counters stay with the host, as torch's optimizers have them."""
-        device = optimizer.param_groups[0]["params"][0].device
-        return device if x.numel() > 1 or values.numel() == 1 else x.device
 
     def _moved(self, index: int, what: str, item: Item, where: str) -> Hops:
         """Between the host's memory and the disk."""

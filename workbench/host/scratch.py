@@ -40,7 +40,7 @@ class Scratch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fd = -1
-        self._end = 0
+        self._end = self._used = 0  # bytes of the file, and extents in it
         self._free: dict[int, list[int]] = defaultdict(list)  # by length, where such a hole is
 
     def write(self, tensors: list[Tensor]) -> Extent:
@@ -60,6 +60,7 @@ class Scratch:
                 weakref.finalize(self, os.close, self._fd)
             holes = self._free[nbytes]
             at = holes.pop() if holes else self._end
+            self._used += 1
             self._end = max(self._end, at + nbytes)
         left, to = _bytes(joined), at
         while left:
@@ -86,6 +87,11 @@ class Scratch:
         """Nobody reads that again: its room may be written to."""
         with self._lock:
             self._free[place.nbytes].append(place.at)
+            self._used -= 1
+            if not self._used:  # the disk is free again, and what comes next may be of other sizes
+                self._free.clear()
+                self._end = 0
+                os.ftruncate(self._fd, 0)
 
     def _forget(self, at: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):  # not on every system

@@ -59,6 +59,17 @@ class Costs:
         """
         return cls(**measured(run))
 
+    def times(self, n: float) -> Costs:
+        """These costs where every rank computes n times as much in a step."""
+        found: dict[str, Any] = {p: tuple(d._replace(seconds=n * d.seconds) for d in getattr(self, p)) for p in PHASES}
+        return replace(self, **found)
+
+    def at_least(self, seconds: Mapping[str, float]) -> Costs:
+        """These costs with phases that take so long on every rank, if they take less."""
+        found: dict[str, Any] = {p: tuple(d._replace(seconds=max(d.seconds, seconds[p])) for d in getattr(self, p))
+                                 for p in PHASES}  # fmt: skip
+        return replace(self, **found)
+
     def seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
         """Seconds of one pass on a rank in a step."""
         durations: tuple[Duration, ...] = getattr(self, phase)

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from workbench import analysis
 from workbench.analysis.words import duration
 from workbench.experiment import Experiment, given
+from workbench.fabric.pace import SHARES
 from workbench.host.budget import OutOfMemory
 from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError, knobs, members
 from workbench.sim.costs import Costs
+from workbench.sim.fits import MOST, longest
 from workbench.sim.simulate import simulate
 
-SETTLE, STEPS = 3, 2  # steps that are simulated before those that are looked at, and these
-PHASES = ("forward", "backward", "update")
+SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, at least
 
 
 class Planned(NamedTuple):
@@ -63,31 +64,32 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     Raises KnobError where nothing says how long compute lasts.
     """
     e = given.experiment(experiment).checked()
-    pace = e.pace or (1e3 * sum(costs.seconds(phase, 0, 0, e.seed) for phase in PHASES) if costs is not None else 0.0)
-    if not pace:
+    if not e.pace and costs is None:
         raise KnobError(
             "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run), or an experiment with a pace"
         )
+    costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
     ways = list(partitions) or list(_ways(e))
     found = []
     for strategy in list(strategies) or _exact(e):
         for way in ways:
-            wanted = replace(e, strategy=strategy, partition=way, steps=SETTLE + STEPS, eval_every=0,
-                             batch=e.batch * way.size, pace=pace * way.size)  # fmt: skip
-            if (row := _simulated(wanted, costs)) is not None:
+            if (row := _simulated(e, strategy, way, costs)) is not None:
                 found.append(row)
     return sorted(found, key=lambda row: (row.step_s, row.peak))
 
 
-def _simulated(e: Experiment, costs: Costs | None) -> Planned | None:
+def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs) -> Planned | None:
+    looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
+    steps = SETTLE + max(looked, min(longest(strategy), MOST) + STEPS)
     try:
-        run = simulate(e, costs=costs)
+        e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=0, batch=e.batch * way.size, pace=0.0)
+        run = simulate(e, costs=costs.times(way.size))
     except (KnobError, OutOfMemory):
         return None
-    times = analysis.step_times(run.timeline, STEPS)
+    times = analysis.step_times(run.timeline, looked)
     held = analysis.memory(run.timeline)
     away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
-    sent = float(analysis.bytes_per_step(run.timeline, SETTLE, SETTLE + STEPS).mean())
+    sent = float(analysis.bytes_per_step(run.timeline, steps - looked, steps).mean())
     return Planned(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)
 
 

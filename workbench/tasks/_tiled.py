@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import torch
 from torch import Tensor, nn
+
+HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # torch's own that only hold others
 
 
 class TiledLinear(nn.Module):
     """A Linear of `tiles` Linears, each of which makes its share of the outputs; (..., in) -> (..., out).
 
     Under a strategy that gathers parameters when they are read (ZeRO3, ZeROInfinity) a tile's weight and its gradient
-    are the most that is there of the layer, 1/tiles of them. Outputs are the Linear's, to the bit; the gradient of the
-    input is added up tile by tile, so that its last bits may differ.
+    are the most that is there of the layer, 1/tiles of them. Outputs and gradients are the Linear's up to their last
+    bits: a product of fewer rows may be computed in another order.
 
     Raises ValueError for tiles that are none, or more than outputs.
 
@@ -28,7 +32,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, tiles: int) -> TiledLinear:
-        """The layer with the weights of `linear`."""
+        """The layer with the weights of `linear`, trained or frozen, in training or not, as that is."""
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, tiles)
         made.to(linear.weight.device, linear.weight.dtype)
         at = 0
@@ -39,30 +43,48 @@ class TiledLinear(nn.Module):
                 tile.weight.copy_(linear.weight[rows])
                 if linear.bias is not None:
                     tile.bias.copy_(linear.bias[rows])
-        return made
+                    tile.bias.requires_grad_(linear.bias.requires_grad)
+                tile.weight.requires_grad_(linear.weight.requires_grad)
+        return made.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([tile(x) for tile in self.tiles], dim=-1)
 
 
 def tiled(model: nn.Module, largest_mb: float) -> nn.Module:
-    """`model`, changed in place: every plain Linear of more than `largest_mb` MB is cut into tiles of at most that.
+    """`model`, changed in place: every plain Linear of more than `largest_mb` MB is cut into tiles of at most that, as
+    far as it has outputs enough.
 
     For a task's own model where a layer with its gradient is too large for `memory_mb`:
-    `Task(model=lambda: tiled(Big(), 4.0), ...)`. Weights that are tied to others stay whole. Returns `model`.
+    `Task(model=lambda: tiled(Big(), 4.0), ...)`. A layer that is used twice is one in tiles that is used twice; weights
+    that are tied to those of another layer stay whole, and so does what is inside of torch's own transformer layers,
+    which read it by name. Returns `model`, or the tiles where that is such a Linear itself. Raises ValueError for
+    `largest_mb` that is not above 0.
 
     >>> [name for name, _ in tiled(nn.Sequential(nn.Linear(500, 1000), nn.Linear(1000, 3)), 1.0).named_children()]
     ['0', '1']
     """
+    if not largest_mb > 0:
+        raise ValueError(f"largest_mb={largest_mb:g}: must be above 0 MB")
+    made: dict[int, nn.Module] = {}
     uses: dict[int, int] = {}
     for module in model.modules():
         for p in module._parameters.values():
             if p is not None:
                 uses[id(p)] = uses.get(id(p), 0) + 1
+
+    def cut(child: nn.Module | None) -> nn.Module | None:
+        if type(child) is not nn.Linear or uses[id(child.weight)] > 1:
+            return child
+        nbytes = child.weight.numel() * child.weight.element_size()
+        tiles = min(ceil(nbytes / (largest_mb * 1e6)), child.out_features)
+        if tiles > 1 and id(child) not in made:
+            made[id(child)] = TiledLinear.of(child, tiles)
+        return made.get(id(child), child)
+
     for module in list(model.modules()):
+        if type(module).__module__.startswith("torch.nn.") and not isinstance(module, HOLDERS):
+            continue
         for name, child in module._modules.items():
-            if type(child) is nn.Linear and uses[id(child.weight)] == 1:
-                nbytes = child.weight.numel() * child.weight.element_size()
-                if (tiles := -(-nbytes // int(largest_mb * 1e6))) > 1:
-                    module._modules[name] = TiledLinear.of(child, min(tiles, child.out_features))
-    return model
+            module._modules[name] = cut(child)
+    return cut(model) or model
