@@ -14,6 +14,7 @@ from torch import nn
 from tests.ranks import batch, experiment, net, run, toy
 from workbench import simulate
 from workbench.experiment import Experiment
+from workbench.host import curvature
 from workbench.rank import Factors, Rank, StrategyError
 from workbench.strategies import Strategy
 from workbench.tasks import ByteGPT
@@ -248,3 +249,15 @@ def test_a_transformer_can_be_asked() -> None:
     task = ByteGPT(layers=1, width=16, heads=2, context=8)
     simulate(Experiment(task=task, ranks=1, steps=2, strategy=AsksAgain(), eval_every=0, pace=5.0), real=True)
     assert torch.isfinite(torch.stack(SEEN[0])).all()
+
+
+def test_the_kernel_of_attention_is_the_process_own_again_whoever_leaves_first() -> None:
+    """Ranks that are threads ask for products at overlapping times."""
+    first, second = curvature._twice_differentiable(), curvature._twice_differentiable()
+    before = torch.backends.cuda.flash_sdp_enabled()
+    with first:
+        second.__enter__()
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.backends.cuda.flash_sdp_enabled(), "the other still computes"
+    second.__exit__(None, None, None)
+    assert torch.backends.cuda.flash_sdp_enabled() is before is True

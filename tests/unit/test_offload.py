@@ -50,8 +50,9 @@ def moved(session: Session, step: int) -> dict[str, int]:
 def test_shards_away_from_the_device_make_what_those_on_it_do(strategy: Any, ranks: int) -> None:
     e = many(ranks, eval_every=4)
     ours, plain = run(e.set("strategy", strategy)), run(e.set("strategy", ZeRO2()))
-    assert seen(ours[0], "held_out") == seen(plain[0], "held_out") and len(seen(ours[0], "held_out")) == 4
     assert same(ours, plain)
+    found, wanted = (seen(one[0], "held_out") for one in (ours, plain))  # of ZeRO2 that of the ranks' mean,
+    assert len(found) == 4 and found == pytest.approx(wanted, rel=1e-6 if ranks == 3 else 0.0, abs=0.0)  # (w+w+w)/3
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)

@@ -6,9 +6,10 @@ listened to, and nothing of the model changed, but while a strategy asks for it.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,29 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from workbench.host.layout import Layout
 from workbench.rank import Factors, StrategyError
+
+_LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # who computes so now: one stack for each
+
+
+@contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Inside, attention is computed by the one kernel that has a second derivative.
+
+    That is a setting of the whole process: the first of several threads makes it, and the last takes it back.
+    """
+    with _LOCK:
+        held = ExitStack()
+        if not _OPEN:
+            held.enter_context(sdpa_kernel(SDPBackend.MATH))
+        _OPEN.append(held)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if len(_OPEN) == 1:
+                _OPEN.pop().close()
+            else:
+                _OPEN.pop()  # not the first one's, which holds the setting
 
 
 def layers(model: nn.Module, trained: set[str]) -> dict[str, nn.Linear]:
@@ -137,7 +161,7 @@ class Products:
 
         hook = model.register_forward_hook(cut)
         try:
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+            with torch.enable_grad(), _twice_differentiable():  # others have no second derivative
                 value = loss(model, batch)
         finally:
             hook.remove()
@@ -147,7 +171,7 @@ class Products:
                 f"the tensors that it returns; let loss(model, batch) do so, or take another strategy"
             )
         self._leaves = calls[0]
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), _twice_differentiable():
             slopes = torch.autograd.grad(value, self._leaves, create_graph=True, allow_unused=True)
             bent = [i for i, s in enumerate(slopes) if s is not None and s.requires_grad]
             if not bent:
@@ -165,7 +189,7 @@ class Products:
         """(n,) by bucket -> the same."""
         v = [x.view(shape) for flat, bucket in zip(vector, self._buckets, strict=True)
              for x, shape in _cut(flat, bucket.parts)]  # fmt: skip
-        with sdpa_kernel(SDPBackend.MATH):
+        with _twice_differentiable():
             out = torch.autograd.grad([b for _, b in self._back], self._along, [v[i] for i, _ in self._back],
                                       retain_graph=True, materialize_grads=True)  # fmt: skip
             pulled = torch.autograd.grad(self._slopes, self._leaves, out, retain_graph=True, materialize_grads=True)
