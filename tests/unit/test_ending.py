@@ -11,6 +11,7 @@ import pytest
 from tests.waiting import until
 from workbench.cluster.changes import Changes
 from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
+from workbench.cluster.errors import RankError
 from workbench.cluster.live import Live
 from workbench.cluster.steady import Steady
 from workbench.experiment import Experiment
@@ -128,6 +129,23 @@ def test_losing_a_peer_is_a_failure_where_nobody_asked_and_so_is_an_error_of_one
     it.failed(1, {**lost(1), "type": "ValueError", "text": "a bad example", "consequence": False})
     state, (error,) = it.outcome()
     assert (state, error["rank"]) == ("failed", 1)
+
+
+def test_a_rank_that_was_told_to_leave_before_it_missed_the_dead_one_was_freed_too(clock: Clock) -> None:
+    """On a busy machine the word to leave may come before the closing of a wire."""
+    it = ending(clock, 4)
+    for rank in range(4):
+        it.at(rank, 3)
+    it.failed(3, {**lost(3), "type": "EngineDied", "text": "killed", "consequence": False})
+    it.failed(0, lost(0))
+    first(clock, it, "abort", 1)
+    it.abort()
+    for rank, state in enumerate(("failed", "stopped", "stopped")):
+        it.gone(rank, state)
+    state, errors = it.outcome()
+    error = RankError(errors)
+    assert (state, error.rank, error.freed) == ("failed", 3, [0, 1, 2])
+    assert str(error).startswith("rank 3, step 3, all_reduce: EngineDied: killed (ranks 0-2 were freed because of it)")
 
 
 def test_a_rank_that_ended_without_a_final_word_has_failed(clock: Clock) -> None:

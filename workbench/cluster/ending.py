@@ -140,6 +140,8 @@ class Ending:
     def outcome(self) -> tuple[str, list[Error]]:
         """(done, stopped or failed; the errors). A peer's closing after a stop was asked is no failure."""
         errors = [e for e in self.errors.values() if not (self.asked and consequence(e))]
+        if errors and not self.asked:
+            errors += [_released(rank, step) for rank, step in self._released()]
         if self.unwatched is not None:
             errors.insert(0, self.unwatched)
         if errors:
@@ -148,3 +150,12 @@ class Ending:
         if states == {"done"}:
             return "done", []
         return ("failed" if states == {"failed"} and not self.asked else "stopped"), []
+
+    def _released(self) -> list[tuple[int, int]]:
+        """The ranks that were told to leave before they had missed the one that failed, and where they were."""
+        left = sorted(r for r, state in self.left.items() if state == "stopped" and r not in self.errors)
+        return [(rank, self._steps.get(rank, 0)) for rank in left]
+
+
+def _released(rank: int, step: int) -> Error:
+    return {"rank": rank, "step": step, "op": "", "type": "Left", "text": "was told to leave", "consequence": True}
