@@ -112,7 +112,7 @@ class Mailbox:
         if to == self.rank:
             return self.arrived(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
         asked = self.port.now()
-        begun, plain, end = self.port.post(len(data)) if origin != HOST else (asked, 0.0, asked)
+        begun, plain, end = self.port.post(len(data), to) if origin != HOST else (asked, 0.0, asked)
         text = f"{kind}\n{what}".encode()
         head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
         step, name = self.step(), message_name("send", kind, to=to)

@@ -102,7 +102,7 @@ class Port:
 
     @property
     def active(self) -> bool:
-        return self.size > 1 and self.fabric.link.shaped
+        return self.size > 1 and self.fabric.shaped
 
     def occupy(self, wire: Shaper, ready: float, seconds: float) -> tuple[float, float]:
         """A collective of `wire`, whose ranks were all `ready` then, takes the port: (when it begins, when it ends).
@@ -117,14 +117,14 @@ class Port:
     def now(self) -> float:
         return self.naps.clock.now()
 
-    def post(self, nbytes: int) -> tuple[float, float, float]:
-        """A message goes out: (when it begins, seconds on a healthy port, when the port is free again)."""
+    def post(self, nbytes: int, to: int) -> tuple[float, float, float]:
+        """A message goes out to rank `to`: (when it begins, seconds on a healthy port, when the port is free again)."""
         now = self.now()
         if not self.active:
             return now, 0.0, now
         with self._lock:
             self._messages += 1
-            seconds = message_seconds(self.fabric, nbytes, self.size, self.seed, self.rank, self._messages)
+            seconds = message_seconds(self.fabric, nbytes, self.size, self.seed, self.rank, to, self._messages)
             begun, self.free = leaves(now, self.free, seconds * choke(self.fabric.faults, self.rank))
             return begun, seconds, self.free
 
@@ -152,7 +152,7 @@ class Shaper:
 
     @property
     def active(self) -> bool:
-        return self.port.active
+        return self.port.active and self.port.fabric.path(self.ranks).shaped
 
     def ready(self, arrived: float, asked: float) -> float:
         """Says when this rank and its port are ready for the next operation, whose child was `asked` for then.
@@ -170,7 +170,7 @@ class Shaper:
     def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
         """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
         mine, slowest = self.cost(load)
-        noise = self.port.fabric.link.noise(self.port.seed, self.number)
+        noise = self.port.fabric.path(self.ranks).noise(self.port.seed, self.number)
         began, end = self.port.occupy(self, self.table.last(self.number) if self.table else last(), slowest * noise)
         self._ended = max(end, self.naps.clock.now())
         self.naps.until(end)
@@ -180,7 +180,7 @@ class Shaper:
     def cost(self, load: Load) -> tuple[float, float]:
         """Seconds that this rank's port, and the slowest port, would be busy."""
         fabric = self.port.fabric
-        plain = port_seconds(fabric, load, self.group.parallel if self.group else 1)
+        plain = port_seconds(fabric.path(self.ranks), fabric.shared, load, self.group.parallel if self.group else 1)
         return plain * choke(fabric.faults, self.port.rank), plain * max(choke(fabric.faults, r) for r in self.ranks)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import NamedTuple
 
@@ -37,12 +39,16 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Who is linked to whom, and what is wrong: one Link per rank and the faults injected now.
+    """Who is linked to whom, and what is wrong: one Link per rank, sites, and the faults injected now.
 
-    host, disk: what is kept away from a rank's device (ZeROOffload, ZeROInfinity) goes these ways
+    site, between: ranks that are neighbours share a site, such as a machine or a rack; what leaves it is as slow as the
+                   slower of the two Links, in bandwidth, latency and jitter each
+    host, disk:    what is kept away from a rank's device (ZeROOffload, ZeROInfinity) goes these ways
     """
 
     link: Link = knob(Link(), doc="each rank's port")
+    site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, fast among themselves; 0: all are")
+    between: Link = knob(Link(), doc="what each rank's port gives to other sites; 0 is no less than inside one")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
     host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="device to its host's memory and back; 0: unlimited")
     disk: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="a rank's share of its host's disk; 0 is unlimited")
@@ -50,6 +56,31 @@ class Fabric:
 
     def __post_init__(self) -> None:
         normalise(self)
+
+    @property
+    def shaped(self) -> bool:
+        """Is any way that messages can take emulated?"""
+        return self.link.shaped or (self.site > 0 and self.between.shaped)
+
+    def crosses(self, ranks: Sequence[int]) -> bool:
+        """Do some of `ranks`, in the order of their numbers, stand on different sites?"""
+        return self.site > 0 and ranks[0] // self.site != ranks[-1] // self.site
+
+    def path(self, ranks: Sequence[int]) -> Link:
+        """What goes among `ranks`, in the order of their numbers, goes over this Link.
+
+        A collective over several sites goes around a ring, whose slowest hop all others wait for. So is an all-to-all
+        priced, of which a part would stay inside.
+        """
+        return self._far if self.crosses(ranks) else self.link
+
+    @cached_property
+    def _far(self) -> Link:
+        here, there = self.link, self.between
+        slow = min(here.bandwidth, there.bandwidth) or max(here.bandwidth, there.bandwidth)
+        return Link(
+            bandwidth=slow, latency=max(here.latency, there.latency), jitter=max(here.jitter, there.jitter)
+        )
 
 
 class Load(NamedTuple):

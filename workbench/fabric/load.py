@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from workbench.fabric._base import Fault
-from workbench.fabric.link import Fabric, Load
+from workbench.fabric.link import Fabric, Link, Load
 
 
 def stretch(faults: Iterable[Fault], rank: int, step: int, phase: str) -> float:
@@ -23,7 +23,7 @@ def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[
     """
     found = []
     for fault in fabric.faults:
-        why = fault.idle(fabric.link.shaped and ranks > 1)
+        why = fault.idle(fabric.shaped and ranks > 1)
         if why is None and getattr(fault, "rank", None) in servers and fault.choke(fault.rank) == 1.0:  # type: ignore[attr-defined]
             why = f"rank {fault.rank} is a server and computes no steps; take a rank that trains"  # type: ignore[attr-defined]
         if why:
@@ -50,9 +50,11 @@ def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
     return seconds
 
 
-def message_seconds(fabric: Fabric, nbytes: int, size: int, seed: int, source: int, number: int) -> float:
+def message_seconds(
+    fabric: Fabric, nbytes: int, size: int, seed: int, source: int, to: int, number: int
+) -> float:
     """Seconds for which the `number`-th message of `source` keeps a healthy port, or the one that all `size` share."""
-    link = fabric.link
+    link = fabric.path(sorted((source, to)))
     return link.seconds(nbytes * (size if fabric.shared else 1), 1) * link.noise(seed + source, number)
 
 
@@ -67,9 +69,10 @@ def comes(begun: float, taken: float, seconds: float) -> float:
     return max(begun, taken) + seconds
 
 
-def port_seconds(fabric: Fabric, load: Load, parallel: int = 1) -> float:
+def port_seconds(link: Link, shared: bool, load: Load, parallel: int = 1) -> float:
     """Seconds for which a collective keeps the busiest port, if healthy, or the one that all share; without jitter.
 
+    link:     over which it goes (`Fabric.path`)
     parallel: how many groups do so at once, as far as they share the port
     """
-    return fabric.link.seconds(load.total * parallel if fabric.shared else load.busiest, load.messages)
+    return link.seconds(load.total * parallel if shared else load.busiest, load.messages)

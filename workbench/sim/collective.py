@@ -65,7 +65,7 @@ class Collective:
         ranks = None if self.group is None else self.group.ranks
         t0 = np.array(self.t0)
         lane = "measuring" if self.op.measures else "comm"
-        if fabric.link.shaped and lane == "comm":
+        if fabric.path(range(self.p) if ranks is None else ranks).shaped and lane == "comm":
             world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0,
                                ranks)
         sent: Any = load.sent

@@ -112,7 +112,7 @@ class _Recorded:
     def _collectives(self, shaped: bool) -> tuple[Arrivals, np.ndarray]:
         """Collectives of undisturbed steps on (or off) a Link that all ranks took part in, and which they are."""
         c = lined_up(self.window)
-        link = np.array([self.at(int(s)).fabric.link.shaped for s in c.step], bool)
+        link = np.array([self.at(int(s)).fabric.path(self.ranks).shaped for s in c.step], bool)
         sent = np.array([str(n).startswith("send ") or n == "send" for n in c.name], bool)
         return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from workbench.fabric import Fabric, Load, even, traffic
+from workbench.fabric import Fabric, Link, Load, even, traffic
 from workbench.fabric.load import choke, comes, leaves, message_seconds, port_seconds
 from workbench.rank import Group
 from workbench.sim.costs import Costs
@@ -35,12 +35,13 @@ class Ports:
         """The `number`-th collective of a lane, whose last rank has come: (began, each port's end, end for all)."""
         here = slice(None) if group is None else list(group.ranks)
         began = max(now, float(self.free[here].max()))
-        plain = self._price(fabric, load, 1 if group is None else group.parallel)
-        if not fabric.link.shaped:
+        link = fabric.path(range(self.size) if group is None else group.ranks)
+        plain = self._price(link, fabric.shared, load, 1 if group is None else group.parallel)
+        if not link.shaped:
             end = began + plain
             self.free[here] = end
             return began, end, end
-        noise = fabric.link.noise(self.seed, number)
+        noise = link.noise(self.seed, number)
         if not fabric.faults:
             end = began + plain * noise
             own: np.ndarray | float = end
@@ -56,10 +57,11 @@ class Ports:
         if source == to:
             return now, now, now
         self._messages[source] += 1
-        if fabric.link.shaped:
-            seconds = message_seconds(fabric, nbytes, self.size, self.seed, source, self._messages[source])
+        link = fabric.path(sorted((source, to)))
+        if link.shaped:
+            seconds = message_seconds(fabric, nbytes, self.size, self.seed, source, to, self._messages[source])
         else:
-            seconds = self._price(fabric, even("send", nbytes, self.size))
+            seconds = self._price(link, fabric.shared, even("send", nbytes, self.size))
         slow = self.chokes(fabric) if fabric.faults else np.ones(self.size)
         began, left = leaves(now, float(self.free[source]), seconds * float(slow[source]))
         self.free[source] = left
@@ -77,7 +79,7 @@ class Ports:
             found = self._chokes[fabric] = np.array([choke(fabric.faults, r) for r in range(self.size)])
         return found
 
-    def _priced(self, fabric: Fabric, load: Load, parallel: int = 1) -> float:
-        if fabric.link.shaped:
-            return port_seconds(fabric, load, parallel)
+    def _priced(self, link: Link, shared: bool, load: Load, parallel: int = 1) -> float:
+        if link.shaped:
+            return port_seconds(link, shared, load, parallel)
         return self.costs.wire.seconds(load.busiest, load.messages) if self.costs else 0.0
