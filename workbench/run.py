@@ -93,9 +93,9 @@ class Run(record.Run):
 
 def simulate(
     experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False,
-    replay: record.Run | None = None,
+    replay: record.Run | None = None, alike: bool = False,
 ) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.simulate`, which this is."""
     from workbench.sim import simulate
 
-    return Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay))
+    return Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike))

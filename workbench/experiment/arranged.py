@@ -35,7 +35,12 @@ def sharers(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
     """The groups of ranks among whom `strategy` deals out what it shards; each group has all of it."""
     who = mesh(strategy, size)
     dims = strategy.shared_along or tuple(name for name, _ in who.dims)
-    return tuple(dict.fromkeys(who.group(dims, rank).ranks for rank in who.ranks))
+    found: dict[int, tuple[int, ...]] = {}
+    for rank in who.ranks:
+        if rank not in found:
+            ranks = who.group(dims, rank).ranks
+            found.update(dict.fromkeys(ranks, ranks))
+    return tuple(dict.fromkeys(found.values()))
 
 
 def refused(strategy: Any, size: int) -> str | None:

@@ -11,7 +11,7 @@ counter "step/NAME". Frozen parameters are not in it, since nothing makes them d
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from workbench.host.changing import Changing
 from workbench.host.checksum import MASK, checksum
 from workbench.host.layout import Layout
 from workbench.host.move import State, move
-from workbench.host.placement import Placement
+from workbench.host.placement import Held, Placement
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.rank import Part, Rank
@@ -162,6 +162,10 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     kept = await kept_slots(run, like, here)
     sizes = tuple((place.name, place.numel) for place in layout.order)
     slots_of = tuple((name, bool(like[name].numel())) for name in kept)
+    if was is None and layout.order[0].param.is_meta:  # with sizes only there is nothing to look at, of thousands
+        if run.ledger.remembers:
+            run.ledger.surge(sum(n * like[name].element_size() for name, n in _counts(dict(sizes), slots_of).items()))
+        return run.sharded(to)
     lies, comes = (_in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
     if layout.order[0].param.is_meta:  # one optimizer stands for those of all ranks, and stays as it is
         here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
@@ -186,11 +190,11 @@ async def summed(run: Changing, state: State, lies: Placement) -> int:
     return sum(await run.gather(own)) & MASK
 
 
-def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int, size: int) -> int:
+def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int) -> int:
     """What a rank keeps of the optimizer's state in shards, once that has stepped."""
-    like, sizes = likes(layout.order, optimizer), tuple((place.name, place.numel) for place in layout.order)
-    lies = _in_shards(sizes, tuple((name, bool(x.numel())) for name, x in like.items()), cut, size)
-    return sum(lies.numel(rank, name) * like[name].element_size() for name in lies.at(rank))
+    like, numel = likes(layout.order, optimizer), {place.name: place.numel for place in layout.order}
+    mine = _shard(numel, tuple((name, bool(x.numel())) for name, x in like.items()), cut, rank)
+    return sum(s.numel * like[name].element_size() for name, slices in mine.items() for s in slices)
 
 
 async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
@@ -210,17 +214,31 @@ async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
 def _in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: Cut | None,
                size: int) -> Placement:  # fmt: skip
     """Where slots lie: whole on every rank, or each bucket's in shards; what cannot be cut lies beside what is."""
-    numel, ranks = dict(sizes), range(size)
-    of = {name: name.partition("/")[2] for name, _ in kept}
-    counts = {name: 1 if whole else numel[of[name]] for name, whole in kept}
+    numel = dict(sizes)
+    counts = _counts(numel, kept)
     if cut is None:
-        return Placement.whole(counts, ranks)
-    params = Placement({}, {})
+        return Placement.whole(counts, range(size))
+    return Placement(counts, {rank: _shard(numel, kept, cut, rank) for group in cut.groups for rank in group})
+
+
+def _counts(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]]) -> dict[str, int]:
+    """Elements of each slot; `kept`: whether it has one, as counters have, or as many as its parameter."""
+    return {name: 1 if whole else numel[name.partition("/")[2]] for name, whole in kept}
+
+
+def _shard(numel: Mapping[str, int], kept: Iterable[tuple[str, bool]], cut: Cut, rank: int) -> Held:
+    """What one rank holds of it: its slice of each bucket, as `Bucket.shard` cuts them."""
+    group = next(group for group in cut.groups if rank in group)
+    place, mine = group.index(rank), {}
     for parts in cut.buckets:
-        whole = Placement.whole({p.name: numel[p.name] for p in parts if p.stop > p.start}, [0])
-        for group in cut.groups:
-            params |= whole.dealt({0: group})
-    one = (Slice(0, 1),)
-    held = {r: {name: one if whole else params.at(r)[of[name]] for name, whole in kept if of[name] in params.at(r)}
-            for r in ranks}  # fmt: skip
-    return Placement(counts, held)
+        names = [part.name for part in parts if part.stop > part.start]
+        total, at = sum(numel[name] for name in names), 0
+        chunk = -(-total // len(group))
+        begin, end = min(chunk * place, total), min(chunk * (place + 1), total)
+        for name in names:
+            low, high = max(begin - at, 0), min(end - at, numel[name])
+            if low < high:
+                mine[name] = (Slice(low, high - low),)
+            at += numel[name]
+    of = {name: name.partition("/")[2] for name, _ in kept}
+    return {name: (Slice(0, 1),) if whole else mine[of[name]] for name, whole in kept if of[name] in mine}

@@ -50,11 +50,11 @@ async def move(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Plac
     has, wants = (was.at(me) if me in alive else {}), to.at(me)
     _check(me, state, was, to, has, like)
     todo = plan(was, to, alive, {name: like[name].element_size() for name in to.sizes})
-    lengths = todo.lengths(group)
     held = {name: state[name].detach().reshape(-1) for name in has}
     given = {name: state[name] if has.get(name) == slices else _begun(held, has, name, slices, like[name])
              for name, slices in wants.items()}  # fmt: skip
     if todo.between:
+        lengths = todo.lengths(group)
         empty = torch.empty(0, dtype=torch.uint8, device=_device(like))
         rows = [_packed(todo.between.get((me, other), ()), held, has, empty, n)
                 for other, n in zip(group, lengths[rank.index], strict=True)]  # fmt: skip

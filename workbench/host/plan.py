@@ -158,10 +158,18 @@ def _sets(name: str, was: Placement, to: Placement, alive: tuple[int, ...]) -> _
 def _missing(sets: _Sets) -> Iterator[_Missing]:
     """The parts that somebody needs, each with all who have it and all who need it."""
     for piece, members in refine([slices for slices, _, _ in sets]):
-        here = [both for i, (_, *both) in enumerate(sets) if members >> i & 1]
+        here = [sets[i][1:] for i in _ones(members)]
         owners = {rank for before, _ in here for rank in before}
         if needy := {rank for _, after in here for rank in after} - owners:
             yield piece, tuple(sorted(owners)), tuple(sorted(needy))
+
+
+def _ones(bits: int) -> Iterator[int]:
+    """Which bits are set, from the lowest: few of thousands."""
+    while bits:
+        low = bits & -bits
+        yield low.bit_length() - 1
+        bits ^= low
 
 
 def _lost(lost: dict[str, int]) -> str:

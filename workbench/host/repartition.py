@@ -24,6 +24,7 @@ from workbench.host.move import State, move
 from workbench.host.plan import plan
 from workbench.host.recomputing import recomputed
 from workbench.host.sliced import numel_of, shape_of
+from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.host.spread import Spread, placed, spread_of
 from workbench.host.trying import check
@@ -126,6 +127,8 @@ async def repartition(run: Any, was: Spread | None, to: Spread | None, outer: St
     await _agree_on_buffers(run, was)
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     what = await _collected(run, trained, outer)
+    if was is None and to is not None and _sizes_only(run):
+        return _cut_out(run, trained, what, to)
     lies, comes = (placed(tuple(what.sizes.items()), each, rank.size) for each in (was, to))
     if _sizes_only(run):
         here = {name: what.like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
@@ -138,14 +141,34 @@ async def repartition(run: Any, was: Spread | None, to: Spread | None, outer: St
         raise Disagreement("the model's state is not what it was before it was spread anew")
     mine = to.trained(rank.id, set(trained)) if to else set(trained)
     _settle(run, trained, given, mine, to, what)
-    if rank.id == 0:
-        widths = {name: what.like[name].element_size() for name in comes.sizes}
-        nbytes = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone))))
+    widths = {name: what.like[name].element_size() for name in comes.sizes}
+    _tell(run, to, sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone)))) if rank.id == 0 else 0)
+    return _outer(given, mine)
+
+
+def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to: Spread) -> State | None:
+    """With sizes only, each rank keeps its part of what all have whole: nobody lacks anything, and none is asked."""
+    rank = run.rank
+    wants = placed(tuple(what.sizes.items()), to, len(to)).at(rank.id % len(to))
+    stays = {name for name, slices in wants.items() if slices == (Slice(0, what.sizes[name]),)}
+    given = {name: what.like[name].new_empty(sum(s.numel for s in slices)) for name, slices in wants.items()}
+    run.ledger.surge(sum(n * what.like[name].element_size() for name, n in what.sizes.items() if name not in stays))
+    mine = to.trained(rank.id, set(trained))
+    _settle(run, trained, given, mine, to, what)
+    _tell(run, to, 0)
+    return _outer(given, mine)
+
+
+def _tell(run: Any, to: Spread | None, nbytes: int) -> None:
+    """How the model lies now, and what went between ranks for it, into rank 0's record."""
+    if run.rank.id == 0:
         text = f"each replica lies in {to}" if to else "every rank holds the whole model"
         stages, slices = len(to.stages) if to and to.stages else 1, to.split.ways if to and to.split else 1
         run.mark("partition", {"stages": stages, "slices": slices, "nbytes": nbytes, "text": text})
-    momentum = {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given}
-    return momentum or None
+
+
+def _outer(given: State, mine: set[str]) -> State | None:
+    return {name: given[f"{OUTER}/{name}"] for name in mine if f"{OUTER}/{name}" in given} or None
 
 
 def _sizes_only(run: Any) -> bool:

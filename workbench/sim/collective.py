@@ -29,19 +29,21 @@ class Mismatch(StrategyError):
 class Collective:
     """One collective under way, of all ranks or of a group."""
 
-    __slots__ = ("asked", "fibers", "group", "lane", "left", "name", "number", "op", "p", "size", "steps", "t0",
+    __slots__ = ("asked", "fibers", "group", "here", "lane", "left", "name", "number", "op", "p", "size", "steps", "t0",
                  "world", "x", "xs")
 
     def __init__(self, world: World, lane: str, number: int, fiber: Fiber, op: Op) -> None:
         self.group = op.group
-        self.p = p = world.size if op.group is None else len(op.group)
-        self.world, self.lane, self.number, self.op, self.left = world, lane, number, op, p
+        self.p = world.size if op.group is None else len(op.group)
+        self.here = world.here(op.group)
+        self.world, self.lane, self.number, self.op, self.left = world, lane, number, op, len(self.here)
         self.name = collective(op, fiber.name)
         self.x: Any = op.args[0]
         self.size = _size(op)
-        self.fibers: list[Any] = [None] * p
-        self.xs: list[Any] = [None] * p
-        self.asked, self.t0, self.steps = [0.0] * p, [0.0] * p, [0] * p
+        here = len(self.here)
+        self.fibers: list[Any] = [None] * here
+        self.xs: list[Any] = [None] * here
+        self.asked, self.t0, self.steps = [0.0] * here, [0.0] * here, [0] * here
 
     def join(self, fiber: Fiber, op: Op) -> None:
         """A rank has come."""
@@ -49,7 +51,7 @@ class Collective:
         fiber.host.ledger.buffers.take(fiber, op)
         if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
             raise self._mismatch(fiber, op)
-        r = fiber.host.index if self.group is None else self.group.index(fiber.host.index)
+        r = fiber.host.index if self.group is None else self.here.index(fiber.host.index)
         self.fibers[r], self.xs[r] = fiber, x
         self.asked[r], self.t0[r], self.steps[r] = fiber.resumed, self.world.clock.now, fiber.step
         self.left -= 1
@@ -61,20 +63,20 @@ class Collective:
         load = _load(self.op, self.size, self.p, 0)
         fabric = world.hosts[0].experiment.fabric
         now = world.clock.now
-        began, own, end = world.ports.meet(now, fabric, load, self.number + 1, self.group)
-        ranks = None if self.group is None else self.group.ranks
+        began, own, end = world.ports.meet(now, fabric, load, self.number + 1, self.group, self.here)
+        ranks = None if self.group is None else self.here
         t0 = np.array(self.t0)
         lane = "measuring" if self.op.measures else "comm"
-        if fabric.path(range(self.p) if ranks is None else ranks).shaped and lane == "comm":
+        if world.ports.path(fabric, self.group).shaped and lane == "comm":
             world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0,
                                ranks)
         sent: Any = load.sent
         if self.op.verb == "all_to_allv":
             lengths = np.array(self.size)  # every rank's own bytes at once: rank by rank it would take p^3
-            sent = (lengths.sum(1) - lengths.diagonal()) * self.x[0].element_size()
+            sent = (lengths.sum(1) - lengths.diagonal())[self._places()] * self.x[0].element_size()
         world.record.block(lane, self.name, self.steps, np.array(self.asked), t0, end, sent, ranks)
         hosts = world.hosts if ranks is None else [world.hosts[r] for r in ranks]
-        for host, nbytes in zip(hosts, np.broadcast_to(sent, self.p).tolist(), strict=True):
+        for host, nbytes in zip(hosts, np.broadcast_to(sent, len(hosts)).tolist(), strict=True):
             host.sent += nbytes
         world.clock.at(end, self)
 
@@ -90,9 +92,9 @@ class Collective:
         """What each rank is answered; real tensors are added up in rank order."""
         verb, x, p = self.op.verb, self.x, self.p
         if verb == "all_to_allv":
-            return [[self.xs[i][r].clone() for i in range(p)] for r in range(p)]
+            return self._swapped()
         if x.is_meta:
-            return [_shape_of(verb, x, p)] * p if verb not in ("all_reduce", "broadcast") else self.xs
+            return [_shape_of(verb, x, p)] * len(self.xs) if verb not in ("all_reduce", "broadcast") else self.xs
         xs: list[Tensor] = self.xs
         match verb:
             case "all_reduce":
@@ -117,6 +119,16 @@ class Collective:
                 rows = torch.stack([x.reshape(p, -1) for x in xs], 1)
                 return [added_up(rows[r]) for r in range(p)]
         raise AssertionError(verb)
+
+    def _swapped(self) -> list[Any]:
+        """What each rank gets of an all-to-all of unlike lengths; of ranks that are not here, the shapes."""
+        if len(self.here) == self.p:
+            return [[x[r].clone() for x in self.xs] for r in range(self.p)]
+        return [[self.x[0].new_empty(sizes[r]) for sizes in self.size] for r in self._places()]
+
+    def _places(self) -> list[int]:
+        """Which of the group the simulated ones are."""
+        return list(self.here) if self.group is None else [self.group.index(r) for r in self.here]
 
     def _mismatch(self, fiber: Fiber, op: Op) -> Mismatch:
         first = next(f for f in self.fibers if f is not None)

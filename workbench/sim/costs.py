@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from workbench.sim.durations import PHASES, Duration, Wire, kind
@@ -68,6 +70,21 @@ class Costs:
         """These costs with phases that take so long on every rank, if they take less."""
         found: dict[str, Any] = {p: tuple(d._replace(seconds=max(d.seconds, seconds[p])) for d in getattr(self, p))
                                  for p in PHASES}  # fmt: skip
+        return replace(self, **found)
+
+    def even(self, ranks: int) -> Costs:
+        """These costs with all ranks as fast as the slowest of so many is expected to be in a step.
+
+        Where durations spread, of independent normal ones (their largest by Blom's approximation). So a step is not
+        too short where all ranks meet in each, and too long where they meet more rarely.
+        """
+        each = [[durations[r % len(durations)] for durations in map(self.__getattribute__, PHASES)]
+                for r in range(max(len(getattr(self, p)) for p in PHASES))]  # fmt: skip
+        slowest = max(each, key=lambda one: sum(d.seconds for d in one))
+        whole, spread = sum(d.seconds for d in slowest), math.hypot(*(d.seconds * d.spread for d in slowest))
+        most = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+        factor = 1.0 + most * spread / whole if whole else 1.0
+        found: dict[str, Any] = {p: Duration(factor * d.seconds) for p, d in zip(PHASES, slowest, strict=True)}
         return replace(self, **found)
 
     def seconds(self, phase: str, rank: int, step: int, seed: int) -> float:

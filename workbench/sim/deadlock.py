@@ -22,13 +22,13 @@ def told(world: Any) -> str:
     lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
     for lane, meetings in world.open.items():
         for meeting in meetings.values():
-            ranks = range(world.size) if meeting.group is None else meeting.group.ranks
+            ranks = meeting.here
             here = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is not None]
             gone = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is None]
             where = f"(step {next(filter(None, meeting.fibers)).step}, lane {lane.strip()!r})"
             lines.append(f"  {_ranks(here)} {_wait(here)} in {meeting.name} {where} for {_ranks(gone)}")
     for what, here in world._gathered.items():
-        gone = [r for r in range(world.size) if r not in here]
+        gone = [r for r in range(world.first) if r not in here]
         lines.append(f"  {_ranks(sorted(here))} {_wait(list(here))} to {what} together with {_ranks(gone)}")
     for (rank, kind), waiting in world.mail.waiting.items():
         for wait in waiting:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from workbench.rank import StrategyError, message_name
+from workbench.sim.alike import EVEN
 from workbench.sim.fiber import PARK, Fiber
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Mailboxes:
         world, source = self.world, fiber.host.index
         if not 0 <= to < world.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {world.size - 1}")
+        if to >= world.first:
+            raise StrategyError(f"a message to rank {to}, for which another stands: its ranks are not alike; {EVEN}")
         nbytes = tensor.numel() * tensor.element_size()
         now = world.clock.now
         begins, left, comes = world.ports.post(now, fiber.host.experiment.fabric, source, to, nbytes)

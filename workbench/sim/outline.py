@@ -125,7 +125,7 @@ class Outline:
         if key not in self._standing:
             kept = memory.optimizer_state(optimizer) if optimizer else {}
             if optimizer and cut is not None:
-                nbytes = kept_bytes(layout, optimizer, cut, 0, self._ranks)
+                nbytes = kept_bytes(layout, optimizer, cut, 0)
                 kept = memory.storages(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
             self._standing[key] = {
                 "parameters": memory.parameters(self.model, layout, self.followed()),

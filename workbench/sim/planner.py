@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,12 +12,16 @@ from workbench.analysis.words import duration
 from workbench.experiment import Experiment, given
 from workbench.fabric.pace import SHARES
 from workbench.host.budget import OutOfMemory
+from workbench.host.meta import outline
+from workbench.host.spread import spread_of
 from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError, knobs, members
+from workbench.sim.alike import unlike
 from workbench.sim.costs import Costs
 from workbench.sim.fits import MOST, longest
 from workbench.sim.simulate import simulate
 
+ALL = 64  # ranks up to which each has its own speed
 SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, at least
 
 
@@ -53,7 +58,9 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     """Pairs that `experiment`'s ranks can train with, the fastest first; `memory_mb` is heeded if it is set.
 
     Each is simulated for a few steps, with sizes only, on the same global batch: a replica that lies on n ranks takes n
-    times the batch of one. Pairs that are refused, or do not fit, are left out.
+    times the batch of one. Where replicas do the same, one stands for all (`simulate(alike=True)`); of more than
+    `ALL` ranks that measured `costs` tell apart, each is as fast as the slowest is expected to be (`Costs.even`). Pairs
+    that are refused, or do not fit, are left out.
 
     costs:      what compute takes (`Costs.measured(run)`), where `experiment` has no `pace`, which is the time of one
                 replica's batch on one rank
@@ -69,7 +76,8 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
             "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run), or an experiment with a pace"
         )
     costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
-    ways = list(partitions) or list(_ways(e))
+    costs = costs.even(e.ranks) if e.ranks > ALL else costs
+    ways = _able(e, list(partitions) or list(_ways(e)))
     found = []
     for strategy in list(strategies) or _exact(e):
         for way in ways:
@@ -78,12 +86,24 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     return sorted(found, key=lambda row: (row.step_s, row.peak))
 
 
+def _able(e: Experiment, ways: list[Partition]) -> list[Partition]:
+    """Those that the model can be cut by, which is soon told; what a strategy says to them comes later."""
+    learner = e.task.build()
+    model, found = outline(learner), []
+    for way in ways:
+        with suppress(KnobError):
+            spread_of(replace(e, partition=way, batch=e.batch * way.size), model, learner)
+            found.append(way)
+    return found
+
+
 def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs) -> Planned | None:
     looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
     steps = SETTLE + max(looked, min(longest(strategy), MOST) + STEPS)
     try:
         e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=0, batch=e.batch * way.size, pace=0.0)
-        run = simulate(e, costs=costs.times(way.size))
+        costs = costs.times(way.size)
+        run = simulate(e, costs=costs, alike=unlike(e.checked(), costs) is None)
     except (KnobError, OutOfMemory):
         return None
     times = analysis.step_times(run.timeline, looked)

@@ -6,6 +6,7 @@ on the port, in and out do not disturb each other. Off a Link by the measured co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -30,12 +31,15 @@ class Ports:
         self._price = lru_cache(maxsize=4096)(self._priced)
 
     def meet(
-        self, now: float, fabric: Fabric, load: Load, number: int, group: Group | None = None
+        self, now: float, fabric: Fabric, load: Load, number: int, group: Group | None, ranks: Sequence[int]
     ) -> tuple[float, np.ndarray | float, float]:
-        """The `number`-th collective of a lane, whose last rank has come: (began, each port's end, end for all)."""
-        here = slice(None) if group is None else list(group.ranks)
+        """The `number`-th collective of a lane, whose last rank has come: (began, each port's end, end for all).
+
+        ranks: those of the group that are simulated
+        """
+        here = slice(0, len(ranks)) if group is None else list(ranks)
         began = max(now, float(self.free[here].max()))
-        link = fabric.path(range(self.size) if group is None else group.ranks)
+        link = self.path(fabric, group)
         plain = self._price(link, fabric.shared, load, 1 if group is None else group.parallel)
         if not link.shaped:
             end = began + plain
@@ -67,6 +71,10 @@ class Ports:
         self.free[source] = left
         self.taken[to] = comes(began, self.taken[to], seconds * float(max(slow[source], slow[to])))
         return began, left, self.taken[to]
+
+    def path(self, fabric: Fabric, group: Group | None) -> Link:
+        """Over which Link a collective of a group, or of all ranks, goes."""
+        return fabric.path(range(self.size) if group is None else group.ranks)
 
     def flag(self) -> float:
         """Seconds that it takes to agree on one bit, beside all traffic."""

@@ -16,6 +16,7 @@ from workbench.host.repartition import able
 from workbench.rank import StrategyError
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError
+from workbench.sim.alike import unlike
 from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
 from workbench.sim.evaluate import assembled
@@ -32,7 +33,7 @@ COPIES = 6  # of the parameters per rank: weights, gradients, two of the optimiz
 
 def simulate(
     experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False,
-    replay: Run | None = None,
+    replay: Run | None = None, alike: bool = False,
 ) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
 
@@ -43,6 +44,8 @@ def simulate(
               the losses that training would give; reproducible to the bit.
     replay:   a run on the engine whose order of arrivals is followed: where ranks keep no common step, messages are
               taken from whom it took them, and backgrounds come round after the steps after which its did.
+    alike:    True: the ranks of the first replica are simulated and recorded alone, and stand for those at their place
+              in all others, to the bit; so thousands of ranks cost no more than few. With sizes only, without changes
 
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
     passes, and StrategyError when they ask for different things.
@@ -56,14 +59,18 @@ def simulate(
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
     learner = experiment.task.build()
     planned = sorted(changes, key=lambda c: c.at_step)
+    first = _first(experiment, costs, real or replay is not None or bool(planned)) if alike else experiment.ranks
     with _apart(real):
-        world = World(experiment.ranks, costs, experiment.seed, planned, real, _followed(replay, experiment))
-        bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner)
-        if reason := refused(experiment, costs, lambda: bodies[0].optimizer):
+        world = World(experiment.ranks, costs, experiment.seed, planned, real, _followed(replay, experiment),
+                      first)
+        bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first)
+        body = next(bodies)
+        if reason := refused(experiment, costs, lambda: body.optimizer):
             raise KnobError(reason)
         try:
-            sessions = [Session(world, r, experiment, body) for r, body in enumerate(bodies)]
+            sessions = [Session(world, 0, experiment, body)]
             able(sessions[0], experiment)
+            sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
             world.run(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in str(error):
@@ -74,9 +81,18 @@ def simulate(
             ) from error
         finally:
             world.close()
-        for body in bodies if real and bodies[0].reading.sharded else ():
-            assembled(bodies, body)
+        every = [session.body for session in sessions]
+        for body in every if real and every[0].reading.sharded else ():
+            assembled(every, body)
     return Run(experiment, timeline=world.record.timeline(), environment=_environment(real), name="simulated")
+
+
+def _first(experiment: Experiment, costs: Costs | None, more: bool) -> int:
+    """How many ranks stand for all. Raises KnobError."""
+    reason = "alike: it is for sizes only, without changes and without a replay" if more else unlike(experiment, costs)
+    if reason:
+        raise KnobError(reason)
+    return experiment.partition.size
 
 
 def _followed(run: Run | None, experiment: Experiment) -> Replay | None:
@@ -91,12 +107,12 @@ def _environment(real: bool) -> dict[str, Any]:
     return {"host": "simulated", "tensors": "real" if real else "sizes only", "torch": torch.__version__}
 
 
-def _sizes(experiment: Experiment, learner: Learner) -> list[Any]:
+def _sizes(experiment: Experiment, learner: Learner, first: int) -> Iterator[Any]:
     whole = Outline(experiment, learner)
-    return [Sizes(whole, experiment.bucket_mb) for _ in range(experiment.ranks)]
+    return (Sizes(whole, experiment.bucket_mb) for _ in range(first))
 
 
-def _tensors(experiment: Experiment, learner: Learner) -> list[Any]:
+def _tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
     model = outline(learner)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     nbytes = COPIES * nbytes + sum(b.numel() * b.element_size() for b in model.buffers())
@@ -109,7 +125,7 @@ def _tensors(experiment: Experiment, learner: Learner) -> list[Any]:
     bodies = [Tensors(experiment, learner, r) for r in range(experiment.ranks)]
     for other in bodies[1:]:
         other.like(bodies[0])
-    return bodies
+    return iter(bodies)
 
 
 @contextmanager

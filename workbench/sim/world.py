@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from workbench.rank import Group, Op
@@ -21,13 +21,17 @@ PER_RANK = 2_000
 
 
 class World:
-    """All that the ranks of one simulation have in common."""
+    """All that the ranks of one simulation have in common.
+
+    first: so many of its `size` ranks are simulated, which stand for those that are as far into their own replicas
+    """
 
     def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool,
-                 replay: Replay | None = None) -> None:
+                 replay: Replay | None = None, first: int = 0) -> None:
         self.size, self.costs, self.planned, self.real, self.replay = size, costs, planned, real, replay
+        self.first = first or size
         self.clock = Clock()
-        self.record = Record(size)
+        self.record = Record(self.first)
         self.ports = Ports(size, costs, seed)
         self.mail = Mailboxes(self)
         self.sessions: list[Any] = []
@@ -56,7 +60,7 @@ class World:
             fiber.resume(None)
         self._happen()
         for _ in range(AT_ONCE):
-            if self.ended == self.size:
+            if self.ended == self.first:
                 return
             if not self.mail.nothing_more():
                 raise Deadlock(told(self))
@@ -65,7 +69,7 @@ class World:
 
     def _happen(self) -> None:
         """Lets everything happen that is under way."""
-        if not self.clock.run(AT_ONCE + PER_RANK * self.size):
+        if not self.clock.run(AT_ONCE + PER_RANK * self.first):
             raise Deadlock(standing(self))
 
     def spins(self, fiber: Fiber, op: Op) -> None:
@@ -82,23 +86,31 @@ class World:
                 fiber.on.coro.close()
             fiber.coro.close()
 
+    def here(self, group: Group | None) -> Sequence[int]:
+        """Of the ranks of a group, or of all, those that are simulated."""
+        if group is None:
+            return range(self.first)
+        return group.ranks if self.first == self.size else tuple(r for r in group.ranks if r < self.first)
+
     # -- meeting beside the network --
 
     def together(self, fiber: Fiber, what: str, mine: Any, joint: Callable[[list[Any]], list[Any]],
                  seconds: float, group: Group | None = None) -> Any:
         """Gathers `mine` of every rank, or of a group's; the last one's `joint` answers them all, `seconds` later."""
-        here = self._gathered.setdefault((what, group), {})
-        here[fiber.host.index] = fiber, mine
+        come = self._gathered.setdefault((what, group), {})
+        come[fiber.host.index] = fiber, mine
         fiber.on = what
-        members = range(self.size) if group is None else group.ranks
-        if len(here) < len(members):
+        here = self.here(group)
+        if len(come) < len(here):
             return PARK
         del self._gathered[what, group]
-        ranks = [here[r] for r in members]
-        answers = joint([mine for _, mine in ranks])
-        for (one, _), answer in zip(ranks, answers, strict=True):
-            one.on = None
-            self.clock.at(self.clock.now + seconds, one, answer)
+        members = range(self.size) if group is None else group.ranks
+        answers = joint([come[r % self.first][1] for r in members])
+        for r, answer in zip(members, answers, strict=True):
+            if r < self.first:
+                one, _ = come[r]
+                one.on = None
+                self.clock.at(self.clock.now + seconds, one, answer)
         return PARK
 
     def ask_again(self, fiber: Fiber) -> Any:

@@ -26,10 +26,13 @@ class Serving:
 class Apart:
     """Ranks do not meet in every step. Law: what both hosts send agrees, and a change acts on all ranks.
 
+    alike:    ranks that are equally fast all do the same at the same time, and meet in collectives alone: so with sizes
+              only one may stand for all. What it keeps may be a few bytes more than others keep (a shorter last shard)
     lockstep: all ranks ask the same operations in the same order. False means asynchronous: ranks do not meet each
               step, and changes wait until all have drained.
     """
 
+    alike: ClassVar[bool] = False
     lockstep: ClassVar[bool] = True
 
     def propagation(self, size: int) -> int:

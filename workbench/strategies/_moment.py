@@ -42,6 +42,7 @@ class MomentExchange(Strategy):
     scaled: bool = knob(False, live=False, doc="each element of m crosses the wire in units of its sqrt(v_hat) + eps")
     weight_decay: float = knob(0.0, 0.0, 10.0, doc="decoupled weight decay: a step shrinks by lr times this")
 
+    alike: ClassVar[bool] = True
     exchanges: ClassVar[str] = "moments"
     clips: ClassVar[bool] = False
     plain: ClassVar[bool] = False

@@ -55,6 +55,7 @@ class EASGD(Strategy):
     every: int = knob(4, 1, 256, unit="steps", log=True, doc="tau: steps between two exchanges with the centre")
     beta: float = knob(0.9, 0.0, 2.0, doc="beta = p alpha: moving rate of the centre to the mean (elasticity)")
 
+    alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"

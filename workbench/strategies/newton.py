@@ -64,6 +64,7 @@ class Newton(Strategy):
     damping: float = knob(1e-2, 1e-10, 1e4, log=True, doc="added to the curvature: less is bolder")
     tries: int = knob(4, 1, 30, doc="step lengths tried, lr and halves of it; 1: lr unseen")
 
+    alike: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     clips: ClassVar[bool] = False
     sees_all: ClassVar[bool] = True

@@ -68,6 +68,7 @@ class SelSync(Strategy):
     inject_ranks: float = knob(0.0, 0.0, 1.0, doc="alpha, data injection: share of the ranks that send examples")
     inject_share: float = knob(0.25, 0.0, 1.0, doc="beta, data injection: share of its batch that such a rank sends")
 
+    alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
     sees_all: ClassVar[bool] = True

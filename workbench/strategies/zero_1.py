@@ -36,6 +36,7 @@ class ZeRO1(Strategy):
 
     outstanding: int = knob(2, 1, 1024, unit="buckets", log=True, doc="exchanges at a time: more overlap, more memory")
 
+    alike: ClassVar[bool] = True
     exact: ClassVar[bool] = True
     shards: ClassVar[frozenset[str]] = frozenset({"optimizer state"})
 

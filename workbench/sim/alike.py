@@ -1,0 +1,36 @@
+"""When the ranks of one replica may stand for those at their place in all others, so that thousands cost as few do.
+
+Replicas that compute alike, over wires that are alike, and meet in nothing but collectives do the same at the same
+time. Then the first replica's ranks are simulated alone, in groups of their full size.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+from workbench.experiment import Experiment
+from workbench.experiment.arranged import mesh
+from workbench.sim.costs import Costs
+from workbench.sim.durations import PHASES
+
+EVEN = "simulate all ranks (alike=False)"
+
+
+def unlike(e: Experiment, costs: Costs | None) -> str | None:
+    """Why the ranks of `e`'s first replica cannot stand for all, in a sentence that says what would do; or None."""
+    if not e.strategy.alike:
+        return f"strategy={type(e.strategy).__name__}: its ranks do unlike things, so none stands for others; {EVEN}"
+    if e.fabric.faults:
+        return f"fabric.faults: ranks that have them are not like others; take them away, or {EVEN}"
+    if e.fabric.path(range(e.ranks)).jitter and e.partition.depth > 1:
+        return f"jitter: each message between stages is disturbed by itself; take jitter=0, or {EVEN}"
+    if costs is not None and any(len(getattr(costs, p)) > 1 or getattr(costs, p)[0].spread for p in PHASES):
+        return f"costs: ranks are not equally fast, or not in every step; take costs.even(ranks={e.ranks}), or {EVEN}"
+    sizes = list(accumulate((size for _, size in reversed(mesh(e.strategy, e.ranks, 0, e.partition).dims)), mul))
+    if e.fabric.site and any(e.fabric.site % n and n % e.fabric.site for n in sizes):
+        return (
+            f"fabric.site={e.fabric.site}: groups of {' and '.join(map(str, sizes))} ranks lie unlike on such sites; "
+            f"take site={sizes[0] if sizes[0] > 1 else sizes[-1]}, or {EVEN}"
+        )
+    return None
