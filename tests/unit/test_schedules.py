@@ -8,18 +8,26 @@ import re
 import pytest
 
 from tests.ranks import shipped
-from workbench.partitions.schedules import Action, GPipe, Interleaved, OneFOneB, Schedule, ZeroBubble
+from workbench.partitions.schedules import Action, GPipe, Interleaved, OneFOneB, PipeDream, Schedule, ZeroBubble
 
 SCHEDULES = list(shipped(Schedule).values())
 
 
-def drawn(schedule: Schedule, stages: int, micros: int) -> list[list[str]]:
+def listed(schedule: Schedule, stage: int, stages: int, micros: int, steps: int) -> list[Action]:
+    """What a stage computes in so many steps, micro-batches numbered on from batch to batch."""
+    order = [Action("F", micro) for micro in range(schedule.ahead(stage, stages))]
+    for step in range(steps):
+        order += [a._replace(micro=step * micros + a.micro) for a in schedule.actions(stage, stages, micros)]
+    return order
+
+
+def drawn(schedule: Schedule, stages: int, micros: int, steps: int = 1) -> list[list[str]]:
     """By stage what it computes in each slot of time, "." where it waits; passes take a slot, messages no time."""
-    todo = [schedule.actions(stage, stages, micros) for stage in range(stages)]
+    todo = [listed(schedule, stage, stages, micros, steps) for stage in range(stages)]
     done: dict[tuple[str, int, int], int] = {}  # by pass, micro-batch and piece of the model: when
     rows: list[list[str]] = [[] for _ in range(stages)]
     pieces = schedule.pieces * stages
-    for slot in range(8 * schedule.pieces * (micros + stages)):
+    for slot in range(8 * schedule.pieces * (steps * micros + stages)):
         if not any(todo):
             return rows
         for stage, row in enumerate(rows):
@@ -40,7 +48,7 @@ def test_every_micro_batch_goes_forward_and_back_once_and_nobody_waits_for_ever(
     cls: type[Schedule], stages: int, micros: int
 ) -> None:
     schedule = cls()
-    if schedule.refuses(stages, micros):
+    if schedule.refuses(stages, micros) or schedule.ahead(0, stages):
         return
     for stage, row in enumerate(drawn(schedule, stages, micros)):
         passes = [cell for cell in row if cell != "."]
@@ -84,9 +92,39 @@ def test_zb_h1_loses_a_third_and_keeps_no_more_than_1f1bs_first_stage(stages: in
         assert most == min(micros, stages)
 
 
+NEVER_FLUSH = [cls for cls in SCHEDULES if cls().ahead(0, 2)]
+
+
+@pytest.mark.parametrize("cls", NEVER_FLUSH)
+@pytest.mark.parametrize(("stages", "micros"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 4), (4, 4), (4, 16)])
+def test_what_never_flushes_stands_still_only_while_it_fills(cls: type[Schedule], stages: int, micros: int) -> None:
+    """As many in flight as there are stages from here on; each micro-batch there and back once, and none left out."""
+    schedule, steps = cls(), 12
+    if schedule.refuses(stages, micros):
+        return
+    for stage, row in enumerate(drawn(schedule, stages, micros, steps)):
+        passes = [cell for cell in row if cell != "."]
+        forward, back = ([int(cell[1:]) for cell in passes if cell[0] == what] for what in "FB")
+        assert back == list(range(steps * micros)) and forward == list(range(len(back) + stages - 1 - stage))
+        first = row.index("B0")
+        begun = len(row) - row[::-1].index("F" + str(forward[-1])) - 1
+        assert row[:first].count(".") == stages - 1 and "." not in row[first:begun]
+        now = most = 0
+        for cell in passes:
+            now += 1 if cell[0] == "F" else -1
+            most = max(most, now)
+        assert most == stages - stage
+
+
+def test_there_are_schedules_that_never_flush() -> None:
+    assert {cls.__name__ for cls in NEVER_FLUSH} == {"PipeDream", "PipeDream2BW"}
+
+
 @pytest.mark.parametrize("cls", SCHEDULES)
 def test_the_docstring_draws_it(cls: type[Schedule]) -> None:
     lines = re.findall(r"^ *stage (\d) +(.*)$", inspect.getdoc(cls) or "", flags=re.M)
     shown = [row.split() for _, row in lines]
     micros = max(int(re.findall(r"\d+", cell)[0]) for row in shown for cell in row if cell != ".") + 1
-    assert shown == drawn(cls(), len(shown), micros)
+    each = 1 if cls is PipeDream else 4
+    found = drawn(cls(), len(shown), each, 8) if cls in NEVER_FLUSH else drawn(cls(), len(shown), micros)
+    assert shown == [row[: len(shown[0])] if cls in NEVER_FLUSH else row for row in found]

@@ -150,6 +150,7 @@ class Compute(Stage):
         self.before_update()
         self.at("update")
         self.stale = True
+        self.flow.versions.keep()
         if on == "host":
             return self._moved(Op("update", bucket, by, on))
         began = self.watch.now()
@@ -198,6 +199,7 @@ class Compute(Stage):
 
     def _params(self) -> list[Bucket]:
         self.stale = True
+        self.flow.versions.keep()
         return self.layout.params()
 
     def _grads(self) -> list[Bucket]:

@@ -26,6 +26,7 @@ from workbench.engine.shaping import Pace
 from workbench.engine.watch import Watch
 from workbench.host.curvature import Curvature
 from workbench.host.drive import Ended, Later, drive
+from workbench.host.flow import Flow
 from workbench.host.layout import Layout
 from workbench.host.offload import LANES
 from workbench.host.spread import Spread
@@ -57,7 +58,9 @@ class Host(Compute):
         self.met = False  # did all ranks meet in this step?
         self.at = At()
         self.losses: list[Tensor] = []
-        self._open, self._batches, self._micros = {}, {}, []
+        self._open, self._batches = {}, {}
+        self.coming: Callable[[int], Any] = lambda after: None  # the batch to come after so many
+        self.flow = Flow(lambda: self.layout, lambda after: self.coming(after), self._buffers, self._forget)
         self.partition = Whole
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
         self._hooks = GradientHooks(self)
@@ -81,6 +84,13 @@ class Host(Compute):
     def opened(self) -> list[Tensor]:
         """What backward is still to be asked of."""
         return [*self._open.values(), *(self.piece.opened.values() if self.piece is not None else ())]
+
+    def _buffers(self) -> list[Tensor]:
+        return self.piece.buffers() if self.piece is not None else []
+
+    def _forget(self, micros: list[int]) -> None:
+        if self.piece is not None:
+            self.piece.forget(micros)
 
     def _listen(self, there: Sequence[Any] = ()) -> None:
         """The backward that comes next is exchanged; the gradients of some parameters are there already."""

@@ -138,7 +138,8 @@ class Parts(Life):
         self.host.lanes.open = self.open_lane
         self.host.still_well = lambda: self.meeting.check()
         self.host.follow = self.peers.follow
-        self.host.batches = self.batches.next
+        self.host.batches, self.host.coming = self.batches.next, self.batches.coming
+        self.flow = self.host.flow
         self.host.partition = lambda: self.experiment.partition
         self.host.clip = lambda: self.experiment.clip
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from workbench.engine.joint import Joint
 from workbench.host.drive import drive
+from workbench.host.flow import Flow
 from workbench.host.layout import Layout
 from workbench.host.meetings import Plans
-from workbench.host.piece import Piece, micro_batches
+from workbench.host.piece import Piece
 from workbench.host.pipelining import WEIGHTS, one_batch, pass_name
 from workbench.host.spread import Spread
 from workbench.rank import Op, StrategyError
@@ -35,7 +36,8 @@ class Stage(Joint):
     _computed: Callable[[], None]
     _stretch: tuple[str, Any] | None
     _batches: dict[int, Any]  # those whose backward has not been asked for
-    _micros: list[Any]  # of the batch that is under way
+    flow: Flow
+    _count = 1  # micro-batches of a batch
     _share = 1.0  # of the model's compute that is this stage's
     _shares: tuple[float, ...] = ()  # the same of each of its pieces
     _left: list[int]  # by piece, the backwards still to come of this batch
@@ -64,22 +66,23 @@ class Stage(Joint):
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         partition = self.partition()
-        count = partition.micro_batches
+        self._count = count = partition.micro_batches
         self._left = [count] * partition.pieces
-        batch = self._batches.pop(micro)
-        self._micros, self._exchanged = micro_batches(batch, count), exchanged
+        batch, self._exchanged = self._batches.pop(micro), exchanged
+        self.flow.open(batch, partition)
         self.meet_before(batch)
         share = (1.0 if grad is None else grad) / count
-        passes = one_batch(self.rank.group("stage"), partition, share)
+        passes = one_batch(self.rank.group("stage"), partition, share, self.flow)
         self.losses.append(drive(passes, self._perform, self.alone))
-        self._micros = []
 
     def _stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
         self._begin("forward", micro, chunk)
+        part, number = self.flow.part(micro), self.flow.number(micro)
         with torch.enable_grad(), self.together.passing(x) if self.together else nullcontext():
-            made = self.piece.forward(self.loss_of, self._micros[micro], x, micro, chunk)
-        self.ledger.forward(self._micros[micro])
+            with self.flow.forward(micro):
+                made = self.piece.forward(self.loss_of, part, x, number, chunk)
+        self.ledger.forward(list(self.flow.inputs.values()))
         self._end()
         return made
 
@@ -90,7 +93,7 @@ class Stage(Joint):
     def _stage_inputs(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
         assert self.piece is not None
         self._begin("backward", micro, chunk, 0.5)
-        came = self.piece.inputs(grad, micro, chunk)
+        came = self.piece.inputs(grad, self.flow.number(micro), chunk)
         self._end()
         return came
 
@@ -101,14 +104,14 @@ class Stage(Joint):
     def _backward_of(self, name: str, run: Callable[[int, int], Any], micro: int, chunk: int, part: float = 1.0) -> Any:
         """A backward, or its second half, that gives parameters their gradients."""
         assert self.piece is not None
-        begun = sum(self._left) < len(self._left) * len(self._micros)
+        begun = sum(self._left) < len(self._left) * self._count
         self._left[chunk] -= 1
         if self._exchanged and not any(self._left):  # gradients are those of the batch once this one is added
             mine = {id(p) for p in self.piece.params(chunk)}  # one may be tied to another piece's
             self._listen([place.param for place in self.layout.order if id(place.param) not in mine])
         self._begin(name, micro, chunk, part)
-        with self.ledger.backward(self._hooks.listening):
-            came = run(micro, chunk)
+        with self.ledger.backward(self._hooks.listening), self.flow.backward(micro):
+            came = run(self.flow.number(micro), chunk)
             if self._exchanged and not begun and any(self._left):
                 self.layout.grads()  # what the others add goes where it is exchanged from
         self._end()
@@ -120,8 +123,8 @@ class Stage(Joint):
         phase = name.partition(" ")[0]
         self.at(f"{name} of micro-batch {micro}")
         self.begin_pass(phase, chunk)
-        self._stretch = pass_name(name, micro, chunk, len(self.piece.pieces)), self.watch.now()
-        self.pace.begin(phase, self.rank.step, self._shares[chunk] * part / len(self._micros),
+        self._stretch = pass_name(name, self.flow.number(micro), chunk, len(self.piece.pieces)), self.watch.now()
+        self.pace.begin(phase, self.rank.step, self._shares[chunk] * part / self._count,
                         self.again(phase, chunk))  # fmt: skip
 
     def _end(self) -> None:

@@ -8,6 +8,9 @@ change acts on the very next step.
 On one host rank 0 raises a flag instead: before it begins the child with the number n, it writes n into memory that
 all see. Who has completed child n must see it, for that needed rank 0. So all who have completed as many children
 answer alike whether they are to meet, without a word.
+
+Under a pipeline that never flushes the last stage ends a step long before the first one does, and would wait for it if
+it heard of that step only then. So there a ticket is taken as many steps later as the stages lie apart.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import mmap
 import os
 import queue
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +58,13 @@ class Tickets:
         self._by_flag = False
         self._heard = 0  # the last number that was rung and answered
         self._raised = False
-        self._header = torch.zeros(4, dtype=torch.int64)
-        self._work: Any = None
-        self._body = b""
+        self._under_way: deque[tuple[Any, torch.Tensor, bytes]] = deque()  # a Work, the header, what rank 0 has to say
+        self.asked = False  # is one asked for that belongs to the present step?
 
     @property
-    def asked(self) -> bool:
-        return self._work is not None
+    def waiting(self) -> int:
+        """How many are asked for and not taken."""
+        return len(self._under_way)
 
     def ring(self, number: int) -> None:
         """Rank 0 is about to begin the child with this number: it raises the flag if its inbox holds something."""
@@ -97,24 +101,26 @@ class Tickets:
 
     def ask(self, wait: float = 0.0) -> None:
         """Rank 0 publishes what its inbox holds (waiting up to `wait` seconds for something); others listen."""
+        header, said = torch.zeros(4, dtype=torch.int64), b""
         if self.rank == 0:
             requests = self._drain(wait)
-            self._body = json.dumps(requests).encode() if requests else b""
-            self._header[0] = len(self._body)
-        self._work = self.wire.broadcast(self._header, 0) if self.wire else True
+            said = json.dumps(requests).encode() if requests else b""
+            header[0] = len(said)
+        self._under_way.append((self.wire.broadcast(header, 0) if self.wire else None, header, said))
+        self.asked = True
 
     def take(self) -> list[Ticket]:
-        """The requests of the ticket asked for; the same list on every rank."""
-        work, self._work = self._work, None
+        """The requests of the first ticket asked for and not taken; the same list on every rank."""
+        (work, header, said), self.asked = self._under_way.popleft(), False
         if self.wire is None:
-            return json.loads(self._body) if self._body else []
+            return json.loads(said) if said else []
         self.wire.wait(work)
-        length = int(self._header[0])
+        length = int(header[0])
         if not length:
             return []
         body = torch.empty(length, dtype=torch.uint8)
         if self.rank == 0:
-            body = torch.frombuffer(bytearray(self._body), dtype=torch.uint8)
+            body = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         self.wire.wait(self.wire.broadcast(body, 0))
         return json.loads(bytes(body.numpy()))
 

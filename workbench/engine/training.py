@@ -144,7 +144,11 @@ class Training(Turnable):
             requests, self.pocket = self.pocket, None
             await self._heed(requests)
         elif apart or self.tickets.asked or self.rank.step == 0 or self.control is None:
-            await self._heed(await Op("do", self._hear))
+            if not self.tickets.asked:
+                self.tickets.ask()
+            while self.tickets.waiting > self.experiment.partition.ahead(0):
+                await self._heed(await Op("do", self.tickets.take))
+            self.tickets.asked = False
         if self.paused and not self.session.stopping:
             await Op("do", partial(self.host.catch_up, self._not_finite))
             self.say("paused")
@@ -152,7 +156,7 @@ class Training(Turnable):
                 await self._heed(await Op("do", partial(self._hear, 0.5)))
             self.say("stopping" if self.session.stopping else "running")
 
-    def _hear(self, wait: float = 0.0) -> list[dict[str, Any]]:
+    def _hear(self, wait: float) -> list[dict[str, Any]]:
         """The requests of the next ticket, the same on every rank; rank 0 waits so many seconds for one."""
         if not self.tickets.asked:
             self.tickets.ask(wait)

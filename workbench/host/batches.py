@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -47,6 +48,7 @@ class Batches:
         self._source: Iterable[Any] = ()
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
+        self._early: deque[Any] = deque()  # drawn before their turn
         self._chance: Chance | None = None
 
     def share(self, rank: int, size: int, seed: int | None = None) -> None:
@@ -62,8 +64,18 @@ class Batches:
         with self._chance or nullcontext():
             self._source = self._data(self._rank, self._size, batch, seed + 7919 * step)
             self._iterator, self._drawn = iter(self._source), 0
+            self._early.clear()
 
     def next(self) -> Any:
+        return self._early.popleft() if self._early else self._draw()
+
+    def coming(self, after: int) -> Any:
+        """The batch that `next` gives after so many others."""
+        while len(self._early) <= after:
+            self._early.append(self._draw())
+        return self._early[after]
+
+    def _draw(self) -> Any:
         with self._chance or nullcontext():
             return self._next()
 

@@ -17,6 +17,7 @@ from workbench.host import handover, residual
 from workbench.host.changing import Changing
 from workbench.host.checkpointing import units_of
 from workbench.host.momentum import give_back, move_momentum
+from workbench.host.pipelining import drained
 from workbench.host.recomputing import recomputed
 from workbench.host.repartition import moves, repartition
 from workbench.host.spread import spread_of
@@ -56,6 +57,7 @@ def _ready(run: Changing, wanted: Experiment) -> Experiment:
 async def apply(run: Changing, wanted: Experiment) -> None:
     """Makes `run` go on as `wanted` says; the ranks stand at the same step boundary."""
     was = run.experiment
+    await drained(run.flow)
     if was.strategy.in_flight:
         await was.strategy.drain(run.rank.replicas, run.state)
     run.experiment = wanted

@@ -20,6 +20,7 @@ class Changing(Protocol):
     rate: Rate
     reading: Any  # its Reading
     ledger: Any  # its Ledger
+    flow: Any  # its Flow
     spread: Spread | None  # how a replica lies on several ranks
 
     @property

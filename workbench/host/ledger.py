@@ -75,7 +75,8 @@ class Counted:
 
     def forward(self, inputs: Any) -> int:
         """What hangs on the open losses, without parameters and what was put in."""
-        others = memory.parameters(self._run.model, self._run.layout) | memory.storages(inputs)
+        run = self._run
+        others = memory.parameters(run.model, run.layout) | memory.storages([inputs, run.flow.versions.kept])
         kept = memory.saved(self._opened())
         self._alive = memory.watched({where: s for where, s in kept.items() if where not in others})
         return self.activations()
@@ -209,8 +210,9 @@ class Ledger:
     def _stands(self) -> None:
         """Counts what stays from step to step, where something may have changed it."""
         run = self._run
+        stashed = sum(x.nbytes for x in run.flow.versions.kept)
         seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state),
-                self._away.count)  # fmt: skip
+                self._away.count, stashed)  # fmt: skip
         if (*seen, *map(_filled, self._memories)) == self._seen:
             return
         self._memories = [run.rank.memory, *memory.memories(run.state)]
@@ -223,6 +225,7 @@ class Ledger:
             alike[key] = self._sorted(standing | own)
         nbytes, *places = alike[key]
         self._standing, self._counted = dict(nbytes), run.layout.held
+        self._standing["parameters"] += stashed  # versions of a stage's weights that a backward is still to read
         self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
 
     def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:

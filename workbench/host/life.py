@@ -13,8 +13,10 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.host import changes, handover, meeting, residual
 from workbench.host.evaluating import Evaluated
+from workbench.host.flow import Flow
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
+from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.spread import Spread
@@ -39,6 +41,7 @@ class Life(ABC):
     measuring: Measuring
     ledger: Ledger
     reading: Reading
+    flow: Flow
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
@@ -69,6 +72,7 @@ class Life(ABC):
                 await self.step()
             if self.experiment.evaluates(before, self.rank.step):
                 await self.evaluate(together=self.experiment.strategy.lockstep)
+        await drained(self.flow)
         await self.rest()
         strategy = self.experiment.strategy
         if strategy.lockstep and strategy.can_drain:

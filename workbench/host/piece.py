@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,16 @@ class Piece:
                 f"between stages, and every piece use them"
             )
         return found
+
+    def forget(self, micros: Container[int]) -> None:
+        """Drops what these micro-batches have left here, which do not go back."""
+        for held in (self.opened, self._came):
+            for entry in [entry for entry in held if entry[0] in micros]:
+                del held[entry]
+
+    def buffers(self) -> list[Tensor]:
+        """Of all pieces."""
+        return [x for parts in self.pieces for part in parts for x in part.buffers()]
 
     def params(self, chunk: int) -> list[nn.Parameter]:
         """Of one piece."""

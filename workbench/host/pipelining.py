@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.host.checksum import checksum
-from workbench.host.crossing import Crossing, received
+from workbench.host.crossing import received
 from workbench.host.cutting import through
+from workbench.host.flow import Flow
 from workbench.host.piece import tensors_of
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
@@ -38,37 +39,57 @@ async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
         )
 
 
-async def one_batch(rank: Rank, partition: Partition, share: float) -> Tensor:
+async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow) -> Tensor:
     """Forwards and backwards of one batch in the order of the schedule; the loss, the mean over its micro-batches.
 
     rank:   this rank among the stages of its replica
     share:  what each micro-batch's loss counts, so that gradients add up to those of the batch
+    flow:   what of it, and of batches to come, has gone forward before; nothing where each batch is flushed
     """
     losses: list[Tensor] = []
     before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
-    crossing, end = Crossing(rank, partition), partition.pieces * rank.size - 1
-    for what, micro, chunk in partition.actions(rank.index):
-        piece = chunk * rank.size + rank.index
+    actions, end = flow.begin(rank, partition), partition.pieces * rank.size - 1
+    crossing = flow.crossing
+    for what, micro, chunk in actions:
+        piece, number = chunk * rank.size + rank.index, flow.number(micro)
         if what == "F":
-            x = await crossing.receive_activation(before, (micro, piece)) if piece else None
+            x = await crossing.receive_activation(before, (number, piece)) if piece else None
+            flow.goes(micro)
             made = await Op("stage_forward", x, micro, chunk)
             if piece == end:
                 losses.append(made)
             else:
-                await crossing.send_activation(made, after, (micro, piece + 1))
+                await crossing.send_activation(made, after, (number, piece + 1))
         elif what == "W":
             await Op("stage_weights", micro, chunk)
+            flow.back(micro)
         else:
-            grad: Any = share if piece == end else await crossing.receive_gradient(after, (micro, piece + 1))
+            grad: Any = share if piece == end else await crossing.receive_gradient(after, (number, piece + 1))
             came = await Op("stage_backward" if what == "B" else "stage_inputs", grad, micro, chunk)
             if piece:
-                await crossing.send_gradient(came, before, (micro, piece))
+                await crossing.send_gradient(came, before, (number, piece))
+            flow.back(micro)
+    flow.over()
     if rank.index < rank.size - 1:
         return await received(rank, rank.size - 1, LOSS)
     mean = sum(losses[1:], losses[0]) / len(losses)
     for other in range(rank.size - 1):
         await rank.send(mean, other, LOSS)
     return mean
+
+
+async def drained(flow: Flow) -> None:
+    """Nothing of a batch to come is under way: its forwards are forgotten, and what nobody has taken yet is taken.
+
+    All stages have made the same number of batches. One has received what it has gone forward with; the stage before,
+    which is further ahead, has sent more.
+    """
+    if not flow.batches:
+        return
+    stage, ahead = flow.crossing.rank.index, flow.partition.ahead
+    for micro in range(ahead(stage), ahead(stage - 1)) if stage else ():
+        await flow.crossing.receive_activation(stage - 1, (flow.number(micro), stage))
+    flow.clear()
 
 
 async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: Any, **named: Any) -> Any:

@@ -76,6 +76,15 @@ class Partition(Family):
         """What the ranks of a stage compute of one batch, in order; nothing where a replica is whole."""
         return []
 
+    def ahead(self, stage: int) -> int:
+        """How many forwards of batches to come they have made when a step begins."""
+        return 0
+
+    @property
+    def delayed(self) -> bool:
+        """Does a whole batch read the weights that were the newest as the step before its own began?"""
+        return False
+
     @property
     def layers(self) -> Partition:
         """How the ranks of one stage compute its layers."""

@@ -78,6 +78,13 @@ class Pipeline(Partition):
     def actions(self, stage: int) -> list[Action]:
         return self.schedule.actions(stage, self.stages, self.micros)
 
+    def ahead(self, stage: int) -> int:
+        return self.schedule.ahead(stage, self.stages)
+
+    @property
+    def delayed(self) -> bool:
+        return self.schedule.delayed
+
     @property
     def layers(self) -> Partition:
         return self.of
@@ -109,6 +116,11 @@ class Pipeline(Partition):
             return (
                 f"schedule={type(self.schedule).__name__}: ranks that compute a stage together make each backward in "
                 f"one; take schedule=OneFOneB(), or of=Whole()"
+            )
+        if self.ahead(0) and self.slices > 1:
+            return (
+                f"schedule={type(self.schedule).__name__}: older weights are kept of stages that are one rank each; "
+                f"take of=Whole(), or schedule=OneFOneB()"
             )
         if batch and batch % self.micros:
             fits = [m for m in range(1, batch + 1) if batch % m == 0]

@@ -107,6 +107,7 @@ class Compute(Stage):
     def _update(self, fiber: Fiber, op: Op) -> Any:
         bucket, by, on = op.args
         self.stale = True
+        self.flow.versions.keep()
         if on == "host":
             return self._update_on_host(fiber, bucket)
         share = 1.0 if bucket is None else bucket.data.numel() / self.body.layout.numel
@@ -239,6 +240,7 @@ class Compute(Stage):
 
     def _params(self, fiber: Fiber, op: Op) -> Any:
         self.stale = True
+        self.flow.versions.keep()
         return self.body.params()
 
     def _grads(self, fiber: Fiber, op: Op) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.fabric import Ways
+from workbench.host.flow import Flow
 from workbench.host.offload import LANES
 from workbench.host.slots import settings
 from workbench.rank import Handle, Op, Rank, StrategyError
@@ -31,6 +32,7 @@ class Host(Compute, Away):
         super().__init__()
         self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
         self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
+        self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget)
         self.lanes: dict[str, Lane] = {}
         self.met = False  # did this rank start a child in this step?
         self.sent = 0  # bytes so far

@@ -14,12 +14,14 @@ from workbench.experiment import Experiment
 from workbench.host.batches import Batches
 from workbench.host.checkpointing import Checkpointed, units_of
 from workbench.host.coded import Ask, Meeting
+from workbench.host.flow import Flow
 from workbench.host.layout import Layout
-from workbench.host.piece import Piece, micro_batches
+from workbench.host.piece import Piece
 from workbench.host.recomputing import recomputed
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.together import Together
+from workbench.partitions import Partition
 from workbench.rank import Memory, StrategyError
 from workbench.sim.outline import Cut, ready
 from workbench.tasks import Learner
@@ -37,6 +39,7 @@ class Portion:
     """
 
     batches: Batches
+    flow: Flow  # its host's
     cut: Cut
     layout: Layout
     learner: Learner
@@ -63,8 +66,7 @@ class Portion:
     again: tuple[float, ...] = (0.0,)
 
     def __init__(self) -> None:
-        self._batches: dict[int, Any] = {}  # those that are to go through the stages, and the parts of one that does
-        self._micros: list[Any] = []
+        self._batches: dict[int, Any] = {}  # those that are to go through the stages
 
     def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int) -> None:
         """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
@@ -128,13 +130,26 @@ class Portion:
         """A batch is there, which goes through the stages when its backward is asked for."""
         self._batches[micro] = self.batches.next() if x is None else x
 
-    def begin(self, micro: int, count: int) -> Any:
-        """A batch, which is answered, goes through the stages in so many parts."""
+    def begin(self, micro: int, partition: Partition) -> Any:
+        """A batch, which is answered, goes through the stages."""
         if micro not in self._batches:
             raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
         batch = self._batches.pop(micro)
-        self._micros = micro_batches(batch, count)
+        self.flow.open(batch, partition)
         return batch
+
+    def coming(self, after: int) -> Any:
+        """The batch to come after so many."""
+        return self.batches.coming(after)
+
+    def buffers(self) -> list[Tensor]:
+        """What forwards here change but parameters."""
+        return self.piece.buffers() if self.piece is not None else []
+
+    def forget(self, micros: list[int]) -> None:
+        """These micro-batches do not go back."""
+        if self.piece is not None:
+            self.piece.forget(micros)
 
     def _there(self, chunk: int) -> list[str]:
         """Of other pieces than this one."""
@@ -150,31 +165,33 @@ class Portion:
 
     def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
-        with self._own_randomness(), torch.enable_grad(), self.going_through(x):
-            made = self.piece.forward(self.learner.loss, self._micros[micro], x, micro, chunk)
-        self.ledger.forward(self._micros[micro])
+        part, number = self.flow.part(micro), self.flow.number(micro)
+        with self._own_randomness(), torch.enable_grad(), self.going_through(x), self.flow.forward(micro):
+            made = self.piece.forward(self.learner.loss, part, x, number, chunk)
+        self.ledger.forward(list(self.flow.inputs.values()))
         return made
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
         """With the last of a batch its gradients are `exchanged`; after the `first` of such they lie in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
-        piece = self.piece
+        piece, number = self.piece, self.flow.number(micro)
         there = self._there(chunk) if exchanged else []
-        self._gathered(lambda: came.append(piece.backward(grad, micro, chunk)), exchanged, first, there)
+        with self.flow.backward(micro):
+            self._gathered(lambda: came.append(piece.backward(grad, number, chunk)), exchanged, first, there)
         return came[0]
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> Tensor | None:
         """The first half of a backward; parameters get nothing yet."""
         assert self.piece is not None
         with self._own_randomness(), torch.enable_grad():
-            return self.piece.inputs(grad, micro, chunk)
+            return self.piece.inputs(grad, self.flow.number(micro), chunk)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
         """The second half, as `stage_backward`."""
         assert self.piece is not None
         there = self._there(chunk) if exchanged else []
-        self._gathered(partial(self.piece.weights, micro, chunk), exchanged, first, there)
+        self._gathered(partial(self.piece.weights, self.flow.number(micro), chunk), exchanged, first, there)
 
     def told(self, loss: Tensor) -> None:
         """What a batch's loss was, on all stages."""

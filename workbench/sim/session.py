@@ -36,7 +36,7 @@ class Session(Turnable):
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
         self.world, self.body = world, body
         self.host = Host(world, index, experiment, body)
-        self.rank = self.host.rank
+        self.rank, self.flow = self.host.rank, self.host.flow
         self.rank.density = (world.costs and world.costs.density) or self.rank.density
         self.rank.lr = experiment.lr or rate(body.optimizer)
         self.rate = Rate(experiment, body.optimizer)

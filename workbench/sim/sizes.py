@@ -55,6 +55,7 @@ class Sizes:
     split: Split | None = None  # how matrices are dealt out
     stage = (0, 1)  # which stage this rank is, of how many
     common: Any = None  # parameters that all ranks of a group have, by owner
+    flow: Any = None  # its host's
     layers: Partition  # how the ranks of a stage compute its layers
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
@@ -149,10 +150,23 @@ class Sizes:
     def open(self, x: Any, micro: int) -> None:
         """A batch is there, which goes through the stages when its backward is asked for."""
 
-    def begin(self, micro: int, count: int) -> Any:
-        """A batch goes through the stages in so many parts; nobody knows its examples."""
-        self._count = count
+    def begin(self, micro: int, partition: Partition) -> Any:
+        """A batch goes through the stages; nobody knows its examples."""
+        self._count = partition.micro_batches
         return ()
+
+    def coming(self, after: int) -> Any:
+        """Nobody knows the examples of a batch."""
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Nothing is changed by a forward."""
+        return []
+
+    def forget(self, micros: list[int]) -> None:
+        """These micro-batches do not go back."""
+        for entry in [entry for entry in self._asked if entry[0] in micros]:
+            del self._asked[entry]
+            self.opened -= 1
 
     def drawn(self, x: Any) -> Any:
         """Nobody knows the examples of a batch."""
@@ -171,7 +185,7 @@ class Sizes:
         return ready(self.layout, self._stage.arrival, there) if there else self.cut.ready
 
     def stage_forward(self, x: torch.Tensor | None, micro: int, chunk: int) -> torch.Tensor:
-        self._asked[micro, chunk] = x
+        self._asked[self.flow.number(micro), chunk] = x
         self.opened += 1
         self.ledger.forward()
         return self._stage.hands_on(self.examples(), self._count, chunk)
@@ -180,7 +194,7 @@ class Sizes:
         self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool
     ) -> torch.Tensor | None:
         self.backward(grad, micro, exchanged, first or bool(self.came))
-        x = self._asked.pop((micro, chunk))
+        x = self._asked.pop((self.flow.number(micro), chunk))
         return None if x is None else torch.empty_like(x)
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> torch.Tensor | None:

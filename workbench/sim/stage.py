@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workbench.host.flow import Flow
 from workbench.host.pipelining import WEIGHTS, one_batch, pass_name
 from workbench.rank import Op, Rank
 from workbench.sim.fiber import END, PARK, Fiber
@@ -29,6 +30,7 @@ class Stage(Joint):
     _next_bucket: Callable[..., Any]
     _passing: Callable[..., Pass]
     _left: list[int]  # by piece, the backwards still to come of the batch under way
+    flow: Flow
     _count = 1
     _squares: float | None = None  # of the gradients of all stages, where an update is about to clip them
     _takes: Fiber | None = None  # who takes the buckets of its last backward
@@ -39,9 +41,10 @@ class Stage(Joint):
         self._count = partition.micro_batches
         self._left = [self._count] * partition.pieces
         self._takes = takes
-        batch = self.body.begin(micro, self._count)
+        batch = self.body.begin(micro, partition)
         await self._meet_before(batch)
-        loss = await one_batch(self.rank.group("stage"), partition, (1.0 if grad is None else grad) / self._count)
+        share = (1.0 if grad is None else grad) / self._count
+        loss = await one_batch(self.rank.group("stage"), partition, share, self.flow)
         self.body.told(loss)
         return None if takes is None else END
 
@@ -63,7 +66,7 @@ class Stage(Joint):
 
     def _stage_forward(self, fiber: Fiber, op: Op) -> Any:
         x, micro, chunk = op.args
-        name = pass_name("forward", micro, chunk, len(self._left))
+        name = pass_name("forward", self.flow.number(micro), chunk, len(self._left))
         if self.body.split is not None:
             passing = self._passing(fiber, "forward", [], self._part(chunk), name)
             forward = partial(self.body.stage_forward, x, micro, chunk)
@@ -78,7 +81,7 @@ class Stage(Joint):
     def _stage_inputs(self, fiber: Fiber, op: Op) -> Any:
         grad, micro, chunk = op.args
         came = self.body.stage_inputs(grad, micro, chunk)
-        name = pass_name("backward", micro, chunk, len(self._left))
+        name = pass_name("backward", self.flow.number(micro), chunk, len(self._left))
         return self._compute(fiber, "backward", came, 0.5 * self._part(chunk), name)
 
     def _stage_weights(self, fiber: Fiber, op: Op) -> Any:
@@ -92,7 +95,7 @@ class Stage(Joint):
         self._left[chunk] -= 1
         takes = self._takes if not any(self._left) else None
         first = self._takes is not None and not begun and any(self._left)
-        name, part = pass_name(name, micro, chunk, len(self._left)), part * self._part(chunk)
+        name, part = pass_name(name, self.flow.number(micro), chunk, len(self._left)), part * self._part(chunk)
         backward = partial(run, micro, chunk, takes is not None, first)
         if self.body.split is not None:
             passing = self._passing(fiber, "backward", [], part, name, chunk)

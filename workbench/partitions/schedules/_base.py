@@ -40,6 +40,9 @@ class Schedule(Family):
 
     Every micro-batch goes once forward and then once backward through each piece, backwards (the halves of which are
     for parameters) in their order: so gradients add up alike.
+
+    A step is one batch, there and back. Under a schedule that never flushes stages are ahead of it: of m micro-batches
+    to a batch, number m is the first of the next one. Each backward uses the weights that its forward has read.
     """
 
     home: ClassVar[str] = "workbench.partitions.schedules"
@@ -48,6 +51,15 @@ class Schedule(Family):
     def halves(self) -> bool:
         """Is each backward made in two halves?"""
         return False
+
+    @property
+    def delayed(self) -> bool:
+        """Does a whole batch read the weights that were the newest as the step before its own began?"""
+        return False
+
+    def ahead(self, stage: int, stages: int) -> int:
+        """How many forwards of batches to come a stage has made when a step begins, and before the first one makes."""
+        return 0
 
     @property
     def pieces(self) -> int:

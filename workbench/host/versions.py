@@ -1,0 +1,138 @@
+"""The weights that a stage's passes read: those that are there, or a copy from before they were changed.
+
+What autograd keeps of the weights for a backward is not the weights but which version of them it was, so that a version
+is copied only when it is about to change and still to be read. A pass of a version that has been copied runs while the
+parameters lie in the copy; whoever writes into the weights beside it writes where they always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.host.layout import Layout
+
+
+class Version:
+    """The weights at one time. kept: a copy by bucket, once they may have changed; None: they are those there."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.kept: list[Tensor] | None = None
+
+    def keep(self) -> None:
+        """The weights may change from now on."""
+        if self.kept is None:
+            self.kept = [weights.clone() for weights in self.layout.weights]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside a forward runs that reads this version; so does its backward, whatever is there by then."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self.backward():
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside the backward of such a forward runs."""
+        if self.kept is None:
+            yield
+            return
+        _lie(self.layout, self.kept)
+        try:
+            yield
+        finally:
+            _lie(self.layout, [self.layout.lies(index).data for index in range(len(self.kept))])
+
+    def _pack(self, x: Tensor) -> Any:
+        """What autograd keeps in place of `x`."""
+        if self.kept is not None or x.layout != torch.strided:
+            return x
+        index = self.layout.lying.get(x.untyped_storage()._cdata)
+        if index is None:
+            return x
+        return _Weights(self, index, x) if x.dtype == self.layout.weights[index].dtype else x.clone()
+
+
+class _Weights:
+    """A view of the weights, of a version."""
+
+    def __init__(self, version: Version, index: int, x: Tensor) -> None:
+        self.version, self.index = version, index
+        begin = version.layout.weights[index].storage_offset()
+        self.at = x.size(), x.stride(), x.storage_offset() - begin
+
+    def read(self) -> Tensor:
+        version = self.version
+        own = version.layout.weights if version.kept is None else version.kept
+        size, stride, begin = self.at
+        return own[self.index].as_strided(size, stride, own[self.index].storage_offset() + begin)
+
+
+def _unpack(kept: Any) -> Tensor:
+    return kept.read() if isinstance(kept, _Weights) else kept
+
+
+def _lie(layout: Layout, vectors: Sequence[Tensor]) -> None:
+    """The parameters lie in these vectors, one for each bucket, and their buckets where they did."""
+    for index, (group, vector) in enumerate(zip(layout.groups, vectors, strict=True)):
+        for place, part in zip(group, layout.lies(index).parts, strict=True):
+            place.param.data = vector[part.start : part.stop].view(part.shape)
+
+
+class Versions:
+    """The versions of one stage's weights that are still to be read.
+
+    reads: by number of a micro-batch in flight, the version that its forward has read
+    """
+
+    def __init__(self, layout: Callable[[], Layout]) -> None:
+        self._layout = layout
+        self._now: Version | None = None
+        self._own: Version | None = None  # of the batch under way and the next, where all of one read the same
+        self._next: Version | None = None
+        self.reads: dict[int, Version] = {}
+
+    @property
+    def newest(self) -> Version:
+        """That of the weights there are."""
+        self._now = self._now or Version(self._layout())
+        return self._now
+
+    def begin(self) -> None:
+        """A batch begins, which reads what was the newest as the one before began, where there was one."""
+        self._own, self._next = self._next or self.newest, self.newest
+
+    def of_batch(self, later: bool) -> Version:
+        """Of the batch under way, or a `later` one."""
+        version = self._next if later else self._own
+        assert version is not None
+        return version
+
+    def over(self) -> None:
+        """A batch is over: nobody reads its version again, unless another one does."""
+        self._own = None
+        self.keep()
+
+    def keep(self) -> None:
+        """The weights may change from now on: a copy of them is kept where they are still to be read."""
+        if self._now is not None and any(self._now is version for version in self._alive()):
+            self._now.keep()
+        self._now = None
+
+    def forget(self) -> None:
+        """Nothing is to be read again."""
+        self._now = self._own = self._next = None
+        self.reads.clear()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """All copies."""
+        versions = {id(version): version for version in self._alive()}
+        return [x for version in versions.values() for x in version.kept or ()]
+
+    def _alive(self) -> list[Version]:
+        return [*self.reads.values(), *(version for version in (self._own, self._next) if version is not None)]

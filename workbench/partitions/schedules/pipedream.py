@@ -1,0 +1,51 @@
+"""PipeDream: no flush, and for each minibatch in flight the weights that it began with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.partitions.schedules._base import Action, Schedule, backwards, forwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeDream(Schedule):
+    """1F1B that never flushes: an update after each minibatch, whose backward uses the weights of its forward.
+
+        stage 0   F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3
+        stage 1    . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5
+        stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+
+    A step is a minibatch: stage i makes the forward of the one p-1-i steps ahead, then its own one's backward, then
+    what the strategy does. Once full, equal stages never stand still but for what messages take. The price is stale
+    gradients: with stashing, step k is
+
+        w(k+1) = w(k) - lr * gradient of f at (w_0(k-p+1), w_1(k-p+2), ..., w_{p-1}(k)),      w(k) = w(0) for k < 0
+
+    where w_i is stage i's part, and f the loss of minibatch k; the optimizer may be any. Stage i keeps activations of
+    p-i minibatches and p-i versions of its weights, the newest among them. A version is copied when it is about to
+    change and still to be read, so the last stage copies nothing. Vertical sync is not here.
+
+    Before anything is changed the pipeline is drained: each stage has made the same updates, keeps its newest weights
+    and forgets the forwards that it was ahead; their minibatches, none of them lost, go forward once more. A held-out
+    loss is that of the newest weights and drains nothing. Where gradients are clipped all stages wait for each other
+    in each step.
+
+    When to use it: where 1F1B's bubble hurts and stale gradients do not: slow links, many steps, a rate that warms up.
+
+    Reference: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+    https://doi.org/10.1145/3341301.3359646, sections 3.2 and 3.3, figure 8
+    """
+
+    def refuses(self, stages: int, micros: int) -> str | None:
+        if micros > 1:
+            return (
+                f"micros={micros}: PipeDream updates after every minibatch and cuts none up; take micros=1, or "
+                f"schedule=PipeDream2BW(), which adds micro-batches up"
+            )
+        return None
+
+    def ahead(self, stage: int, stages: int) -> int:
+        return stages - 1 - stage
+
+    def actions(self, stage: int, stages: int, micros: int) -> list[Action]:
+        return forwards(self.ahead(stage, stages)) + backwards(0)

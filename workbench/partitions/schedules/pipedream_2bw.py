@@ -1,0 +1,54 @@
+"""PipeDream-2BW: no flush, and two versions of the weights whatever the depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.partitions.schedules._base import Action, Schedule, backwards, forwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeDream2BW(Schedule):
+    """1F1B that never flushes: an update after each batch of m micro-batches, all of which read one version of weights.
+
+        stage 0   F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3
+        stage 1    . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5
+        stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+
+    Micro-batches m to 2m-1 are the next batch's, and so on: while a batch goes back the first of the next one go
+    forward. That one reads the weights there are, before the batch's own update, on every stage and to its end:
+
+        w(k+1) = w(k) - lr * gradient of f at w(k-1),      w(-1) = w(0)
+
+    where f is the loss of batch k; the optimizer may be any. So the delay is one step whatever p, and each stage keeps
+    two versions of its weights ("double-buffered weights"). Stage i keeps the activations of p-i micro-batches, which
+    takes m >= p. Once full, equal stages never stand still but for what messages take.
+
+    Before anything is changed the pipeline is drained, and a held-out loss drains nothing: see PipeDream.
+
+    When to use it: as PipeDream, for deeper pipelines and larger batches, at a fraction of the memory.
+
+    Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021,
+    https://arxiv.org/abs/2006.09503, section 3.1, figure 2
+    """
+
+    @property
+    def delayed(self) -> bool:
+        return True
+
+    def refuses(self, stages: int, micros: int) -> str | None:
+        if micros < stages:
+            return (
+                f"micros={micros}: PipeDream2BW keeps two versions of the weights, enough for as many micro-batches to "
+                f"a batch as there are stages; take micros={stages} or more, or schedule=OneFOneB()"
+            )
+        return None
+
+    def ahead(self, stage: int, stages: int) -> int:
+        return stages - 1 - stage
+
+    def actions(self, stage: int, stages: int, micros: int) -> list[Action]:
+        ahead, order = self.ahead(stage, stages), list[Action]()
+        for micro in range(micros):
+            order += forwards(ahead + micro) + backwards(micro)
+        return order
