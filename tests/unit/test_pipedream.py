@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +12,21 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from tests.piped import batches, deep, piped, same, seen
-from tests.ranks import run
-from workbench.experiment import Experiment
+from tests.agree import memory_alike, spans_alike
+from tests.piped import assembled, batches, deep, held_out, piped, same, seen
+from tests.ranks import fitting, run, shipped
+from workbench import simulate
+from workbench.compressors import Cast, TopK
+from workbench.experiment import Experiment, partitioned
 from workbench.host.cutting import cut
 from workbench.host.piece import micro_batches
 from workbench.host.versions import Version
 from workbench.optimizers import SGD, AdamW, Optimizer
-from workbench.partitions import Pipeline
-from workbench.partitions.schedules import PipeDream, PipeDream2BW
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.partitions.schedules import OneFOneB, PipeDream, PipeDream2BW
+from workbench.settings import Change, KnobError
+from workbench.strategies import DDP, Strategy
+from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
 
@@ -111,3 +119,119 @@ def test_without_stashing_it_would_be_another_run(monkeypatch: pytest.MonkeyPatc
         patch.setattr(Version, "keep", lambda version: None)
         without = assembled(run(e), 2)
     assert far(recurred(e, stashed, 10), without) > 1e-3
+
+
+BOTH = [(dream(2), stashed), (twice(2, 4), delayed)]
+DEEPER = [(dream(4), stashed), (twice(4, 4), delayed)]
+
+
+@pytest.mark.parametrize(("way", "reads"), BOTH + DEEPER, ids=str)
+def test_before_a_change_it_drains_and_no_batch_is_lost(way: Pipeline, reads: Any) -> None:
+    """From a flush and back, and drained in between by a change of nothing but how bytes travel."""
+    e = piped(way.stages, 18, partition=way)
+    changes = [Change(5, "bucket_mb", 0.02), Change(10, "schedule", OneFOneB()), Change(14, "schedule", way.schedule)]
+    sessions = run(e, *changes)
+    assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("change")) == 3
+    same(sessions, way.stages, recurred(e, reads, 5, 5, *[1] * 4, 4))
+
+
+@pytest.mark.parametrize(("way", "reads"), BOTH, ids=str)
+def test_a_held_out_loss_disturbs_nothing(way: Pipeline, reads: Any) -> None:
+    e = piped(2, 8, partition=way, eval_every=2)
+    sessions = run(e)
+    same(sessions, 2, recurred(e, reads, 8))
+    assert len(seen(sessions[0], "held_out")) == 5
+    model = deep()
+    model.load_state_dict({name: x.detach() for name, x in recurred(e, reads, 8).items()})
+    with torch.no_grad():
+        assert seen(sessions[0], "held_out")[-1] == held_out(model), "of the newest weights"
+
+
+@pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=str)
+def test_engine_and_simulator_agree_to_the_bit(way: Pipeline) -> None:
+    e = piped(4, 14, eval_every=3, pace=4.0, partition=way)
+    changes = [Change(6, "lr", 2e-3), Change(9, "schedule", OneFOneB()), Change(11, "schedule", way.schedule)]
+    sessions = run(e, *changes)
+    assert not sessions[0].record.noted("refused")
+    simulated = simulate(e, changes=changes, real=True)
+    rows = simulated.timeline.samples.rows()
+    for name in ("loss", "held_out"):
+        for rank in range(4):
+            mine = rows.value[rows.equal("name", name) & (rows.rank == rank)].tolist()
+            assert mine == seen(sessions[rank], name), (name, rank)
+    spans_alike(simulated, simulate(e, changes=changes))
+
+
+@pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=str)
+def test_what_is_stashed_is_on_the_ledger(way: Pipeline) -> None:
+    """p-i versions of stage i's weights, or two, on both hosts and with sizes only."""
+    task = ByteGPT(layers=6, width=32, context=16, heads=2)
+    e = Experiment(task=task, ranks=way.stages, steps=8, pace=8.0, bucket_mb=0.05, eval_every=0, batch=8, partition=way)
+    sessions = run(e)
+    memory_alike(e, sessions)
+    flushed = run(e.set("schedule", OneFOneB()))
+    for stage, (s, plain) in enumerate(zip(sessions, flushed, strict=True)):
+        versions = 2 if way.schedule.delayed else way.stages - stage
+        assert seen(s, "memory parameters")[-1] == versions * s.training.layout.nbytes, stage
+        assert seen(plain, "memory parameters")[-1] == s.training.layout.nbytes
+        assert not s.training.flow.versions.kept, "the run has ended, and drained"
+    if way.micros == 1:  # minibatches are in flight of which a flush has one
+        kept = [[seen(s, "memory activations")[-1] for s in each] for each in (sessions, flushed)]
+        assert kept[0] == [(way.stages - stage) * one for stage, one in enumerate(kept[1])]
+
+
+EVERY = [name for name, cls in shipped(Strategy).items()
+         if partitioned.refused(replace(piped(4, partition=dream(2)), strategy=fitting(cls, 2))) is None]  # fmt: skip
+
+
+def test_most_strategies_go_on_between_such_pipelines() -> None:
+    assert len(EVERY) >= 15 and {"DDP", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "SlowMo", "Gossip"} <= set(EVERY)
+
+
+@pytest.mark.parametrize("way", [dream(2), twice(2, 2)], ids=["PipeDream", "2BW"])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_strategy_does_the_same_on_both_hosts_and_is_left(name: str, way: Pipeline) -> None:
+    """Between two replicas of two stages, drained into a flush and back; replicas are alike under DDP at last."""
+    e = piped(4, 18, strategy=fitting(shipped(Strategy)[name], 2), partition=way, pace=1.0)
+    changes = [Change(7, "schedule", OneFOneB()), Change(10, "schedule", way.schedule), Change(16, "strategy", DDP())]
+    sessions = run(e, *changes)
+    assert not sessions[0].record.noted("refused")
+    first, second = (assembled(sessions, 2, replica) for replica in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    rows = simulate(e, changes=changes, real=True).timeline.samples.rows()
+    for rank in range(4):
+        mine = rows.value[rows.equal("name", "loss") & (rows.rank == rank)].tolist()
+        assert mine == pytest.approx(seen(sessions[rank], "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(("way", "reads"), [(dream(2), stashed), (twice(2, 4), delayed)], ids=["PipeDream", "2BW"])
+def test_layers_that_are_computed_again_are_so_with_the_weights_of_their_forward(way: Pipeline, reads: Any) -> None:
+    e = piped(2, 8, partition=replace(way, of=Whole(checkpoint="units")))
+    same(run(e), 2, recurred(e, reads, 8))
+
+
+@pytest.mark.parametrize("codec", [Cast(to="fp16"), TopK(density=0.3)], ids=str)
+@pytest.mark.parametrize("way", [dream(3), twice(3, 4)], ids=["PipeDream", "2BW"])
+def test_activations_cross_in_payloads(way: Pipeline, codec: Any) -> None:
+    """What TopK has chosen of one is known until its gradient comes, steps later; and through a drain."""
+    e = piped(3, 12, partition=replace(way, activations=codec), pace=1.0)
+    changes = [Change(6, "lr", 5e-3)]
+    sessions = run(e, *changes)
+    rows = simulate(e, changes=changes, real=True).timeline.samples.rows()
+    mine = rows.value[rows.equal("name", "loss") & (rows.rank == 0)].tolist()
+    assert mine == seen(sessions[0], "loss") and min(mine[6:]) < mine[0]
+
+
+REFUSED = [
+    ({"partition": Pipeline(schedule=PipeDream())}, "micros=4: PipeDream updates after every minibatch"),
+    ({"partition": twice(4, 2)}, "take micros=4 or more, or schedule=OneFOneB()"),
+    ({"partition": dream(2, of=Tensor())}, "schedule=PipeDream: older weights are kept of stages that are one rank"),
+    ({"partition": dream(2), "strategy": DDP(accumulate=2)}, "accumulate=2: PipeDream updates after every batch"),
+    ({"partition": twice(2, 4), "strategy": DDP(accumulate=2)}, "take accumulate=1 and a larger batch"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])
+def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(KnobError, match=re.escape(words)):
+        replace(Experiment(ranks=4), **given).checked()

@@ -55,6 +55,13 @@ def refused(e: Experiment) -> str | None:
             f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy whose "
             f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo"
         )
+    times = getattr(strategy, "accumulate", 1)
+    if partition.ahead(0) and times > 1:
+        kind = type(getattr(partition, "schedule", partition)).__name__
+        return (
+            f"accumulate={times}: {kind} updates after every batch, by weights that are one such update old; take "
+            f"accumulate=1 and a larger batch, or schedule=OneFOneB()"
+        )
     return partition.refuses(e.batch)
 
 

@@ -7,27 +7,35 @@ parameters lie in the copy; whoever writes into the weights beside it writes whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.host.layout import Layout
 
 
 class Version:
-    """The weights at one time. kept: a copy by bucket, once they may have changed; None: they are those there."""
+    """The weights at one time.
+
+    kept: a copy by bucket as these were then, once the weights may have changed; None: they are those there
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.kept: list[Tensor] | None = None
+        self._views: list[tuple[nn.Parameter, Tensor]] = []  # where each parameter lies in the copy
 
     def keep(self) -> None:
-        """The weights may change from now on."""
-        if self.kept is None:
-            self.kept = [weights.clone() for weights in self.layout.weights]
+        """The weights may change from now on, and the buckets."""
+        if self.kept is not None:
+            return
+        self.kept = [weights.clone() for weights in self.layout.weights]
+        for index, (group, copy) in enumerate(zip(self.layout.groups, self.kept, strict=True)):
+            for place, part in zip(group, self.layout.lies(index).parts, strict=True):
+                self._views.append((place.param, copy[part.start : part.stop].view(part.shape)))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -38,14 +46,14 @@ class Version:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside the backward of such a forward runs."""
-        if self.kept is None:
-            yield
-            return
-        _lie(self.layout, self.kept)
+        there = [(param, param.data) for param, _ in self._views]
+        for param, view in self._views:
+            param.data = view
         try:
             yield
         finally:
-            _lie(self.layout, [self.layout.lies(index).data for index in range(len(self.kept))])
+            for param, data in there:
+                param.data = data
 
     def _pack(self, x: Tensor) -> Any:
         """What autograd keeps in place of `x`."""
@@ -74,13 +82,6 @@ class _Weights:
 
 def _unpack(kept: Any) -> Tensor:
     return kept.read() if isinstance(kept, _Weights) else kept
-
-
-def _lie(layout: Layout, vectors: Sequence[Tensor]) -> None:
-    """The parameters lie in these vectors, one for each bucket, and their buckets where they did."""
-    for index, (group, vector) in enumerate(zip(layout.groups, vectors, strict=True)):
-        for place, part in zip(group, layout.lies(index).parts, strict=True):
-            place.param.data = vector[part.start : part.stop].view(part.shape)
 
 
 class Versions:
