@@ -12,6 +12,8 @@ from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.host.piece import micro_batches
 from workbench.optimizers import AdamW
+from workbench.partitions import Pipeline
+from workbench.partitions.schedules import PipeDream, PipeDream2BW
 
 WIDTH, DEPTH, ROWS = 12, 6, 8
 
@@ -86,3 +88,11 @@ def same(sessions: list[Session], stages: int, want: dict[str, torch.Tensor]) ->
 
 def seen(session: Session, name: str) -> list[float]:
     return [value for _, what, _, value in session.record.samples if what == name]
+
+
+def dream(stages: int, **rest: Any) -> Pipeline:
+    return Pipeline(stages=stages, micros=1, schedule=PipeDream(), **rest)
+
+
+def twice(stages: int, micros: int, **rest: Any) -> Pipeline:
+    return Pipeline(stages=stages, micros=micros, schedule=PipeDream2BW(), **rest)

@@ -27,6 +27,7 @@ from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
 from workbench.lab import Lab
 from workbench.optimizers import Optimizer
 from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.partitions.schedules import PipeDream, PipeDream2BW
 from workbench.run import Run
 from workbench.settings import KnobError, knobs, members
 from workbench.strategies import Strategy
@@ -67,7 +68,8 @@ def one(rng: random.Random, ranks: int) -> Turn:
                                 ("link.latency", rng.choice((0.0, rng.uniform(0.0, 1.0)))),
                                 ("pace", rng.choice((0.0, rng.uniform(1, 20))))))
         case "partition":
-            ways = [Pipeline(micros=1), Pipeline(micros=2), Pipeline(stages=ranks), Tensor(), Tensor(ways=ranks)]
+            ways = [Pipeline(micros=1), Pipeline(micros=2), Pipeline(stages=ranks), Tensor(), Tensor(ways=ranks),
+                    Pipeline(micros=1, schedule=PipeDream()), Pipeline(micros=2, schedule=PipeDream2BW())]
             return "partition", rng.choice((Whole(), *ways, Pipeline(micros=2, of=Tensor())))
         case "lr":
             return "lr", 10 ** rng.uniform(-4, -2.5)

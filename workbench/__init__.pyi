@@ -57,6 +57,8 @@ from workbench.partitions.schedules import Schedule as Schedule
 from workbench.partitions.schedules.gpipe import GPipe as GPipe
 from workbench.partitions.schedules.interleaved import Interleaved as Interleaved
 from workbench.partitions.schedules.one_f_one_b import OneFOneB as OneFOneB
+from workbench.partitions.schedules.pipedream import PipeDream as PipeDream
+from workbench.partitions.schedules.pipedream_2bw import PipeDream2BW as PipeDream2BW
 from workbench.partitions.schedules.zero_bubble import ZeroBubble as ZeroBubble
 from workbench.partitions.tensor import Tensor as Tensor
 from workbench.partitions.whole import Whole as Whole

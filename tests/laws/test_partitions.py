@@ -24,7 +24,7 @@ from workbench.experiment import Experiment
 from workbench.host.repartition import refuses_model
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
-from workbench.partitions.schedules import GPipe, Interleaved
+from workbench.partitions.schedules import GPipe, Interleaved, PipeDream, PipeDream2BW
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy
 
@@ -35,6 +35,7 @@ WAYS: list[Partition] = [
     Whole(), Pipeline(micros=2), Pipeline(stages=4, micros=8), Pipeline(micros=4, schedule=GPipe()),
     Pipeline(micros=4, schedule=Interleaved(chunks=2)), Pipeline(micros=2, schedule=Interleaved(chunks=3)),
     Tensor(), Tensor(ways=4), Pipeline(micros=2, of=Tensor()),
+    Pipeline(micros=1, schedule=PipeDream()), Pipeline(stages=4, micros=4, schedule=PipeDream2BW()),
 ]  # fmt: skip
 Pair = tuple[Strategy, Partition]
 
@@ -123,7 +124,7 @@ def test_there_are_many_pairs() -> None:
 
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD()], ids=["AdamW", "SGD"])
 def test_every_ordered_pair_of_partitions(optimizer: Any) -> None:
-    """One walk over all edges between the nine."""
+    """One walk over all edges between them."""
     walk, left = [0], {(a, b) for a in range(len(WAYS)) for b in range(len(WAYS)) if a != b}
     while left:
         ahead = [b for a, b in sorted(left) if a == walk[-1]]

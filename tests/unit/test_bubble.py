@@ -13,7 +13,7 @@ from workbench import simulate
 from workbench.analysis import bubble, straggler, why_silent
 from workbench.fabric import Fabric, Link, Slow
 from workbench.partitions import Pipeline, Tensor, Whole
-from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
+from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, PipeDream, PipeDream2BW, ZeroBubble
 from workbench.settings import Change
 from workbench.strategies import DDP
 
@@ -55,6 +55,23 @@ def test_backwards_in_halves_stand_still_for_a_third(stages: int, micros: int) -
     assert found is not None and found.least == (stages - 1) / (3 * micros + stages - 1)
     assert found.share == pytest.approx(found.least, abs=2e-3)
     assert found.in_flight.tolist() == [min(micros, stages)] * 4, "kept until the second half is done"
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micros"), [
+    (PipeDream(), 2, 1), (PipeDream(), 4, 1), (PipeDream2BW(), 2, 2), (PipeDream2BW(), 4, 4), (PipeDream2BW(), 4, 8),
+])  # fmt: skip
+def test_what_is_never_flushed_does_not_stand_still(schedule: Any, stages: int, micros: int) -> None:
+    """Where 1F1B with as many micro-batches must; but for what a wire costs."""
+    way = Pipeline(stages=stages, micros=micros, schedule=schedule)
+    found = bubble(simulated(4, EQUAL, 30, partition=way))
+    assert found is not None and (found.stages, found.micros, found.flushes) == (stages, micros, False)
+    assert found.share == pytest.approx(0.0, abs=2e-3) and found.least == 0.0
+    assert found.in_flight.tolist() == [stages - r % stages for r in range(4)]
+    assert "never drained" in found.text and "longest" not in found.text
+    flushed = bubble(simulated(4, EQUAL, 30, partition=Pipeline(stages=stages, micros=micros)))
+    assert flushed is not None and flushed.share == pytest.approx((stages - 1) / (micros + stages - 1), abs=2e-3)
+    slow = bubble(simulated(4, EQUAL, 30, partition=way, fabric=Fabric(link=Link(latency=5.0))))
+    assert slow is not None and slow.share > 0.02
 
 
 def test_several_batches_in_a_step_are_not_in_flight_together() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,18 +12,17 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.agree import memory_alike, spans_alike
-from tests.piped import assembled, batches, deep, held_out, piped, same, seen
+from tests.piped import assembled, batches, deep, dream, held_out, piped, same, seen, twice
 from tests.ranks import fitting, run, shipped
 from workbench import simulate
-from workbench.compressors import Cast, TopK
 from workbench.experiment import Experiment, partitioned
 from workbench.host.cutting import cut
 from workbench.host.piece import micro_batches
 from workbench.host.versions import Version
 from workbench.optimizers import SGD, AdamW, Optimizer
-from workbench.partitions import Pipeline, Tensor, Whole
-from workbench.partitions.schedules import OneFOneB, PipeDream, PipeDream2BW
-from workbench.settings import Change, KnobError
+from workbench.partitions import Pipeline, Whole
+from workbench.partitions.schedules import OneFOneB
+from workbench.settings import Change
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT
 
@@ -32,14 +30,6 @@ pytestmark = pytest.mark.ranks
 
 Weights = dict[str, torch.Tensor]
 OPTIMIZERS = [SGD(momentum=0.0), SGD(momentum=0.9), AdamW()]
-
-
-def dream(stages: int, **rest: Any) -> Pipeline:
-    return Pipeline(stages=stages, micros=1, schedule=PipeDream(), **rest)
-
-
-def twice(stages: int, micros: int, **rest: Any) -> Pipeline:
-    return Pipeline(stages=stages, micros=micros, schedule=PipeDream2BW(), **rest)
 
 
 def stashed(step: int, stage: int, stages: int) -> int:
@@ -208,30 +198,3 @@ def test_every_strategy_does_the_same_on_both_hosts_and_is_left(name: str, way: 
 def test_layers_that_are_computed_again_are_so_with_the_weights_of_their_forward(way: Pipeline, reads: Any) -> None:
     e = piped(2, 8, partition=replace(way, of=Whole(checkpoint="units")))
     same(run(e), 2, recurred(e, reads, 8))
-
-
-@pytest.mark.parametrize("codec", [Cast(to="fp16"), TopK(density=0.3)], ids=str)
-@pytest.mark.parametrize("way", [dream(3), twice(3, 4)], ids=["PipeDream", "2BW"])
-def test_activations_cross_in_payloads(way: Pipeline, codec: Any) -> None:
-    """What TopK has chosen of one is known until its gradient comes, steps later; and through a drain."""
-    e = piped(3, 12, partition=replace(way, activations=codec), pace=1.0)
-    changes = [Change(6, "lr", 5e-3)]
-    sessions = run(e, *changes)
-    rows = simulate(e, changes=changes, real=True).timeline.samples.rows()
-    mine = rows.value[rows.equal("name", "loss") & (rows.rank == 0)].tolist()
-    assert mine == seen(sessions[0], "loss") and min(mine[6:]) < mine[0]
-
-
-REFUSED = [
-    ({"partition": Pipeline(schedule=PipeDream())}, "micros=4: PipeDream updates after every minibatch"),
-    ({"partition": twice(4, 2)}, "take micros=4 or more, or schedule=OneFOneB()"),
-    ({"partition": dream(2, of=Tensor())}, "schedule=PipeDream: older weights are kept of stages that are one rank"),
-    ({"partition": dream(2), "strategy": DDP(accumulate=2)}, "accumulate=2: PipeDream updates after every batch"),
-    ({"partition": twice(2, 4), "strategy": DDP(accumulate=2)}, "take accumulate=1 and a larger batch"),
-]
-
-
-@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])
-def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(KnobError, match=re.escape(words)):
-        replace(Experiment(ranks=4), **given).checked()

@@ -21,7 +21,7 @@ class Bubble(NamedTuple):
     share:     of the time from a replica's first pass to its last, what a stage stands still of it in the mean
     pieces:    of the model on each stage, v
     least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1), or,
-               with backwards in two halves, (p-1) / (3 v m + p-1)
+               with backwards in two halves, (p-1) / (3 v m + p-1); 0 where no batch is flushed
     busy:      (ranks,) seconds per step that each computes passes, the median over steps; where a stage is several
                ranks with how long these wait for each other inside of a pass
     in_flight: (ranks,) passes at most that a rank has made forward and not yet backward, each of a micro-batch
@@ -35,16 +35,18 @@ class Bubble(NamedTuple):
     busy: np.ndarray
     in_flight: np.ndarray
     slices: int = 1  # ranks that compute a stage together
+    flushes: bool = True  # does every micro-batch go back in the step in which it has gone forward?
 
     @property
     def text(self) -> str:
         """What there is to say of it."""
         p, m = self.stages, self.micros
         pieces = f" through {self.pieces} pieces each" if self.pieces > 1 else ""
-        said = [
-            f"Stages stand still for {self.share * 100:.0f} % of their passes' time; filling and draining {p} stages "
-            f"with {m} micro-batch{'es' if m > 1 else ''}{pieces} makes {self.least * 100:.0f} %."
-        ]
+        least = (
+            f"filling and draining {p} stages with {m} micro-batch{'es' if m > 1 else ''}{pieces} makes "
+            f"{self.least * 100:.0f} %" if self.flushes else f"{p} stages that are never drained need not at all"
+        )  # fmt: skip
+        said = [f"Stages stand still for {self.share * 100:.0f} % of their passes' time; {least}."]
         by_stage = self.busy.reshape(-1, p, self.slices).swapaxes(1, 2).reshape(-1, p)
         mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
         if mean[longest] > UNLIKE * mean.mean():
@@ -92,15 +94,25 @@ def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
     began, ended = np.full(size, np.inf), np.full(size, -np.inf)
     np.minimum.at(began, place, rows.t0)
     np.maximum.at(ended, place, rows.t1)
+    flights = [_in_flight(rows[rows.rank == rank]) for rank in w.ranks]
+    flushes = not any(ahead for _, ahead in flights)
+    if not flushes:  # then stages are in one step at different times, each from its own beginning
+        steps = w.lane("step")
+        began[(steps.step - w.first) * len(w.ranks) + steps.rank] = steps.t0
     spread = [each.reshape(-1, len(w.ranks) // (p * t), p * t)[w.complete] for each in (began, ended)]
     lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
+    if not flushes:
+        lasts = (spread[1] - spread[0]).mean(axis=2)
     share = 1.0 - busy.reshape(len(busy), -1, p * t).mean(axis=2) / lasts
     passes = [str(name).split()[-1].partition(".") for name in np.unique(rows.name[rows.phase("forward")])]
     micros, v = len({micro for micro, _, _ in passes}), len({chunk for _, _, chunk in passes})
-    flying = np.array([_in_flight(rows[rows.rank == rank]) for rank in w.ranks])
+    flying = np.array([most for most, _ in flights])
     halves = 3 if rows.phase("backward weights").any() else 1  # a forward and both halves, of one length each
     least = (p - 1) / (halves * v * micros + p - 1)
-    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t)
+    if not flushes:  # numbers go on from batch to batch
+        one = rows[(rows.rank == rows.rank[0]) & (rows.step == rows.step[-1])]
+        micros, least = len(np.unique(one.name[one.phase("backward")])), 0.0
+    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t, flushes)
 
 
 def _passes(rows: Rows) -> Rows:
@@ -112,22 +124,28 @@ def _passes(rows: Rows) -> Rows:
     return rows[first].replaced(t1=np.maximum.reduceat(rows.t1, first))
 
 
-def _in_flight(rows: Rows) -> int:
-    """The most passes of one rank whose forward had begun and whose backward had not ended.
+def _in_flight(rows: Rows) -> tuple[int, bool]:
+    """The most passes of one rank whose forward had begun and whose backward had not ended; was it ahead of a step?
 
-    A step may hold several batches, so names come again; and a backward that stood still is several rows.
+    A step may hold several batches, so names come again; and a backward that stood still is several rows. Where no
+    batch is flushed one comes back in a later step than it has gone forward, maybe before these rows.
     """
     rows = rows[np.argsort(rows.t0, kind="stable")]
-    open_: dict[str, float] = {}  # by step and pass: the end of its backward so far
+    open_: dict[str, tuple[int, float]] = {}  # by pass: the step of its forward, the end of its backward so far
     events: list[tuple[float, int]] = []
-    forward = rows.phase("forward")
-    for step, name, t0, t1, ahead in zip(rows.step, rows.name, rows.t0, rows.t1, forward, strict=True):
-        key = f"{step} {str(name).split()[-1]}"
-        if not ahead:
-            open_[key] = float(t1)
+    forward, ahead = rows.phase("forward"), False
+    for step, name, t0, t1, goes in zip(rows.step, rows.name, rows.t0, rows.t1, forward, strict=True):
+        key = str(name).split()[-1]
+        went, end = open_.get(key, (-1, np.nan))
+        if not goes:
+            ahead |= went != step
+            if went < 0:
+                events.append((-np.inf, 1))
+            open_[key] = step, float(t1)
             continue
-        if key in open_:
-            events.append((open_.pop(key), -1))
+        if went >= 0:
+            events.append((float(t0) if np.isnan(end) else end, -1))  # one that went ahead may have been forgotten
         events.append((float(t0), 1))
-    events += [(end, -1) for end in open_.values()]
-    return int(np.cumsum([way for _, way in sorted(events)]).max()) if events else 0
+        open_[key] = step, np.nan
+    events += [(end, -1) for _, end in open_.values() if not np.isnan(end)]
+    return int(np.cumsum([way for _, way in sorted(events)]).max()) if events else 0, ahead

@@ -1,0 +1,124 @@
+"""PipeDream and PipeDream-2BW while people and payloads come in between, and what does not go with them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.piped import batches, deep, dream, loss, piped, seen, twice
+from tests.ranks import ended, live, run, toy
+from tests.sim.insides import simulated
+from tests.waiting import until
+from workbench import simulate
+from workbench.compressors import Cast, TopK
+from workbench.experiment import Experiment
+from workbench.partitions import Pipeline, Tensor
+from workbench.partitions.schedules import PipeDream
+from workbench.settings import Change, KnobError
+from workbench.strategies import DDP
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("codec", [Cast(to="fp16"), TopK(density=0.3)], ids=str)
+@pytest.mark.parametrize("way", [dream(3), twice(3, 4)], ids=["PipeDream", "2BW"])
+def test_activations_cross_in_payloads(way: Pipeline, codec: Any) -> None:
+    """What TopK has chosen of one is known until its gradient comes, steps later; and through a drain."""
+    e = piped(3, 12, partition=replace(way, activations=codec), pace=1.0)
+    changes = [Change(6, "lr", 5e-3)]
+    sessions = run(e, *changes)
+    rows = simulate(e, changes=changes, real=True).timeline.samples.rows()
+    mine = rows.value[rows.equal("name", "loss") & (rows.rank == 0)].tolist()
+    assert mine == seen(sessions[0], "loss") and min(mine[6:]) < mine[0]
+
+
+REFUSED = [
+    ({"partition": Pipeline(schedule=PipeDream())}, "micros=4: PipeDream updates after every minibatch"),
+    ({"partition": twice(4, 2)}, "take micros=4 or more, or schedule=OneFOneB()"),
+    ({"partition": dream(2, of=Tensor())}, "schedule=PipeDream: older weights are kept of stages that are one rank"),
+    ({"partition": dream(2), "strategy": DDP(accumulate=2)}, "accumulate=2: PipeDream updates after every batch"),
+    ({"partition": twice(2, 4), "strategy": DDP(accumulate=2)}, "take accumulate=1 and a larger batch"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:20] for _, words in REFUSED])
+def test_what_does_not_go_together_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(KnobError, match=re.escape(words)):
+        replace(Experiment(ranks=4), **given).checked()
+
+
+def seconds(sessions: list[Any]) -> float:
+    """Of a step in the mean, on the first stage, once the pipeline is full."""
+    ends = [row[5] for row in sessions[0].record if row[1] == "step"]
+    return float(ends[-2] - ends[5]) / (len(ends) - 7)
+
+
+def test_on_real_ranks_the_stages_compute_at_the_same_time() -> None:
+    """Three stages, each a third of 120 ms: where each minibatch is flushed a step takes 120 ms."""
+    ways = dream(3), Pipeline(stages=3, micros=1)
+    full, flushed = (seconds(run(piped(3, 18, partition=way, pace=120.0))) for way in ways)
+    assert flushed > 0.11 and full < 0.65 * flushed
+
+
+@pytest.mark.parametrize("way", [dream(4), twice(4, 4)], ids=["PipeDream", "2BW"])
+def test_people_turn_it_pause_it_and_stop_it_at_any_time(way: Pipeline) -> None:
+    """Heard a few steps later, on all stages before the same one."""
+    sessions = live(piped(4, 0, partition=way, pace=20.0))
+    asked = [("lr", 1e-3), ("schedule", "OneFOneB"), ("schedule", type(way.schedule).__name__), ("partition", "Whole"),
+             ("partition", way), ("bucket_mb", 0.02)]  # fmt: skip
+    for number, (path, value) in enumerate(asked):
+        step = sessions[0].rank.step
+        until(lambda step=step: sessions[0].rank.step > step + 6)
+        request = Change(0, path, value, id=f"c{number}").plain()
+        sessions[0].request({"kind": "change", "at_step": 0, **request})
+        until(lambda number=number: len(sessions[0].record.noted("change")) > number)
+    sessions[0].request({"kind": "pause", "id": "p"})
+    until(lambda: sessions[0].phase == "paused")
+    sessions[0].request({"kind": "step", "id": "s", "n": 3})
+    until(lambda: sessions[0].phase == "paused")
+    sessions[0].request({"kind": "resume", "id": "r"})
+    step = sessions[0].rank.step
+    until(lambda: sessions[0].rank.step > step + 6)
+    sessions[0].request({"kind": "stop", "id": "d"})
+    ended(sessions, within=20)
+    assert all(s.phase == "stopped" and s.error is None for s in sessions)
+    assert not sessions[0].record.noted("refused") and len({s.rank.step for s in sessions}) == 1
+
+
+@pytest.mark.parametrize("way", [dream(2), twice(2, 4)], ids=["PipeDream", "2BW"])
+def test_what_went_ahead_and_is_forgotten_has_left_no_trace_in_buffers(way: Pipeline) -> None:
+    """A norm has seen each micro-batch once, though some went forward twice, on both hosts."""
+
+    def normed() -> nn.Module:
+        model = deep()
+        return nn.Sequential(model[0], nn.BatchNorm1d(12), *model[1:])
+
+    e = piped(2, 11, partition=way, pace=1.0, task=toy(model=normed, data=batches, loss=loss, evaluate=None))
+    changes = [Change(3, "bucket_mb", 0.02), Change(7, "lr", 1e-3)]
+    sessions = run(e, *changes)
+    norm = sessions[0].training.model[1]
+    assert int(norm.num_batches_tracked) == 11 * way.micros
+    others = simulated(e, *changes)[1]
+    assert torch.equal(others[0].model[1].running_mean, norm.running_mean)
+
+
+def test_batches_out_of_their_order_are_refused_in_words() -> None:
+    """One that has gone forward already has to be the next to go back."""
+
+    async def step(self: Any, rank: Any, state: Any) -> None:
+        await rank.forward()
+        await rank.forward(micro=1)
+        await rank.backward(micro=1)
+        await rank.backward()
+        await rank.update()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDP, "step", step)
+        sessions = live(piped(2, 4, partition=dream(2)))
+        ended(sessions, within=20)
+    assert any("is not the next one: under schedule=PipeDream" in s.error["text"] for s in sessions if s.error)
