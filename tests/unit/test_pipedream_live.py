@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -122,3 +123,31 @@ def test_batches_out_of_their_order_are_refused_in_words() -> None:
         sessions = live(piped(2, 4, partition=dream(2)))
         ended(sessions, within=20)
     assert any("is not the next one: under schedule=PipeDream" in s.error["text"] for s in sessions if s.error)
+
+
+@pytest.mark.parametrize("way", [dream(2), twice(2, 4)], ids=["PipeDream", "2BW"])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_replica(way: Pipeline) -> None:
+    """All stages meet in each step for it; both hosts say the same."""
+    e = piped(4, 10, partition=way, clip=0.5, pace=1.0)
+    sessions = run(e, Change(6, "clip", 0.2))
+    norms = [seen(s, "grad_norm") for s in sessions]
+    assert norms == [norms[0]] * 4 and len(norms[0]) == 10 and max(norms[0]) > 0.5
+    rows = simulate(e, changes=[Change(6, "clip", 0.2)], real=True).timeline.samples.rows()
+    for rank in range(4):
+        assert rows.value[rows.equal("name", "grad_norm") & (rows.rank == rank)].tolist() == norms[0]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_when_one_stage_fails_the_others_leave(stage: int) -> None:
+    def failing(model: nn.Module, pair: Any) -> torch.Tensor:
+        name = threading.current_thread().name
+        calls[name] = calls.get(name, 0) + 1
+        if name == f"rank {stage} training" and calls[name] > 8:
+            raise ValueError("on purpose")
+        return loss(model, pair)
+
+    calls: dict[str, int] = {}
+    task = toy(model=deep, data=batches, loss=failing, evaluate=None)
+    sessions = live(piped(3, 0, partition=dream(3), task=task))
+    ended(sessions, within=20)
+    assert "on purpose" in sessions[stage].error["text"]

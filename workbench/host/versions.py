@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from workbench.host.layout import Layout
+from workbench.host.layout import Layout, Place
+from workbench.rank import Part
 
 
 class Version:
@@ -26,16 +27,14 @@ class Version:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.kept: list[Tensor] | None = None
-        self._views: list[tuple[nn.Parameter, Tensor]] = []  # where each parameter lies in the copy
+        self._cut: list[tuple[list[Place], tuple[Part, ...]]] = []  # where parameters lie in the copy, by bucket
 
     def keep(self) -> None:
         """The weights may change from now on, and the buckets."""
         if self.kept is not None:
             return
         self.kept = [weights.clone() for weights in self.layout.weights]
-        for index, (group, copy) in enumerate(zip(self.layout.groups, self.kept, strict=True)):
-            for place, part in zip(group, self.layout.lies(index).parts, strict=True):
-                self._views.append((place.param, copy[part.start : part.stop].view(part.shape)))
+        self._cut = [(group, self.layout.lies(index).parts) for index, group in enumerate(self.layout.groups)]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -46,9 +45,10 @@ class Version:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Inside the backward of such a forward runs."""
-        there = [(param, param.data) for param, _ in self._views]
-        for param, view in self._views:
-            param.data = view
+        there = [(place.param, place.param.data) for group, _ in self._cut for place in group]
+        for (group, parts), copy in zip(self._cut, self.kept or (), strict=True):
+            for place, part in zip(group, parts, strict=True):
+                place.param.data = copy[part.start : part.stop].view(part.shape)
         try:
             yield
         finally:

@@ -25,8 +25,8 @@ class Pipeline(Partition):
     Each rank holds its own stage's parameters, gradients and optimizer state, about 1/p of the model's, and cuts its
     batch into m equal parts, whose gradients add up to those of the batch. Stages wait for each other while the
     pipeline fills and drains: where all take equally long, a share (p-1) / (m+p-1) of the passes' time under GPipe and
-    1F1B. What crosses between two stages is the activation of each micro-batch and its gradient, whatever the model's
-    size.
+    1F1B; PipeDream and PipeDream2BW never drain it and update by stale gradients. What crosses between two stages is
+    the activation of each micro-batch and its gradient, whatever the model's size.
     With `micros` = 1 it is naive layer parallelism: one stage computes at a time.
 
     `activations` and `gradients` may cross in a codec's payload, without error feedback: what was left out of an

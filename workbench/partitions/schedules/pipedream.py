@@ -33,7 +33,7 @@ class PipeDream(Schedule):
     When to use it: where 1F1B's bubble hurts and stale gradients do not: slow links, many steps, a rate that warms up.
 
     Reference: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
-    https://doi.org/10.1145/3341301.3359646, sections 3.2 and 3.3, figure 8
+    https://doi.org/10.1145/3341301.3359646, sections 3.2 and 3.3, figure 4
     """
 
     def refuses(self, stages: int, micros: int) -> str | None:

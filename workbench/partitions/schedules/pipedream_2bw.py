@@ -29,7 +29,7 @@ class PipeDream2BW(Schedule):
     When to use it: as PipeDream, for deeper pipelines and larger batches, at a fraction of the memory.
 
     Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021,
-    https://arxiv.org/abs/2006.09503, section 3.1, figure 2
+    https://arxiv.org/abs/2006.09503, section 3.1
     """
 
     @property
