@@ -111,11 +111,15 @@ def test_without_stashing_it_would_be_another_run(monkeypatch: pytest.MonkeyPatc
     assert far(recurred(e, stashed, 10), without) > 1e-3
 
 
+def said(x: Any) -> str:
+    return f"{type(x.schedule).__name__}-{x.stages}" if isinstance(x, Pipeline) else x.__name__
+
+
 BOTH = [(dream(2), stashed), (twice(2, 4), delayed)]
 DEEPER = [(dream(4), stashed), (twice(4, 4), delayed)]
 
 
-@pytest.mark.parametrize(("way", "reads"), BOTH + DEEPER, ids=str)
+@pytest.mark.parametrize(("way", "reads"), BOTH + DEEPER, ids=said)
 def test_before_a_change_it_drains_and_no_batch_is_lost(way: Pipeline, reads: Any) -> None:
     """From a flush and back, and drained in between by a change of nothing but how bytes travel."""
     e = piped(way.stages, 18, partition=way)
@@ -125,7 +129,7 @@ def test_before_a_change_it_drains_and_no_batch_is_lost(way: Pipeline, reads: An
     same(sessions, way.stages, recurred(e, reads, 5, 5, *[1] * 4, 4))
 
 
-@pytest.mark.parametrize(("way", "reads"), BOTH, ids=str)
+@pytest.mark.parametrize(("way", "reads"), BOTH, ids=said)
 def test_a_held_out_loss_disturbs_nothing(way: Pipeline, reads: Any) -> None:
     e = piped(2, 8, partition=way, eval_every=2)
     sessions = run(e)
@@ -137,7 +141,7 @@ def test_a_held_out_loss_disturbs_nothing(way: Pipeline, reads: Any) -> None:
         assert seen(sessions[0], "held_out")[-1] == held_out(model), "of the newest weights"
 
 
-@pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=str)
+@pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=said)
 def test_engine_and_simulator_agree_to_the_bit(way: Pipeline) -> None:
     e = piped(4, 14, eval_every=3, pace=4.0, partition=way)
     changes = [Change(6, "lr", 2e-3), Change(9, "schedule", OneFOneB()), Change(11, "schedule", way.schedule)]
@@ -152,7 +156,7 @@ def test_engine_and_simulator_agree_to_the_bit(way: Pipeline) -> None:
     spans_alike(simulated, simulate(e, changes=changes))
 
 
-@pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=str)
+@pytest.mark.parametrize("way", [*(w for w, _ in BOTH), *(w for w, _ in DEEPER)], ids=said)
 def test_what_is_stashed_is_on_the_ledger(way: Pipeline) -> None:
     """p-i versions of stage i's weights, or two, on both hosts and with sizes only."""
     task = ByteGPT(layers=6, width=32, context=16, heads=2)
