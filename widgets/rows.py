@@ -56,7 +56,7 @@ def _under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, now: 
     for k in knobs(thing):
         path = prefix + k.name
         turnable = settled and k.live
-        if k.element:
+        if k.element and k.family:
             out += _faults(whole, path, k, now)
         elif k.family:
             out += _member(whole, path, k, level, turnable, now)
@@ -131,7 +131,8 @@ def _kind(k: Knob) -> Row:
         found = stops(k)
         at = {"stops": [shown(v) for v in found], "at": nearest(found, k.default)}
         return {"kind": "number", "value": shown(k.default)} | at
-    return {"kind": "text", "value": str(k.default)}
+    value = ", ".join(map(str, k.default)) if k.kind is tuple else str(k.default)
+    return {"kind": "text", "value": value}
 
 
 def _faults(whole: Any, path: str, k: Knob, now: Now) -> list[Row]:

@@ -20,7 +20,7 @@ _HOMES = {
     "partitions.schedules": ("Schedule",),
     "rank": ("Bucket", "Memory", "Rank"),
     "record.timeline": ("Mark", "Sample", "Span", "Timeline"),
-    "run": ("Run", "RunError", "plan", "simulate"),
+    "run": ("Run", "RunError", "balance", "plan", "simulate"),
     "settings": ("Change", "Knob", "KnobError", "knob"),
     "sim": ("Costs", "Deadlock"),
     "strategies": ("Strategy",),

@@ -71,6 +71,7 @@ from workbench.record.timeline import Span as Span
 from workbench.record.timeline import Timeline as Timeline
 from workbench.run import Run as Run
 from workbench.run import RunError as RunError
+from workbench.run import balance as balance
 from workbench.run import plan as plan
 from workbench.run import simulate as simulate
 from workbench.settings import Change as Change

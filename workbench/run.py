@@ -5,7 +5,7 @@ A door like `workbench.lab`: rooms inside pass the data alone (`workbench.record
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench import analysis
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from workbench.analysis import RankMemory
     from workbench.experiment import Experiment
     from workbench.sim import Costs
+    from workbench.sim.balancer import Balanced
     from workbench.sim.planner import Planned
     from workbench.sim.what_if import WhatIf
 
@@ -30,6 +31,16 @@ def plan(
     from workbench.sim.planner import plan
 
     return plan(experiment, costs=costs, strategies=strategies, partitions=partitions)
+
+
+def balance(
+    experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None, slow: Sequence[float] | None = None,
+    rounds: int = 9,
+) -> Balanced:  # fmt: skip
+    """Cuts that make a pipeline's slowest stage fastest. See `workbench.sim.balancer`, which this is."""
+    from workbench.sim.balancer import balance
+
+    return balance(experiment, times=times, slow=slow, rounds=rounds)
 
 
 def require_memory(experiment: Experiment, path: str = "", value: Any = None) -> None:

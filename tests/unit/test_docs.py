@@ -120,7 +120,7 @@ def test_the_command_lines_are_accepted() -> None:
 def test_the_simulators_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block, fitting = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
+    block, fitting, cutting = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
     small = Experiment(ranks=2, steps=30, pace=20.0, fabric=Fabric(link=Link(bandwidth=200)))
     simulate(small).save(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
@@ -130,6 +130,8 @@ def test_the_simulators_example_runs(
     assert "simulated" in capsys.readouterr().out
     exec(fitting.replace("layers=6", "layers=2").replace("memory_mb=16", "memory_mb=12"), names)
     assert "on the device" in capsys.readouterr().out
+    exec(cutting.replace("layers=6", "layers=2"), names)
+    assert "part  0 on stage 0" in capsys.readouterr().out
 
 
 # -- the glossary

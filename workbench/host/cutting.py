@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
+from workbench.host.balancing import balanced
 from workbench.host.sliced import numel_of
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError, decoder_parts
@@ -48,6 +49,17 @@ class Stages:
         """What a stage is of the model's compute."""
         return sum(self.shares[stage :: self.count])
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The numbers of the parts at which pieces begin, without the first."""
+        return tuple(accumulate(len(parts) for parts in self.pieces[:-1]))
+
+    def dear(self, times: Sequence[float], piece: int) -> float:
+        """How many times longer a piece takes than its share says, where parts take these `times`."""
+        every = [0, *self.cuts, len(times)]
+        took = sum(times[every[piece] : every[piece + 1]])
+        return took / sum(times) / self.shares[piece]
+
 
 _CUTS = "workbench cuts"  # the attribute of a model that keeps where it was cut, and goes with it
 
@@ -55,7 +67,7 @@ _CUTS = "workbench cuts"  # the attribute of a model that keeps where it was cut
 def cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     """`model` in as many stages as `e`'s partition has. Raises KnobError in words where it cannot be cut so."""
     made = model.__dict__.setdefault(_CUTS, {})  # with sizes only thousands of ranks have one model
-    key = e.partition.depth, e.partition.pieces
+    key = e.partition.depth, e.partition.pieces, e.partition.cuts
     if key not in made:
         made[key] = _cut(e, model, learner)
     return made[key]
@@ -70,8 +82,13 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
             f"{said}: the model has {len(parts)} parts, too few for {what}; take at most {len(parts)} "
             f"{'pieces in all' if each > 1 else 'stages'}, or a deeper model"
         )
-    weights = [_weight(part) for part in parts]
-    ends = [*_balanced(weights, count * each), len(parts)]
+    if (begins := e.partition.cuts) and begins[-1] >= len(parts):
+        raise KnobError(
+            f"cuts={list(begins)}: the model has {len(parts)} parts, the last of which is number {len(parts) - 1}, and "
+            f"no piece can begin after it; take smaller numbers, or cuts=[]"
+        )
+    weights = [weight(part) for part in parts]
+    ends = [0, *(begins or balanced([weights], count * each)), len(parts)]
     pieces = tuple(tuple(parts[a:b]) for a, b in pairwise(ends))
     dealt = [[part for piece in pieces[stage::count] for part in piece] for stage in range(count)]
     own = {id(x): name for name, x in (*model.named_parameters(), *model.named_buffers())}
@@ -87,10 +104,8 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
         if not stages:
             raise KnobError(f"{said}: parameter {name} is in no part of the model; let `parts` return one that has it")
     if empty := [stage for stage, some in enumerate(dealt) if not trained & {id(x) for x in _held(some)}]:
-        raise KnobError(
-            f"stages={count}: stage {empty[0]} would have no parameters to train; take fewer stages, or a model whose "
-            f"parts are more alike"
-        )
+        would = "other cuts, or cuts=[]" if begins else "fewer stages, or a model whose parts are more alike"
+        raise KnobError(f"stages={count}: stage {empty[0]} would have no parameters to train; take {would}")
     total = sum(weights)
     return Stages(count, pieces, tuple(sum(weights[a:b]) / total for a, b in pairwise(ends)), names)
 
@@ -110,6 +125,18 @@ def parts_of(model: nn.Module, learner: Learner) -> list[nn.Module]:
         f"partition=Pipeline: a {type(model).__name__} does not say where it may be cut; make the model a Sequential, "
         f"or give the task `parts`: model -> a list of Modules that compute, one after the other, what the model does"
     )
+
+
+def bound(parts: Sequence[nn.Module]) -> tuple[set[int], set[int]]:
+    """The parts that must lie with the one before, for a parameter is tied, and those that train nothing."""
+    last = {id(p): number for number, part in enumerate(parts) for p in part.parameters()}
+    first: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        for p in part.parameters():
+            first.setdefault(id(p), number)
+    together = {at for p, number in first.items() for at in range(number + 1, last[p] + 1)}
+    barren = {number for number, part in enumerate(parts) if not any(p.requires_grad for p in part.parameters())}
+    return together, barren
 
 
 def through(parts: Sequence[nn.Module], *inputs: Any, **named: Any) -> Any:
@@ -140,26 +167,10 @@ def _held(parts: Iterable[nn.Module]) -> Iterator[Tensor]:
         yield from part.buffers()
 
 
-def _weight(part: nn.Module) -> int:
+def weight(part: nn.Module) -> int:
     """How much a part computes, for one example: its parameters that each example is multiplied with, and a little."""
     looked_up = {id(m.weight) for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     return 1 + sum(numel_of(p) for p in part.parameters() if id(p) not in looked_up)
-
-
-def _balanced(weights: list[int], count: int) -> list[int]:
-    """Where each of `count` stages begins, so that the heaviest is as light as can be."""
-    sums = [0, *accumulate(weights)]
-    n = len(weights)
-    best = {end: (sums[end], [0]) for end in range(1, n + 1)}  # by end: the heaviest of the stages so far, their begins
-    for stages in range(2, count + 1):
-        best = {
-            end: min(
-                ((max(best[at][0], sums[end] - sums[at]), [*best[at][1], at]) for at in range(stages - 1, end)),
-                key=lambda found: found[0],
-            )
-            for end in range(stages, n + 1)
-        }
-    return best[n][1]
 
 
 def _span(first: int, last: int) -> str:

@@ -73,7 +73,7 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
     Raises KnobError in words where the model does not run on the meta device.
     """
     way, made = e.partition, _PLANNED.setdefault(learner, {})
-    key = way.layers, way.depth, way.pieces, way.micro_batches, e.batch
+    key = way.layers, way.depth, way.pieces, way.cuts, way.micro_batches, e.batch
     if key not in made:
         with torch.random.fork_rng():
             try:

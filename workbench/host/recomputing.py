@@ -37,7 +37,8 @@ def recomputed(e: Experiment, learner: Learner, split: Split | None) -> Shares:
     count = way.depth * way.pieces
     if way.layers.recompute[0] == OFF:
         return (0.0,) * count
-    key = way.layers.recompute, way.slices, way.sequences, way.depth, way.pieces, way.micro_batches, e.batch
+    cut_so = way.depth, way.pieces, way.cuts
+    key = way.layers.recompute, way.slices, way.sequences, cut_so, way.micro_batches, e.batch
     made = _FOUND.setdefault(learner, {})
     if key not in made:
         with torch.random.fork_rng():

@@ -69,7 +69,7 @@ _TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by a tas
 def _require_tried(run: Any, wanted: Experiment) -> None:
     """Tries one batch, whole and spread, once for each way to spread: on a model of its own, whatever lies here."""
     way, made = wanted.partition, _TRIED.setdefault(run.learner, {})
-    key = way.dims(), way.pieces, way.sequences, way.micro_batches, wanted.batch, _sizes_only(run)
+    key = way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, wanted.batch, _sizes_only(run)
     if key not in made:
         made[key] = _tried(run, wanted)
     if made[key]:
@@ -102,8 +102,8 @@ def _ask_slots(run: Any, wanted: Experiment) -> None:
 
 def moves(was: Experiment, wanted: Experiment) -> bool:
     """Does a model lie otherwise under `wanted`?"""
-    one, other = was.partition, wanted.partition
-    return (one.dims(), one.pieces, one.sequences) != (other.dims(), other.pieces, other.sequences)
+    one, other = ((way.dims(), way.pieces, way.cuts, way.sequences) for way in (was.partition, wanted.partition))
+    return one != other
 
 
 class _Moved(NamedTuple):

@@ -58,6 +58,11 @@ class Partition(Family):
         return 1
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """At which parts of the model its pieces begin, the first one left out; none: where they are alike."""
+        return ()
+
+    @property
     def slices(self) -> int:
         """Over how many ranks each matrix is dealt out, which compute it together."""
         return 1

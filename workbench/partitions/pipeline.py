@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from workbench.compressors import Compressor, Dense
@@ -37,8 +38,11 @@ class Pipeline(Partition):
     With `of` = Tensor() each stage is t ranks that compute its layers together: fast links inside a stage and slow ones
     between stages suit both.
 
-    Layers are cut where they lie evenly by their numbers of parameters, embeddings not counted: a Sequential between
-    its children, decoders of transformers between their layers, any other model between the parts that its task names.
+    A Sequential is cut between its children, a decoder of transformers between its layers, any other model between the
+    parts that its task names: at `cuts`, the numbers of the parts at which stages 1 to p-1 begin, or, without any, so
+    that the largest stage has as few parameters as can be, embeddings not counted. Where layers take other times than
+    their parameters say, `balance(experiment)` measures them and says which cuts make the slowest stage fastest. With
+    several pieces per stage there are p v - 1 cuts, one for each piece of the model after the first.
 
     When to use it: for a model that one rank cannot hold or compute, on links too slow to exchange all its gradients or
     parameters in each step.
@@ -50,6 +54,7 @@ class Pipeline(Partition):
     stages: int = knob(2, 2, 64, unit="stages", doc="p: ranks that make one replica")
     micros: int = knob(4, 1, 1024, unit="micro-batches", doc="m: equal parts that a replica's batch is cut into")
     schedule: Schedule = knob(OneFOneB(), doc="in which order a stage computes forwards and backwards")
+    cuts: tuple[int, ...] = knob((), doc="parts of the model at which pieces after the first begin; none: evenly")
     of: Partition = knob(Whole(), doc="how each stage lies on ranks: whole on one, or dealt out over several by Tensor")
 
     activations: Compressor = knob(Dense(), doc="what crosses between stages in place of an activation")
@@ -107,6 +112,8 @@ class Pipeline(Partition):
             return reason
         if reason := self.schedule.refuses(self.stages, self.micros):
             return reason
+        if reason := self._refuses_cuts():
+            return reason
         if self.schedule.halves and self.recompute[0] != "none":
             return (
                 f"schedule={type(self.schedule).__name__}: each half of a backward would compute checkpointed units "
@@ -127,6 +134,22 @@ class Pipeline(Partition):
             return (
                 f"micros={self.micros}: a replica's batch of {batch} examples cannot be cut into so many equal "
                 f"micro-batches; take micros={_listed(fits)}, or another batch"
+            )
+        return None
+
+
+    def _refuses_cuts(self) -> str | None:
+        said, pieces = f"cuts={list(self.cuts)}", self.stages * self.pieces
+        if self.cuts and len(self.cuts) != pieces - 1:
+            each = f" of {self.pieces} pieces each" if self.pieces > 1 else ""
+            return (
+                f"{said}: {self.stages} stages{each} take {pieces - 1} cuts, and these are {len(self.cuts)}; say where "
+                f"each piece after the first begins, or take cuts=[]"
+            )
+        if any(b <= a for a, b in pairwise((0, *self.cuts))):
+            return (
+                f"{said}: each must be larger than the one before and the first at least 1, or a piece would have no "
+                f"part; say the parts at which pieces begin, in order"
             )
         return None
 

@@ -45,6 +45,8 @@ class Knob:
             what = "an integer" if self.kind is int else "a number"
             return f"{what} in [{self.low:g}, {self.high:g}]{' ' + self.unit if self.unit else ''}"
         if self.kind is tuple:
+            if self.element is int:
+                return "a list of integers, such as 2, 5"
             return f"a list of {self.element.__name__}s" if isinstance(self.element, type) else "a list"
         plain = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
         if self.kind in plain or not self.family:
@@ -83,6 +85,8 @@ class Knob:
             return float(value) if not isinstance(value, bool) and float(value) == float(value) else _no()
         if self.kind is str:
             return value if isinstance(value, str) else _no()
+        if self.kind is tuple and self.element is int:
+            return _integers(value)
         if self.kind is tuple:
             held = value if isinstance(value, list | tuple) else _no()
             fits = not isinstance(self.element, type) or all(isinstance(v, self.element) for v in held)
@@ -91,6 +95,14 @@ class Knob:
 
     def _refuse(self, value: Any, path: str) -> KnobError:
         return KnobError(f"{path or self.name}={short(value)}: must be {self.allowed}")
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    """Whole numbers, in a list or as a person writes one: "2, 5" or "[2, 5]"."""
+    if isinstance(value, str):
+        value = [n for n in value.strip().strip("[]()").split(",") if n.strip()]
+    held = value if isinstance(value, list | tuple) else _no()
+    return tuple(int(n) if not isinstance(n, bool) and int(n) == float(n) else _no() for n in held)
 
 
 def _no() -> Any:

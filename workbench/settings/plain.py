@@ -27,6 +27,8 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
     """The value that `to_plain` wrote; a bare name means that member of the family with its defaults."""
     if isinstance(plain, (list, tuple)):
         return tuple(from_plain(p, base, path) for p in plain)
+    if not is_dataclass(base):
+        return plain
     if isinstance(plain, str) and is_dataclass(base):
         member: Any = find(base, plain)
         return member.usual()

@@ -17,6 +17,7 @@ from workbench.host.canonical import optimizer_tensors
 from workbench.host.meetings import Planned
 from workbench.host.slots import require_steppable
 from workbench.rank import Op, Rank
+from workbench.settings import KnobError
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
 from workbench.sim.stage import Stage
@@ -53,12 +54,24 @@ class Compute(Stage):
         share *= self.body.share
         again = self.body.again[chunk] if phase == "backward" else 0.0
         asked = e.pace * 1e-3 * (SHARES[phase] + again * SHARES["forward"]) * share
+        if costs is not None and costs.parts and phase != "update":
+            share *= self._dear(costs.parts, phase, chunk)
         computed = costs.seconds(phase, self.index, step, e.seed) * share if costs is not None else 0.0
         if again and costs is not None:
             computed += costs.seconds("forward", self.index, step, e.seed) * share * again
         factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
         self._asked, self._took = self._asked + asked, self._took + lasts(asked, computed)
         return lasts(asked, computed, factor)
+
+    def _dear(self, parts: tuple[tuple[float, float], ...], phase: str, chunk: int) -> float:
+        """How many times longer a piece takes than its parameters say."""
+        stages = self.body.spread.stages if self.body.spread else None
+        if stages is None:
+            return 1.0
+        if len(parts) != (every := sum(map(len, stages.pieces))):
+            raise KnobError(f"costs: {len(parts)} parts have times, and the model has {every}; measure it with balance")
+        times = [backward if phase == "backward" else forward for forward, backward in parts]
+        return float(stages.dear(times, chunk * len(stages) + self.body.piece.stage))
 
     def pace_said(self) -> dict[str, Any] | None:
         """A step is over; what there is to say of the pace, if that is news."""

@@ -26,6 +26,8 @@ class Costs:
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to nothing else
     evaluate: seconds of one evaluation
+    parts:    seconds of a forward and of a backward of each part of the model (see `balance`), of which the proportions
+              count where it is cut into stages; none: they are as numbers of parameters
     density:  share of elements that a choice by their values keeps, for simulations with sizes only; 0: not known
 
     Where an experiment states a `pace`, compute takes what the pace says or what is measured, whichever is longer.
@@ -39,6 +41,7 @@ class Costs:
     late: float = 0.0
     between: float = 0.0
     evaluate: float = 0.0
+    parts: tuple[tuple[float, float], ...] = ()
     density: float = 0.0
 
     def __post_init__(self) -> None:

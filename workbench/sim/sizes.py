@@ -56,6 +56,7 @@ class Sizes:
     stage = (0, 1)  # which stage this rank is, of how many
     common: Any = None  # parameters that all ranks of a group have, by owner
     flow: Any = None  # its host's
+    spread: Spread | None = None  # how a replica lies on several ranks
     layers: Partition  # how the ranks of a stage compute its layers
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
@@ -119,6 +120,7 @@ class Sizes:
 
     def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int) -> None:
         """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
+        self.spread = spread
         stage, index = spread.place(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
         self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)

@@ -68,11 +68,11 @@ class Stage(Joint):
         x, micro, chunk = op.args
         name = pass_name("forward", self.flow.number(micro), chunk, len(self._left))
         if self.body.split is not None:
-            passing = self._passing(fiber, "forward", [], self._part(chunk), name)
+            passing = self._passing(fiber, "forward", [], self._part(chunk), name, chunk)
             forward = partial(self.body.stage_forward, x, micro, chunk)
             return self.inner(fiber, self._joint_stage(name, forward, passing, chunk))
         made = self.body.stage_forward(x, micro, chunk)
-        return self._compute(fiber, "forward", made, self._part(chunk), name)
+        return self._compute(fiber, "forward", made, self._part(chunk), name, chunk)
 
     def _stage_backward(self, fiber: Fiber, op: Op) -> Any:
         grad, micro, chunk = op.args
@@ -82,7 +82,7 @@ class Stage(Joint):
         grad, micro, chunk = op.args
         came = self.body.stage_inputs(grad, micro, chunk)
         name = pass_name("backward", self.flow.number(micro), chunk, len(self._left))
-        return self._compute(fiber, "backward", came, 0.5 * self._part(chunk), name)
+        return self._compute(fiber, "backward", came, 0.5 * self._part(chunk), name, chunk)
 
     def _stage_weights(self, fiber: Fiber, op: Op) -> Any:
         micro, chunk = op.args

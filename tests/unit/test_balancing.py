@@ -1,0 +1,260 @@
+"""Where a pipeline is cut: the best of all cuts, what it takes on real ranks, and how it is turned to live."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from itertools import combinations, pairwise
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.piped import WIDTH, alone, batches, deep, loss, piped, same, seen
+from tests.ranks import experiment, run, toy
+from widgets.rows import Now, rows
+from workbench import KnobError, balance, simulate
+from workbench.analysis import bubble
+from workbench.fabric import Fabric, Slow
+from workbench.host.balancing import balanced
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB
+from workbench.settings import Change
+from workbench.sim import Costs
+from workbench.sim.balancer import Balanced
+
+pytestmark = pytest.mark.ranks
+
+
+def slowest(times: list[list[int]], cuts: tuple[int, ...]) -> int:
+    return max(sum(times[k % len(times)][a:b]) for k, (a, b) in enumerate(pairwise((0, *cuts, len(times[0])))))
+
+
+def allowed(cuts: tuple[int, ...], n: int, together: set[int], barren: set[int]) -> bool:
+    return not together & {*cuts} and all({*range(a, b)} - barren for a, b in pairwise((0, *cuts, n)))
+
+
+def test_no_cut_has_a_faster_slowest_piece() -> None:
+    """Against all cuts there are, for parts that are free and for some that are not."""
+    rng, impossible = random.Random(3), 0
+    for _ in range(400):
+        n, stages = rng.randint(2, 8), rng.randint(1, 3)
+        count = stages * rng.randint(1, 2)
+        times = [[rng.randint(0, 9) for _ in range(n)] for _ in range(rng.choice((1, stages)))]
+        together, barren = ({k for k in range(low, n) if rng.random() < 0.15} for low in (1, 0))
+        every = [c for c in combinations(range(1, n), count - 1) if allowed(c, n, together, barren)]
+        if not every:
+            impossible += 1
+            with pytest.raises(ValueError, match="cannot be cut"):
+                balanced(times, count, together, barren)
+            continue
+        found = balanced(times, count, together, barren)
+        assert found in every and slowest(times, found) == min(slowest(times, c) for c in every)
+    assert 20 < impossible < 200
+
+
+ALIKE = Costs(forward=0.012, backward=0.024)  # type: ignore[arg-type]  # and updates take no time
+
+
+def simulated(cuts: tuple[int, ...], micros: int, costs: Costs = ALIKE, **rest: Any) -> Any:
+    """Four layers of one size on two stages, cut at these."""
+    layers = lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])  # noqa: E731
+    task = toy(model=layers, data=lambda *_: [(torch.ones(8, WIDTH), torch.zeros(8, WIDTH))], evaluate=None)
+    e = experiment(2, 6, task=task, partition=Pipeline(micros=micros, cuts=cuts, **rest))
+    return bubble(simulate(e, costs=costs).timeline)
+
+
+@pytest.mark.parametrize("micros", [1, 4, 8])
+@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB()], ids=str)
+def test_stages_that_are_unlike_stand_still_as_long_as_they_must(schedule: Any, micros: int) -> None:
+    """One layer, then three: the first micro-batch goes through one before the second stage has anything to do."""
+    found = simulated((1,), micros, schedule=schedule)
+    lasts = 1 + 3 * micros  # in layers' times, forward and backward alike: the last stage never waits again
+    assert found.share == pytest.approx(1 - (4 * micros / 2) / lasts, abs=2e-3)
+    assert found.busy[1] == pytest.approx(3 * found.busy[0], rel=1e-6)
+
+
+def test_parts_take_what_was_measured_of_them() -> None:
+    """The last of four layers of one size takes as long as three: so three and one are even."""
+    costs = Costs(forward=0.03, backward=0.06, parts=((1, 2), (1, 2), (1, 2), (3, 6)))  # type: ignore[arg-type]
+    found = simulated((3,), 4, costs)
+    assert found.share == pytest.approx(1 / 5, abs=2e-3)
+    assert found.busy == pytest.approx([0.045, 0.045], rel=1e-6)
+    other = simulated((), 4, costs)
+    assert other.busy == pytest.approx([0.03, 0.06], rel=1e-6)
+    with pytest.raises(KnobError, match="2 parts have times, and the model has 4"):
+        simulated((), 4, replace(costs, parts=((1, 2), (1, 2))))
+
+
+class _Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class Slowly(nn.Module):
+    """A layer that takes as long as it is told, forward, and twice that backward, and few cycles."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleeps.apply(self.layer(x), self.seconds)
+
+
+def uneven() -> nn.Module:
+    """Six layers of one size, of which the first three take six times as long as the others."""
+    rng = torch.Generator().manual_seed(7)
+    model = nn.Sequential(*[Slowly(ms * 1e-3) for ms in (6, 6, 6, 1, 1, 1)], nn.Linear(WIDTH, 4))
+    for p in model.parameters():
+        p.data = 0.4 * torch.randn(p.shape, generator=rng)
+    return model
+
+
+HEAVY = piped(2, 12, task=toy(model=uneven, data=batches, evaluate=None, loss=loss), partition=Pipeline())
+
+
+def seconds_per_step(sessions: list[Any]) -> float:
+    """From a rank's last passes of a step to those of the next, in the middle."""
+    ends: dict[int, float] = {}
+    for row in sessions[0].record:
+        if row[1] == "compute":
+            ends[row[0]] = max(ends.get(row[0], 0.0), row[5])
+    return median(b - a for a, b in pairwise([ends[k] for k in sorted(ends)][2:]))
+
+
+def test_heavy_layers_are_weighed_by_their_time_and_real_ranks_are_as_much_faster() -> None:
+    found = balance(HEAVY, rounds=5)
+    assert found.cuts == (2,) and found.even is not None and found.even.cuts == (3,)
+    assert [u.forward > 4e-3 for u in found.units] == [True] * 3 + [False] * 4
+    took = [seconds_per_step(run(replace(HEAVY, partition=way))) for way in (HEAVY.partition, found.partition)]
+    assert took[0] > 1.25 * took[1] and found.gain == pytest.approx(took[0] / took[1], rel=0.15)
+    assert f"cuts=[{found.cuts[0]}]" in repr(found) and repr(found).count("\n") == 7
+
+
+def test_it_is_turned_to_live_and_nothing_is_lost() -> None:
+    """Cut by parameters, elsewhere, and in pieces of unlike sizes: what one process comes to, to the bit."""
+    pieces = Pipeline(schedule=Interleaved(), cuts=(1, 2, 6))
+    e = piped(2, 16, partition=Pipeline())
+    sessions = run(e, Change(4, "partition.cuts", (6,)), Change(8, "partition", pieces),
+                   Change(12, "partition.cuts", "1, 5, 6"))  # fmt: skip
+    assert not sessions[0].record.noted("refused")
+    marks = [json.loads(mark[3]) for mark in sessions[0].record.noted("partition")]
+    texts = [mark["text"].partition("parts ")[2] for mark in marks]
+    assert texts == ["0–2 | 3–6", "0–5 | 6", "0, 2–5 | 1, 6", "0, 5 | 1–4, 6"]
+    assert all(mark["nbytes"] > 0 for mark in marks[1:])
+    same(sessions, 2, alone(e, (16, 1, 4)))
+
+
+REFUSED = [
+    ({"cuts": (1, 2)}, "2 stages take 1 cuts, and these are 2"),
+    ({"cuts": (2, 2), "stages": 3}, "each must be larger than the one before"),
+    ({"cuts": (0,)}, "the first at least 1"),
+    ({"cuts": (3,), "schedule": Interleaved()}, "2 stages of 2 pieces each take 3 cuts"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words[:12] for _, words in REFUSED])
+def test_cuts_that_no_pipeline_has_are_refused_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(KnobError, match=words):
+        experiment(12, partition=Pipeline(**given))
+
+
+@pytest.mark.parametrize("value", ["a", "1.5", [1.5], [True], 3, [[1]], [{"a": 1}], [float("inf")], None])
+def test_what_is_no_list_of_integers_is_refused(value: Any) -> None:
+    with pytest.raises(KnobError, match=r"cuts=.*must be a list of integers, such as 2, 5"):
+        experiment(2, partition=Pipeline()).set("partition.cuts", value)
+
+
+def test_cuts_that_the_model_does_not_have_are_refused_and_the_run_goes_on() -> None:
+    task = toy(model=lambda: nn.Sequential(*deep(), nn.Tanh()), data=batches, loss=loss, evaluate=None)
+    sessions = run(piped(2, 8, partition=Pipeline(), task=task), Change(2, "partition.cuts", [8]),
+                   Change(4, "partition.cuts", [7]), Change(6, "partition.cuts", [1]))  # fmt: skip
+    said = [json.loads(mark[3])["reason"] for mark in sessions[0].record.noted("refused")]
+    assert len(said) == 2 and "the model has 8 parts" in said[0] and "take smaller numbers" in said[0]
+    assert "stage 1 would have no parameters to train; take other cuts" in said[1]
+    assert len(sessions[0].layout.order) == 2 and len(seen(sessions[0], "loss")) == 8
+
+
+def test_controls_show_cuts_as_text_that_can_be_typed() -> None:
+    e = experiment(2, partition=Pipeline(stages=2, cuts=(3,)))
+    (row,) = [row for row in rows(e, Now()) if row["path"] == "partition.cuts"]
+    assert (row["kind"], row["value"], row["allowed"]) == ("text", "3", "a list of integers, such as 2, 5")
+    typed = [e.set("partition.cuts", text).partition.cuts for text in ("2", "[2]", " 2 ,", "", "()")]  # type: ignore[attr-defined]
+    assert typed == [(2,), (2,), (2,), (), ()]
+
+
+EQUAL = [(0.01, 0.02)] * 7
+
+
+def found_with(way: Any, times: Any = EQUAL, **rest: Any) -> Balanced:
+    slow = rest.pop("slow", None)
+    return balance(replace(piped(4, partition=way), **rest), times=times, slow=slow)
+
+
+def test_a_slow_stage_is_given_less() -> None:
+    alike = found_with(Pipeline())
+    assert alike.cuts in ((3,), (4,)) and alike.gain == pytest.approx(1.0)
+    slow = found_with(Pipeline(), fabric=Fabric(faults=(Slow(rank=3, factor=3.0),)))
+    assert slow.cuts == (5,), "3 times 2 parts against 5; rank 3 computes stage 1 of the second replica"
+    assert slow.even is not None and slow.even.step_s > 1.2 * slow.best.step_s
+    assert found_with(Pipeline(), slow=(1.0, 3.0)).cuts == (5,)
+    paced = found_with(Pipeline(), [(0.0, 0.0), (1e-9, 0.0)] + [(0.0, 0.0)] * 5, pace=70.0, slow=(1.0, 3.0))
+    assert paced.cuts == (5,), "under a pace parts take what their parameters say"
+
+
+def test_pieces_and_slices_are_cut_too() -> None:
+    times = [(0.01, 0.02)] * 6 + [(0.05, 0.1)]
+    several = found_with(Pipeline(schedule=Interleaved()), times)
+    assert several.cuts[-1] == 6 and len(several.cuts) == 3 and several.gain > 1.0
+    assert simulate(replace(piped(4), partition=several.partition, steps=3), costs=several.costs).timeline
+    sliced = found_with(Pipeline(of=Tensor()), times, task=toy(model=pairs, data=batches, loss=loss, evaluate=None))
+    assert sliced.cuts == (6,)
+
+
+def pairs() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, n)) for n in (*[WIDTH] * 6, 4)])
+
+
+def test_parts_with_nothing_to_train_and_tied_ones_are_heeded() -> None:
+    layers = lambda: nn.Sequential(nn.Tanh(), *deep())  # noqa: E731
+    task = toy(model=layers, data=batches, loss=loss, evaluate=None)
+    found = found_with(Pipeline(), [(0.9, 0.0), *EQUAL], task=task)
+    assert found.cuts == (2,), "a Tanh trains nothing, and is not alone"
+
+    def tied() -> nn.Module:
+        model = deep()
+        model[2][0].weight = model[0][0].weight  # type: ignore[index]
+        return model
+
+    task = toy(model=tied, data=batches, loss=loss, evaluate=None)
+    assert found_with(Pipeline(), [(0.1, 0.0), *EQUAL[1:]], task=task).cuts == (3,)
+
+
+NOT_SO = [
+    ({"way": Whole()}, "only stages are balanced"),
+    ({"way": Pipeline(), "times": [(1, 1)] * 3}, "of 3 parts, and the model has 7"),
+    ({"way": Pipeline(), "times": [(1, -1)] * 7}, "not negative"),
+    ({"way": Pipeline(), "times": [1] * 7}, "pairs of seconds"),
+    ({"way": Pipeline(), "slow": (1,)}, "2 positive numbers, one for each stage"),
+    ({"way": Pipeline(), "slow": (0, 1)}, "2 positive numbers, one for each stage"),
+    ({"way": Pipeline(stages=4, schedule=Interleaved())}, "take at most 7 pieces in all"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), NOT_SO, ids=[words[:16] for _, words in NOT_SO])
+def test_what_cannot_be_balanced_is_refused_in_words(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(KnobError, match=words):
+        found_with(**given)
