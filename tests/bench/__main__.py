@@ -27,6 +27,7 @@ COMMANDS = {
     "ddp": ["tests.bench.ddp"],
     "fsdp": ["tests.bench.ddp", "--strategy", "ZeRO3", "--caps", "1", "5", "--rounds", "12"],
     "pipeline": ["tests.bench.pipeline"],
+    "schedules": ["tests.bench.schedules"],
     "offload": ["tests.bench.offload"],
     "activations": ["tests.bench.activations"],
     "bound": ["tests.bench.bound"],

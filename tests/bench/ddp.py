@@ -62,12 +62,11 @@ def tasks() -> dict[str, Any]:
 class Ours:
     """The engine's session, driven a block at a time."""
 
-    def __init__(self, task: Any, cap: float, rank: int, size: int, where: tuple[str, int], out: Path,
-                 strategy: str) -> None:
-        e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0).set("strategy", strategy)
+    def __init__(self, e: Experiment, rank: int, where: tuple[str, int], out: Path, generation: str = "ours") -> None:
         session = Session(
-            e, rank=rank, size=size, store=where, generation="ours", secret=b"ours", epoch=time.time(), run_dir=out
-        )
+            e, rank=rank, size=e.ranks, store=where, generation=generation, secret=b"ours", epoch=time.time(),
+            run_dir=out,
+        )  # fmt: skip
         self.training = session.set_up()
         self.training.host.drive(self.training.lay_out())
 
@@ -153,7 +152,8 @@ def rank_main(
     task = tasks()[name]
     sides = {}
     if only != "torch":
-        sides["ours"] = Ours(task, cap, rank, size, where, Path(out), strategy)
+        e = Experiment(task=task, ranks=size, bucket_mb=cap, eval_every=0).set("strategy", strategy)
+        sides["ours"] = Ours(e, rank, where, Path(out))
     if only != "ours":
         sides["torch"] = Torchs(task, cap, wire, store, rank, size, RIVALS[strategy])
     order = {"both": ["ours", "torch", "torch"], "ours": ["ours"], "torch": ["torch"]}[only]

@@ -332,6 +332,13 @@ def second_order(d: dict[str, Any]) -> str:
     return section(d)
 
 
+def schedules(cells: list[dict[str, Any]]) -> str:
+    """Pipelines against torch's."""
+    from tests.bench.schedules_page import section
+
+    return section(cells)
+
+
 def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
     def section(d: dict[str, Any]) -> str:
         rows = []
@@ -345,7 +352,8 @@ def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
 
 
 SECTIONS: dict[str, Callable[[Any], str]] = {
-    "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "offload": offload, "activations": activations.text,
+    "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
+    "activations": activations.text,
     "bound": bound, "live": live, "slow_link": slow_link,
     "netns": netns, "record": record, "memory": memory, "second_order": second_order,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),

@@ -1,0 +1,31 @@
+"""What is made of the raw samples of our pipelines beside torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch.distributed.pipelining")
+
+from tests.bench.schedules import bubbles
+from tests.bench.schedules_page import section
+
+
+def test_the_bubble_is_what_stages_stand_still_between_the_first_pass_and_the_last() -> None:
+    """Two ranks, a block of two steps: three and two of four seconds computed, then all of two."""
+    one = [(10.0, 13.0, 3.0), (20.0, 22.0, 2.0)]
+    other = [(11.0, 14.0, 2.0), (20.0, 22.0, 2.0)]
+    assert bubbles([[one], [other]]) == [pytest.approx((1 - 2.5 / 4) / 2)]
+
+
+def cell(apart: float) -> dict[str, Any]:
+    rows = [[r, side, k, 0.5 if side == "ours" else 0.6, 0.3 if side == "ours" else 0.4]
+            for r in range(3) for k, side in enumerate(("ours", "torch", "torch"))]  # fmt: skip
+    return {"name": "GPipe", "pieces": 1, "stages": 4, "micros": 8, "apart": apart, "rows": rows}
+
+
+def test_the_page_says_both_bubbles_and_gradients_that_are_apart() -> None:
+    text, alike = section([cell(1e-9)]), "1.000 (1.000 to 1.000)"
+    assert f"| GPipe | 600 ms | 1.200 (1.200 to 1.200) | {alike} | 0.300 | 0.400 | 0.273 | 1.0e-09 |" in text
+    assert "1.0e-09 apart: kept" in text and "MISSED" in section([cell(1e-9), cell(1e-3)])
