@@ -34,8 +34,8 @@ def plan(
 
 
 def balance(
-    experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None, slow: Sequence[float] | None = None,
-    rounds: int = 9,
+    experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
+    slow: Sequence[float] | record.Run | None = None, rounds: int = 9,
 ) -> Balanced:  # fmt: skip
     """Cuts that make a pipeline's slowest stage fastest. See `workbench.sim.balancer`, which this is."""
     from workbench.sim.balancer import balance

@@ -215,6 +215,20 @@ def test_a_slow_stage_is_given_less() -> None:
     assert paced.cuts == (5,), "under a pace parts take what their parameters say"
 
 
+def test_a_run_says_which_stage_is_slow() -> None:
+    """Recorded with cuts of its own, a change to others, and a fault that the experiment does not know of."""
+    fault = Fabric(faults=(Slow(rank=1, factor=3.0),))
+    e = replace(piped(4, 8, partition=Pipeline(cuts=(2,)), fabric=fault), pace=70.0)
+    recorded = simulate(e, changes=[Change(4, "partition.cuts", (4,))])
+    weights = [(0.3 * w, 0.6 * w) for w in [157.0] * 6 + [53.0]]  # as the pace has it: by parameters, and one more
+    found = found_with(Pipeline(), weights, slow=recorded)
+    assert found.cuts == found_with(Pipeline(), weights, slow=(1.0, 3.0)).cuts != found_with(Pipeline(), weights).cuts
+    first, second = (found.costs.forward[rank].seconds for rank in (0, 1))
+    assert second == pytest.approx(3.0 * first, rel=1e-6)
+    with pytest.raises(KnobError, match="its last steps have no 4 stages; take a run that has"):
+        found_with(Pipeline(stages=4), weights, slow=recorded)
+
+
 def test_pieces_and_slices_are_cut_too() -> None:
     times = [(0.01, 0.02)] * 6 + [(0.05, 0.1)]
     several = found_with(Pipeline(schedule=Interleaved()), times)

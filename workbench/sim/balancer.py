@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from workbench import analysis
 from workbench.analysis.words import duration
@@ -16,7 +17,8 @@ from workbench.host.cutting import bound, cut, parts_of, weight
 from workbench.host.meta import outline
 from workbench.host.unit_times import Unit, unit_times
 from workbench.partitions import Partition
-from workbench.settings import KnobError
+from workbench.record.run import Run
+from workbench.settings import KnobError, fold
 from workbench.sim.costs import Costs
 from workbench.sim.durations import Duration
 from workbench.sim.fits import MOST, longest
@@ -76,13 +78,14 @@ class Balanced(NamedTuple):
 
 
 def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
-            slow: Sequence[float] | None = None, rounds: int = 9) -> Balanced:  # fmt: skip
+            slow: Sequence[float] | Run | None = None, rounds: int = 9) -> Balanced:  # fmt: skip
     """Cuts of `experiment`'s pipeline that make its slowest stage as fast as can be, for parts that take as long.
 
     times:  seconds of a forward and of a backward of one micro-batch through each part of the model; by default they
             are measured, on this process and one thread: medians over so many `rounds`. Under a `pace` a part takes
             what the pace says of its parameters where that is longer.
-    slow:   by stage how many times longer its ranks take, besides what `experiment`'s faults make of the first step
+    slow:   by stage how many times longer its ranks take, besides what `experiment`'s faults make of the first step; or
+            a run whose last steps had as many stages: what these took against what their parts should, faults and all
 
     The slowest piece's forward and backward is what is made small, by trying all cuts (workbench.host.balancing). A
     stage of several pieces has the fastest slowest piece, which need not be the fastest slowest stage. What crosses
@@ -102,7 +105,9 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
     parts, count = parts_of(model, learner), way.depth * way.pieces
     units = unit_times(e, learner, rounds) if times is None else _given(times, len(parts))
     units = _paced(e, units, [weight(part) for part in parts])
-    factors = _factors(slow, way.depth)
+    if isinstance(slow, Run):
+        e = replace(e, fabric=replace(e.fabric, faults=()))
+    factors = _recorded(slow, e, units, model, learner) if isinstance(slow, Run) else _factors(slow, way.depth)
     rows = [[f * u.forward + b * u.backward for u in units] for f, b in _slowness(e, factors)]
     try:
         cuts = balanced(rows, count, *bound(parts))
@@ -141,6 +146,19 @@ def _factors(slow: Sequence[float] | None, depth: int) -> tuple[float, ...]:
     if len(found) != depth or not all(0 < factor < NEVER for factor in found):
         raise KnobError(f"slow={slow!r}: must be {depth} positive numbers, one for each stage")
     return found
+
+
+def _recorded(run: Run, e: Experiment, units: tuple[Unit, ...], model: Any, learner: Any) -> tuple[float, ...]:
+    """By stage how many times longer its slowest rank took than the fastest stage's, for the same parts."""
+    was, found = fold(run.experiment, run.changes, Experiment.set)[-1][1].partition, analysis.bubble(run.timeline)
+    if found is None or was.depth != e.partition.depth:
+        raise KnobError(f"slow={run.name}: its last steps have no {e.partition.depth} stages; take a run that has")
+    stages = cut(replace(e, partition=was), model, learner)
+    ends = [0, *stages.cuts, len(units)]
+    pieces = [sum(u.forward + u.backward for u in units[a:b]) for a, b in pairwise(ends)]
+    took = found.busy.reshape(-1, was.depth, found.slices).max(axis=(0, 2))
+    times = [float(seconds) / max(sum(pieces[k :: was.depth]), 1e-12) for k, seconds in enumerate(took)]
+    return tuple(each / min(times) for each in times)
 
 
 def _stage(way: Partition, rank: int) -> int:
