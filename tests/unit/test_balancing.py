@@ -7,7 +7,6 @@ import random
 import time
 from dataclasses import replace
 from itertools import combinations, pairwise
-from statistics import median
 from typing import Any
 
 import pytest
@@ -117,45 +116,51 @@ class Slowly(nn.Module):
 def uneven() -> nn.Module:
     """Six layers of one size, of which the first three take six times as long as the others."""
     rng = torch.Generator().manual_seed(7)
-    model = nn.Sequential(*[Slowly(ms * 1e-3) for ms in (6, 6, 6, 1, 1, 1)], nn.Linear(WIDTH, 4))
+    model = nn.Sequential(*[Slowly(ms * 1e-3) for ms in (12, 12, 12, 2, 2, 2)], nn.Linear(WIDTH, 4))
     for p in model.parameters():
         p.data = 0.4 * torch.randn(p.shape, generator=rng)
     return model
 
 
-HEAVY = piped(2, 12, task=toy(model=uneven, data=batches, evaluate=None, loss=loss), partition=Pipeline())
+HEAVY = piped(2, 8, task=toy(model=uneven, data=batches, evaluate=None, loss=loss), partition=Pipeline())
 
 
 def seconds_per_step(sessions: list[Any]) -> float:
-    """From a rank's last passes of a step to those of the next, in the middle."""
+    """From a rank's last passes of a step to those of the next: the least, for the machine may do other things."""
     ends: dict[int, float] = {}
     for row in sessions[0].record:
         if row[1] == "compute":
             ends[row[0]] = max(ends.get(row[0], 0.0), row[5])
-    return median(b - a for a, b in pairwise([ends[k] for k in sorted(ends)][2:]))
+    return min(b - a for a, b in pairwise([ends[k] for k in sorted(ends)][2:]))
 
 
 def test_heavy_layers_are_weighed_by_their_time_and_real_ranks_are_as_much_faster() -> None:
     found = balance(HEAVY, rounds=5)
     assert found.cuts == (2,) and found.even is not None and found.even.cuts == (3,)
-    assert [u.forward > 4e-3 for u in found.units] == [True] * 3 + [False] * 4
+    assert [u.forward > 7e-3 for u in found.units] == [True] * 3 + [False] * 4
     took = [seconds_per_step(run(replace(HEAVY, partition=way))) for way in (HEAVY.partition, found.partition)]
     assert took[0] > 1.25 * took[1] and found.gain == pytest.approx(took[0] / took[1], rel=0.15)
     assert f"cuts=[{found.cuts[0]}]" in repr(found) and repr(found).count("\n") == 7
 
 
 def test_it_is_turned_to_live_and_nothing_is_lost() -> None:
-    """Cut by parameters, elsewhere, and in pieces of unlike sizes: what one process comes to, to the bit."""
+    """Cut by parameters, elsewhere, and in pieces of unlike sizes: what one process comes to, to the bit, and the
+    simulator, too.
+    """
     pieces = Pipeline(schedule=Interleaved(), cuts=(1, 2, 6))
     e = piped(2, 16, partition=Pipeline())
-    sessions = run(e, Change(4, "partition.cuts", (6,)), Change(8, "partition", pieces),
-                   Change(12, "partition.cuts", "1, 5, 6"))  # fmt: skip
+    changes = [Change(4, "partition.cuts", (6,)), Change(8, "partition", pieces),
+               Change(12, "partition.cuts", "1, 5, 6")]  # fmt: skip
+    sessions = run(e, *changes)
     assert not sessions[0].record.noted("refused")
     marks = [json.loads(mark[3]) for mark in sessions[0].record.noted("partition")]
     texts = [mark["text"].partition("parts ")[2] for mark in marks]
     assert texts == ["0–2 | 3–6", "0–5 | 6", "0, 2–5 | 1, 6", "0, 5 | 1–4, 6"]
     assert all(mark["nbytes"] > 0 for mark in marks[1:])
     same(sessions, 2, alone(e, (16, 1, 4)))
+    samples = simulate(e, changes=changes, real=True, costs=ALIKE).timeline.samples.rows()
+    mine = (samples.rank == 0) & samples.equal("name", "loss")
+    assert samples.value[mine].tolist() == seen(sessions[0], "loss")
 
 
 REFUSED = [
