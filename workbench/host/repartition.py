@@ -92,8 +92,9 @@ def _tried(run: Any, wanted: Experiment) -> str:
 
 def _ask_slots(run: Any, wanted: Experiment) -> None:
     """Refuses in words what an optimizer remembers in a shape that no other rank could tell."""
+    shapes = {place.name: place.param.shape for place in run.layout.order}
     for name, x in slots(run.layout, run.optimizer).items():
-        if x.numel() > 1 and x.shape != run.model.get_parameter(name.partition("/")[2]).shape:
+        if x.numel() > 1 and x.shape != shapes[name.partition("/")[2]]:
             raise KnobError(
                 f"partition={type(wanted.partition).__name__}: {type(run.optimizer).__name__} remembers {name} in a "
                 f"shape of its own, which does not show how to hand it over; take optimizer=AdamW() or SGD()"
