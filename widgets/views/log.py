@@ -88,7 +88,7 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             return "nan", f"the loss is {detail.get('loss')}"
         case "refused":
             return "refused", f"{detail.get('path')} = {detail.get('value')}: {detail.get('reason')}"
-        case "optimizer" | "momentum":
+        case "optimizer" | "momentum" | "own":
             return name, str(detail.get("text"))
         case "residual":
             return ("residual", str(detail["text"])) if "text" in detail else None

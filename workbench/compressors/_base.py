@@ -82,6 +82,16 @@ class Compressor(Family):
         return False
 
     @property
+    def own(self) -> dict[str, str]:
+        """What becomes of each rank's own buffers of its Memory where ranks come to hold another part of the model.
+
+        "sum": it is a part of what all ranks have together, so that stays what it was: who holds an element no longer
+        adds its part to that of one who does, who newly does begins at zero. "mean": of one value in shares all take
+        the mean, in shares of as many as there are then. What is not named begins anew.
+        """
+        return {self.residual: "sum"} if self.residual else {}
+
+    @property
     def lossless(self) -> bool:
         """Is the result the sum of all that was handed in, as exact as additions are? If all that it holds says so."""
         held = [c for c in inside(self) if c is not self]

@@ -69,6 +69,10 @@ class DGC(Sparse):
     def carries(self) -> bool:
         return self.momentum > 0
 
+    @property
+    def own(self) -> dict[str, str]:
+        return {self.residual: "sum", MOMENTUM: "sum"}
+
     def whole(self) -> Compressor:
         return replace(self, density=1.0, masking=False)
 

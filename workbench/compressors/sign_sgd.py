@@ -50,6 +50,10 @@ class SignSGD(Compressor):
     buffer: ClassVar[str] = "sign_sgd"
     kind: ClassVar[str] = "quantised"
 
+    @property
+    def own(self) -> dict[str, str]:
+        return {self.buffer: "mean"}
+
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         n, size = bucket.data.numel(), rank.size
         if not n:

@@ -13,10 +13,10 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh, sharers
 from workbench.fabric.load import idle
-from workbench.host import handover, residual
+from workbench.host import handover, own, residual
 from workbench.host.changing import Changing
 from workbench.host.checkpointing import units_of
-from workbench.host.momentum import give_back, move_momentum
+from workbench.host.momentum import move_momentum
 from workbench.host.pipelining import drained
 from workbench.host.recomputing import recomputed
 from workbench.host.repartition import moves, repartition
@@ -184,11 +184,12 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
                 await handover.reshard(run, lies, None)
             await handover.consolidate(run, was.strategy)
             await handover.spread(run, was.strategy)
-        await residual.change(run, was, wanted, moved or _foreign(was, wanted))
+        await residual.change(run, was, wanted, _foreign(was, wanted))
         if wanted.strategy.opaque:
             run.enter_opaque()
         momentum = was.strategy.hands_on(run.rank.replicas, run.state)
         if moved:
+            await own.carry(run, run.spread, spread_of(wanted, run.model, run.learner))
             momentum = await _spread_anew(run, wanted, momentum)
         if not stays:
             await handover.reshard(run, None, handover.cut(run, wanted.strategy))
@@ -208,15 +209,8 @@ async def spread_out(run: Changing) -> None:
 
 
 async def _spread_anew(run: Changing, wanted: Experiment, outer: Any = None) -> Any:
-    """The model comes to lie as `wanted` says, and with it an outer momentum, which is answered.
-
-    What a compressor remembers is each rank's own: it begins anew.
-    """
-    if MOMENTUM in run.rank.memory.buffers:
-        await give_back(run)
-    outer = await repartition(run, run.spread, spread_of(wanted, run.model, run.learner), outer)
-    run.rank.memory.clear()
-    return outer
+    """The model comes to lie as `wanted` says, and with it an outer momentum, which is answered."""
+    return await repartition(run, run.spread, spread_of(wanted, run.model, run.learner), outer)
 
 
 def _foreign(was: Experiment, wanted: Experiment) -> bool:

@@ -69,7 +69,7 @@ def _begun(held: State, has: Held, name: str, slices: tuple[Slice, ...], like: T
     if name in held and not new.is_meta:
         for piece, members in refine([has[name], slices]):
             if members == 3:
-                _seen(new, slices, piece).copy_(_seen(held[name], has[name], piece))
+                seen(new, slices, piece).copy_(seen(held[name], has[name], piece))
     return new
 
 
@@ -81,7 +81,7 @@ def _packed(transfers: Iterable[Transfer], held: State, has: Held, empty: Tensor
     for t in () if row.is_meta else transfers:
         source = held[t.name]
         end = at + t.slice.numel * source.element_size()
-        row[at:end].view(source.dtype).view(t.slice.times, t.slice.length).copy_(_seen(source, has[t.name], t.slice))
+        row[at:end].view(source.dtype).view(t.slice.times, t.slice.length).copy_(seen(source, has[t.name], t.slice))
         at = end
     return row
 
@@ -95,11 +95,11 @@ def _unpack(row: Tensor, transfers: Iterable[Transfer], given: State, wants: Hel
     for t in transfers:
         new = given[t.name]
         end = at + t.slice.numel * new.element_size()
-        _seen(new, wants[t.name], t.slice).copy_(row[at:end].view(new.dtype).view(t.slice.times, t.slice.length))
+        seen(new, wants[t.name], t.slice).copy_(row[at:end].view(new.dtype).view(t.slice.times, t.slice.length))
         at = end
 
 
-def _seen(flat: Tensor, slices: tuple[Slice, ...], piece: Slice) -> Tensor:
+def seen(flat: Tensor, slices: tuple[Slice, ...], piece: Slice) -> Tensor:
     """(times, length): the elements of `piece` in the flat tensor of what `slices` hold."""
     at = flat.storage_offset()
     for whole in slices:
