@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.ranks import experiment, run, weights
 from workbench import simulate
 from workbench.compressors import Compressor
 from workbench.rank import StrategyError
+from workbench.settings import Change
 from workbench.strategies import AdaAlter, Strategy
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +117,38 @@ def test_what_is_printed_of_ada_alter_runs_on_two_ranks_as_in_the_simulator(
     assert torch.equal(weights(first), weights(shipped)), "what is printed is what ships"
 
 
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_the_torus_learns_what_ddp_learns_and_sends_what_it_says(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = defined("Torus", tmp_path, monkeypatch)
+    e = experiment(ranks, 6, strategy=cls(columns=ranks // 2))
+    sessions = same_on_both_hosts(e)
+    assert all(torch.equal(weights(s), weights(sessions[0])) for s in sessions)
+    torch.testing.assert_close(weights(sessions[0]), weights(run(experiment(ranks, 6))[0]), rtol=1e-5, atol=1e-7)
+    (said,) = sessions[0].record.noted("mesh")
+    assert json.loads(said[3])["dims"] == {"down": 2, "across": ranks // 2}
+    sent, columns = [row for row in sessions[0].record.comm() if not row[0]], ranks // 2
+    whole = sum(b.nbytes for b in sessions[0].layout.buckets)
+    for way, share in (("across", 2 * (columns - 1) / columns), ("down", 2 * (1 - 1 / 2) / columns)):
+        assert sum(n for _, name, n in sent if f" in {way} " in name) == pytest.approx(share * whole, rel=0.01)
+
+
+def test_the_torus_is_turned_to_and_from_live_and_refused_where_it_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = defined("Torus", tmp_path, monkeypatch)
+    changes = [Change(3, "strategy", cls()), Change(5, "strategy.columns", 4), Change(7, "strategy.columns", 3),
+               Change(8, "strategy", "DDP")]  # fmt: skip
+    sessions = run(experiment(4, 10), *changes)
+    assert [json.loads(m[3])["text"] for m in sessions[0].record.noted("mesh")] == [
+        "ranks are arranged as down 2 × across 2", "ranks are arranged as down 1 × across 4",
+        "ranks are arranged as data 4"]  # fmt: skip
+    (refused,) = sessions[0].record.noted("refused")
+    assert "columns=3 does not divide 4 ranks into equal rows; use one of 1, 2, 4" in refused[3]
+    torch.testing.assert_close(weights(sessions[0]), weights(run(experiment(4, 10))[0]), rtol=1e-5, atol=1e-7)
+
+
 FOUND = """
 import sys, pytest, workbench.compressors, workbench.strategies
 workbench.strategies.__path__.append(sys.argv[1])
@@ -133,10 +167,11 @@ def held(folder: Path, name: str) -> tuple[int, str]:
 @pytest.mark.ranks
 def test_the_laws_find_a_member_by_its_file_alone_and_hold_it_to_its_claims(tmp_path: Path) -> None:
     (tmp_path / "coin_sgd.py").write_text(printed())
+    (tmp_path / "torus.py").write_text(printed("Torus"))
     (tmp_path / "running_range.py").write_text(printed("RunningRange"))
-    code, said = held(tmp_path, "CoinSGD or RunningRange")
+    code, said = held(tmp_path, "CoinSGD or RunningRange or Torus")
     assert code == 0, said
-    for name, least in (("CoinSGD", 5), ("RunningRange", 3)):
+    for name, least in (("CoinSGD", 5), ("Torus", 5), ("RunningRange", 3)):
         assert len(set(re.findall(rf"^PASSED \S+::(\w+)\[.*{name}\]", said, re.M))) >= least, said
 
 

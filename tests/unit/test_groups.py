@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.fabric import Fabric, Link
 from workbench.host.canonical import state_hash
+from workbench.partitions import Pipeline
 from workbench.rank import Mesh, Op, Rank, StrategyError
 from workbench.settings import Change, KnobError, knob
-from workbench.strategies import DDP, HierarchicalLocalSGD, Strategy
+from workbench.strategies import DDP, HierarchicalLocalSGD, Strategy, ZeRO1
 
 pytestmark = pytest.mark.ranks
 SEEN: dict[tuple[int, int], dict[str, Any]] = {}
@@ -291,6 +293,72 @@ def test_a_strategy_whose_mesh_does_not_fit_is_refused_before_training() -> None
     ddp = experiment(2, 2)
     with pytest.raises(KnobError, match=words):  # live, too: the run goes on
         ddp.set("strategy", Misfit())
+
+
+def _arranged(dims: Any, **claims: Any) -> Any:
+    return type("Own", (Grid,), {"dims": lambda self, size: dims, "__module__": __name__, **claims})()
+
+
+@pytest.mark.parametrize(("dims", "words"), [
+    ({"row": 2, "column": 2}, r"dims=\{'row': 2, 'column': 2\}: must be names with numbers of ranks, neighbours last"),
+    ((("row", -2), ("column", -2)), "must be names with numbers of ranks"),
+    ((("row", 4), ("column", 0)), "must be names with numbers of ranks"),
+    ((("row", 2), ("column", 2.0)), "must be names with numbers of ranks"),
+    (((1, 2), (2, 2)), "must be names with numbers of ranks"),
+    (("row", 4), "must be names with numbers of ranks"),
+    (None, r"dims=None: must be names with numbers of ranks, .* such as \(\('between', 4\), \('within', 1\)\)"),
+    ((), r"dims=\(\): must be names"),
+    ((("a", 2), ("a", 2)), "mesh a 2 × a 2: its dimensions must be named, each once; 'a' is there twice$"),
+])  # fmt: skip
+def test_a_mesh_that_is_none_is_one_sentence_when_it_is_chosen(dims: Any, words: str) -> None:
+    with pytest.raises(KnobError, match=r"strategy=Own: .*" + words):
+        experiment(4, 2, strategy=_arranged(dims))
+
+
+def test_a_dimension_that_the_partition_has_too_is_named() -> None:
+    mine = _arranged((("stage", 2),))
+    words = r"strategy=Own: mesh stage 2 × stage 2: .*; 'stage' is there twice, once as the partition's own: call yours"
+    with pytest.raises(KnobError, match=words):
+        experiment(4, 2, strategy=mine, partition=Pipeline())
+
+
+def test_shards_along_a_dimension_that_there_is_not_are_refused_when_they_are_chosen() -> None:
+    cls = type("Along", (ZeRO1,), {"shared_along": ("rows",), "__module__": __name__})
+    with pytest.raises(KnobError, match=r"strategy=Along: shared_along names 'rows', and its mesh has data; name some"):
+        experiment(4, 2, strategy=cls())
+
+
+@pytest.mark.parametrize("host", ["engine", "simulator"])
+def test_a_group_that_there_is_not_is_named_with_those_there_are(host: str) -> None:
+    async def step(self: Any, rank: Rank, state: Any) -> None:
+        await rank.group("diagonal").all_reduce(torch.ones(1))
+
+    e = experiment(4, 2, strategy=_arranged((("row", 2), ("column", 2)), step=step))
+    words = r"group\('diagonal'\): the mesh is row 2 × column 2; name one or more of its dimensions"
+    if host == "simulator":
+        with pytest.raises(StrategyError, match=words):
+            simulate(e.set("pace", 5.0), real=True)
+        return
+    sessions = live(e)
+    ended(sessions)
+    assert any(s.error and re.search(words, s.error["text"]) for s in sessions)
+
+
+def test_a_mesh_may_have_any_number_of_dimensions() -> None:
+    """Five of them on 24 ranks of the simulator, each with the sum that its ranks' numbers make."""
+    dims = (("a", 2), ("b", 1), ("c", 3), ("d", 2), ("e", 2))
+    found: dict[tuple[int, str], float] = {}
+
+    async def step(self: Any, rank: Rank, state: Any) -> None:
+        for names in [(name,) for name, _ in dims] + [("a", "c"), ("b", "d", "e")]:
+            x = await rank.group(*names).all_reduce(torch.tensor([float(rank.id)]))
+            found[rank.id, "+".join(names)] = float(x)
+
+    simulate(experiment(24, 1, strategy=_arranged(dims, step=step), pace=1.0), real=True)
+    grid = torch.arange(24.0).view([n for _, n in dims])
+    for (rank, names), total in found.items():
+        axes = [k for k, (name, _) in enumerate(dims) if name in names.split("+")]
+        assert total == float(grid.sum(axes, keepdim=True).expand(grid.shape).reshape(-1)[rank])
 
 
 def test_a_member_is_the_rank_itself_but_for_index_and_size() -> None:

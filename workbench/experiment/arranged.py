@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from workbench.partitions import Partition, Whole
 from workbench.rank import Mesh, StrategyError
+from workbench.settings import short
 
 WHOLE = Whole()
 # by strategy: (size, generation, the partition's dimensions)
@@ -25,9 +26,24 @@ def mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = W
     inside = partition.dims()
     if (size, generation, inside) not in made:
         ranks = tuple(r for r in range(size) if strategy.trains(r, size))
-        dims = (*strategy.dims(len(ranks) // partition.size), *inside)
+        dims = (*_dims(strategy, len(ranks) // partition.size), *inside)
         made[size, generation, inside] = Mesh(dims, ranks, generation, tuple(name for name, _ in inside))
     return made[size, generation, inside]
+
+
+def _dims(strategy: Any, size: int) -> tuple[tuple[str, int], ...]:
+    """What `strategy` says of `size` replicas. Raises StrategyError where that is no names with numbers of ranks."""
+    said = strategy.dims(size)
+    try:
+        dims = tuple((name, n) for name, n in said)
+    except (TypeError, ValueError):
+        dims = ()
+    if not dims or not all(isinstance(name, str) and name and type(n) is int and n > 0 for name, n in dims):
+        raise StrategyError(
+            f"dims={short(said)}: must be names with numbers of ranks, neighbours last, such as "
+            f"(('between', {size}), ('within', 1))"
+        )
+    return dims
 
 
 @lru_cache(maxsize=64)  # thousands of ranks ask for the same
@@ -43,10 +59,13 @@ def sharers(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(found.values()))
 
 
-def refused(strategy: Any, size: int) -> str | None:
+def refused(strategy: Any, size: int, partition: Partition = WHOLE) -> str | None:
     """Why `strategy` cannot arrange `size` ranks, in a sentence that says what would do; or None."""
+    said = f"strategy={type(strategy).__name__}"
     try:
-        mesh(strategy, size)
+        names = [name for name, _ in mesh(strategy, size, partition=partition).dims]
     except StrategyError as reason:
-        return f"strategy={type(strategy).__name__}: {reason}"
+        return f"{said}: {reason}"
+    if unknown := [name for name in strategy.shared_along if name not in names]:
+        return f"{said}: shared_along names {unknown[0]!r}, and its mesh has {', '.join(names)}; name some of these"
     return None

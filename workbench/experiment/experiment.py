@@ -73,7 +73,8 @@ class Experiment:
             raise KnobError(reason)
         if reason := partitioned.refused(good):
             raise KnobError(reason)
-        if reason := good.strategy.refuses_size(good.replicas) or arranged.refused(good.strategy, good.replicas):
+        misfit = good.strategy.refuses_size(good.replicas)
+        if reason := misfit or arranged.refused(good.strategy, good.ranks, good.partition):
             raise KnobError(reason)
         if reason := good.task.refuses(good.batch):
             raise KnobError(reason)

@@ -63,8 +63,10 @@ class Mesh:
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.dims]
-        if len(set(names)) < len(names) or not names:
-            raise StrategyError(f"mesh {self}: its dimensions must be named, each once")
+        if not names or (twice := [name for name in names if names.count(name) > 1]):
+            what = f"; {twice[0]!r} is there twice" if names else ""
+            what += ", once as the partition's own: call yours otherwise" if names and twice[0] in self.inside else ""
+            raise StrategyError(f"mesh {self}: its dimensions must be named, each once{what}")
         if prod(size for _, size in self.dims) != len(self.ranks):
             raise StrategyError(
                 f"mesh {self}: makes {prod(size for _, size in self.dims)} ranks, but {len(self.ranks)} train; let the "
