@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
@@ -77,7 +78,7 @@ class Counting(nn.Module):
         self.name, self.linear = name, nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_meta:
+        if not x.is_meta and type(x) is not FakeTensor:  # what a look beforehand shows is nothing computed
             Counting.calls[self.name] += 1
         return torch.tanh(self.linear(x))
 

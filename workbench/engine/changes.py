@@ -159,6 +159,6 @@ class Turnable(Parts):
         self.shared.relay(lambda: self.layout.reorder(names))
         self.mark_buckets()
 
-    def foreseen(self) -> Any:
+    def foreseen(self, cheaply: bool) -> Any:
         """What a step is going to read; None where nobody can tell."""
-        return foreseen(self.learner, self.experiment)
+        return foreseen(self.learner, self.experiment, cheaply)

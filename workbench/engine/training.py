@@ -42,7 +42,6 @@ class Training(Turnable):
         self.enter(None, self.experiment)
         self.choose_lane()
         self.mark_start()
-        self.mark_buckets()
 
     @property
     def ended(self) -> bool:

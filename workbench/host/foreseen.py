@@ -6,14 +6,13 @@ not run on such tensors (it looks at values, or calls code that is not torch's) 
 
 from __future__ import annotations
 
-import random
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from workbench.experiment import Experiment
-from workbench.host.batches import Batches
+from workbench.host.batches import Chance, example
 from workbench.host.checkpointing import checkpointing
 from workbench.host.meta import like, outline, put_on_cpu
 from workbench.host.trial import Listening, Trial
@@ -21,24 +20,22 @@ from workbench.host.trial import Listening, Trial
 _SEEN: WeakKeyDictionary[Any, dict[Any, Trial | None]] = WeakKeyDictionary()  # by a task's functions
 
 
-def foreseen(learner: Any, e: Experiment) -> Trial | None:
-    """What one step of `learner`'s model does with its parameters; None where that cannot be told."""
-    known, key = _SEEN.setdefault(learner, {}), (e.batch, e.partition.layers.recompute)
+def foreseen(learner: Any, e: Experiment, cheaply: bool = False) -> Trial | None:
+    """What one step of `learner`'s model does with its parameters; None where that cannot be told, or not `cheaply`,
+    without building the model itself once more. Random numbers go on as if nobody had looked.
+    """
+    known, key = _SEEN.setdefault(learner, {}), (e.batch, e.partition.layers.recompute, cheaply)
     if key not in known:
-        state = random.getstate()
-        with torch.random.fork_rng():
-            known[key] = _looked(learner, e)
-        random.setstate(state)
+        with torch.random.fork_rng(), Chance(e.seed):
+            known[key] = _looked(learner, e, cheaply)
     return known[key]
 
 
-def _looked(learner: Any, e: Experiment) -> Trial | None:
+def _looked(learner: Any, e: Experiment, cheaply: bool) -> Trial | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        batches = Batches(learner.data, 0, e.ranks, "meta")
-        batches.restart(e.batch, e.seed, 0)
-        model, inputs = outline(learner), batches.next()
+        model, inputs = outline(learner, built=not cheaply), example(learner, e, "meta")
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             put_on_cpu(model)
             listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})

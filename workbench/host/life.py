@@ -45,6 +45,7 @@ class Life(ABC):
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
+    _laid = False  # has all come to lie where it belongs?
 
     @property
     def apart(self) -> bool:
@@ -87,12 +88,28 @@ class Life(ABC):
             self.tuned()
         if self.experiment.partition.recompute[0] != "none":
             changes.note_again(self)  # type: ignore[arg-type]
+        await self._order_ahead()
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
-        if "parameters" in self.experiment.strategy.shards and (trial := await self.reading.foresee()):
-            came = set(trial.arrival)
-            await self.relay_in(await self.agreed(trial.arrival + [n for n in self._order if n not in came]))
         await self.reading.shard()
+        self._laid = True
+        self.mark_buckets()
         self.ledger.built()
+
+    async def _order_ahead(self) -> None:
+        """Buckets are cut in the order in which gradients will come, if that is told before they do.
+
+        Where nothing but that order hangs on it, only if it is told without building the model once more.
+        """
+        strategy = self.experiment.strategy
+        shards = "parameters" in strategy.shards
+        if strategy.opaque or not (shards or strategy.exchanges == "gradients"):
+            return
+        if (trial := await self.reading.foresee(cheaply=not shards)) is None:
+            return
+        came, here = set(trial.arrival), set(self._order)
+        names = await self.agreed([n for n in trial.arrival if n in here] + [n for n in self._order if n not in came])
+        if names != self._order:
+            await self.relay_in(names)
 
     @property
     def _order(self) -> list[str]:
@@ -102,7 +119,7 @@ class Life(ABC):
     async def reorder(self, names: list[str]) -> None:
         """Buckets are cut in the order in which gradients come, unless they lie so already, as was foreseen."""
         strategy = self.experiment.strategy
-        if self.reading.sharded and names == self._order:
+        if names == self._order:
             return
         if strategy.in_flight:
             await strategy.drain(self.rank.replicas, self.state)
@@ -170,8 +187,8 @@ class Life(ABC):
             self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
 
     def mark_buckets(self) -> None:
-        """The buckets as they are now, in bytes each, into rank 0's record."""
-        if self.rank.id == 0:
+        """The buckets as they are now, in bytes each, into rank 0's record; once they are those of the first step."""
+        if self.rank.id == 0 and self._laid:
             self.mark("buckets", {"nbytes": [b.nbytes for b in self.layout.buckets]})
 
     # -- what only a host can do or say --

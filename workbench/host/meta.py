@@ -11,15 +11,18 @@ from torch import Tensor, nn
 from workbench.tasks import Learner
 
 
-def outline(learner: Learner) -> nn.Module:
+def outline(learner: Learner, built: bool = True) -> nn.Module:
     """The model on the meta device: built there, or, if it does not let itself be, a copy without its tensors' values.
 
-    Raises what `copy.deepcopy` does where such a model cannot be copied: it may be the very one that is trained.
+    built: may it be built really for that? If not, what it raises on the meta device is raised here. Raises what
+    `copy.deepcopy` does where such a model cannot be copied: it may be the very one that is trained.
     """
     try:
         with torch.device("meta"):
             model = learner.model()
     except Exception:
+        if not built:
+            raise
         model = learner.model()
     if not isinstance(model, nn.Module):
         raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")

@@ -93,10 +93,10 @@ class Reading:
             self.sharded, self.whole = True, set(range(len(self._layout.buckets)))
             await self.close()
 
-    async def foresee(self) -> Trial | None:
-        """Between steps: what a step reads, if all ranks can tell before one is made."""
+    async def foresee(self, cheaply: bool = False) -> Trial | None:
+        """Between steps: what a step reads, if all ranks can tell before one is made, or can `cheaply`."""
         if self.trial is None:
-            seen = self._run.foreseen()
+            seen = self._run.foreseen(cheaply)
             self.trial = seen if all(await self._run.gather(int(seen is not None))) else None
         return self.trial
 

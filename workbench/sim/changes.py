@@ -135,9 +135,11 @@ class Turnable(Life):
         if self.world.real:
             self.body.lie_with(self.world.sessions[0].body)
 
-    def foreseen(self) -> Any:
+    def foreseen(self, cheaply: bool) -> Any:
         """What a step is going to read; None where nobody can tell."""
-        return foreseen(self.learner, self.experiment) if self.world.real else self.body.trial
+        if self.world.real:
+            return foreseen(self.learner, self.experiment, cheaply)
+        return self.body.trial if self.body.cheap or not cheaply else None
 
     async def leave(self, strategy: Any) -> None:
         await self.rest()

@@ -79,7 +79,11 @@ class Outline:
     def __init__(self, experiment: Experiment, learner: Learner) -> None:
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
-        self.model = outline(learner)
+        self.cheap = True  # did it let itself be built on the meta device, and run there?
+        try:
+            self.model = outline(learner, built=False)
+        except Exception:
+            self.model, self.cheap = outline(learner), False
         first = Layout(self.model, experiment.bucket_mb)
         self._names = names = [p.name for p in first.order]
         self._stages: dict[tuple[Stages, int], StageOutline] = {}
@@ -90,7 +94,7 @@ class Outline:
         seen = _tried(self.model, learner, experiment, layers)
         self._trials = {layers.recompute: seen}
         _stepped(self.model, self.optimizer)
-        self.learned = seen is not None
+        self.cheap = self.cheap and seen is not None
         self.trial = seen or assumed(reversed(names))
         came = set(arrival := self.trial.arrival)
         self.arrival = arrival + [n for n in names if n not in came]

@@ -67,7 +67,6 @@ class Session(Turnable):
         """The whole run on this rank."""
         self.mark("start", {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
                             "parameters": self.layout.numel, "nbytes": self.layout.nbytes})
-        self.mark_buckets()
         changes.note_idle(self)
         self.enter(None, self.experiment)
         await super().live()

@@ -92,6 +92,11 @@ class Sizes:
         return self._whole.trial_of(self.layers)
 
     @property
+    def cheap(self) -> bool:
+        """Would an engine know that before the first step, without building the model once more?"""
+        return self._whole.cheap
+
+    @property
     def to_learn(self) -> bool:
         """Has a backward shown in which order gradients appear, for the first time?"""
         return self.learning and not self._learned

@@ -1,0 +1,139 @@
+"""Buckets are cut in the order in which gradients come before the first step is made, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import experiment, mse, net, run, toy
+from tests.sim.insides import simulated
+from tests.sim.virtual import comm
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.host.foreseen import foreseen
+from workbench.strategies import DDP, HSDP, LocalSGD, ZeRO1
+from workbench.tasks import ByteGPT
+
+
+class Crossed(nn.Module):
+    """Layers that are registered in another order than they are used in, a buffer, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.norm, self.first = nn.Linear(64, 4), nn.BatchNorm1d(64), nn.Linear(8, 64)
+        self.drop, self.middle = nn.Dropout(0.3), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(torch.tanh(self.middle(self.norm(self.first(x))))))
+
+
+def crossed(**rest: Any) -> Experiment:
+    task = toy(**{"model": lambda: net(Crossed), "evaluate": None, **rest})
+    return experiment(2, 4, task=task, pace=2.0)
+
+
+def cuts(marks: Any) -> list[list[int]]:
+    return [json.loads(m[3])["nbytes"] for m in marks]
+
+
+def training(comm: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
+    """All but what ZeRO asks at its start."""
+    return [one for one in comm if one[1] != "all_reduce slots"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), ZeRO1(), HSDP(group=2)], ids=lambda s: type(s).__name__)
+def test_the_first_step_has_the_buckets_of_all_others_on_every_host(strategy: Any) -> None:
+    e = crossed().set("strategy", strategy)
+    sessions = run(e)
+    order = [place.name for place in sessions[0].layout.order]
+    assert order[:2] == ["last.bias", "last.weight"] and order[-2:] == ["first.bias", "first.weight"]
+    sent = training(sessions[0].record.comm())
+    steps = [[(name, n) for step, name, n in sent if step == k] for k in range(4)]
+    assert steps[0] == steps[1] == steps[3]
+    (cut,) = cuts(sessions[0].record.noted("buckets"))
+    assert cut == [b.nbytes for b in sessions[0].layout.buckets]
+    for real in (True, False):
+        virtual = simulate(e, real=real)
+        assert [detail["nbytes"] for _, _, detail in virtual.details("buckets")] == [cut]
+        assert training(comm(virtual, 0)) == sent
+
+
+def test_random_numbers_and_buffers_are_as_if_nobody_had_looked() -> None:
+    e = crossed()
+    learner, model = e.task.build(), net(Crossed)
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    want = torch.rand(3), np.random.rand(3), random.random()
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    assert foreseen(learner, e, True) is not None
+    assert torch.equal(want[0], torch.rand(3)) and (want[1] == np.random.rand(3)).all() and want[2] == random.random()
+    assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
+
+
+def test_training_is_to_the_bit_what_it_is_when_the_order_is_learned_in_the_first_step() -> None:
+    """One process, dropout and all: only when it is known differs. A model that looks at a value shows it later."""
+
+    def looking(model: nn.Module, pair: Any) -> torch.Tensor:
+        found = mse(model, pair)
+        return found if float(found.detach()) < torch.inf else found * 0
+
+    _, ahead = simulated(crossed())
+    record, later = simulated(crossed(loss=looking))
+    assert len(list(record.details("buckets"))) == 2
+    for one, other in zip(ahead, later, strict=True):
+        ours, theirs = (dict(s.model.named_parameters()) for s in (one.body, other.body))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert [p.name for p in one.layout.order] == [p.name for p in other.layout.order]
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_foreseen_is_learned_in_the_first_step_as_before() -> None:
+    def looking(model: nn.Module, pair: Any) -> torch.Tensor:
+        found = mse(model, pair)
+        return found if float(found.detach()) < torch.inf else found * 0
+
+    ahead, later = (run(crossed(**rest)) for rest in ({}, {"loss": looking}))
+    assert len(cuts(ahead[0].record.noted("buckets"))) == 1 and len(cuts(later[0].record.noted("buckets"))) == 2
+    assert [p.name for p in ahead[0].layout.order] == [p.name for p in later[0].layout.order]
+
+
+@pytest.mark.ranks
+def test_a_model_is_not_built_twice_for_it() -> None:
+    """One that is read from a file does not let itself be built on the meta device; then the first step shows it."""
+    made: list[int] = []
+
+    def loaded() -> nn.Module:
+        made.append(1)
+        model = Crossed()
+        assert float(model.first.weight.detach().abs().sum())  # which has no value on the meta device
+        return net(lambda: model)
+
+    e = crossed(model=loaded)
+    sessions = run(e)
+    assert len(made) <= 4, "once on each rank, and once more that ended early"
+    assert len(cuts(sessions[0].record.noted("buckets"))) == 2
+    assert comm(simulate(e), 0) == sessions[0].record.comm()
+
+
+def test_who_exchanges_no_gradients_lies_as_before() -> None:
+    _, sessions = simulated(crossed().set("strategy", LocalSGD(every=2)))
+    assert [p.name for p in sessions[0].layout.order] == [n for n, _ in reversed(list(net(Crossed).named_parameters()))]
+
+
+def test_it_says_the_order_in_which_gradients_really_come() -> None:
+    """Against autograd itself, on a transformer."""
+    e = Experiment(task=ByteGPT(layers=2, width=32, context=16, heads=2)).checked()
+    learner = e.task.build()
+    model, came = learner.model(), []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    learner.loss(model, next(iter(learner.data(0, 1, 2, 0)))).backward()
+    trial = foreseen(learner, e, True)
+    assert trial is not None and trial.arrival == came
