@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from tests.laws.test_quick import trained
 from tests.ranks import ended, experiment, live, run, toy, weights
@@ -73,8 +73,7 @@ class Many(nn.Module):
         y = self.into(x)[:, None]
         y = self.norm(y + self.attention(y, y, y, need_weights=False)[0])
         y = self.cell(y)[0][:, 0] * self.frozen
-        with set_checkpoint_early_stop(False):
-            y = checkpoint(lambda y: torch.tanh(self.again(y)), y, use_reentrant=False)
+        y = checkpoint(lambda y: torch.tanh(self.again(y)), y, use_reentrant=False, early_stop=False)
         for layer in layers:
             y = torch.relu(layer(y)) + y
         return self.head(self.out(Own.apply(y, self.hand))) * (1.0 + self.scale)
