@@ -141,6 +141,7 @@ class Parts(Life):
         self.host.batches, self.host.coming = self.batches.next, self.batches.coming
         self.flow = self.host.flow
         self.host.partition = lambda: self.experiment.partition
+        self.host.flow.steps = lambda: self.experiment.steps
         self.host.clip = lambda: self.experiment.clip
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
         self.host.ledger, self.host.away = self.ledger, self.away

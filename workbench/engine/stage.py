@@ -72,7 +72,7 @@ class Stage(Joint):
         self.flow.open(batch, partition)
         self.meet_before(batch)
         share = (1.0 if grad is None else grad) / count
-        passes = one_batch(self.rank.group("stage"), partition, share, self.flow)
+        passes = one_batch(self.rank.group("stage"), partition, share, self.flow, self.rank.step)
         self.losses.append(drive(passes, self._perform, self.alone))
 
     def _stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:

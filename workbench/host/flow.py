@@ -25,6 +25,7 @@ class Flow:
     same from its forward to its backward, and no other's that is in flight.
 
     batches:  how many are over since nothing was under way
+    steps:    how many the run makes; 0: no end is known. No forward is made of a batch after the last one
     inputs:   by number, what went in; nothing with sizes only
     coming:   the batch to come after so many
     buffers:  what forwards of this stage change but parameters
@@ -38,15 +39,16 @@ class Flow:
         self.coming, self.buffers, self._forget = coming, buffers, forget
         self.versions = Versions(layout)
         self.partition: Partition = Whole()
-        self.batches = 0
+        self.batches = self.left = 0  # left: batches to come
+        self.steps: Callable[[], int] = lambda: 0
         self.inputs: dict[int, Any] = {}
         self._open: deque[tuple[Any, list[Any]]] = deque()  # the batch under way and those to come, and their parts
         self._before: dict[int, list[Tensor]] = {}  # buffers as they were before forwards of batches to come
 
     # -- a batch, as both hosts live it --
 
-    def begin(self, rank: Rank, partition: Partition) -> list[Action]:
-        """A batch is under way; what this rank computes now, in order."""
+    def begin(self, rank: Rank, partition: Partition, step: int) -> list[Action]:
+        """A batch is under way, that of a step of the run; what this rank computes now, in order."""
         self.partition, actions = partition, partition.actions(rank.index)
         if not self.batches:
             self.crossing = Crossing(rank, partition)
@@ -55,7 +57,13 @@ class Flow:
         if partition.delayed:
             self.versions.begin()
         fill = range(0 if self.batches else partition.ahead(rank.index))
-        return [*(Action("F", micro) for micro in fill), *actions]
+        self.left = self.steps() - step if self.steps() else partition.depth
+        every = [*(Action("F", micro) for micro in fill), *actions]
+        return [action for action in every if action.what != "F" or self.comes(action.micro)]
+
+    def comes(self, micro: int) -> bool:
+        """Is a micro-batch one of a batch that the run will get to?"""
+        return micro < self.left * self.partition.micro_batches
 
     @property
     def goes_on(self) -> bool:
@@ -89,7 +97,7 @@ class Flow:
         if self._open:
             self._open.popleft()
         if self.goes_on:
-            self.batches += 1
+            self.batches, self.left = self.batches + 1, self.left - 1
             self.versions.over()
 
     def clear(self) -> None:

@@ -39,7 +39,7 @@ async def same_batch(rank: Rank, batch: Any, device: torch.device) -> None:
         )
 
 
-async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow) -> Tensor:
+async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow, step: int) -> Tensor:
     """Forwards and backwards of one batch in the order of the schedule; the loss, the mean over its micro-batches.
 
     rank:   this rank among the stages of its replica
@@ -48,7 +48,7 @@ async def one_batch(rank: Rank, partition: Partition, share: float, flow: Flow) 
     """
     losses: list[Tensor] = []
     before, after = (rank.index - 1) % rank.size, (rank.index + 1) % rank.size
-    actions, end = flow.begin(rank, partition), partition.pieces * rank.size - 1
+    actions, end = flow.begin(rank, partition, step), partition.pieces * rank.size - 1
     crossing = flow.crossing
     for what, micro, chunk in actions:
         piece, number = chunk * rank.size + rank.index, flow.number(micro)
@@ -88,7 +88,8 @@ async def drained(flow: Flow) -> None:
         return
     stage, ahead = flow.crossing.rank.index, flow.partition.ahead
     for micro in range(ahead(stage), ahead(stage - 1)) if stage else ():
-        await flow.crossing.receive_activation(stage - 1, (flow.number(micro), stage))
+        if flow.comes(micro):
+            await flow.crossing.receive_activation(stage - 1, (flow.number(micro), stage))
     flow.clear()
 
 

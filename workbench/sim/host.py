@@ -33,6 +33,7 @@ class Host(Compute, Away):
         self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
         self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
         self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget)
+        self.flow.steps = lambda: self.experiment.steps
         self.lanes: dict[str, Lane] = {}
         self.met = False  # did this rank start a child in this step?
         self.sent = 0  # bytes so far

@@ -44,7 +44,7 @@ class Stage(Joint):
         batch = self.body.begin(micro, partition)
         await self._meet_before(batch)
         share = (1.0 if grad is None else grad) / self._count
-        loss = await one_batch(self.rank.group("stage"), partition, share, self.flow)
+        loss = await one_batch(self.rank.group("stage"), partition, share, self.flow, self.rank.step)
         self.body.told(loss)
         return None if takes is None else END
 
