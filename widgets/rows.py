@@ -99,7 +99,7 @@ def _row(path: str, k: Knob, level: int, turnable: bool, now: Now) -> Row:
     why = "" if turnable or not now.live else LATER
     row: Row = {
         "path": path,
-        "label": _label(k) + (" between" if path.startswith("fabric.between.") else ""),
+        "label": _label(k),
         "unit": k.unit if k.unit != _label(k) else "",
         "doc": k.doc,
         "allowed": _allowed(k),

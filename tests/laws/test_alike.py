@@ -26,7 +26,8 @@ from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
 
-SITES = Fabric(link=Link(bandwidth=2000.0), site=4, between=Link(bandwidth=100.0, latency=1.0), host=2.0, disk=0.5)
+SITES = Fabric(link=Link(bandwidth=2000.0), site=4, between_bandwidth=100.0, between_latency=1.0, host=2.0,
+               disk=0.5)
 E = Experiment(task=ByteGPT(layers=2), ranks=8, optimizer=AdamW(), batch=8, pace=60.0, bucket_mb=0.5, steps=9,
                eval_every=4, fabric=Fabric(link=Link(bandwidth=2000.0), host=2.0, disk=0.5))  # fmt: skip
 ALIKE = {name: cls for name, cls in shipped(Strategy).items() if cls.alike}

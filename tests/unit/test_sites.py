@@ -21,6 +21,11 @@ from workbench.strategies import DDP, HierarchicalLocalSGD
 FAST, SLOW = Link(bandwidth=80.0, latency=1.0), Link(bandwidth=8.0, latency=4.0)  # 10 and 1 bytes in a microsecond
 
 
+def sites(of: int, link: Link = FAST, between: Link = SLOW, **rest: Any) -> Fabric:
+    """Sites of so many ranks."""
+    return Fabric(link=link, site=of, between_bandwidth=between.bandwidth, between_latency=between.latency, **rest)
+
+
 def ports(simulated: Any, rank: int) -> dict[tuple[int, str], float]:
     """Seconds for which the port of a rank was taken, by step and name."""
     found = rows(simulated, "port", rank)
@@ -32,25 +37,25 @@ def ports(simulated: Any, rank: int) -> dict[tuple[int, str], float]:
     [
         (FAST, SLOW, SLOW),
         (SLOW, FAST, SLOW),
-        (Link(bandwidth=80.0), Link(latency=3.0, jitter=0.5), Link(bandwidth=80.0, latency=3.0, jitter=0.5)),
+        (Link(bandwidth=80.0, jitter=0.5), Link(latency=3.0), Link(bandwidth=80.0, latency=3.0, jitter=0.5)),
         (Link(), Link(bandwidth=5.0), Link(bandwidth=5.0)),
         (FAST, Link(), FAST),
     ],
 )
 def test_what_leaves_a_site_is_as_slow_as_the_slower_link(link: Link, between: Link, far: Link) -> None:
-    fabric = Fabric(link=link, site=4, between=between)
+    fabric = sites(4, link, between)
     assert fabric.path((4, 5, 7)) == link and fabric.path(range(4)) == link
     assert fabric.path((3, 4)) == far and fabric.path((1, 5, 9)) == far
 
 
 def test_without_sites_the_link_between_them_is_none() -> None:
-    assert Fabric(link=FAST, between=SLOW).path(range(64)) == FAST
-    assert not Fabric(between=SLOW).shaped and Fabric(site=2, between=SLOW).shaped
+    assert sites(0).path(range(64)) == FAST
+    assert not sites(0, Link()).shaped and sites(2, Link()).shaped
 
 
 def test_a_collective_of_one_site_takes_its_link_and_one_of_several_the_slow_one() -> None:
     """A ring of n ranks: 2 (n-1) messages one after the other, and 2 (n-1)/n of the bytes."""
-    fabric = Fabric(link=FAST, site=4, between=SLOW)
+    fabric = sites(4)
     run = simulate(experiment(8, 4, pace=10.0, bucket_mb=25.0, fabric=fabric,
                               strategy=HierarchicalLocalSGD(every=4, group=4, group_every=2)))  # fmt: skip
     took, nbytes = ports(run, 5), 4 * next(detail["parameters"] for _, _, detail in run.details("start"))
@@ -63,7 +68,7 @@ def test_a_collective_of_one_site_takes_its_link_and_one_of_several_the_slow_one
 
 def test_on_real_ranks_ports_are_taken_as_long_as_on_the_virtual_clock() -> None:
     """Two replicas of two stages; a site is a replica, so activations stay inside and gradients leave it."""
-    e = piped(4, 3, partition=Pipeline(stages=2, micros=2), pace=3.0, fabric=Fabric(link=FAST, site=2, between=SLOW))
+    e = piped(4, 3, partition=Pipeline(stages=2, micros=2), pace=3.0, fabric=sites(2))
     simulated = simulate(e, real=True)
     for s in run(e):
         real = {(r[0], r[2]): r[5] - r[4] for r in s.record if r[1] == "port"}
@@ -77,7 +82,7 @@ def test_on_real_ranks_ports_are_taken_as_long_as_on_the_virtual_clock() -> None
 
 def test_messages_to_another_site_take_the_slow_link() -> None:
     """Four stages on two sites: activations from stage 1 to stage 2 leave one."""
-    e = piped(4, 2, partition=Pipeline(stages=4, micros=2), pace=3.0, fabric=Fabric(link=FAST, site=2, between=SLOW))
+    e = piped(4, 2, partition=Pipeline(stages=4, micros=2), pace=3.0, fabric=sites(2))
     spans = rows(simulate(e), "comm")
     sent = spans[[str(name).startswith("send activation") for name in spans.name]]
     for rank, (rate, latency) in enumerate([(10e6, 1e-3), (1e6, 4e-3), (10e6, 1e-3)]):
@@ -88,7 +93,7 @@ def test_messages_to_another_site_take_the_slow_link() -> None:
 
 def test_a_site_is_set_while_training_runs() -> None:
     e: Experiment = experiment(4, 8, strategy=DDP(), pace=3.0, fabric=Fabric(link=FAST))
-    changes = [Change(3, "fabric.site", 2), Change(3, "fabric.between", SLOW)]
+    changes = [Change(3, "fabric.site", 2), Change(3, "between_bandwidth", 8.0), Change(3, "between_latency", 4.0)]
     took = ports(simulate(e, changes=changes), 0)
     before, after = (max(v for (step, _), v in took.items() if step in steps) for steps in ((0, 1, 2), (4, 5, 6)))
     assert after > 3.0 * before
@@ -100,4 +105,4 @@ def test_a_site_is_set_while_training_runs() -> None:
 def test_a_fault_of_the_link_has_an_effect_where_only_sites_are_apart() -> None:
     slow = Slow(rank=0, factor=2.0, phase="link")
     assert idle(Fabric(faults=(slow,)), ranks=4)
-    assert not idle(Fabric(site=2, between=SLOW, faults=(slow, Freeze(rank=1))), ranks=4)
+    assert not idle(sites(2, Link(), faults=(slow, Freeze(rank=1))), ranks=4)

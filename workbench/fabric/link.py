@@ -41,14 +41,15 @@ class Link:
 class Fabric:
     """Who is linked to whom, and what is wrong: one Link per rank, sites, and the faults injected now.
 
-    site, between: ranks that are neighbours share a site, such as a machine or a rack; what leaves it is as slow as the
-                   slower of the two Links, in bandwidth, latency and jitter each
-    host, disk:    what is kept away from a rank's device (ZeROOffload, ZeROInfinity) goes these ways
+    site:       ranks that are neighbours share a site, such as a machine or a rack; what leaves it has the smaller
+                bandwidth, and the larger latency, of the Link and of what is said of between sites
+    host, disk: what is kept away from a rank's device (ZeROOffload, ZeROInfinity) goes these ways
     """
 
     link: Link = knob(Link(), doc="each rank's port")
     site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, fast among themselves; 0: all are")
-    between: Link = knob(Link(), doc="what each rank's port gives to other sites; 0 is no less than inside one")
+    between_bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port to other sites; 0: as inside")
+    between_latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message to another site, if above the Link's")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
     host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="device to its host's memory and back; 0: unlimited")
     disk: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="a rank's share of its host's disk; 0 is unlimited")
@@ -60,7 +61,7 @@ class Fabric:
     @property
     def shaped(self) -> bool:
         """Is any way that messages can take emulated?"""
-        return self.link.shaped or (self.site > 0 and self.between.shaped)
+        return self._far.shaped if self.site else self.link.shaped
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Do some of `ranks`, in the order of their numbers, stand on different sites?"""
@@ -76,11 +77,9 @@ class Fabric:
 
     @cached_property
     def _far(self) -> Link:
-        here, there = self.link, self.between
-        slow = min(here.bandwidth, there.bandwidth) or max(here.bandwidth, there.bandwidth)
-        return Link(
-            bandwidth=slow, latency=max(here.latency, there.latency), jitter=max(here.jitter, there.jitter)
-        )
+        rates = [rate for rate in (self.link.bandwidth, self.between_bandwidth) if rate]
+        latency = max(self.link.latency, self.between_latency)
+        return Link(bandwidth=min(rates, default=0.0), latency=latency, jitter=self.link.jitter)
 
 
 class Load(NamedTuple):
