@@ -34,7 +34,7 @@ class Crossed(nn.Module):
 
 
 def crossed(**rest: Any) -> Experiment:
-    task = toy(**{"model": lambda: net(Crossed), "evaluate": None, **rest})
+    task = toy(**{"model": lambda: net(Crossed), "evaluate": None, "pure": True, **rest})
     return experiment(2, 4, task=task, pace=2.0)
 
 
@@ -137,3 +137,32 @@ def test_it_says_the_order_in_which_gradients_really_come() -> None:
     learner.loss(model, next(iter(learner.data(0, 1, 2, 0)))).backward()
     trial = foreseen(learner, e, True)
     assert trial is not None and trial.arrival == came
+
+
+def counted(kept: list[Any]) -> Any:
+    """A loss that keeps something from call to call: numbers, or the tensor itself."""
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        found = mse(model, pair)
+        kept.append(found.detach())
+        return found * (1.0 + len(kept))
+
+    return loss
+
+
+def test_a_loss_that_counts_its_calls_is_called_by_steps_alone_unless_it_is_said_to_be_pure() -> None:
+    kept: list[Any] = []
+    sessions = run(experiment(1, 4, task=toy(loss=counted(kept), evaluate=None)))
+    assert sessions[0].error is None and len(kept) == 4 and all(x.device.type == "cpu" and float(x) for x in kept)
+
+
+def test_data_that_is_there_once_is_read_by_steps_alone() -> None:
+    drawn = []
+
+    def data(rank: int, ranks: int, seed: int) -> Any:
+        for number in range(4):
+            drawn.append((rank, number))
+            yield torch.ones(4, 8), torch.zeros(4, 4)
+
+    run(experiment(2, 4, task=toy(data=data, evaluate=None)))
+    assert sorted(drawn) == [(rank, number) for rank in range(2) for number in range(4)]

@@ -97,7 +97,10 @@ class Batches:
 
 
 def example(learner: Learner, e: Experiment, device: str) -> Any:
-    """A batch, the same on all ranks, that training does not miss; no random number that it would draw is used up."""
+    """A batch, the same on all ranks; no random number that training would draw is used up.
+
+    Training does not miss it, unless `data` hands out what is there once for all that ask.
+    """
     with Chance(e.seed):
         batches = Batches(learner.data, 0, e.ranks, device)
         batches.restart(e.batch, e.seed, 0)

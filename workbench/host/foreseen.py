@@ -21,9 +21,14 @@ _SEEN: WeakKeyDictionary[Any, dict[Any, Trial | None]] = WeakKeyDictionary()  # 
 
 
 def foreseen(learner: Any, e: Experiment, cheaply: bool = False) -> Trial | None:
-    """What one step of `learner`'s model does with its parameters; None where that cannot be told, or not `cheaply`,
-    without building the model itself once more. Random numbers go on as if nobody had looked.
+    """What one step of `learner`'s model does with its parameters; None where that cannot be told, or not `cheaply`:
+    without building the model itself once more, of functions that are `pure`. Random numbers go on as if nobody had
+    looked.
+
+    What is not pure may keep a tensor of this step, which has no values: asked without need it is not looked at.
     """
+    if cheaply and not learner.pure:
+        return None
     known, key = _SEEN.setdefault(learner, {}), (e.batch, e.partition.layers.recompute, cheaply)
     if key not in known:
         with torch.random.fork_rng(), Chance(e.seed):

@@ -98,7 +98,7 @@ class Life(ABC):
     async def _order_ahead(self) -> None:
         """Buckets are cut in the order in which gradients will come, if that is told before they do.
 
-        Where nothing but that order hangs on it, only if it is told without building the model once more.
+        Where nothing but that order hangs on it, only of tasks that are pure, and without building the model once more.
         """
         strategy = self.experiment.strategy
         shards = "parameters" in strategy.shards

@@ -139,7 +139,7 @@ class Turnable(Life):
         """What a step is going to read; None where nobody can tell."""
         if self.world.real:
             return foreseen(self.learner, self.experiment, cheaply)
-        return self.body.trial if self.body.cheap or not cheaply else None
+        return self.body.trial if (self.body.cheap and self.learner.pure) or not cheaply else None
 
     async def leave(self, strategy: Any) -> None:
         await self.rest()

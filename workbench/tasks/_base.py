@@ -32,6 +32,8 @@ class Learner:
                 model computes; None: it can be cut if it is a Sequential, or a decoder of transformers
     split:      (model) -> by module name how it is dealt out over ranks that compute together: Colwise(), Rowwise();
                 None: as the model's own `_tp_plan` says, or where it is a Sequential
+    pure:       these functions, and the model, keep nothing from call to call but parameters and buffers: a step may be
+                looked at beforehand
     """
 
     model: Callable[[], nn.Module]
@@ -41,6 +43,7 @@ class Learner:
     evaluate: Callable[[nn.Module], float | dict[str, float]] | None = None
     parts: Callable[[nn.Module], list[nn.Module]] | None = None
     split: Callable[[nn.Module], Plan] | None = None
+    pure: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,7 @@ class ByteGPT(TaskBase):
             evaluate=partial(_held_out, self.context),
             parts=_parts,
             split=partial(_split, self.width // self.heads),
+            pure=True,
         )
 
     def refuses(self, batch: int) -> str | None:

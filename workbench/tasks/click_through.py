@@ -66,6 +66,7 @@ class ClickThrough(TaskBase):
             loss=log_loss,
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=partial(_evaluated, self._about),
+            pure=True,
         )
 
     @property

@@ -57,6 +57,7 @@ class CriteoTSV(TaskBase):
             loss=log_loss,
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=self._evaluated,
+            pure=True,
         )
 
     def refuses(self, batch: int) -> str | None:

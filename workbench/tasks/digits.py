@@ -58,6 +58,7 @@ class Digits(TaskBase):
             loss=_loss,
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=_held_out,
+            pure=True,
         )
 
     def _batches(self, rank: int, ranks: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -34,6 +34,9 @@ class Task(TaskBase):
                 do decoders of transformers that are built as Llama is
     split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition deals out
                 layers, `*` standing for one part of a name; a model of transformers, and a Sequential, need none
+    pure:       the functions and the model keep nothing from call to call but parameters and buffers (no counter, no
+                cached mask, no data that is there once): then buckets lie in the order in which gradients come from the
+                first step on, else from the second
 
     When to use it: for a model, data or a loss of your own. The functions may be written in the notebook.
     """
@@ -45,6 +48,7 @@ class Task(TaskBase):
     evaluate: Function | None = None
     parts: Function | None = None
     split: Function | None = None
+    pure: bool = False
 
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
@@ -60,7 +64,7 @@ class Task(TaskBase):
         return Learner(
             model=self._model, data=self._data, loss=self._loss, optimizer=self._optimizer,
             evaluate=self._evaluate if self.evaluate else None, parts=self._parts if self.parts else None,
-            split=self._split if self.split else None,
+            split=self._split if self.split else None, pure=self.pure,
         )  # fmt: skip
 
     def refuses(self, batch: int) -> str | None:
