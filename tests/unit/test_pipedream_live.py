@@ -137,6 +137,34 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_replica(way: Pipeline) -
         assert rows.value[rows.equal("name", "grad_norm") & (rows.rank == rank)].tolist() == norms[0]
 
 
+class Scratch(nn.Module):
+    """Scales by what it writes into a buffer, in place, and reads in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("s", torch.ones(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.s.copy_(1.0 + 0.5 * x.detach().abs().mean(0))
+        return x * self.s
+
+
+@pytest.mark.parametrize("way", [dream(2), twice(2, 2)], ids=lambda way: type(way.schedule).__name__)
+def test_what_a_later_forward_writes_into_is_not_read_by_an_earlier_backward(way: Pipeline) -> None:
+    """As torch says itself under a schedule that flushes."""
+
+    def model() -> nn.Module:
+        parts = list(deep())
+        return nn.Sequential(parts[0], Scratch(), *parts[1:])
+
+    task = toy(model=model, data=batches, loss=loss, evaluate=None)
+    e = replace(piped(2, 6, partition=way), task=task)
+    sessions = live(e)
+    ended(sessions)
+    said = [s.error["text"] for s in sessions if s.error and not s.error["consequence"]]
+    assert said and all("changed in place after its forward" in text for text in said)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_when_one_stage_fails_the_others_leave(stage: int) -> None:
     def failing(model: nn.Module, pair: Any) -> torch.Tensor:

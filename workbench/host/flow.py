@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -111,6 +111,13 @@ class Flow:
         self.batches = 0
         for held in (self.inputs, self._open, self._before):
             held.clear()
+
+    @property
+    def stashed(self) -> Iterator[Tensor]:
+        """Copies of weights that a backward is still to read, and of buffers that a drain may put back."""
+        yield from self.versions.kept
+        for held in self._before.values():
+            yield from held
 
     # -- where there are values --
 

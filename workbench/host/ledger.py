@@ -210,7 +210,7 @@ class Ledger:
     def _stands(self) -> None:
         """Counts what stays from step to step, where something may have changed it."""
         run = self._run
-        stashed = sum(x.nbytes for x in run.flow.versions.kept)
+        stashed = sum(x.nbytes for x in run.flow.stashed)
         seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state),
                 self._away.count, stashed)  # fmt: skip
         if (*seen, *map(_filled, self._memories)) == self._seen:
@@ -225,7 +225,7 @@ class Ledger:
             alike[key] = self._sorted(standing | own)
         nbytes, *places = alike[key]
         self._standing, self._counted = dict(nbytes), run.layout.held
-        self._standing["parameters"] += stashed  # versions of a stage's weights that a backward is still to read
+        self._standing["parameters"] += stashed  # what a backward is still to read, or a drain may put back
         self.buffers.known, self.buffers.buckets, self.buffers.rooms = places
 
     def _sorted(self, every: dict[str, memory.Storages]) -> tuple[Any, ...]:

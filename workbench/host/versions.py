@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from workbench.host.layout import Layout, Place
-from workbench.rank import Part
+from workbench.rank import Part, StrategyError
 
 
 class Version:
@@ -57,12 +57,31 @@ class Version:
 
     def _pack(self, x: Tensor) -> Any:
         """What autograd keeps in place of `x`."""
-        if self.kept is not None or x.layout != torch.strided:
+        if x.layout != torch.strided or x.is_inference():
             return x
-        index = self.layout.lying.get(x.untyped_storage()._cdata)
+        place = x.untyped_storage()._cdata
+        if self.kept is not None:  # nobody writes into a copy, and parameters that lie in it look as if somebody had
+            return x if any(place == copy.untyped_storage()._cdata for copy in self.kept) else _Other(x, x._version)
+        index = self.layout.lying.get(place)
         if index is None:
-            return x
+            return _Other(x, x._version)
         return _Weights(self, index, x) if x.dtype == self.layout.weights[index].dtype else x.clone()
+
+
+class _Other(NamedTuple):
+    """What is no weight, and how often it had been written into."""
+
+    x: Tensor
+    version: int
+
+    def read(self) -> Tensor:
+        """torch looks for this itself where nobody keeps something in a tensor's place."""
+        if self.x._version != self.version:
+            raise StrategyError(
+                f"backward reads a tensor of {list(self.x.shape)} that was changed in place after its forward: where "
+                f"several micro-batches are in flight the next one's forward does that; let the model make a new tensor"
+            )
+        return self.x
 
 
 class _Weights:
@@ -81,7 +100,7 @@ class _Weights:
 
 
 def _unpack(kept: Any) -> Tensor:
-    return kept.read() if isinstance(kept, _Weights) else kept
+    return kept.read() if isinstance(kept, (_Weights, _Other)) else kept
 
 
 class Versions:
