@@ -17,11 +17,11 @@ from tests.piped import WIDTH, alone, batches, deep, loss, piped, same, seen
 from tests.ranks import experiment, run, toy
 from widgets.rows import Now, rows
 from workbench import KnobError, balance, simulate
-from workbench.analysis import bubble
-from workbench.fabric import Fabric, Slow
+from workbench.analysis import bubble, step_times
+from workbench.fabric import Fabric, Link, Slow
 from workbench.host.balancing import balanced
 from workbench.partitions import Pipeline, Tensor, Whole
-from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB
+from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, PipeDream
 from workbench.settings import Change
 from workbench.sim import Costs
 from workbench.sim.balancer import Balanced
@@ -277,3 +277,30 @@ NOT_SO = [
 def test_what_cannot_be_balanced_is_refused_in_words(given: dict[str, Any], words: str) -> None:
     with pytest.raises(KnobError, match=words):
         found_with(**given)
+
+
+def test_a_pipeline_that_never_flushes_is_predicted_once_its_first_stage_is_what_all_wait_for() -> None:
+    """A minibatch cannot take less than the slowest part: here the first, which all other stages run ahead of."""
+    times = [(0.010, 0.020)] + [(0.001, 0.002)] * 6
+    for stages in (2, 4):
+        found = found_with(Pipeline(stages=stages, micros=1, schedule=PipeDream()), times)
+        e = replace(piped(4, steps=60), partition=found.partition)
+        long = step_times(simulate(e, costs=found.costs).timeline, 20, 50).seconds.mean()
+        assert found.best.step_s == pytest.approx(float(long), rel=0.01) and found.best.step_s >= 0.030 - 1e-9
+
+
+def test_cuts_are_not_proposed_that_are_slower_for_what_crosses() -> None:
+    """Parts that take as long, and one that makes its output wide: a cut behind it sends that over a slow link."""
+    wide = lambda: nn.Sequential(  # noqa: E731
+        nn.Sequential(nn.Linear(8, 4000), nn.Linear(4000, 8)), nn.Linear(8, 8), nn.Linear(8, 4000), nn.Linear(4000, 4),
+        nn.Linear(4, 4), nn.Linear(4, 4))  # fmt: skip
+    task = toy(model=wide, evaluate=None)
+    e = experiment(2, 6, task=task, partition=Pipeline(micros=2), fabric=Fabric(link=Link(bandwidth=10.0)))
+    slow, fast = (balance(e.set("bandwidth", rate), times=[(0.005, 0.01)] * 6) for rate in (10.0, 1e5))
+    assert slow.cuts == (1,) and slow.gain == 1.0
+    assert fast.cuts == (3,) and fast.gain > 1.2
+
+
+def test_no_rounds_measure_nothing() -> None:
+    with pytest.raises(KnobError, match="rounds=0: must be at least 1"):
+        balance(piped(2, partition=Pipeline()), rounds=0)

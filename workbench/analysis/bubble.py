@@ -75,9 +75,11 @@ def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
     return int(said.get("stages", 1)), int(said.get("slices", 1))
 
 
-def bubble(tl: Timeline, last: int = 20) -> Bubble | None:
-    """Of the last `last` steps since the last change; None where replicas are whole, or no step has ended since."""
-    first, stop = last_steps(tl, last)
+def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | None:
+    """Of the last `last` steps since the last change, `before` a step; None where replicas are whole, or no step has
+    ended since.
+    """
+    first, stop = last_steps(tl, last, before)
     p, t = spread_at(tl, stop - 1)
     w = Window(tl, max(first, since_change(tl, 0, stop)), stop)
     if p == 1 or not w.complete.any() or len(w.ranks) % (p * t):

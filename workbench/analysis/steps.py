@@ -70,9 +70,9 @@ class Row(NamedTuple):
     loss: float  # training loss of its last step here
 
 
-def step_times(tl: Timeline, last: int | None = None) -> StepTimes:
-    """Duration of each of the last steps that have ended on every rank (None: of all)."""
-    w = Window(tl, *last_steps(tl, last))
+def step_times(tl: Timeline, last: int | None = None, before: int | None = None) -> StepTimes:
+    """Duration of each of the last steps (None: of all) that have ended on every rank, `before` a step."""
+    w = Window(tl, *last_steps(tl, last, before))
     return StepTimes(w.ranks, w.steps, w.step_seconds)
 
 

@@ -171,8 +171,11 @@ def ranks_of(rows: Rows) -> np.ndarray:
     return np.flatnonzero(np.bincount(rows.rank, minlength=1)) if len(rows) else np.empty(0, np.int64)
 
 
-def last_steps(tl: Timeline, last: int | None = None) -> tuple[int, int]:
-    """[first, stop) of the last `last` steps that have ended on every rank known so far (None: of all)."""
+def last_steps(tl: Timeline, last: int | None = None, before: int | None = None) -> tuple[int, int]:
+    """[first, stop) of the last `last` steps that have ended on every rank known so far (None: of all).
+
+    before: of those before this step
+    """
     rows = tl.spans.rows()
     ranks = ranks_of(rows)
     if not len(ranks):
@@ -181,6 +184,7 @@ def last_steps(tl: Timeline, last: int | None = None) -> tuple[int, int]:
     if (furthest < 0).any():
         furthest = _furthest(rows, ranks)
     first, stop = int(rows.step[:MANY].min()), int(furthest.min()) + 1
+    stop = stop if before is None else min(stop, before)
     return (first if last is None else max(first, stop - last)), max(stop, first)
 
 

@@ -89,12 +89,14 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
 
     The slowest piece's forward and backward is what is made small, by trying all cuts (workbench.host.balancing). A
     stage of several pieces has the fastest slowest piece, which need not be the fastest slowest stage. What crosses
-    between stages is not weighed when cuts are chosen, and counts in the predicted steps, which `simulate` makes with
-    these costs; the optimizer's own time does not.
+    between stages is not weighed there, and counts in the predicted steps, which `simulate` makes with these costs; the
+    optimizer's own time does not. Where cuts by numbers of parameters are predicted to be faster, they are proposed.
 
     Raises KnobError where the partition has no stages, or the model cannot be cut into so many.
     """
     e = given.experiment(experiment).checked()
+    if rounds < 1:
+        raise KnobError(f"rounds={rounds}: must be at least 1")
     way = e.partition
     if way.depth == 1:
         raise KnobError(
@@ -123,7 +125,10 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
         even = _predicted(e, bare, cut(replace(e, partition=bare), model, learner).cuts, costs)
     except KnobError:
         even = None
-    return Balanced(best, _predicted(e, best, cuts, costs), even, units, costs)
+    found = _predicted(e, best, cuts, costs)
+    if even is not None and even.step_s < found.step_s:  # less crosses between stages there, and that counts for more
+        best, found = replace(best, cuts=even.cuts), even  # type: ignore[call-arg]
+    return Balanced(best, found, even, units, costs)
 
 
 def _given(times: Sequence[tuple[float, float]], count: int) -> tuple[Unit, ...]:
@@ -192,7 +197,9 @@ def _costs(e: Experiment, units: tuple[Unit, ...], factors: tuple[float, ...]) -
 def _predicted(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> Cut:
     """Some steps of the simulator, on any memory."""
     looked = max(STEPS, min(longest(e.strategy), MOST) if e.strategy.periodic else 0)
-    run = simulate(replace(e, partition=way, steps=SETTLE + looked, eval_every=0, memory_mb=0.0), costs=costs)
-    found = analysis.bubble(run.timeline, looked)
+    never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
+    stop = SETTLE * max(1, never) + looked
+    run = simulate(replace(e, partition=way, steps=stop + never, eval_every=0, memory_mb=0.0), costs=costs)
+    found = analysis.bubble(run.timeline, looked, stop)
     assert found is not None
-    return Cut(cuts, float(analysis.step_times(run.timeline, looked).seconds.mean()), found.share)
+    return Cut(cuts, float(analysis.step_times(run.timeline, looked, stop).seconds.mean()), found.share)

@@ -99,17 +99,19 @@ def _able(e: Experiment, ways: list[Partition]) -> list[Partition]:
 
 def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs) -> Planned | None:
     looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
-    steps = SETTLE + max(looked, min(longest(strategy), MOST) + STEPS)
+    never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
+    stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
     try:
-        e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=0, batch=e.batch * way.size, pace=0.0)
+        e = replace(e, strategy=strategy, partition=way, steps=stop + never, eval_every=0, batch=e.batch * way.size,
+                    pace=0.0)  # fmt: skip
         costs = costs.times(way.size)
         run = simulate(e, costs=costs, alike=unlike(e.checked(), costs) is None)
     except (KnobError, OutOfMemory):
         return None
-    times = analysis.step_times(run.timeline, looked)
+    times = analysis.step_times(run.timeline, looked, stop)
     held = analysis.memory(run.timeline)
     away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
-    sent = float(analysis.bytes_per_step(run.timeline, steps - looked, steps).mean())
+    sent = float(analysis.bytes_per_step(run.timeline, stop - looked, stop).mean())
     return Planned(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)
 
 
