@@ -155,6 +155,18 @@ def test_the_slowest_of_many_is_expected_where_it_is(ranks: int) -> None:
     assert even.even(ranks) == even
 
 
+def test_of_ranks_that_are_not_equally_fast_the_noisy_one_may_be_the_slowest() -> None:
+    costs = Costs(forward=(Duration(0.30, 0.0), Duration(0.29, 0.3)), backward=0.0, update=0.0)
+    drawn = 0.29 * (1.0 + 0.3 * np.random.default_rng(5).normal(size=(4000, 256)))
+    expected = fmean(np.maximum(drawn.max(1), 0.30))
+    assert costs.even(512).forward[0].seconds == pytest.approx(expected, rel=2e-3)
+    assert Costs(forward=(0.1, 0.3), backward=0.0, update=0.0).even(8).forward == (Duration(0.3),)
+
+
+def test_all_on_one_site_are_alike_however_large_it_is() -> None:
+    stands_for_all(replace(E, fabric=replace(SITES, site=16)))
+
+
 def test_a_plan_of_thousands_of_ranks_says_of_each_pair_what_a_simulation_says() -> None:
     e = replace(E, ranks=4096, fabric=replace(SITES, site=8), task=ByteGPT(layers=4))
     ways = [Whole(), Pipeline(stages=2, micros=8), Tensor(ways=4)]

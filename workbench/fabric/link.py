@@ -48,7 +48,7 @@ class Fabric:
 
     link: Link = knob(Link(), doc="each rank's port")
     site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, fast among themselves; 0: all are")
-    between_bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port to other sites; 0: as inside")
+    between_bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port to other sites; 0: no less")
     between_latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message to another site, if above the Link's")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
     host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="device to its host's memory and back; 0: unlimited")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors import inside
+from workbench.fabric import traffic
 from workbench.host.canonical import Disagreement
 from workbench.host.changing import Changing
 from workbench.host.handover import summed
@@ -112,10 +113,13 @@ async def _meant(run: Changing, pieces: State, named: Named, like: Tensor,
     rank = run.rank
     lies, comes = (placed(named, way, rank.size) for way in ways)
     line = _line(pieces, lies, rank.id, like)
-    if rank.replicas.size > 1:
+    apart = 0
+    if (size := rank.replicas.size) > 1:
         await rank.replicas.all_reduce(line, "sum", "own")
+        lines = [lies.numel(r) * like.element_size() for r in range(rank.size)]
+        apart = sum(traffic("all_reduce", nbytes, size)[0] for nbytes in lines)
     given, sent = await _moved(run, _cut(line, lies, rank.id), lies, comes, like)
-    return {name: x / (rank.size // _ranks(ways[1])) for name, x in given.items()}, sent
+    return {name: x / (rank.size // _ranks(ways[1])) for name, x in given.items()}, sent + apart
 
 
 # -- sum --

@@ -28,7 +28,7 @@ def unlike(e: Experiment, costs: Costs | None) -> str | None:
     if costs is not None and any(len(getattr(costs, p)) > 1 or getattr(costs, p)[0].spread for p in PHASES):
         return f"costs: ranks are not equally fast, or not in every step; take costs.even(ranks={e.ranks}), or {EVEN}"
     sizes = list(accumulate((size for _, size in reversed(mesh(e.strategy, e.ranks, 0, e.partition).dims)), mul))
-    if e.fabric.site and any(e.fabric.site % n and n % e.fabric.site for n in sizes):
+    if 0 < e.fabric.site < e.ranks and any(e.fabric.site % n and n % e.fabric.site for n in sizes):
         return (
             f"fabric.site={e.fabric.site}: groups of {' and '.join(map(str, sizes))} ranks lie unlike on such sites; "
             f"take site={sizes[0] if sizes[0] > 1 else sizes[-1]}, or {EVEN}"

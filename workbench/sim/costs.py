@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from workbench.sim.durations import PHASES, Duration, Wire, kind
 from workbench.sim.measure import measured
@@ -51,6 +53,7 @@ class Costs:
             object.__setattr__(self, phase, tuple(d if isinstance(d, Duration) else Duration(float(d)) for d in each))
             if any(d.seconds < 0 or d.spread < 0 for d in getattr(self, phase)):
                 raise ValueError(f"{phase}={given!r}: seconds and spreads cannot be negative")
+        object.__setattr__(self, "parts", tuple((float(there), float(back)) for there, back in self.parts))
 
     @classmethod
     def measured(cls, run: Run) -> Costs:
@@ -78,15 +81,21 @@ class Costs:
     def even(self, ranks: int) -> Costs:
         """These costs with all ranks as fast as the slowest of so many is expected to be in a step.
 
-        Where durations spread, of independent normal ones (their largest by Blom's approximation). So a step is not
-        too short where all ranks meet in each, and too long where they meet more rarely.
+        Each rank's step is taken for a normal number of its own mean and spread, independent of the others'. So a step
+        is as long as expected where all ranks meet in each, and too long where they meet more rarely.
         """
-        each = [[durations[r % len(durations)] for durations in map(self.__getattribute__, PHASES)]
-                for r in range(max(len(getattr(self, p)) for p in PHASES))]  # fmt: skip
-        slowest = max(each, key=lambda one: sum(d.seconds for d in one))
-        whole, spread = sum(d.seconds for d in slowest), math.hypot(*(d.seconds * d.spread for d in slowest))
-        most = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
-        factor = 1.0 + most * spread / whole if whole else 1.0
+        kinds = math.lcm(*(len(getattr(self, p)) for p in PHASES))
+        each = [[getattr(self, p)[r % len(getattr(self, p))] for p in PHASES] for r in range(min(kinds, ranks))]
+        means = np.array([sum(d.seconds for d in one) for one in each])
+        spreads = np.array([math.hypot(*(d.seconds * d.spread for d in one)) for one in each])
+        slowest = each[int(means.argmax())]
+        factor = 1.0
+        if spreads.any():
+            counts = np.bincount(np.arange(ranks) % len(each))
+            x = np.linspace((means - 9.0 * spreads).min(), (means + 9.0 * spreads).max(), 20_001)
+            below = torch.special.ndtr(torch.from_numpy((x[:, None] - means) / np.maximum(spreads, 1e-12))).numpy()
+            expected = x[0] + np.trapezoid(1.0 - (below**counts).prod(1), x)
+            factor = float(expected / means.max())
         found: dict[str, Any] = {p: Duration(factor * d.seconds) for p, d in zip(PHASES, slowest, strict=True)}
         return replace(self, **found)
 

@@ -45,7 +45,8 @@ def simulate(
     replay:   a run on the engine whose order of arrivals is followed: where ranks keep no common step, messages are
               taken from whom it took them, and backgrounds come round after the steps after which its did.
     alike:    True: the ranks of the first replica are simulated and recorded alone, and stand for those at their place
-              in all others, to the bit; so thousands of ranks cost no more than few. With sizes only, without changes
+              in all others, to the bit (but where a last shard is shorter): thousands cost no more than few. With sizes
+              only, without changes
 
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
     passes, and StrategyError when they ask for different things.
