@@ -1,8 +1,8 @@
 """Lanes: the threads on which children run beside the step, and the performing of what they ask.
 
 One lane, one thread, and a wire for all ranks and for each group that is asked for (see wires.py). Children run one
-after the other in the order in which they were started, which is the same on all ranks. Encoding happens here and so
-overlaps with backward.
+after the other in the order in which they were started, which is the same on all ranks, or in rank 0's where they have
+priorities (see turns.py). Encoding happens here and so overlaps with backward.
 
 On a GPU the lane has a stream, too, and what is said of threads holds of streams; see [Note: Order on a GPU] in
 engine/device/cuda.py. On an emulated Link the lane's thread waits there until a collective is done on the GPU, sleeps
@@ -12,7 +12,6 @@ until it would be over on the Link, and only then lets the stream go on: the tim
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -22,47 +21,15 @@ import torch
 
 from workbench.engine.collectives import Wire
 from workbench.engine.device import Chip
+from workbench.engine.job import Flight, Job
 from workbench.engine.shaping import Port
-from workbench.engine.verbs import Verbs
+from workbench.engine.turns import ROOM, Turns
+from workbench.engine.verbs import Verbs, alone
 from workbench.engine.watch import CODEC_FLOOR, Watch
 from workbench.engine.wires import Line, Wires
-from workbench.fabric import Load
+from workbench.host import summing
 from workbench.host.drive import Later, drive
 from workbench.rank import Group, Handle, Op, StrategyError, collective
-
-
-class Job:
-    """A child under way: its coroutine, its result, and when what happened."""
-
-    __slots__ = ("after", "asked", "began", "by", "child", "done", "error", "event", "flight", "held", "measures",
-                 "name", "number", "resumed", "step", "value")
-
-    def __init__(self, child: Coroutine[Op, Any, Any], name: str, asked: Any, done: threading.Event | None,
-                 step: int, number: int) -> None:
-        self.child, self.name, self.asked, self.number = child, name, asked, number
-        self.step = step  # that it was started in, which is the step of all that it does
-        self.done = done  # None where the thread that waits also runs it
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.flight: Flight | None = None
-        self.resumed = self.began = asked  # when it last got an answer, and when it began to work on it
-        self.measures = False  # was what it asked for last a part of measuring?
-        self.by: Any = None  # an optimizer's settings when it was started
-        self.after: Any = None  # on a GPU: the event after which it may begin,
-        self.event: Any = None  # the one after which it is over,
-        self.held: Any = None  # and what it was given, kept until then
-
-
-class Flight:
-    """A collective issued and not yet waited for."""
-
-    __slots__ = ("arrived", "asked", "finished", "hold", "line", "load", "op", "step", "what", "work")
-
-    def __init__(self, op: Op, what: str, line: Line, work: Any, asked: Any, arrived: Any, load: Load, hold: Any,
-                 step: int) -> None:
-        self.op, self.what, self.line, self.work, self.asked, self.arrived = op, what, line, work, asked, arrived
-        self.load, self.hold, self.step = load, hold, step
-        self.finished = 0.0
 
 
 class Lane(Verbs):
@@ -90,8 +57,9 @@ class Lane(Verbs):
         self.give: Callable[[Job, Any], None] = lambda job, value: None
         self.beside: dict[str, Callable[[Op, Job], Any]] = {}  # performs what a child asks for and no wire carries
         self.settings: Callable[[], Any] = lambda: None
+        self.hop: Callable[[Op, int], Any] = lambda op, step: None  # performs a message of an all-reduce
         self.wireless = False  # do its children ask for no collective?
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._turns = Turns(self._agreed, self.rank == 0)
         self._thread: threading.Thread | None = None
         self._busy = ""
         self._broken: BaseException | None = None  # what a child failed with, or the thread
@@ -106,14 +74,15 @@ class Lane(Verbs):
 
     # -- called by the host's thread --
 
-    def start(self, child: Coroutine[Op, Any, Any], name: str) -> Handle:
+    def start(self, child: Coroutine[Op, Any, Any], name: str, priority: int = 0, share: float = 1.0) -> Handle:
         handle = Handle(name, self.name)
+        self.eager = self.eager and not priority  # who may be overtaken must not have begun
         here = (self.eager or self.size == 1) and not self.wireless
         self.started += 1
         self.before(self.started)
         done = None if here else threading.Event()
         job = handle._state = Job(child, name, self.now(), done, self.step, self.started)
-        job.by = self.settings()
+        job.by, job.priority, job.share = self.settings(), priority, share
         if self.chip.runs_ahead:
             self._keep(job)
         if here:
@@ -121,7 +90,7 @@ class Lane(Verbs):
         else:
             if self._thread is None:
                 self._open()
-            self._jobs.put(job)
+            self._turns.put(job)
         return handle
 
     def wait(self, handle: Handle) -> Any:
@@ -140,7 +109,7 @@ class Lane(Verbs):
 
     def close(self) -> None:
         if self._thread is not None:
-            self._jobs.put(None)
+            self._turns.put(None)
             self._thread.join(5)
             self._thread = None
         self.wires.close()
@@ -168,8 +137,23 @@ class Lane(Verbs):
             self.chip.bind()
         except BaseException as error:
             self._broken = error
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             self._advance(job, finish=True)
+
+    def _next(self) -> Job | None:
+        try:
+            return self._turns.get(agreeing=self._broken is None)
+        except BaseException as error:  # a wire is cut: whoever waits is to hear why
+            self._broken = error
+            return self._turns.get(agreeing=False)
+
+    def _agreed(self, chosen: list[int] | None) -> list[int]:
+        """What rank 0 has chosen, on every rank; it crosses beside the Link, as tickets do."""
+        wire = self.wires.of(None).aside
+        assert wire is not None
+        numbers = torch.tensor(chosen or [0] * ROOM, dtype=torch.int64)
+        wire.wait(wire.broadcast(numbers, 0))
+        return numbers.tolist()
 
     def _advance(self, job: Job, finish: bool) -> None:
         """Runs the child on; with `finish` to its end, else until its first collective is under way."""
@@ -207,6 +191,10 @@ class Lane(Verbs):
 
         def perform(op: Op) -> Any:
             self._codec(job)
+            if (by := summing.algorithm(self.port.fabric, self.size, op)) is not None:
+                value = self._summed(by, op, job)
+                job.resumed = job.began = self.now()
+                return value
             if op.verb in self.beside:
                 job.measures = op.measures
                 value = self.beside[op.verb](op, job)
@@ -216,7 +204,7 @@ class Lane(Verbs):
             if not finish and flight is not None:
                 job.flight = flight
                 raise Later
-            value = self._complete(flight) if flight else _alone(op)
+            value = self._complete(flight) if flight else alone(op)
             job.resumed = job.began = self.now()
             return value
 
@@ -291,10 +279,3 @@ def _last_arrival(aside: Wire | None, now: float) -> float:
     aside.wait(aside.all_reduce(mine, "max"))
     return float(mine[0])
 
-
-def _alone(op: Op) -> Any:
-    """With one rank every collective is the identity; a Sample has no answer."""
-    if op.verb == "sample":
-        return None
-    x = op.args[0]
-    return x.unsqueeze(0) if op.verb == "all_gather" else x

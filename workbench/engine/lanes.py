@@ -34,14 +34,15 @@ class Lanes:
         """Bytes sent so far."""
         return sum(lane.sent for lane in self)
 
-    def start(self, child: Coroutine[Op, Any, Any], name: str, lane: str) -> Handle:
+    def start(self, child: Coroutine[Op, Any, Any], name: str, lane: str, priority: int = 0,
+              share: float = 1.0) -> Handle:  # fmt: skip
         if lane == self.first.name:
-            return self.first.start(child, name)
+            return self.first.start(child, name, priority, share)
         if lane not in self._lanes:
             self._lanes[lane] = self.open(lane)
         self.aside = self.aside or not self._lanes[lane].wireless
         self._lanes[lane].step = self.first.step
-        return self._lanes[lane].start(child, name)
+        return self._lanes[lane].start(child, name, priority, share)
 
     def wait(self, handle: Handle) -> Any:
         return self._lanes[handle.lane].wait(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,15 +10,38 @@ from torch import Tensor
 
 from workbench.engine.collectives import Wire
 from workbench.engine.device import Chip
-from workbench.fabric import Load, even, uneven
+from workbench.fabric import Algorithm, Load, even, uneven
+from workbench.host import summing
 from workbench.host.canonical import added_up
-from workbench.rank import Op
+from workbench.host.drive import drive
+from workbench.rank import Op, Rank, collective
 
 
 class Verbs:
     """The part of a lane that knows the collectives: each goes on `wire` and answers (work, its result to be)."""
 
     chip: Chip
+    name: str
+    rank: int
+    size: int
+    sent: int
+    hop: Callable[[Op, int], Any]
+    take: Callable[[Any, Op], None]
+
+    def _summed(self, by: Algorithm, op: Op, job: Any) -> Any:
+        """An all-reduce in messages, each of which is a span of its own."""
+        aside = "" if self.name == "comm" else f" on {self.name}"
+        self._busy = name = f"{collective(op, job.name)}{aside}"
+        self.take(job, op)
+
+        def perform(message: Op) -> Any:
+            if message.verb == "send":
+                self.sent += message.args[0].numel() * message.args[0].element_size()
+            return self.hop(message, job.step)
+
+        value = drive(summing.summed(by, Rank(self.rank, self.size), op, name), perform)
+        self._busy = ""
+        return value
 
     def _load(self, wire: Wire, op: Op) -> Load:
         """What the ports have to carry."""
@@ -80,3 +104,11 @@ def _wire_view(x: Tensor) -> Tensor:
     x = x.contiguous()
     narrow = x.dtype in (torch.int16, torch.uint16) or "float8" in str(x.dtype)
     return x.view(torch.uint8) if narrow else x
+
+
+def alone(op: Op) -> Any:
+    """With one rank every collective is the identity; a Sample has no answer."""
+    if op.verb == "sample":
+        return None
+    x = op.args[0]
+    return x.unsqueeze(0) if op.verb == "all_gather" else x

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 from typing import NamedTuple
 
 from workbench.fabric._base import Fault
+from workbench.fabric.algorithms._base import Algorithm
+from workbench.fabric.algorithms.native import Native
 from workbench.settings import knob, normalise
 
 
@@ -50,6 +52,7 @@ class Fabric:
     site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, fast among themselves; 0: all are")
     between_bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port to other sites; 0: no less")
     between_latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message to another site, if above the Link's")
+    algorithm: Algorithm = knob(Native(), doc="how an all-reduce goes")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")
     host: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="device to its host's memory and back; 0: unlimited")
     disk: float = knob(0.0, 0.0, 1e5, unit="GB/s", log=True, doc="a rank's share of its host's disk; 0 is unlimited")
@@ -74,6 +77,11 @@ class Fabric:
         priced, of which a part would stay inside.
         """
         return self._far if self.crosses(ranks) else self.link
+
+    def measured(self, latency: float, bandwidth: float) -> Fabric:
+        """This one with a Link of so many ms and Mbit/s, each where it is not 0."""
+        link = replace(self.link, latency=latency or self.link.latency, bandwidth=bandwidth or self.link.bandwidth)
+        return replace(self, link=link)
 
     @cached_property
     def _far(self) -> Link:

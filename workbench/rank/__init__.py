@@ -14,6 +14,7 @@ from workbench.rank.bucket import Part as Part
 from workbench.rank.factors import Factors as Factors
 from workbench.rank.mesh import Group as Group
 from workbench.rank.mesh import Mesh as Mesh
+from workbench.rank.neighbours import sites as sites
 from workbench.rank.ops import REDUCTIONS as REDUCTIONS
 from workbench.rank.ops import Rank as Rank
 from workbench.rank.outline import each as each
@@ -23,5 +24,6 @@ from workbench.rank.outline import values_of as values_of
 
 __all__ = [
     "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Factors", "Forward", "Group", "Handle", "Memory", "Mesh", "Op",
-    "Part", "Rank", "StrategyError", "collective", "each", "message_name", "outlined", "sizes_of", "values_of",
+    "Part", "Rank", "StrategyError", "collective", "each", "message_name", "outlined", "sites", "sizes_of",
+    "values_of",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from workbench.rank.awaitables import Backward, Forward, Handle, Op, StrategyErr
 from workbench.rank.bucket import Bucket, Memory
 from workbench.rank.elsewhere import Elsewhere
 from workbench.rank.mesh import Group, Mesh
+from workbench.rank.pieces import Pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
 
 
-class Rank(Elsewhere):
+class Rank(Pieces, Elsewhere):
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and how many there are, here: in the run, or in a group of it
@@ -31,8 +32,7 @@ class Rank(Elsewhere):
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
     density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
     memory:       the compressor's memory on this rank
-    phase:        where parameters lie in shards, the pass of the model that is under way: "forward", "backward",
-                  "evaluation", which is no part of a step and written down apart as "measuring"; else ""
+    phase:        where parameters lie in shards, the pass under way: "forward", "backward" or "evaluation"; else ""
     """
 
     def __init__(self, index: int, size: int, seed: int = 0) -> None:
@@ -84,6 +84,10 @@ class Rank(Elsewhere):
     def batch(self) -> Op:
         """The next batch of this rank's data, to be looked at before `forward(batch)`."""
         return Op("batch")
+
+    def client(self, index: int, count: int) -> Op:
+        """Batches are now those of client `index` of `count` on this rank, dealt as to `count` times as many ranks."""
+        return Op("client", index, count)
 
     def forward(self, x: Any = None, micro: int = 0) -> Forward:
         """The loss of the next batch, or of `x`; on a pipeline stage but the last, the activation made of `x`.
@@ -216,13 +220,15 @@ class Rank(Elsewhere):
         return Op("recv", into, source, kind)
 
     # concurrency
-    def start(self, child: Coroutine[Op, Any, Any], lane: str = "comm", name: str = "", priority: int = 0) -> Op:
+    def start(self, child: Coroutine[Op, Any, Any], lane: str = "comm", name: str = "", priority: int = 0,
+              share: float = 1.0) -> Op:  # fmt: skip
         """Starts `child` on `lane`; returns a Handle to `wait` for, in this step or a later one.
 
-        Children of a lane run in the order of their start; a higher `priority` overtakes those that have not
-        begun, in rank 0's order on every rank.
+        Children of a lane run in the order of their start. One with a `priority` overtakes those before it with a lower
+        one that have not begun, back to the last that has none, in rank 0's order on every rank. Rank 0 lets the first
+        begin whose `share`s make 1 together; what comes then waits for them.
         """
-        return self._collective("start", child, lane, name, priority)
+        return self._collective("start", child, lane, name, priority, share)
 
     def wait(self, handle: Handle) -> Op:
         """The result of a started child."""

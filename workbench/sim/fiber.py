@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Coroutine
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from workbench.rank import Group, Op
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 PARK = object()  # a verb's answer: go on later
 END = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
+ROOM = 32  # children that rank 0 chooses at a time, at most, as on the engine
 MANY = 1_000_000  # answers in a row that took no time: whoever asks on will do so for ever
 
 
@@ -76,10 +78,12 @@ class Fiber:
 class Child(Fiber):
     """A child on its lane."""
 
-    __slots__ = ("by", "priority")
+    __slots__ = ("by", "number", "priority", "share")
 
-    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int) -> None:
+    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int,
+                 share: float) -> None:
         self.host, self.coro, self.name, self.origin, self.priority = host, coro, name, origin, priority
+        self.share, self.number = share, 0
         self.resumed = host.clock.now
         self.step = host.rank.step
         self.done = False
@@ -107,9 +111,9 @@ class CodedChild(Child):
 
     __slots__ = ("codec", "measures", "op", "stretch")
 
-    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int,
+    def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int, share: float,
                  codec: tuple[float, ...]) -> None:
-        super().__init__(host, coro, name, origin, priority)
+        super().__init__(host, coro, name, origin, priority, share)
         self.codec, self.stretch = codec, 0
         self.measures = False  # was what it asked for last a part of measuring? Then what follows is no codec's work
         self.op: Op | None = None
@@ -159,8 +163,9 @@ class _Then:
 class Lane:
     """One lane of one rank: children run one after the other; collectives on it meet those of the other ranks.
 
-    Children run in the order of their start until one comes with a priority. From then on rank 0 decides: what it
-    begins next is what every rank begins next, so that ranks whose children come at different times still agree.
+    Children run in the order of their start, but those with priorities, of which as many as come one after the other
+    overtake each other. Of these rank 0 decides: what it begins next is what every rank begins next, so that ranks
+    whose children come at different times still agree.
     """
 
     __slots__ = ("begun", "busy", "host", "met", "name", "open", "order", "queue", "started")
@@ -173,81 +178,89 @@ class Lane:
         # collectives under way, by group and number
         self.open: dict[tuple[Group | None, int], Collective] = host.world.open.setdefault(name, {})
         self.order = host.world.orders.setdefault(name, Order())
+        self.order.lanes.append(self)
         self.started = self.begun = 0
 
     def add(self, child: Child) -> None:
         """Puts a child behind those that were started before it."""
-        child.lane = self
+        child.lane, child.number = self, self.started
         self.started += 1
-        if self.order.led or child.priority:
-            return self.order.add(self, child, self.started - 1)
-        if self.busy is None:
-            self.busy = child
-            self.begun += 1
-            child.resume(None)
-        else:
-            self.queue.append(child)
+        self.queue.append(child)
+        self.go()
 
     def next(self) -> None:
         """The child on this lane is over."""
-        if self.order.led:
-            self.busy = None
-            self.order.go(self)
-        elif self.queue:
-            self.busy = self.queue.popleft()
-            self.begun += 1
-            self.busy.resume(None)
-        else:
-            self.busy = None
+        self.busy = None
+        self.go()
+
+    def go(self) -> None:
+        """Begins the next child, if the lane is free and its turn has come."""
+        if self.busy is not None or not self.queue:
+            return
+        child = self.queue[0] if not self.queue[0].priority else self.order.turn(self)
+        if child is None:
+            return
+        self.queue.remove(child)
+        self.busy = child
+        self.begun += 1
+        child.resume(None)
+
+    def count_anew(self) -> None:
+        """Nothing waits, and all ranks count from here."""
+        self.started = self.begun = 0
+        if not self.host.index:
+            self.order.forget()
+
+    @property
+    def aside(self) -> str:
+        """What the messages of its all-reduces are told apart by from those of the first lane's."""
+        return "" if self.name == "comm" else f" on {self.name}".rstrip()
 
     def unfinished(self) -> list[Child]:
         """The child whose turn it is and those that wait."""
-        return [*([self.busy] if self.busy else []), *self.queue, *self.order.waiting(self)]
+        return [*([self.busy] if self.busy else []), *self.queue]
 
 
 class Order:
-    """The order in which children of a lane begin on every rank, once one of them has a priority: rank 0's."""
+    """The order in which children of a lane begin that have priorities: rank 0's, on every rank."""
 
     def __init__(self) -> None:
-        self.led = False
-        self.begun: list[int] = []  # the numbers of the children that rank 0 has begun, in that order
-        self._ready: dict[Lane, dict[int, Child]] = {}
+        self.lanes: list[Lane] = []
+        self._chosen: dict[int, int] = {}  # by how many have begun before it, the number of a child
+        self._asking = False
 
-    def add(self, lane: Lane, child: Child, number: int) -> None:
-        if not self.led:
-            self._take_over(lane)
-        self._ready.setdefault(lane, {})[number] = child
-        self.go(lane)
+    def turn(self, lane: Lane) -> Child | None:
+        """The child of a lane whose turn it is, if that is known and it was started there."""
+        number = self._chosen.get(lane.begun)
+        if number is None:
+            if not lane.host.index and not self._asking:
+                self._choose(lane)
+            return None
+        return next((child for child in lane.queue if child.number == number), None)
 
-    def _take_over(self, asking: Lane) -> None:
-        """What any rank has begun so far was in order of start; what waits in queues is taken over."""
-        self.led = True
-        lanes = [h.lanes[asking.name] for h in asking.host.world.hosts if asking.name in h.lanes]
-        for lane in lanes:
-            self._ready[lane] = {lane.begun + i: child for i, child in enumerate(lane.queue)}
-            lane.queue.clear()
-        self.begun = list(range(max(lane.begun for lane in lanes)))
+    def forget(self) -> None:
+        """What was chosen so far has begun."""
+        self._chosen.clear()
 
-    def waiting(self, lane: Lane) -> list[Child]:
-        return list(self._ready.get(lane, {}).values())
+    def _choose(self, lane: Lane) -> None:
+        """Rank 0 chooses of what is there, until the shares make one, and tells: that takes as long as any flag."""
+        free = list(takewhile(lambda child: child.priority > 0, lane.queue))
+        found: list[int] = []
+        share = 0.0
+        for child in sorted(free, key=lambda child: (-child.priority, child.number)):
+            if share >= 1.0 or len(found) == ROOM:
+                break
+            found.append(child.number)
+            share += child.share
+        self._asking = True
+        clock = lane.host.clock
+        clock.at(clock.now + lane.host.world.ports.flag(), _Then(self._told, (lane.begun, found)))
 
-    def go(self, lane: Lane) -> None:
-        """Begins the next child of a lane, if its turn has come."""
-        ready = self._ready.setdefault(lane, {})
-        if lane.busy is not None:
-            return
-        if lane.begun == len(self.begun):
-            if lane.host.index or not ready:
-                return
-            self.begun.append(max(ready, key=lambda n: (ready[n].priority, -n)))
-            self._begin(lane, ready)
-            for other in list(self._ready):
-                if other is not lane:
-                    self.go(other)
-        elif self.begun[lane.begun] in ready:
-            self._begin(lane, ready)
-
-    def _begin(self, lane: Lane, ready: dict[int, Child]) -> None:
-        lane.busy = ready.pop(self.begun[lane.begun])
-        lane.begun += 1
-        lane.busy.resume(None)
+    def _told(self, said: tuple[int, list[int]]) -> None:
+        begun, found = said
+        self._asking = False
+        past = min(lane.begun for lane in self.lanes)
+        self._chosen = {at: number for at, number in self._chosen.items() if at >= past}
+        self._chosen |= {begun + i: number for i, number in enumerate(found)}
+        for lane in list(self.lanes):
+            lane.go()

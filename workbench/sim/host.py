@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.fabric import Ways
+from workbench.host import summing
 from workbench.host.flow import Flow
 from workbench.host.offload import LANES
 from workbench.host.slots import settings
-from workbench.rank import Handle, Op, Rank, StrategyError
+from workbench.rank import Handle, Op, Rank, StrategyError, collective
 from workbench.sim.away import Away
 from workbench.sim.collective import Collective
-from workbench.sim.compute import Compute
 from workbench.sim.fiber import PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.rounds import Rounds
+from workbench.sim.waving import Waving
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Host(Compute, Away):
+class Host(Waving, Away):
     """One rank on the virtual clock."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
@@ -41,6 +42,7 @@ class Host(Compute, Away):
         self.rounds = Rounds(self)
         self._ways = Ways()
         self.ended: Callable[[Fiber], None] = lambda fiber: None
+        self.steering: Any = None  # its session's
         self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches
         meet = self._collective
         self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
@@ -51,9 +53,10 @@ class Host(Compute, Away):
             "collect": self._collect, "factors": self._factors, "curve": self._curve, "value": self._value,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
+            "client": lambda fiber, op: self.body.client(*op.args),
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
             "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
-            "coded": self._coded,
+            "coded": self._coded, "pieces": self._pieces, "rise": self._rise, "fall": self._fall,
             "hold": self._hold, "offload": self._offload, "fetch": self._fetch,
             "send": self._send, "recv": self._recv, "again": self.rounds.again,
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,
@@ -61,10 +64,13 @@ class Host(Compute, Away):
         }  # fmt: skip
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
+        if lane == "compute":
+            self.steering.hear(lane, t1 - t0)
         self.record.span(self.index, self.rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
 
     def note(self, name: str, value: float) -> None:
         """Writes one number into the record."""
+        self.steering.hear(name, value)
         self.record.sample(self.index, self.rank.step, name, self.clock.now, float(value))
 
     # -- communication --
@@ -84,15 +90,15 @@ class Host(Compute, Away):
         return tuple(per_byte * nbytes for per_byte in self.kinds) if nbytes else ()
 
     def _start(self, fiber: Fiber, op: Op) -> Any:
-        coro, lane, name, priority = op.args
+        coro, lane, name, priority, share = op.args
         group = op.group
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.size
         self.met = self.met or (everyone and lane not in LANES)
         handle = Handle(name, lane)
         if self.kinds and (codec := self.codec(name)):
-            child: Child = CodedChild(self, coro, name, fiber.origin, priority, codec)
+            child: Child = CodedChild(self, coro, name, fiber.origin, priority, share, codec)
         else:
-            child = Child(self, coro, name, fiber.origin, priority)
+            child = Child(self, coro, name, fiber.origin, priority, share)
         handle._state = child
         child.by = settings(self.body.optimizer) if lane in LANES else None
         name = fiber.origin + lane if fiber.origin else lane
@@ -120,10 +126,12 @@ class Host(Compute, Away):
         lane = fiber.lane
         if lane is None:
             name = str(op.args[-1] or op.verb)
-            start = Op("start", _asked(op), "comm", name, 0)
+            start = Op("start", _asked(op), "comm", name, 0, 1.0)
             start.group = op.group
             handle = self._start(fiber, start)
             return self._wait(fiber, Op("wait", handle))
+        if (by := summing.algorithm(self.experiment.fabric, self.size, op)) is not None:
+            return self.inner(fiber, summing.summed(by, self.rank, op, f"{collective(op, fiber.name)}{lane.aside}"))
         number = lane.met.get(group, 0)
         lane.met[group] = number + 1
         meeting = lane.open.get((group, number))
@@ -155,7 +163,7 @@ class Host(Compute, Away):
     def inner(self, fiber: Fiber, coro: Coroutine[Op, Any, Any]) -> Any:
         """Answers with what `coro` comes to, which asks on the fiber's behalf."""
         fiber.on = inner = Fiber(self, coro, "step", fiber.origin)
-        inner.waiter = fiber
+        inner.waiter, inner.lane = fiber, fiber.lane
         inner.resume(None)
         return PARK
 

@@ -1,0 +1,55 @@
+"""Laws over all algorithms of an all-reduce: strategies train under each as they do under the backend's own."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from tests.ranks import experiment, fitting, shipped
+from tests.sim.virtual import comm, samples
+from workbench import simulate
+from workbench.fabric import Algorithm, Fabric, Link
+from workbench.run import Run
+from workbench.settings import Change
+from workbench.strategies import Strategy
+
+STRATEGIES = {name: cls for name, cls in shipped(Strategy).items() if cls.lockstep and not cls.opaque}
+ALGORITHMS = {name: cls() for name, cls in shipped(Algorithm).items()}
+LINK = Link(bandwidth=80.0, latency=0.5)
+RANKS, STEPS = 3, 9
+
+
+def trained(strategy: str, algorithm: str, ranks: int = RANKS, change: bool = False) -> Run:
+    e = experiment(ranks, STEPS, strategy=fitting(STRATEGIES[strategy], ranks), pace=2.0,
+                   fabric=Fabric(link=LINK, site=2))  # fmt: skip
+    chosen = ALGORITHMS[algorithm]
+    if change:
+        return simulate(e, changes=[Change(4, "fabric.algorithm", chosen)], real=True)
+    return simulate(e.set("fabric.algorithm", chosen), real=True)
+
+
+@pytest.mark.parametrize(("strategy", "algorithm"), list(product(STRATEGIES, ALGORITHMS)))
+def test_a_strategy_learns_the_same_under_every_algorithm_also_if_it_is_changed_to(
+    strategy: str, algorithm: str
+) -> None:
+    for change in (False, True):  # to the same one, too: any change drains what is in flight (StreamingDiLoCo)
+        native = samples(trained(strategy, "Native", change=change), "loss", 0)
+        found = samples(trained(strategy, algorithm, change=change), "loss", 0)
+        assert len(found) == len(native) == STEPS
+        np.testing.assert_allclose(found, native, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [n for n, chosen in ALGORITHMS.items() if not chosen.native and n != "ByGroup"])
+def test_no_all_reduce_is_left_to_the_backend(name: str) -> None:
+    names = [what for _, what, _ in comm(trained("DDP", name), 1)]
+    assert names and all(what.startswith("send all_reduce bucket ") for what in names)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_with_sizes_only_messages_and_times_are_the_same(name: str) -> None:
+    e = experiment(4, 3, pace=2.0, fabric=Fabric(link=LINK, site=2, algorithm=ALGORITHMS[name]))
+    real, sizes = simulate(e, real=True), simulate(e, real=False)
+    assert [comm(real, r) for r in range(4)] == [comm(sizes, r) for r in range(4)]
+    assert sizes.timeline.spans.rows().t1.max() == pytest.approx(real.timeline.spans.rows().t1.max())

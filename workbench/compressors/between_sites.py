@@ -1,0 +1,66 @@
+"""BetweenSites: whole inside a site, compressed between sites."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from workbench.compressors._base import Compressor
+from workbench.compressors.error_feedback import ErrorFeedback
+from workbench.compressors.top_k import TopK
+from workbench.rank import Bucket, Memory, Rank, sites
+from workbench.settings import knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BetweenSites(Compressor):
+    """Ranks of a site add up uncompressed; one of each compresses that sum for the others, and hands out the result.
+
+        inside:    s <- sum of the site's x_i                                       all-reduce
+        between:   out <- sum over sites of C(s), by the site's first rank          `of`, among these
+        inside:    out to all of the site                                           broadcast
+
+    What is fast is not compressed, so C acts on few sums instead of on many gradients: with TopK a site's largest
+    elements are chosen by what they add up to. What a site's sum leaves unsent counts as its first rank's, and so is
+    that rank's residual under error feedback; the bare name means ErrorFeedback(of=BetweenSites()). Sites are of `site`
+    neighbouring ranks, the last may be smaller; say the same as `fabric.site`. With m sites of g ranks a rank sends
+    2 (g-1)/g of the bucket, and (g-1)/g for the broadcast, inside; its first one what `of` sends among m.
+
+    When to use it: sites with fast wires inside and slow ones between. TwoLevel, a network's algorithm, is the same way
+    without compression.
+
+    Reference: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2022,
+    https://arxiv.org/abs/2107.01499 (hierarchical communication, compressed between machines)
+    """
+
+    of: Compressor = knob(TopK(), doc="what crosses between sites")
+    site: int = knob(2, 1, 4096, unit="ranks", doc="neighbours that add up uncompressed")
+
+    alike: ClassVar[bool] = False
+
+    @classmethod
+    def usual(cls) -> Any:
+        return ErrorFeedback(of=cls())
+
+    def refuses(self) -> str | None:
+        if self.of.carries:
+            return f"of={self.of}: keeps the optimizer's momentum of a rank, and sums of sites have none; use TopK"
+        return None
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
+        inside, leaders = sites(rank, self.site)
+        mine = bucket.data.clone() if leaders is not None else None
+        if inside.size > 1:
+            await inside.all_reduce(bucket.data, "sum", bucket.name)
+        own = None
+        if leaders is not None and leaders.size > 1:
+            assert mine is not None
+            total = bucket.data.clone()
+            own = await self.of.reduce(leaders, bucket, memory)
+            own = None if own is None else mine + (own - total)
+        if inside.size > 1:
+            await inside.broadcast(bucket.data, 0, bucket.name)
+        return own

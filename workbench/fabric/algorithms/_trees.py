@@ -1,0 +1,78 @@
+"""Two binary trees over the same ranks, and in which rounds messages go up and down them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+Tree = tuple[int | None, ...]  # each rank's parent; the root has none
+
+
+class Hop(NamedTuple):
+    """A message of a round: piece number `piece` of what a tree carries, up to be added, or down to be taken."""
+
+    source: int
+    to: int
+    tree: int
+    piece: int
+    up: bool
+
+
+@lru_cache(maxsize=256)
+def trees(size: int) -> tuple[Tree, Tree]:
+    """Inner ranks of one tree are leaves of the other, as far as that can be.
+
+    In the first odd ranks are leaves and rank 0, the root, has one child; the second is its mirror image, or with an
+    odd number of ranks the same one rank on.
+    """
+    first = tuple(_parent(i, size) for i in range(size))
+    there = [size - 1 - i if size % 2 == 0 else (i - 1) % size for i in range(size)]
+    here = {at: i for i, at in enumerate(there)}
+    above = [first[at] for at in there]
+    return first, tuple(None if at is None else here[at] for at in above)
+
+
+def _parent(i: int, size: int) -> int | None:
+    bit = i & -i
+    above = (i ^ bit) | (bit << 1)
+    return None if not i else above if above < size else i ^ bit
+
+
+@lru_cache(maxsize=256)
+def rounds(size: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
+    """What goes in which round, so that in each a rank sends one message and takes in one at most.
+
+    Among what could go, early pieces come first, and what is further from the root on its way up.
+    """
+    both, found = trees(size), []
+    waits = [[[tree.count(i)] * pieces for i in range(size)] for tree in both]  # for so many children
+    has = [[[False] * pieces for _ in range(size)] for _ in both]  # the sum
+    left = [(k, not up, -deep if up else deep, Hop(*((i, p) if up else (p, i)), t, k, up))
+            for t, tree in enumerate(both) for i, p in enumerate(tree) if p is not None
+            for deep in [_depth(tree, i)] for k in range(pieces) for up in (True, False)]  # fmt: skip
+    todo = [hop for *_, hop in sorted(left)]
+    while todo:
+        busy: set[tuple[str, int]] = set()
+        now: list[Hop] = []
+        later: list[Hop] = []
+        for hop in todo:
+            root = both[hop.tree][hop.source] is None
+            whole = waits[hop.tree][hop.source][hop.piece] == 0
+            ready = whole if hop.up or root else has[hop.tree][hop.source][hop.piece]
+            ends = {("out", hop.source), ("in", hop.to)}
+            (now if ready and not ends & busy else later).append(hop)
+            busy |= ends if now and now[-1] is hop else set()
+        for hop in now:
+            if hop.up:
+                waits[hop.tree][hop.to][hop.piece] -= 1
+            else:
+                has[hop.tree][hop.to][hop.piece] = True
+        found.append(tuple(now))
+        todo = later
+    return tuple(found)
+
+
+def _depth(tree: Tree, i: int) -> int:
+    above = tree[i]
+    return 0 if above is None else 1 + _depth(tree, above)
+

@@ -1,0 +1,66 @@
+"""Auto: whichever is predicted to be the quickest for these ranks and so many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from workbench.fabric.algorithms._base import Algorithm, Among
+from workbench.fabric.algorithms.double_tree import DoubleTree
+from workbench.fabric.algorithms.halving_doubling import HalvingDoubling
+from workbench.fabric.algorithms.parameter_server import ParameterServer
+from workbench.fabric.algorithms.ring import Ring
+from workbench.fabric.algorithms.two_level import TwoLevel
+from workbench.settings import knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.fabric.link import Fabric
+    from workbench.rank import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Algorithm):
+    """By the cost models of the others, the one that is over first; asked anew for each size and each group.
+
+    What it goes by is the Link, and what is known of between sites. Where nothing is emulated that says nothing: then
+    give it the latency and bandwidth that were measured (`Costs.measured(run).wire`), or it takes the first, Ring.
+    Every rank finds the same, from numbers that all have.
+
+    When to use it: where sizes differ, such as a small last bucket, or norms; and to see where the crossings are.
+
+    Reference: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA
+    2005, https://doi.org/10.1177/1094342005051521, which switches by size in this way
+    """
+
+    latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message, as measured; 0: the Link's")
+    bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port, as measured; 0: the Link's")
+    gamma: float = knob(0.0, 0.0, 1000.0, unit="ns", doc="to add up one byte, as measured; 0: nothing")
+
+    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+        return _quickest(self, fabric, group, tuple(ranks), nbytes)
+
+    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+        there = self._fabric(fabric)
+        return min(way.seconds(there, ranks, nbytes, gamma or self.gamma * 1e-9) for way in _ways(there, ranks))
+
+    async def all_reduce(self, rank: Among, x: Tensor) -> None:
+        raise NotImplementedError("it is asked which one, and that one is asked")
+
+    def _fabric(self, fabric: Fabric) -> Fabric:
+        return fabric.measured(self.latency, self.bandwidth) if self.latency or self.bandwidth else fabric
+
+
+@lru_cache(maxsize=4096)
+def _quickest(auto: Auto, fabric: Fabric, group: Group | None, ranks: tuple[int, ...], nbytes: int) -> Algorithm:
+    there = auto._fabric(fabric)
+    best = min(_ways(there, ranks), key=lambda way: way.seconds(there, ranks, nbytes, auto.gamma * 1e-9))
+    return best.chosen(there, group, ranks, nbytes)
+
+
+def _ways(fabric: Fabric, ranks: Sequence[int]) -> list[Algorithm]:
+    flat = [Ring(), HalvingDoubling(), DoubleTree(), ParameterServer()]
+    return [*flat, *(TwoLevel(between=way) for way in flat[:3])] if fabric.crosses(ranks) else flat

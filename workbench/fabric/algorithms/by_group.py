@@ -1,0 +1,46 @@
+"""ByGroup: one algorithm in one kind of group, another in all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench.fabric.algorithms._base import Algorithm, Among
+from workbench.fabric.algorithms.native import Native
+from workbench.fabric.algorithms.ring import Ring
+from workbench.settings import knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.fabric.link import Fabric
+    from workbench.rank import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByGroup(Algorithm):
+    """Groups of a dimension of the mesh sum by one algorithm, all others by another.
+
+    A strategy with groups names its dimensions, such as "within" and "between" of HierarchicalLocalSGD; the run's mark
+    "mesh" lists them. Where there is one line of ranks, or all are asked, it is "others" that counts.
+
+    When to use it: groups inside a site want another algorithm than those that leave it.
+    """
+
+    group: str = knob("within", doc="the dimension whose groups are meant")
+    there: Algorithm = knob(Ring(), doc="how these groups sum")
+    others: Algorithm = knob(Native(), doc="how all others do")
+
+    def refuses(self) -> str | None:
+        return self.there.refuses() or self.others.refuses()
+
+    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+        named = group is not None and group.dims == (self.group,)
+        return (self.there if named else self.others).chosen(fabric, group, ranks, nbytes)
+
+    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+        return self.others.seconds(fabric, ranks, nbytes, gamma)
+
+    async def all_reduce(self, rank: Among, x: Tensor) -> None:
+        raise NotImplementedError("it is asked which one, and that one is asked")

@@ -1,0 +1,81 @@
+"""DoubleTree: each half of the tensor goes up a binary tree of its own, to be added up, and down again, in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._trees import rounds
+from workbench.settings import knob
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.fabric.link import Fabric
+    from workbench.rank import Group
+
+MOST = 4096  # pieces of all ranks, in whose order hops are put
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoubleTree(Algorithm):
+    """Two binary trees, of which each carries half of the tensor: sums go up to its root, and come down again.
+
+        in each of R rounds a rank sends one piece of n/2k bytes, and takes in one, at most
+        time = R (alpha + n/2k beta) + n gamma         R = R1 with one piece (9, 10 and 14 for 7, 8 and 16 ranks),
+                                                       about R1 + 6.5 (k-1) with more
+
+    Inner ranks of one tree are leaves of the other, so all ports are busy. With k pieces the rounds are about R1 +
+    4 (k-1), but ranks that have nothing to take in go ahead of them and get in each other's way: R is what 4 to 17
+    ranks on a Link were seen to take, to a fifth. With one piece it is exact.
+
+    When to use it: many ranks whose number is no power of two, and a large latency. With a power of two HalvingDoubling
+    is always quicker on a Link, whose ports take in one message at a time.
+
+    Reference: Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+    Parallel Computing 2009, https://doi.org/10.1016/j.parco.2009.09.001; the trees are those of NCCL 2.4
+    (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)
+    """
+
+    pieces: int = knob(0, 0, 256, doc="k: pieces of each half, which follow each other; 0: as many as are quickest")
+
+    async def all_reduce(self, rank: Among, x: Tensor) -> None:
+        k = self.pieces or 1
+        trees = rank.few(rank.ranks, "first tree"), rank.few(rank.ranks, "second tree")
+        parts = [half.tensor_split(k) for half in x.tensor_split(2)]
+        for hops in rounds(rank.size, k):
+            for hop in hops:
+                if hop.source == rank.index:
+                    await trees[hop.tree].send(parts[hop.tree][hop.piece], hop.to)
+            for hop in hops:
+                if hop.to == rank.index and hop.up:
+                    await trees[hop.tree].add(parts[hop.tree][hop.piece], hop.source)
+                elif hop.to == rank.index:
+                    await trees[hop.tree].take(parts[hop.tree][hop.piece], hop.source)
+
+    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+        alpha, beta = alpha_beta(fabric, ranks)
+        first, more = _rounds(len(ranks))
+        k = self.pieces or self._quickest(fabric, ranks, nbytes)
+        return (first + more * (k - 1)) * (alpha + nbytes / 2 / k * beta) + nbytes * gamma
+
+    def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
+        return replace(self, pieces=self.pieces or self._quickest(fabric, ranks, nbytes))
+
+    def _quickest(self, fabric: Fabric, ranks: Sequence[int], nbytes: float) -> int:
+        """R = a + b (k-1) rounds are over the soonest with k = sqrt((a-b)/b n/2 beta / alpha)."""
+        alpha, beta = alpha_beta(fabric, ranks)
+        first, more = _rounds(len(ranks))
+        most = max(1, min(64, MOST // len(ranks)))
+        if not alpha:
+            return most if first > more else 1
+        return max(1, min(most, round(sqrt((first - more) / more * nbytes / 2 * beta / alpha))))
+
+
+def _rounds(size: int) -> tuple[int, float]:
+    """How many rounds one piece takes, and about how many each further one: see DoubleTree."""
+    first = len(rounds(size, 1))
+    return first, min(first, 6.5)

@@ -1,0 +1,81 @@
+"""HalvingDoubling: pairs at doubling distances exchange halves of halves, and then hand them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.fabric.link import Fabric
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalvingDoubling(Algorithm):
+    """Recursive halving and doubling: log p rounds to add up ever smaller parts, and as many to gather them.
+
+        round k:  rank i and its partner at distance 2^k each send the half that the other keeps, and add
+        then, from the last round to the first, each sends what it has to the same partner
+        time = 2 log2(p) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma                               p a power of two
+             + 2 (alpha + n beta) + n gamma           otherwise, with p the next smaller one in the line above
+
+    It sends as few bytes as a ring in far fewer messages. Where p is no power of two, each rank too many first gives
+    all it has to a neighbour, and gets the sum in the end; meanwhile others are ahead, and where what they send takes a
+    port before what is waited for, a round lasts up to alpha + n/2 beta longer (seen with 6 and 9 ranks). Neighbours
+    exchange the largest halves, which suits sites.
+
+    When to use it: tensors of a middle size, with a number of ranks that is a power of two.
+
+    Reference: Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004; Thakur, Rabenseifner and
+    Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005,
+    https://doi.org/10.1177/1094342005051521
+    """
+
+    async def all_reduce(self, rank: Among, x: Tensor) -> None:
+        ranks = _powers(rank.size)  # those that stay, a power of two
+        extra = rank.size - len(ranks)
+        if rank.index < 2 * extra and rank.index % 2:
+            await rank.send(x, rank.index - 1)
+            return await rank.take(x, rank.index - 1)
+        if rank.index < 2 * extra:
+            await rank.add(x, rank.index + 1)
+        i, d, mine, gave = ranks.index(rank.index), 1, x, []
+        while d < len(ranks):
+            partner, halves = ranks[i ^ d], mine.tensor_split(2)
+            mine, theirs = halves if i & d == 0 else halves[::-1]
+            await rank.send(theirs, partner)
+            await rank.add(mine, partner)
+            gave.append((partner, mine, theirs))
+            d *= 2
+        for partner, mine, theirs in reversed(gave):
+            await rank.send(mine, partner)
+            await rank.take(theirs, partner)
+        if rank.index < 2 * extra:
+            await rank.send(x, rank.index + 1)
+
+    def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
+        stay, n, total, d = _powers(len(ranks)), nbytes, 0.0, 1
+        while d < len(stay):
+            pairs = [sorted((ranks[stay[i]], ranks[stay[i ^ d]])) for i in range(len(stay))]
+            n /= 2
+            total += max(2 * _message(fabric, pair, n) for pair in pairs) + n * gamma
+            d *= 2
+        if extra := len(ranks) - len(stay):
+            pairs = [[ranks[2 * i], ranks[2 * i + 1]] for i in range(extra)]
+            total += max(2 * _message(fabric, pair, nbytes) for pair in pairs) + nbytes * gamma
+        return total
+
+
+def _powers(size: int) -> list[int]:
+    """Of `size` ranks so many that they are a power of two: of the first, which are too many, every other one."""
+    extra = size - (1 << size.bit_length() - 1)
+    return [*range(0, 2 * extra, 2), *range(2 * extra, size)]
+
+
+def _message(fabric: Fabric, pair: Sequence[int], nbytes: float) -> float:
+    alpha, beta = alpha_beta(fabric, pair)
+    return alpha + nbytes * beta
