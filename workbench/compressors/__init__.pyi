@@ -7,6 +7,7 @@ from workbench.compressors.accordion import Accordion as Accordion
 from workbench.compressors.acp_sgd import ACPSGD as ACPSGD
 from workbench.compressors.alq import ALQ as ALQ
 from workbench.compressors.amq import AMQ as AMQ
+from workbench.compressors.between_sites import BetweenSites as BetweenSites
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense

@@ -55,6 +55,7 @@ class Compressor(Family):
     varies:      how much is sent depends on the values; where there are sizes only, `rank.density` is taken for the
                  share that is, and what is sent is an estimate
     assumes:     what is taken for what the values would decide where there are sizes only, in words; "" if nothing is
+    alike:       do all ranks send and receive alike? Then one may stand for others among thousands
     residual:    the buffer of its Memory that holds what it has not sent yet; "" where it remembers nothing
     kind:        one of `kinds`, by which a list of compressors is grouped; what holds another is a wrapper
     starter:     one of the few to begin with: well known, and good on its own
@@ -71,6 +72,7 @@ class Compressor(Family):
     immediate: ClassVar[bool] = False
     varies: ClassVar[bool] = False
     assumes: ClassVar[str] = ""
+    alike: ClassVar[bool] = True
     residual: ClassVar[str] = ""
     kinds: ClassVar[tuple[str, ...]] = ("none", "casts", "quantised", "sparse", "low rank", "wrappers")
     kind: ClassVar[str] = ""

@@ -56,7 +56,7 @@ class Measured:
         self._add("out", bucket.data)
         self._add("off", bucket.data - exact)
         if ErrorFeedback.residual in memory.buffers:
-            left = _left(memory, bucket, exact)
+            left = left_of(memory, bucket, exact)
             await _aside(rank.all_reduce(left, "sum", bucket.name))
             self._add("left", left)
             self._owes = True
@@ -88,7 +88,7 @@ def _aside(op: Op) -> Op:
     return op
 
 
-def _left(memory: Memory, bucket: Bucket, like: Tensor) -> Tensor:
+def left_of(memory: Memory, bucket: Bucket, like: Tensor) -> Tensor:
     """What this rank has left unsent of `bucket`: (n,), zero where nothing is remembered."""
     out = torch.zeros_like(like)
     pieces = memory.buffers[ErrorFeedback.residual]

@@ -20,7 +20,7 @@ class Priced(NamedTuple):
 
 def priced(experiment: Experiment) -> Priced:
     """What the simulator makes of a step of `experiment`, which has a pace and a Link, without anything measured."""
-    run = simulate(experiment.set("steps", 3).set("eval_every", 0))
+    run = simulate(experiment.set("steps", 3).set("eval_every", 0).set("policy", None))
     rows = run.timeline.spans.rows()
     rows = rows[(rows.rank == 0) & (rows.step == 2)]
     port, comm = rows[rows.equal("lane", "port")], rows[rows.equal("lane", "comm")]

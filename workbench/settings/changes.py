@@ -12,7 +12,7 @@ from workbench.settings.plain import in_words, to_plain
 
 T = TypeVar("T")
 NEXT = -1  # the next step that can be
-FIELDS = ("id", "path", "value", "requested_at")  # as JSON: on its way to the ranks and in the record
+FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # as JSON: on its way to the ranks and in the record
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Change:
 
     value: a setting, or the plain JSON of one
     id, requested_at: for the answer: which change it was, and when somebody asked for it (seconds since 1970)
+    by, reason: the policy that decided it, and why; empty where a person did
 
     >>> Change(8, "strategy.every", 4)
     Change(at_step=8, path='strategy.every', value=4)
@@ -31,11 +32,15 @@ class Change:
     value: Any
     id: str = field(default="", compare=False, repr=False)
     requested_at: float | None = field(default=None, compare=False, repr=False)
+    by: str = field(default="", compare=False, repr=False)
+    reason: str = field(default="", compare=False, repr=False)
 
     def plain(self) -> dict[str, Any]:
         """As JSON, without the step: that is the record's, or for the ranks to find."""
         number = self.id or f"planned {self.at_step}"
-        return {"id": number, "path": self.path, "value": to_plain(self.value), "requested_at": self.requested_at}
+        decided = {"by": self.by, "reason": self.reason} if self.by else {}
+        about = {"id": number, "path": self.path, "value": to_plain(self.value), "requested_at": self.requested_at}
+        return about | decided
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], at_step: int = NEXT) -> Change:

@@ -1,0 +1,440 @@
+"""Policies: their rules against numpy, the same decisions on both clocks, and who has the last word."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from tests.piped import piped
+from tests.ranks import Rows, batch, experiment, mse, placed, run, together, weights
+from workbench import Costs, Run, plan, simulate
+from workbench.analysis.export import as_python
+from workbench.compressors import ErrorFeedback, TopK
+from workbench.compressors._gain import Gain
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric
+from workbench.fabric.slow import Slow
+from workbench.partitions import Pipeline, Whole
+from workbench.partitions.schedules import OneFOneB, PipeDream2BW
+from workbench.policies import AdaComm, ByHand, Decision, GraVAC, Policy, Seen, SyncSwitch
+from workbench.policies.sync_switch import slower
+from workbench.rank import Bucket, Memory, Rank
+from workbench.settings import Change, KnobError
+from workbench.strategies import DDP, AsyncServer, LocalSGD
+
+pytestmark = pytest.mark.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halver(Policy):
+    """Halves the rate at every look."""
+
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision("half is enough", {"lr": seen.experiment.lr / 2})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clumsy(Policy):
+    """Fails at every look."""
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        raise ValueError("no such luck")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stubborn(Policy):
+    """Wants what cannot be, together with what can."""
+
+    path: ClassVar[str] = "bucket_mb"
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision("why not", {self.path: -1.0, "lr": 0.5})
+
+
+def made(done: Run, by: str | None = None) -> list[tuple[int, str, Any]]:
+    """(step, path, value) of every change; of one policy's, or of all."""
+    return [(step, d["path"], d["value"]) for step, _, d in done.details("change") if by is None or d.get("by") == by]
+
+
+def said(done: Run) -> list[str]:
+    return [d["text"] for _, _, d in done.details("policy")]
+
+
+def noted(rows: Rows, name: str) -> list[dict[str, Any]]:
+    """The details of a rank's marks of this name."""
+    return [json.loads(detail) | {"step": step} for step, _, _, detail in rows.noted(name)]
+
+
+def decided(e: Experiment, *changes: Change) -> list[list[tuple[int, str, Any]]]:
+    """What was changed, in a simulation with real tensors and on real ranks."""
+    virtual = made(simulate(e, changes=changes, costs=PACED, real=True))
+    real = [(d["step"], d["path"], d["value"]) for d in noted(run(e, *changes)[0].record, "change")]
+    return [virtual, real]
+
+
+PACED = Costs(forward=0.01, backward=0.02, update=0.005)
+
+
+# -- AdaComm
+
+
+def periods(losses: Sequence[float], first: int, decay: float = 0.5) -> list[int]:
+    """tau after each look, as the paper has it; nothing changes at the first."""
+    f, tau = np.asarray(losses), [first]
+    for x in f[1:]:
+        rule = int(np.ceil(np.sqrt(x / f[0]) * first))
+        tau.append(rule if rule < tau[-1] else max(1, int(np.ceil(decay * tau[-1]))))
+    return tau
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_period_follows_the_root_of_the_loss(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    losses, policy = 4 * np.exp(-np.arange(12) * rng.uniform(0, 0.4)) * rng.uniform(0.8, 1.2, 12), AdaComm()
+    e, state, got = Experiment(strategy=LocalSGD(every=64)), policy.init(), []
+    for look, loss in enumerate(losses):
+        for decision in policy.decide(Seen(experiment=e, step=look, seconds=0.0, numbers={"loss": (loss,)}), state):
+            for path, value in decision.changes.items():
+                e = e.set(path, value)
+        got.append(e.strategy.every)
+    assert got == periods(losses, 64)
+    assert got[-1] < got[0]
+
+
+def test_the_same_losses_give_the_same_periods_on_both_clocks_and_in_numpy() -> None:
+    e = experiment(steps=40, strategy=LocalSGD(every=16), policy=AdaComm(look_every=8))
+    virtual, real = decided(e)
+    assert virtual == real
+    done = simulate(e, costs=PACED, real=True)
+    samples = done.samples[done.samples.name == "loss"]
+    means = [float(samples[(samples.step >= a) & (samples.step < a + 8)].value.mean()) for a in range(0, 32, 8)]
+    tau = periods(means, 16)
+    steps = [8 * (k + 1) for k in range(1, 4) if tau[k] != tau[k - 1]]
+    assert virtual == [(step, "strategy.every", tau[step // 8 - 1]) for step in steps] != []
+
+
+def test_losses_of_which_there_is_no_root_put_the_policy_off() -> None:
+    seen = Seen(experiment=Experiment(strategy=LocalSGD()), step=1, seconds=0.0, numbers={"loss": (-1.0,)})
+    with pytest.raises(ValueError, match="has to be above 0"):
+        list(AdaComm().decide(seen, AdaComm().init()))
+
+
+# -- GraVAC
+
+
+def test_the_gain_is_that_of_what_is_sent_with_what_was_owed() -> None:
+    rng, n, k = np.random.default_rng(0), 64, 8
+    memory, parts, owed = Memory(), placed((8, 8)), np.zeros(n)
+    of = ErrorFeedback(of=TopK(density=k / n))
+    for _ in range(5):
+        g = rng.standard_normal(n).astype("f4")
+        stand_in, bucket = Gain(of, feeds=True), Bucket(0, torch.from_numpy(g.copy()), tuple(parts), 0)
+        together([stand_in.reduce(Rank(0, 1), bucket, memory)])
+        x = g + owed
+        sent = np.where(np.abs(x) >= np.sort(np.abs(x))[-k], x, 0.0)
+        owed = x - sent
+        assert np.allclose(bucket.data.numpy(), sent, atol=1e-6)
+        assert stand_in.found() == pytest.approx({"gradient_sent": (sent**2).sum(), "gradient_whole": (x**2).sum()})
+
+
+def densities(gains: Sequence[float], start: float, p: GraVAC) -> list[float]:
+    """The density after each look, from the gains that were measured."""
+    out, bar, came = [start], 0.0, 0.0
+    for gain in gains:
+        now = out[-1]
+        if gain < p.threshold:
+            bar, came = max(bar, came), 0.0
+            out.append(max(now, min(p.most, now * p.factor)))
+        elif gain > bar:
+            came = gain if now > p.least else came
+            out.append(max(p.least, now / p.factor))
+        else:
+            out.append(now)
+    return out[1:]
+
+
+def test_the_density_falls_while_enough_is_sent_on_both_clocks_and_in_numpy() -> None:
+    policy = GraVAC(look_every=5, threshold=0.6, least=0.01)
+    e = experiment(steps=60, compressor=ErrorFeedback(of=TopK(density=0.5)), policy=policy)
+    done = simulate(e, costs=PACED, real=True)
+    sent, whole = (done.samples[done.samples.name == f"gradient_{what}"] for what in ("sent", "whole"))
+    gains = [float(sent[sent.step // 5 == k].value.mean() / whole[whole.step // 5 == k].value.mean())
+             for k in range(11)]  # fmt: skip
+    wanted = densities(gains, 0.5, policy)
+    virtual, real = decided(e)
+    news = [(5 * (k + 1), d) for k, d in enumerate(wanted) if d != ([0.5, *wanted])[k]]
+    assert [(step, value) for step, _, value in virtual] == [(step, pytest.approx(d)) for step, d in news]
+    assert virtual == real
+    assert min(gains) < 0.6 < max(gains)
+
+
+def test_weighing_what_is_sent_changes_no_bit_of_training() -> None:
+    e = experiment(compressor=ErrorFeedback(of=TopK(density=0.1)))
+    never = GraVAC(look_every=4, threshold=1.0, most=0.1)
+    assert torch.equal(weights(run(e)[0]), weights(run(e.set("policy", never))[0]))
+
+
+# -- Sync-Switch
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_is_slow_is_told_as_numpy_tells_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    seconds = rng.uniform(0.9, 1.1, 8) * np.where(rng.random(8) < 0.25, 3.0, 1.0)
+    rates = 1 / seconds
+    wanted = np.flatnonzero((rates < rates.mean() - rates.std()) & (rates < 0.9 * rates.mean()))
+    assert slower([*seconds, math.nan], 0.1) == set(wanted.tolist())
+
+
+def test_the_slower_of_two_needs_the_margin_only() -> None:
+    assert slower([1.0, 1.02], 0.1) == set()
+    assert slower([1.0, 2.0], 0.1) == {1}
+    assert slower([1.0], 0.1) == set()
+
+
+def test_a_quarter_of_the_steps_is_synchronous_on_both_clocks() -> None:
+    e = experiment(steps=20, lr=0.02, policy=SyncSwitch(fraction=0.25, straggler="nothing"))
+    virtual, real = decided(e)
+    server = Experiment(strategy=AsyncServer(weight="sum")).plain()["strategy"]
+    assert virtual == real == [(5, "strategy", server), (5, "lr", 0.01)]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_it_is_what_a_person_would_do_by_hand_to_the_bit(fraction: float) -> None:
+    e = experiment(steps=20, ranks=3, lr=0.02)
+    at = round(20 * fraction)
+    by_hand = [Change(at, "strategy", AsyncServer(weight="sum")), Change(at, "lr", 0.02 / 3)] if fraction < 1 else []
+    alone = simulate(e, changes=by_hand, costs=PACED, real=True)
+    policy = SyncSwitch(fraction=fraction, straggler="nothing")
+    steered = simulate(e.set("policy", policy), costs=PACED, real=True)
+    for name in ("loss", "staleness"):
+        one, other = (done.samples[done.samples.name == name].value.tolist() for done in (alone, steered))
+        assert one == other
+    assert (fraction == 1) == (made(steered) == [])
+
+
+def test_momentum_goes_over_as_it_is_and_the_first_asynchronous_step_adds_to_it() -> None:
+    e = experiment(steps=7, lr=0.02, policy=SyncSwitch(fraction=6 / 7, straggler="nothing"))
+    before = run(e.set("steps", 6).set("policy", None))
+    for rank, (stood, went) in enumerate(zip(before, run(e), strict=True)):
+        model, buffers = stood.model, stood.optimizer.state
+        for p in model.parameters():
+            p.grad = None
+        mse(model, batch(rank, 6, 0)).backward()
+        for p, q in zip(model.parameters(), went.model.parameters(), strict=True):
+            wanted = 0.9 * buffers[p]["momentum_buffer"] + p.grad
+            assert torch.allclose(went.optimizer.state[q]["momentum_buffer"], wanted, atol=1e-6)
+            assert float(buffers[p]["momentum_buffer"].abs().max()) > 1e-3
+
+
+def slowed(steps: int = 200, **knobs: Any) -> tuple[Experiment, list[Change]]:
+    """Four ranks of which one is slow for a while, twice."""
+    policy = SyncSwitch(fraction=1.0, look_every=5, windows=2, **knobs)
+    slow = [Slow(rank=2, factor=4.0)]
+    changes = [Change(at, "fabric.faults", slow if on else []) for at, on in
+               ((30, True), (80, False), (120, True), (160, False))]  # fmt: skip
+    return Experiment(steps=steps, ranks=4, pace=50.0, lr=0.1, policy=policy), changes
+
+
+def lasted(done: Run) -> float:
+    return float(done.spans.t1.max())
+
+
+@pytest.mark.parametrize("kind", ["greedy", "elastic"])
+def test_a_straggler_is_not_waited_for_and_each_episode_is_one_way_and_back(kind: str) -> None:
+    e, changes = slowed(straggler="nothing")
+    waiting = simulate(e, changes=changes)
+    done = simulate(e.set("policy.straggler", kind), changes=changes)
+    assert made(waiting, "SyncSwitch") == []
+    found = [next(iter(value)) for _, path, value in made(done, "SyncSwitch") if path == "strategy"]
+    other = {"greedy": "AsyncServer", "elastic": "BackupWorkers"}[kind]
+    assert found == [other, "DDP"] * 2
+    rates = [value for _, path, value in made(done, "SyncSwitch") if path == "lr"]
+    assert rates == pytest.approx([0.1 / 4 if kind == "greedy" else 0.1 * 3 / 4, 0.1] * 2)
+    assert lasted(done) < 0.75 * lasted(waiting)
+
+
+def test_only_the_stragglers_gradients_do_not_count_while_it_is_left_out() -> None:
+    e, changes = slowed(straggler="elastic")
+    done = simulate(e, changes=changes)
+    late = done.samples[(done.samples.name == "late") & (done.samples.value > 0)]
+    slow = [(step, bool(value)) for step, path, value in made(done) if path == "fabric.faults"]
+    began, ended = slow[0][0], slow[1][0]
+    assert set(late[(late.step > began) & (late.step < ended)]["rank"]) == {2}
+
+
+def test_noise_that_alternates_does_not_make_it_go_to_and_fro() -> None:
+    policy = SyncSwitch(fraction=1.0, windows=3)
+    e, state = Experiment(steps=1000, ranks=4, lr=0.1), policy.init()
+    for look in range(40):
+        seconds = (1.0, 1.0, 1.0, 4.0 if look % 2 else 1.0)
+        seen = Seen(experiment=e, step=look, seconds=0.0, numbers={"compute": seconds})
+        assert list(policy.decide(seen, state)) == []
+
+
+# -- who has the last word
+
+
+def test_what_a_person_has_set_it_leaves_alone_until_it_is_set_again() -> None:
+    e = experiment(steps=30, lr=0.08, policy=Halver(look_every=5))
+    changes = [Change(12, "lr", 0.5), Change(22, "policy", Halver(look_every=5))]
+    done = simulate(e, changes=changes, costs=PACED, real=True)
+    assert [(s, v) for s, path, v in made(done, "Halver")] == [(5, 0.04), (10, 0.02), (27, 0.25)]
+    [text] = said(done)
+    assert text == "Halver: leaves lr alone, which a person set at step 12; set policy again to put that into its hands"
+    sessions = run(e, *changes)
+    assert [(d["step"], d["value"]) for d in noted(sessions[0].record, "change") if "by" in d] == [
+        (5, 0.04), (10, 0.02), (27, 0.25)]  # fmt: skip
+    assert all(not s.record.noted("policy") for s in sessions[1:])
+
+
+def test_a_part_of_what_belongs_together_is_not_made_alone() -> None:
+    e = experiment(steps=20, lr=0.02, policy=SyncSwitch(fraction=0.5, straggler="nothing"))
+    done = simulate(e, changes=[Change(3, "lr", 0.01)], costs=PACED, real=True)
+    assert made(done, "SyncSwitch") == []
+    assert "leaves lr alone" in said(done)[0]
+
+
+def test_one_that_is_paused_looks_no_more_and_goes_on_when_it_is_let() -> None:
+    e = experiment(steps=30, lr=0.08, policy=Halver(look_every=5))
+    changes = [Change(7, "policy.paused", True), Change(18, "policy.paused", False)]
+    for steps in [[s for s, _, _ in made(simulate(e, changes=changes, costs=PACED, real=True), "Halver")],
+                  [d["step"] for d in noted(run(e, *changes)[0].record, "change") if "by" in d]]:  # fmt: skip
+        assert steps == [5, 23, 28]
+
+
+def test_policy_none_is_nobody_and_can_be_set_live() -> None:
+    e = experiment(steps=20, lr=0.08, policy=Halver(look_every=5))
+    assert e.set("policy", None).policy == Experiment(policy=None).policy == ByHand()
+    done = simulate(e, changes=[Change(6, "policy", None)], costs=PACED, real=True)
+    assert made(done, "Halver") == [(5, "lr", 0.04)]
+
+
+def test_one_that_fails_names_itself_in_a_sentence_and_training_goes_on() -> None:
+    e = experiment(steps=20, policy=Clumsy(look_every=5))
+    wanted = ("Clumsy failed at step 5 with ValueError: no such luck; it is put off, and training goes on without it; "
+              "policy.paused=false lets it try again")  # fmt: skip
+    done = simulate(e, costs=PACED, real=True)
+    assert said(done) == [wanted]
+    assert made(done) == [(5, "policy.paused", True)]
+    sessions = run(e)
+    assert [d["text"] for d in noted(sessions[0].record, "policy")] == [wanted]
+    assert all(len(s.record.losses()) == 20 for s in sessions)
+    assert torch.equal(weights(sessions[0]), weights(run(e.set("policy", None))[0]))
+
+
+def test_what_cannot_be_is_refused_once_and_takes_what_belongs_to_it_along() -> None:
+    done = simulate(experiment(steps=30, lr=0.1, policy=Stubborn(look_every=5)), costs=PACED, real=True)
+    [(step, _, detail)] = done.details("refused")
+    assert (step, detail["by"], detail["why"]) == (5, "Stubborn", "why not")
+    assert "must be a number in [0.01, 1024] MB" in detail["reason"]
+    assert made(done) == []
+
+
+@pytest.mark.parametrize(("policy", "rest", "words"), [
+    (GraVAC(look_every=5), {}, "compressor=Dense has no density to set"),
+    (AdaComm(look_every=5), {}, "strategy=DDP has no period to set"),
+    (SyncSwitch(look_every=5, fraction=1.0), {}, "lr=0: the task's own rate is not known"),
+])  # fmt: skip
+def test_what_a_policy_waits_for_is_said_once(policy: Policy, rest: dict[str, Any], words: str) -> None:
+    [text] = said(simulate(experiment(steps=30, policy=policy, **rest), costs=PACED, real=True))
+    assert words in text
+
+
+def test_with_sizes_only_no_loss_is_known_and_that_is_said() -> None:
+    e = Experiment(steps=20, pace=10.0, strategy=LocalSGD(every=8), policy=AdaComm(look_every=5))
+    done = simulate(e)
+    assert said(done) == ["AdaComm: no rank has told of loss yet; it waits until one does"]
+
+
+@pytest.mark.parametrize("strategy", ["LocalSGD", "AsyncServer", "BackupWorkers", "BoundedStaleness", "Gossip",
+                                      "StochasticGradientPush", "EASGD", "Hogwild", "ZeRO3"])  # fmt: skip
+def test_ranks_that_keep_no_common_step_come_together_for_a_look_as_well(strategy: str) -> None:
+    e = experiment(ranks=4, steps=24, lr=0.08, policy=Halver(look_every=6)).set("strategy", strategy)
+    virtual, real = decided(e)
+    rates = [value for _, _, value in virtual]
+    assert rates == [value for _, _, value in real] == [0.04, 0.02, 0.01][: len(rates)]
+    assert len(rates) >= 2
+
+
+@pytest.mark.parametrize("schedule", [OneFOneB(), PipeDream2BW()], ids=["flushed", "never flushed"])
+def test_stages_of_a_pipeline_do_too(schedule: Any) -> None:
+    e = piped(4, steps=20, lr=0.08, partition=Pipeline(stages=2, micros=2, schedule=schedule))
+    virtual, real = decided(e.set("policy", Halver(look_every=6)))
+    assert virtual == real == [(6, "lr", 0.04), (12, "lr", 0.02), (18, "lr", 0.01)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Halver):
+    """Does not know when to look, or wants to look again at once."""
+
+    backwards: bool = False
+
+    def next_look(self, experiment: Any, after: int) -> int:
+        return after if self.backwards else {}["when"]
+
+
+@pytest.mark.parametrize(("backwards", "looks"), [(False, [5, 10]), (True, [0, 1])])
+def test_one_that_does_not_know_when_to_look_neither_hangs_nor_ends_the_run(backwards: bool, looks: list[int]) -> None:
+    e = experiment(steps=12, lr=0.08, policy=Lost(look_every=5, backwards=backwards))
+    done = simulate(e, costs=PACED, real=True)
+    assert [step for step, _, _ in made(done, "Lost")][:2] == looks
+    assert [text.startswith("Lost: its next_look failed with KeyError") for text in said(done)] == [True][backwards:]
+
+
+def test_what_is_predicted_from_a_few_steps_asks_no_policy() -> None:
+    e = Experiment(steps=100, pace=20.0, lr=0.1, policy=SyncSwitch(fraction=0.5))
+    one, other = (plan(each, strategies=[DDP()], partitions=[Whole()]) for each in (e, e.set("policy", None)))
+    assert one[0].step_s == other[0].step_s > 0
+
+
+# -- the record
+
+
+def test_a_replay_is_given_the_decisions_and_makes_no_others() -> None:
+    e, changes = slowed(straggler="greedy")
+    first = simulate(e, changes=changes)
+    again = simulate(first.experiment, changes=first.changes)
+    assert made(again) == made(first)
+    assert again.spans.t1.tolist() == first.spans.t1.tolist()
+    assert said(again) == ["SyncSwitch: its decisions are those of another run, given as changes; it makes no others"]
+    assert "by='SyncSwitch'" in as_python(first)
+
+
+def test_a_recorded_run_with_a_policy_opens_without_torch(tmp_path: Path) -> None:
+    e, changes = slowed(straggler="greedy")
+    simulate(e, changes=changes).save(tmp_path / "run")
+    code = (
+        "import sys; from workbench import Run; run = Run.open(sys.argv[1]); "
+        "print({c.by for c in run.changes} == {'', 'SyncSwitch'}, run.settings['policy'].keys(), "
+        "'torch' in sys.modules)"
+    )
+    opened = [sys.executable, "-c", code, str(tmp_path / "run")]
+    out = subprocess.run(opened, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "True dict_keys(['SyncSwitch']) False"
+
+
+def test_ranks_that_stand_for_all_cannot_be_asked() -> None:
+    with pytest.raises(KnobError, match="it asks every rank"):
+        simulate(Experiment(steps=10, pace=10.0, policy=Halver()), alike=True)
+
+
+def test_a_policy_that_is_slow_to_come_still_sees_what_faults_do_on_real_ranks() -> None:
+    e = experiment(steps=60, lr=0.02, pace=4.0, fabric=Fabric(faults=(Slow(rank=1, factor=4.0),)),
+                   policy=SyncSwitch(fraction=1.0, look_every=5, windows=2))  # fmt: skip
+    [first, *_] = noted(run(e)[0].record, "change")
+    assert (first["path"], first["by"]) == ("strategy", "SyncSwitch")
+    assert first["reason"].startswith("slow in 2 looks in a row: rank 1 at 0.")
+    assert e.strategy == DDP()

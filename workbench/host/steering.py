@@ -1,0 +1,241 @@
+"""Steering: how a policy is asked, and how what it decides is made, the same on both hosts.
+
+A look is planned as a change is: all ranks come to it before the same step, or together where they keep none. Each
+tells what it has noted since the look before, rank 0 asks the policy, and all make what it decided as the ordinary
+changes that follow. So nobody else need ever agree with rank 0, and a policy may be any code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from bisect import bisect_right
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+from workbench.policies import Policy, Seen
+from workbench.settings import Change, KnobError, resolve, to_plain
+
+
+@dataclass(frozen=True)
+class Look(Change):
+    """What stands among the planned changes where the policy is to be asked."""
+
+    path: str = field(default="")
+    value: Any = field(default=None)
+
+
+class Steering:
+    """One rank's part in asking the policy. On rank 0 it knows what people have set, and what was refused.
+
+    names: the Samples that are noted for the policy
+    steps: made since the last look
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.names: tuple[str, ...] = ()
+        self.steps = 0
+        self._noted: dict[str, list[float]] = {}
+        self._state: Any = None
+        self._known = False  # is there a state?
+        self._given = False  # are its decisions among the planned changes, as of a run that is replayed? It looks only
+        self._held: dict[str, int] = {}  # paths that people have set, and before which step
+        self._made: list[Change] = []
+        self._refused: set[str] = set()  # what need not be asked again as long as nothing changes
+        self._said: set[str] = set()
+
+    @property
+    def policy(self) -> Policy | None:
+        """Who is to be asked, paused or not; None where only people decide."""
+        policy = self.run.experiment.policy
+        return policy if isinstance(policy, Policy) else None
+
+    def hear(self, name: str, value: float) -> None:
+        """Something is written into the record."""
+        if name in self.names:
+            self._noted.setdefault(name, []).append(float(value))
+
+    def begin(self) -> None:
+        """The run begins; before its first step, on all ranks."""
+        self._given = any(change.by for change in self.run.planned)
+        if self._given and self.policy:
+            self._say("given", "its decisions are those of another run, given as changes; it makes no others")
+        self._plan(-1)
+
+    def _plan(self, after: int) -> None:
+        """The next look stands among the planned changes, behind all that are due by then; or none."""
+        run, policy = self.run, self.policy
+        run.planned = [change for change in run.planned if not isinstance(change, Look)]
+        self.names = ()
+        if policy is None or policy.paused:
+            return
+        self.names = policy.reads
+        at = self._next(policy, after)
+        if at < run.experiment.steps or not run.experiment.steps:
+            steps = [change.at_step for change in run.planned]
+            run.planned.insert(bisect_right(steps, at), Look(at))
+
+    def _next(self, policy: Policy, after: int) -> int:
+        """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""
+        try:
+            at = int(policy.next_look(self.run.experiment, after))
+        except Exception as error:
+            name = f"{type(error).__name__}: {error}"
+            self._say("next_look", f"its next_look failed with {name}; it looks every {policy.look_every} steps")
+            at = max(after, 0) + policy.look_every
+        return max(at, after + 1)
+
+    async def heeding(self, change: Change, obeyed: Awaitable[bool]) -> bool:
+        """Awaits whether a change is made, and heeds what follows from that for the policy."""
+        path = self._full(change.path)
+        if made := await obeyed:
+            await self._heed(change, path)
+        elif change.by:
+            self._refused.add(_key(path, change.value))
+        return made
+
+    async def _heed(self, change: Change, path: str) -> None:
+        """A change was made. path: of its knob in full."""
+        self._refused.clear()
+        self._made.append(change)
+        if path == "policy":  # also the same again: all is in its hands anew
+            self._held.clear()
+            self._said.clear()
+            self._known = False
+        elif not change.by and not path.startswith("policy."):
+            self._held[path] = self.run.rank.step
+        if path.startswith("policy"):
+            self._forget()
+            self._plan((await self.run.gather(self.run.rank.step))[0])
+
+    def _full(self, path: str) -> str:
+        """`path` as it is in full for what is in force."""
+        try:
+            return resolve(self.run.experiment, path)[0]
+        except KnobError:
+            return path
+
+    def _forget(self) -> None:
+        self.steps, self._noted = 0, {}
+
+    async def look(self) -> bool:
+        """Asks the policy, and makes what it has decided; was that anything? All ranks are here."""
+        run, made = self.run, len(self._made)
+        seen = await self._seen()
+        said = await run.told(json.dumps(self._asked(seen)) if run.rank.id == 0 else "")
+        for number, decision in enumerate(json.loads(said)):
+            for part in decision:
+                about = {"id": f"decision {seen.step}.{number} {part['path']}", **part}
+                if not await run.obey(Change.read(about, run.rank.step)):
+                    break  # what belongs together is made together
+        if not any(isinstance(change, Look) for change in run.planned):
+            self._plan(seen.step)
+        return len(self._made) > made
+
+    async def _seen(self) -> Seen:
+        """What all ranks have noted since the last look."""
+        run, numbers = self.run, {}
+        steps = await run.gather(run.rank.step)
+        for name in self.names:
+            noted = self._noted.get(name, [])
+            count = self.steps if name == "compute" else len(noted)
+            mine = math.fsum(noted) / count if count and noted else math.nan
+            numbers[name] = tuple(map(_as_float, await run.gather(_as_int(mine))))
+        self._forget()
+        made = tuple(self._made)
+        return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
+
+    def _asked(self, seen: Seen) -> list[list[dict[str, Any]]]:
+        """On rank 0: what the policy decides, as plain changes; if it fails, that it is put off."""
+        policy, name = self.policy, type(self.policy).__name__
+        if self._given or policy is None:
+            return []
+        try:
+            if reason := policy.needs(seen.experiment):
+                self._say(f"needs {reason}", reason)
+                return []
+            if not self._known:
+                self._state, self._known = policy.init(), True
+            wanted = list(self._wanted(policy, seen))
+            if not wanted and seen.numbers and all(math.isnan(x) for each in seen.numbers.values() for x in each):
+                self._say("blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does")
+            return wanted
+        except Exception as error:
+            text = (
+                f"{name} failed at step {seen.step} with {type(error).__name__}: {error}; it is put off, and training "
+                f"goes on without it; policy.paused=false lets it try again"
+            )
+            self._say(text, text, named=True)
+            return [[Change(0, "policy.paused", True, by=name, reason=text).plain()]]
+
+    def _wanted(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
+        """Of what it decides that which is news, may be and is nobody else's."""
+        name, now = type(policy).__name__, seen.experiment
+        for reason, changes in policy.decide(seen, self._state):
+            after, decision = now, []
+            for path, value in changes.items():
+                full, plain = path, to_plain(value)
+                try:
+                    full = resolve(after, path)[0]
+                    wanted = after.set(full, plain)
+                    plain = to_plain(reduce(getattr, full.split("."), wanted))
+                except KnobError:
+                    wanted = None  # refused in words when it is made
+                if wanted != after:
+                    decision.append(Change(0, full, plain, by=name, reason=reason))
+                after = wanted or after
+            held = sorted({path for path in self._held for c in decision if _overlap(path, c.path)})
+            if held:
+                self._say(f"leaves {held}", f"leaves {' and '.join(held)} alone, which a person set at step "
+                          f"{self._held[held[0]]}; set policy again to put that into its hands")
+            elif not any(_key(c.path, c.value) in self._refused for c in decision):
+                now = after
+                yield [change.plain() for change in decision]
+
+    def _say(self, what: str, text: str, named: bool = False) -> None:
+        """A Mark "policy", by rank 0, once until the policy is set anew."""
+        if self.run.rank.id == 0 and what not in self._said:
+            self._said.add(what)
+            name = type(self.policy).__name__
+            self.run.mark("policy", {"policy": name, "text": text if named else f"{name}: {text}"})
+
+
+class Overheard:
+    """A rank's recorder, of which the rank's Steering hears."""
+
+    def __init__(self, record: Any, steering: Steering) -> None:
+        self._record, self._hear = record, steering.hear
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._record, name)
+
+    def span(self, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
+        if lane == "compute":
+            self._hear("compute", t1 - t0)
+        self._record.span(step, lane, name, asked, t0, t1, nbytes)
+
+    def sample(self, step: int, name: str, t: float, value: float) -> None:
+        self._hear(name, value)
+        self._record.sample(step, name, t, value)
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Is one of two paths the other, or does it hold it?"""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _key(path: str, value: Any) -> str:
+    return f"{path} = {json.dumps(to_plain(value), sort_keys=True)}"
+
+
+def _as_int(x: float) -> int:
+    """Its bits, as ranks gather whole numbers."""
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])
+
+
+def _as_float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,17 @@
+"""Who decides besides people: one policy per file, each a frozen dataclass of knobs; they are found by looking."""
+
+from typing import Any
+
+from workbench.policies._base import Decision as Decision
+from workbench.policies._base import Policy as Policy
+from workbench.policies._base import PolicyBase as PolicyBase
+from workbench.policies._base import Seen as Seen
+from workbench.settings import member, shipped
+
+
+def __getattr__(name: str) -> Any:
+    return member(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *shipped(__name__)})

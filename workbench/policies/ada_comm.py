@@ -1,0 +1,73 @@
+"""AdaComm: ranks train alone for long at first, and for shorter stretches the lower the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.policies._base import Decision, Policy, Seen
+from workbench.settings import KnobError, knob, resolve
+
+PATH = "strategy.every"
+
+
+class _State:
+    """The loss and the period that it began with, both as of the first look that had a loss."""
+
+    loss = 0.0
+    every = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaComm(Policy):
+    """Sets how many steps ranks train alone between averagings, by how far the loss has come.
+
+        tau <- ceil(sqrt(F / F_0) tau_0)      if that is less than tau
+        tau <- ceil(g tau)                    else, with g = `decay`: the loss stands still, or tau has not moved yet
+
+    tau is `every` of the strategy, tau_0 that which is in force when the policy begins, F the mean training loss of all
+    ranks since the look before, F_0 that of the first look. So the period falls with every look, down to 1: early, long
+    stretches save waiting while the error is far above its floor, and the floor is the lower the shorter they are.
+
+    The paper looks every 60 seconds; here that is `look_every` steps, so that the same loss gives the same periods on
+    either clock. Its variants for a learning rate that falls are not here. Losses have to be positive.
+
+    When to use it: under LocalSGD, DiLoCo and their like on a slow wire, begun with a period as long as bears it.
+
+    Reference: Wang and Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in
+    Local-Update SGD", MLSys 2019, https://arxiv.org/abs/1810.08313
+    """
+
+    decay: float = knob(0.5, 0.1, 1.0, doc="g: what the period is multiplied by where the loss does not lower it")
+
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
+
+    def init(self) -> _State:
+        return _State()
+
+    def needs(self, experiment: Any) -> str | None:
+        try:
+            resolve(experiment, PATH)
+        except KnobError:
+            name = type(experiment.strategy).__name__
+            return f"strategy={name} has no period to set; AdaComm waits for one with `every`, such as LocalSGD"
+        return None
+
+    def decide(self, seen: Seen, state: _State) -> Iterator[Decision]:
+        loss, (path, period) = seen.mean("loss"), resolve(seen.experiment, PATH)
+        if not math.isfinite(loss):
+            return
+        if loss <= 0:
+            raise ValueError(f"the mean loss is {loss:g}, and the rule takes its root; it has to be above 0")
+        now: int = period.default
+        if not state.loss:
+            state.loss, state.every = loss, now
+            return
+        wanted = math.ceil(math.sqrt(loss / state.loss) * state.every)
+        if wanted < now:
+            why = f"the loss is {loss:.4g}, {loss / state.loss:.3g} of the {state.loss:.4g} at first"
+        else:
+            wanted, why = math.ceil(self.decay * now), f"the loss, {loss:.4g}, asks for no less than {now}"
+        yield Decision(f"{why}: averaging every {wanted} steps", {path: max(1, wanted)})

@@ -1,0 +1,81 @@
+"""GraVAC: as much compression as leaves enough of the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.policies._base import Decision, Policy, Seen
+from workbench.settings import KnobError, knob, resolve
+
+PATH = "compressor.density"
+
+
+class _State:
+    """What it takes to go lower again: the gain from which the last step down led below the threshold."""
+
+    bar = 0.0  # a step down needs a gain above this
+    before = 0.0  # the gain from which the last step down was made
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraVAC(Policy):
+    """Lowers the density of a sparse compressor while what it sends holds enough of the gradient.
+
+        gain = E ||C(x)||^2 / E ||x||^2           x: the gradient and what error feedback adds to it
+        density <- density / f, at least `least`  if gain >= `threshold`
+        density <- density f, at most `most`      if not, with f = `factor`
+
+    The means are over all ranks and the steps since the look before; 1 would be that nothing is left out. A step down
+    that led below the threshold is tried again only from a gain above that from which it was made, so that the density
+    does not go to and fro.
+
+    It is like GraVAC, not the whole of it: that compresses twice in each step, by the ratio in force and by the next
+    one to try, sends a step uncompressed where neither will do, and ends its search once throughput times gain no
+    longer grows. Here one ratio is in force between two looks, `most` stands for uncompressed, and speed is not asked
+    for. Its ratios are 1 / density; its released code takes norms, not their squares.
+
+    When to use it: with TopK and its like on a slow wire, where nobody knows what density the model bears. The gain is
+    measured in every step: two passes over the gradient and no byte. Only where all ranks exchange gradients in the
+    same steps (DDP); with sizes only, in a simulation, there is no gain and nothing is decided.
+
+    Reference: Tyagi and Swany, "GraVAC: Adaptive Compression for Communication-Efficient Distributed DL Training",
+    CLOUD 2023, https://arxiv.org/abs/2305.12201
+    """
+
+    threshold: float = knob(0.75, 0.0, 1.0, doc="share of the gradient's squares that has to be sent")
+    factor: float = knob(2.0, 1.01, 100.0, log=True, doc="f: by which the density is divided, or multiplied")
+    least: float = knob(0.001, 0.0001, 1.0, log=True, doc="density below which it never goes")
+    most: float = knob(0.5, 0.0001, 1.0, log=True, doc="density above which it never goes")
+
+    reads: ClassVar[tuple[str, ...]] = ("gradient_sent", "gradient_whole")
+
+    def init(self) -> _State:
+        return _State()
+
+    def needs(self, experiment: Any) -> str | None:
+        try:
+            resolve(experiment, PATH)
+        except KnobError:
+            name = type(experiment.compressor).__name__
+            return f"compressor={name} has no density to set; GraVAC waits for one that has, such as TopK"
+        return None
+
+    def decide(self, seen: Seen, state: _State) -> Iterator[Decision]:
+        sent, whole = map(seen.mean, self.reads)
+        if not (math.isfinite(sent) and math.isfinite(whole) and whole > 0):
+            return
+        gain, (path, density) = sent / whole, resolve(seen.experiment, PATH)
+        now: float = density.default
+        if gain < self.threshold:
+            wanted, said = max(now, min(self.most, now * self.factor)), "less than"
+            state.bar, state.before = max(state.bar, state.before), 0.0
+        elif gain > state.bar and now > self.least:
+            wanted, said = max(self.least, now / self.factor), "not below"
+            state.before = gain
+        else:
+            return
+        yield Decision(f"what was sent holds {gain:.3f} of the gradient's squares, {said} {self.threshold:g}",
+                       {path: wanted})
