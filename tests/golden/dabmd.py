@@ -1,0 +1,49 @@
+"""Any-batch mirror descent in numpy: Eshraghi and Liang, ICML 2020, with weights as of Anytime Minibatch, ICLR 2019."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.golden.problem import LAYERS, NUMEL, SIZE, Problem, gradient
+
+
+def metropolis(ranks: int, edges: list[tuple[int, int]]) -> np.ndarray:
+    """(ranks, ranks) doubly stochastic: 1 / (1 + the larger degree) for neighbours."""
+    degree = [sum(r in edge for edge in edges) for r in range(ranks)]
+    w = np.zeros((ranks, ranks))
+    for i, j in edges:
+        w[i, j] = w[j, i] = 1 / (1 + max(degree[i], degree[j]))
+    return w + np.diag(1 - w.sum(1))
+
+
+def euclidean(x: np.ndarray, g: np.ndarray, lr: float) -> np.ndarray:
+    """argmin <g, y> + |y - x|^2 / (2 lr)."""
+    return x - lr * g
+
+
+def entropic(x: np.ndarray, g: np.ndarray, lr: float) -> np.ndarray:
+    """argmin <g, y> + (1 / lr) sum y log(y / x) over y with the sum of x, for each layer by itself."""
+    rows, slope = x.reshape(LAYERS, SIZE), g.reshape(LAYERS, SIZE)
+    y = rows * np.exp(-lr * slope)
+    return (y / y.sum(1, keepdims=True) * rows.sum(1, keepdims=True)).reshape(NUMEL)
+
+
+def dabmd(problem: Problem, lr: float, batches: list[int], w: np.ndarray, rounds: int, mirror: str, weighted: bool,
+          steps: int) -> np.ndarray:  # fmt: skip
+    """Rank i takes batches[i] of its batches in turn in each round; numerators and denominators are mixed apart."""
+    x = np.tile(problem.start, (problem.ranks, 1))
+    drawn = [0] * problem.ranks
+    have = problem.x.shape[1]
+    b = np.array(batches if weighted else [1] * problem.ranks, dtype=float)[:, None]
+    seen = [x.copy()]
+    for _ in range(steps):
+        y = np.empty_like(x)
+        for i in range(problem.ranks):
+            at = [(drawn[i] + k) % have for k in range(batches[i])]
+            drawn[i] += batches[i]
+            g = np.mean([gradient(problem.x[i, t], problem.y[i, t], x[i]) for t in at], axis=0)
+            y[i] = (euclidean if mirror == "euclidean" else entropic)(x[i], g, lr)
+        through = np.linalg.matrix_power(w, rounds)
+        x = through @ (b * y) / (through @ b)
+        seen.append(x.copy())
+    return np.stack(seen)

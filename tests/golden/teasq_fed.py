@@ -1,0 +1,62 @@
+"""The server of TEA-Fed and TEASQ-Fed in numpy, given in which order clients' messages came: Jia et al., 2023."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.golden.problem import Problem
+
+
+class Knobs(NamedTuple):
+    clients: int
+    share: float
+    cache: int
+    local: int
+    mixing: float
+    staleness: float
+    proximal: float
+
+
+def teasq_fed(problem: Problem, lr: float, knobs: Knobs, order: list[int]) -> tuple[np.ndarray, list[int], int]:
+    """order: by message at the server the rank it came from, which asks, pushes, asks, ... in turn.
+
+    Of `problem.ranks` clients, those of rank r are r * clients, r * clients + 1, ... and take turns. Returns the model,
+    with what the cache held mixed in at the end, the staleness of each update and the most tasks at once.
+    """
+    w, version, cached, stale = problem.start.copy(), 0, [], []
+    allowed = ceil(knobs.share * problem.ranks)
+    turns: dict[int, int] = {}
+    drawn = [0] * problem.ranks
+    open_tasks: dict[int, tuple[np.ndarray, int]] = {}
+    waiting: list[int] = []
+    most = 0
+
+    def mixed() -> np.ndarray:
+        weights = np.array([(1 + t) ** -knobs.staleness for _, t in cached])
+        u = sum(s * x for s, (x, _) in zip(weights, cached, strict=True)) / weights.sum()
+        alpha = knobs.mixing * (1 + np.mean([t for _, t in cached])) ** -knobs.staleness
+        return alpha * u + (1 - alpha) * w
+
+    for rank in order:
+        if rank in open_tasks:
+            base, of = open_tasks.pop(rank)
+            client = rank * knobs.clients + turns.get(rank, 0) % knobs.clients
+            turns[rank] = turns.get(rank, 0) + 1
+            x = base.copy()
+            for _ in range(knobs.local):
+                g = problem.grad(client, drawn[client] % problem.x.shape[1], x) + knobs.proximal * (x - base)
+                drawn[client] += 1
+                x = x - lr * g
+            cached.append((x, version - of))
+            stale.append(version - of)
+            if len(cached) == knobs.cache:
+                w, version, cached = mixed(), version + 1, []
+        else:
+            waiting.append(rank)
+        while waiting and len(open_tasks) < allowed:
+            open_tasks[waiting.pop(0)] = w, version
+        most = max(most, len(open_tasks))
+    return (mixed() if cached else w), stale, most

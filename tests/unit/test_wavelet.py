@@ -1,0 +1,189 @@
+"""Wavelet: two waves are one gradient, and what they keep for backward is no more than half again one wave's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import batch, experiment, net, run, toy, weights
+from workbench import simulate
+from workbench.host.waves import Waves
+from workbench.rank import Rank, StrategyError
+from workbench.settings import Change
+from workbench.strategies import DDP, Strategy, Wavelet
+from workbench.tasks import Learner
+
+pytestmark = pytest.mark.ranks
+
+LAYERS, WIDTH, EXAMPLES = 12, 32, 64
+WAVE = 4 * EXAMPLES * WIDTH * LAYERS  # bytes: tanh keeps what it makes, which the next layer keeps as its input
+
+
+def deep() -> nn.Module:
+    """Parts that keep the same."""
+    parts = [nn.Sequential(nn.Linear(8 if k == 0 else WIDTH, WIDTH), nn.Tanh()) for k in range(LAYERS)]
+    return nn.Sequential(*parts, nn.Linear(WIDTH, 4))
+
+
+class Watched:
+    """What autograd keeps for backward but parameters, counted where it is kept and where it is given back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.times, self.nbytes, self.now, self.most = Counter[int](), {}, 0, 0
+
+    def keep(self, x: torch.Tensor) -> Any:
+        where = x.untyped_storage().data_ptr()
+        return x if where in self.own else Held(self, x, where)
+
+
+class Held:
+    def __init__(self, by: Watched, x: torch.Tensor, where: int) -> None:
+        self.by, self.x, self.where, self.nbytes = by, x, where, x.untyped_storage().nbytes()
+        by.now += 0 if by.times[where] else self.nbytes
+        by.times[where] += 1
+        by.most = max(by.most, by.now)
+
+    def __del__(self) -> None:
+        self.by.times[self.where] -= 1
+        self.by.now -= 0 if self.by.times[self.where] else self.nbytes
+
+
+class Two(Strategy):
+    """Two batches side by side, as DDP would not."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        for micro in (0, 1):
+            await rank.forward(micro=micro)
+        for micro in (0, 1):
+            await rank.backward(micro=micro)
+        await rank.update()
+
+
+def data(rank: int, ranks: int, seed: int) -> list[Any]:
+    return [batch(rank, step, seed, EXAMPLES) for step in range(8)]
+
+
+def kept(strategy: Strategy) -> int:
+    """The most that hooks of our own have seen kept at once: one rank, without the record's way of looking."""
+    watched: dict[int, Watched] = {}
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        seen = watched.setdefault(id(model), Watched(model))
+        with torch.autograd.graph.saved_tensors_hooks(seen.keep, lambda held: getattr(held, "x", held)):
+            return nn.functional.mse_loss(model(pair[0]), pair[1])
+
+    task = toy(model=partial(net, deep), data=data, loss=loss)
+    simulate(experiment(1, 3, strategy=strategy, task=task, pace=5.0), real=True)
+    return max(one.most for one in watched.values())
+
+
+def recorded(strategy: Strategy) -> float:
+    """What the record says of it, on a real rank."""
+    (session,) = run(experiment(1, 3, strategy=strategy, task=toy(model=partial(net, deep), data=data)))
+    return max(v for _, name, _, v in session.record.samples if name == "memory activations")
+
+
+def test_two_waves_keep_at_most_half_again_what_one_keeps() -> None:
+    one, wavelet, two = kept(DDP()), kept(Wavelet(pieces=16)), kept(Two())
+    assert WAVE <= one < 1.1 * WAVE and two > 1.9 * one
+    assert one < wavelet <= 1.5 * one, wavelet / one
+    ratios = [recorded(s) / recorded(DDP()) for s in (Wavelet(pieces=16), Two())]
+    assert ratios[0] <= 1.5 and ratios[1] > 1.9, ratios
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 16])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_two_waves_are_one_gradient(ranks: int, pieces: int) -> None:
+    task = toy(model=partial(net, deep))
+    wavelet, plain = (
+        run(experiment(ranks, 6, strategy=s, task=task)) for s in (Wavelet(pieces=pieces), DDP(accumulate=2))
+    )
+    for mine, other in zip(wavelet, plain, strict=True):
+        torch.testing.assert_close(weights(mine), weights(other), rtol=1e-5, atol=1e-7)
+        assert mine.record.losses() == pytest.approx(other.record.losses(), rel=1e-5)
+    assert Counter(n for _, _, n in wavelet[0].record.comm()) == Counter(n for _, _, n in plain[0].record.comm())
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_tock_rises_only_once_tick_falls_and_then_in_its_turn(real: bool) -> None:
+    task = toy(model=partial(net, deep))
+    done = simulate(experiment(2, 2, strategy=Wavelet(pieces=4, lead=2), task=task, pace=100.0), real=real)
+    rows = done.spans[(done.spans["rank"] == 0) & (done.spans["step"] == 0) & (done.spans["lane"] == "compute")]
+    names = rows.sort_values("t0")["name"].to_list()
+    assert names[:4] == [f"forward 0.{k}" for k in range(4)]
+    assert names[4:12] == ["backward 0.3", "backward 0.2", "forward 1.0", "backward 0.1", "forward 1.1", "backward 0.0",
+                           "forward 1.2", "forward 1.3"]  # fmt: skip
+    assert names[12:] == ["backward", "update"]
+    assert float((rows["t1"] - rows["t0"]).sum()) == pytest.approx(0.1 * (2 * 0.9 + 0.1)), "two batches, one update"
+
+
+def test_a_model_that_does_not_say_where_it_may_be_cut_goes_whole() -> None:
+    (session,) = run(experiment(1, 3, strategy=Wavelet()))
+    names = [r[2] for r in session.record if r[1] == "compute" and r[0] == 1]
+    assert [n for n in names if n != "update"] == ["forward 0", "backward 0", "forward 1", "backward"]
+
+
+def test_it_is_entered_turned_and_left_live() -> None:
+    task = toy(model=partial(net, deep))
+    wanted = [(2, "strategy", "Wavelet"), (4, "strategy.pieces", 3), (6, "compressor", "TopK"), (8, "strategy", "DDP")]
+    sessions = run(experiment(3, 10, strategy=DDP(), task=task), *(Change(*change) for change in wanted))
+    assert len(sessions[0].record.noted("change")) == 4 and not sessions[0].record.noted("refused")
+    assert all(torch.equal(weights(s), weights(sessions[0])) for s in sessions)
+
+
+def learner() -> Learner:
+    task = toy(model=partial(net, partial(nn.Sequential, nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Linear(6, 4))))
+    return task.build()
+
+
+def test_a_tied_parameter_and_a_layer_that_writes_in_place_get_what_autograd_gives() -> None:
+    made = learner()
+    model = made.model()
+    hidden = [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True)]
+    tied = nn.Sequential(*hidden, nn.Linear(8, 4))
+    tied[2].weight = tied[0].weight
+    for some in (model, tied):
+        some.zero_grad()
+        pair = batch(0, 0, 0)
+        made.loss(some, pair).backward()
+        want = [p.grad.clone() for p in some.parameters() if p.grad is not None]
+        some.zero_grad()
+        waves = Waves(some, made)
+        for piece in range(3):
+            waves.rise(lambda pair=pair: pair, 0, piece, 3, True)
+        for piece in (2, 1, 0):
+            waves.fall(0, piece, 3, 1.0)
+        for mine, other in zip((p.grad for p in some.parameters()), want, strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+class Adds(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += super().forward(x)
+        return x
+
+
+def test_a_piece_that_writes_into_what_it_is_handed_is_said_in_words() -> None:
+    made = learner()
+    waves = Waves(nn.Sequential(nn.Linear(8, 8), Adds(8, 8), nn.Linear(8, 4)), made)
+    waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)
+    with pytest.raises(StrategyError, match="piece 1 of 3 writes into what it is handed: let it compute x = x"):
+        waves.rise(lambda: batch(0, 0, 0), 0, 1, 3, True)
+
+
+def test_pieces_out_of_turn_are_said_in_words() -> None:
+    made = learner()
+    waves = Waves(made.model(), made)
+    waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)
+    with pytest.raises(StrategyError, match="batch 0 cannot fall through piece 2 of 3 now"):
+        waves.fall(0, 2, 3, 1.0)
+    with pytest.raises(StrategyError, match="rises anew before it has fallen"):
+        waves.rise(lambda: batch(0, 0, 0), 0, 0, 3, True)
+    with pytest.raises(StrategyError, match="batch 1 has not begun to rise"):
+        waves.rise(lambda: batch(0, 0, 0), 1, 1, 3, True)

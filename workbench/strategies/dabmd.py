@@ -1,0 +1,157 @@
+"""DABMD: everyone computes until the same deadline, as much as it can; then neighbours mix by how much that was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from workbench.rank import Bucket, Rank, StrategyError, values_of
+from workbench.settings import knob
+from workbench.strategies._average import average
+from workbench.strategies._base import Strategy
+from workbench.strategies._graph import GRAPHS, Round, hops, mixing_round, refused
+
+MAPS = ("euclidean", "entropic")
+SLACK = 1e-6  # seconds: a batch that ends just at the deadline is in time
+
+
+@dataclass(frozen=True, kw_only=True)
+class DABMD(Strategy):
+    """Distributed any-batch mirror descent: a round lasts a fixed time, in which each rank takes what batches it can.
+
+        g_i <- mean gradient of the b_i batches that rank i has finished within `window`
+        y_i <- argmin_x  <g_i, x> + D(x, x_i) / lr
+        x_i <- sum_j W_ij b_j y_j / sum_j W_ij b_j,   b_i <- sum_j W_ij b_j       `rounds` times
+
+    D is the Bregman divergence of the `mirror` map. "euclidean": D = |x - x_i|^2 / 2, so y_i is a step of plain SGD;
+    another optimizer makes its own step in that place. "entropic": D = sum x log(x / x_i) where each parameter keeps
+    its sum s, which is exponentiated gradient on a simplex of that size,
+
+        y_i = s x_i exp(-lr g_i) / sum(x_i exp(-lr g_i))
+
+    It takes parameters that are all above zero, which then remain so; others are refused. The run's optimizer rests.
+
+    W has Metropolis weights on any graph of Gossip's, also such as change from round to round. Weighted by b, a rank
+    that has seen few examples counts for little: on "complete", or with many `rounds`, the result is the step with the
+    mean gradient of all examples of all ranks. With `weighted` off it is sum_j W_ij y_j, which leaves the ranks' mean
+    where it is and lets noisy gradients of slow ranks count in full.
+
+    No batch is begun that would end after the deadline if it took as long as the one before. The first always is, so a
+    rank whose batch takes longer than `window` keeps its neighbours waiting: take smaller batches. The Sample "batches"
+    is b_i; on real clocks no two runs have the same. A rank sends each neighbour the model's bytes and 8 more,
+    `rounds` times per step, and hides nothing. As a step is of b_i batches, the learning rate is per round.
+
+    When to use it: ranks differ in speed, for long or now and then, and data come without end. Beside DDP no rank waits
+    for the slowest, and beside AsyncServer no gradient is stale.
+
+    Of the paper its abstract and this project's notes were at hand: fixed computing time, primal averaging once or
+    several times, time-varying graphs. Mixing after the step, and the weights b (those of Anytime Minibatch, Ferdinand
+    et al., ICLR 2019, https://arxiv.org/abs/2006.05752), are taken from there.
+
+    Reference: Eshraghi and Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror
+    Descent", ICML 2020, https://icml.cc/virtual/2020/poster/6727
+    """
+
+    window: float = knob(50.0, 0.1, 60_000.0, unit="ms", log=True, doc="T: how long everyone computes in a round")
+    most: int = knob(64, 1, 4096, unit="batches", log=True, doc="batches of one rank in a round, however fast it is")
+    mirror: str = knob(MAPS[0], choices=MAPS, doc="the mirror map: plain steps, or multiplicative ones on a simplex")
+    graph: str = knob("ring", choices=GRAPHS, doc="who is whose neighbour; exponential: one other rank in each round")
+    edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
+    rounds: int = knob(1, 1, 64, log=True, doc="K: mixings with the neighbours per step")
+    weighted: bool = knob(True, doc="are neighbours mixed by how many batches they have done?")
+
+    periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
+    exchanges: ClassVar[str] = "parameters"
+    sees_all: ClassVar[bool] = True  # ranks of one replica would stop at deadlines of their own
+
+    def propagation(self, size: int) -> int:
+        return hops(self.edges or self.graph, size)
+
+    def refuses_size(self, size: int) -> str | None:
+        return refused(self.edges or self.graph, size)
+
+    def refuses_values(self, params: Mapping[str, torch.Tensor]) -> str | None:
+        if self.mirror == "euclidean":
+            return None
+        low = {name: float(values_of(x, 1.0).min()) for name, x in params.items() if x.numel()}
+        worst = min(low, key=low.__getitem__, default=None)
+        if worst is None or low[worst] > 0:
+            return None
+        return (
+            f"mirror='entropic' multiplies parameters, which must all be above 0, and {worst} has {low[worst]:.3g}; "
+            f"take mirror='euclidean', or a model that begins above 0"
+        )
+
+    def init(self, rank: Rank, params: list[Bucket]) -> None:
+        if reason := self.refuses_values({p.name: b.data[p.start : p.stop] for b in params for p in b.parts}):
+            raise StrategyError(reason)
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        done = await self._compute(rank)
+        grads = await rank.grads()
+        for bucket in grads:
+            bucket.data.div_(done)
+        if self.mirror == "entropic":
+            await rank.update(by=partial(_multiply, await rank.params(), grads, rank.lr))
+        else:
+            await rank.update()
+        await rank.sample("batches", done)
+        weight = float(done if self.weighted else 1)
+        for k in range(self.rounds):
+            number = rank.step * self.rounds + k
+            part = mixing_round(self.edges or self.graph, 1.0, rank.size, rank.index, number)
+            weight = await _mix(rank, await rank.params(), part, weight)
+
+    async def leave(self, rank: Rank, state: Any) -> None:
+        await average(rank)
+
+    async def _compute(self, rank: Rank) -> int:
+        """Adds up gradients until the deadline; of how many batches."""
+        now = await rank.clock()
+        deadline, lasted, done = now + self.window * 1e-3 + SLACK, 0.0, 0
+        while not done or (done < self.most and now + lasted <= deadline):
+            await rank.forward()
+            await rank.backward()
+            began, now = now, await rank.clock()
+            lasted, done = now - began, done + 1
+        return done
+
+
+def _multiply(params: list[Bucket], grads: list[Bucket], lr: float) -> None:
+    """The entropic step of each parameter, in logarithms so that nothing overflows; what would be 0 stays above it."""
+    for bucket, grad in zip(params, grads, strict=True):
+        for part in bucket.parts:
+            x, g = bucket.data[part.start : part.stop], grad.data[part.start : part.stop]
+            wide = torch.promote_types(x.dtype, torch.float32)
+            moved = torch.softmax(x.to(wide).log() - lr * g.to(wide), 0).mul_(x.sum(dtype=wide))
+            x.copy_(moved).clamp_min_(torch.finfo(x.dtype).tiny)
+
+
+async def _mix(rank: Rank, buckets: list[Bucket], part: Round, weight: float) -> float:
+    """Parameters become the weighted mean of the neighbourhood's, added up in rank order; returns their weight."""
+    own = torch.tensor([weight], dtype=torch.float64)
+    for other in part.to:
+        await rank.send(own, other, "weight")
+        for bucket in buckets:
+            await rank.send(bucket.data, other, bucket.name)
+    weights = {}
+    for other, share in part.shares.items():
+        theirs = own
+        if other != rank.index:
+            theirs, _ = await rank.recv(torch.empty_like(own), other, "weight")
+        weights[other] = share * float(values_of(theirs, weight))
+    total = sum(weights.values())
+    for bucket in buckets:
+        mixed: Any = None
+        for other, mine in weights.items():
+            theirs = bucket.data
+            if other != rank.index:
+                theirs, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), other, bucket.name)
+            mixed = theirs * (mine / total) if mixed is None else mixed.add_(theirs, alpha=mine / total)
+        bucket.data.copy_(mixed)
+    return total

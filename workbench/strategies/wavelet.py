@@ -1,0 +1,72 @@
+"""Wavelet: two waves of batches on one rank, of which one falls while the other rises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from workbench.rank import Rank
+from workbench.settings import knob
+from workbench.strategies._base import Strategy
+
+TICK, TOCK = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wavelet(Strategy):
+    """Two batches per step on every rank: the second's forward takes the memory that the first's backward gives back.
+
+        tick:  forward, piece by piece;  backward, the last piece first
+        tock:  after `lead` pieces of tick's backward one piece of forward for each of tick's;  then backward
+        params <- optimizer(params, (1/2p) sum of both batches' gradients over p ranks)
+
+    Both waves use the same parameters, so it equals DDP with `accumulate` = 2 and sends as much, half of DDP's bytes
+    per batch; the exchange hides behind tock's backward. Where memory is spread evenly over n pieces, about 1 + 1/n of
+    one batch's activations are kept at most; two batches side by side keep twice those of one. Where the first pieces
+    keep most, as in a convolutional network, tock is better kept back by a larger `lead`: Digits keeps 1.5 times as
+    much as one batch with 1, 1.3 with 2.
+
+    A model is cut where a Pipeline would cut it, into `pieces` or as many as it has parts; one that does not say where
+    it may be cut is one piece, and tock then begins when tick is over. A piece must not write into what it is handed,
+    but by an `inplace` layer. Batch norms see one batch after the other.
+
+    In the paper waves are processes that share a GPU and one fills the idle half of the other's hardware; here they
+    take turns on one device, so memory is what is shown and a step is no shorter. Its waves also go on without end,
+    each with its own updates; these end with each step.
+
+    When to use it: to see where the memory of a step goes; two batches in flight where one and a half have room.
+
+    Reference: Wang et al., "Wavelet: Efficient DNN Training with Tick-Tock Scheduling", MLSys 2021,
+    https://proceedings.mlsys.org/paper_files/paper/2021/hash/099268c3121d49937a67a052c51f865d-Abstract.html
+    """
+
+    pieces: int = knob(8, 1, 256, log=True, doc="into which the model is cut at most")
+    lead: int = knob(1, 1, 256, unit="pieces", doc="that tick falls before tock begins to rise")
+
+    alike: ClassVar[bool] = True
+    plain: ClassVar[bool] = False  # a step takes two batches
+    exchanges: ClassVar[str] = "gradients"
+    sees_all: ClassVar[bool] = True  # a stage's pieces are its schedule's
+
+    def batches(self, size: int) -> int:
+        return 2 * size
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        share, of = 1.0 / (2 * rank.size), await rank.pieces(self.pieces)
+        for piece in range(of):
+            await rank.rise(TICK, piece, of, falls=True)
+        risen = 0
+        for fallen in range(1, of + 1):
+            await rank.fall(TICK, of - fallen, of, share)
+            if fallen >= self.lead:
+                await rank.rise(TOCK, risen, of)
+                risen += 1
+        while risen < of:
+            await rank.rise(TOCK, risen, of)
+            risen += 1
+        pending = []
+        async for bucket in rank.backward(share, micro=TOCK):
+            pending.append(await rank.start(rank.compressor.reduce(rank, bucket, rank.memory), name=bucket.name))
+        for handle in pending:
+            await rank.wait(handle)
+        await rank.update()
