@@ -18,9 +18,10 @@ def dense(sizes: list[int]) -> int:
 
 # bytes that rank 0 of 4 sends in step 7 with the usual knobs, from the buckets' bytes
 SENT: dict[str, Callable[[list[int]], int]] = {
-    **dict.fromkeys(("BMUF", "DDP", "DiLoCo", "EASGD", "LocalSGD", "OneBitAdam", "PostLocalSGD", "QAdam",
-                     "SlowMo"), dense),
+    **dict.fromkeys(("BMUF", "ByteScheduler", "DDP", "DiLoCo", "EASGD", "LocalSGD", "OneBitAdam", "PostLocalSGD",
+                     "QAdam", "SlowMo", "Wavelet"), dense),
     "AdaAlter": lambda sizes: 2 * dense(sizes),
+    "DABMD": lambda sizes: 2 * (sum(sizes) + 8),
     "Gossip": lambda sizes: 2 * sum(sizes),
     "Newton": lambda sizes: 11 * dense(sizes) + traffic("all_reduce", 5 * 8, 4)[0],  # g, ten products; five losses
     "HierarchicalLocalSGD": lambda sizes: dense(sizes),  # that step is all ranks'; others are the groups'
@@ -29,6 +30,12 @@ SENT: dict[str, Callable[[list[int]], int]] = {
     "StochasticGradientPush": lambda sizes: sum(sizes) + 8,
     "StreamingDiLoCo": lambda sizes: 2 * 3 * (4 + 576 // 4 // 2),  # the 576 elements of layer a: scales and half bytes
     **dict.fromkeys(("ZeRO1", "ZeRO2"), lambda sizes: sum(2 * 3 * 4 * -(-n // 16) for n in sizes)),  # fp32 shards of 4
+}
+
+# asynchronous strategies whose messages are coded: a bucket's bytes in one, from those in fp32
+CODED: dict[str, Callable[[int], int]] = {
+    # of a quarter of the entries indices, and in blocks of equal length, of 64 at most, norms and codes
+    "TEASQFed": lambda n: 4 * (k := round(n // 4 / 4)) + (blocks := -(-k // 64)) * (4 + -(-k // blocks)),
 }
 
 # strategies that send nothing at all, and why
@@ -40,19 +47,23 @@ SUMS = {"BoundedStaleness", "Hogwild"}
 # strategies that are not `plain`, and the multiple of the optimizer's rate at which they learn as well as it does
 RATES: dict[str, float] = {
     "AdaAlter": 500.0,  # the task's own is Adam's; here a root that begins near 1 divides
-    "BMUF": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "Newton": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
-    "SlowMo": 1.0, "StreamingDiLoCo": 1.0,
+    "BMUF": 1.0, "DABMD": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "Newton": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
+    "SlowMo": 1.0, "StreamingDiLoCo": 1.0, "TEASQFed": 1.0, "Wavelet": 1.0,
 }  # fmt: skip
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
 # in, end in an outer value that momentum has carried past the mean
 ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "SlowMo", "StreamingDiLoCo"}
 
+# strategies whose exchanges overtake each other, so that their order depends on which were there to choose from
+URGENT = {"ByteScheduler"}
+
 # strategies that round what they mix, so that the mean of the ranks moves while they come together
 ROUNDS = {"LowPrecisionDecentralized"}
 
 # (strategy, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("DABMD", "edges"): ({}, "0-1 1-2 2-3"),  # 3 is no graph
     ("Gossip", "edges"): ({}, "0-1 1-2 2-3"),  # 3 is no graph
     ("HierarchicalLocalSGD", "group"): ({}, 1),  # 3 would not divide the ranks
     ("HSDP", "group"): ({}, 4),  # nor here
@@ -78,6 +89,9 @@ WHEN = {
     **{(name, "prefetch"): "tests/unit/test_zero_3.py" for name in ("ZeRO3", "HSDP", "HpZ")},
     **{(name, "outstanding"): "tests/unit/test_offload.py" for name in ("ZeROOffload", "ZeROInfinity")},
     **{("ZeROInfinity", knob): "tests/unit/test_offload.py" for knob in ("prefetch", "on")},
+    ("DABMD", "mirror"): "tests/golden/test_dabmd.py",  # the other map needs parameters above 0
+    **{("Wavelet", knob): "tests/unit/test_wavelet.py" for knob in ("pieces", "lead")},
+    **{("ByteScheduler", knob): "tests/unit/test_byte_scheduler.py" for knob in ("partition_mb", "credit_mb", "order")},
     ("HpZ", "group"): "tests/unit/test_hsdp.py",  # a model as small as the laws' stays whole from forward to backward
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from workbench.compressors import Dense
 from workbench.fabric import traffic
 from workbench.rank import Bucket, Part
 
@@ -176,6 +177,7 @@ FEATURES = ("Projection",)  # to which a tensor's last dimension are features: l
 
 # (compressor, knob): settings without which the knob has nothing to act on, and the value that it is turned to
 TURNED: dict[tuple[str, str], tuple[dict[str, Any], Any]] = {
+    ("BetweenSites", "of"): ({"site": 1}, Dense()),  # two ranks are one site, which compresses nothing
     **{(name, knob): ({knob: 6}, 10**6) for name in FITTED for knob in ("fit_first", "fit_second", "fit_every")},
     **{(name, "samples"): ({"fit_first": 6, "block": 64}, 1) for name in FITTED},
     ("Accordion", "every"): ({"threshold": 1e6}, 1),

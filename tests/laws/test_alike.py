@@ -12,6 +12,7 @@ import pytest
 
 from tests.ranks import fitting, shipped
 from workbench import Costs, KnobError, plan, simulate
+from workbench.analysis import why_silent
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, Slow
@@ -81,7 +82,7 @@ def test_where_a_rank_keeps_a_few_bytes_more_it_is_later_by_as_little(name: str)
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in shipped(Compressor) if name != "Accordion"])
+@pytest.mark.parametrize("name", [n for n, cls in shipped(Compressor).items() if cls.alike and n != "Accordion"])
 def test_so_it_is_under_every_compressor(name: str) -> None:
     """But for Accordion, whose first rank alone notes the levels."""
     optimizer = SGD(momentum=0.9) if name == "DGC" else AdamW()
@@ -183,3 +184,13 @@ def test_a_plan_where_each_rank_has_its_own_speed_simulates_them_all() -> None:
     e = replace(E, pace=0.0, ranks=4, eval_every=0)
     (row,) = plan(e, costs=uneven, **ways)
     assert row.step_s == pytest.approx(simulate(e, costs=uneven).summary()["step_s"], rel=0.05)
+
+
+def test_the_record_says_for_how_many_ranks_one_stands() -> None:
+    few, every, two = simulate(E, alike=True), simulate(E), simulate(replace(E, partition=Tensor()), alike=True)
+    assert [run.summary()["stands_for"] for run in (few, every, two)] == [8, 1, 4]
+    assert "8 ranks (of which 1 stands for all)" in repr(few) and "8 ranks (of which 2 stand for all)" in repr(two)
+    assert "8 ranks, " in repr(every)
+    assert [why_silent(run.timeline) for run in (few, every, simulate(replace(E, ranks=1)))] == [
+        "alike", "nobody", "alone",
+    ]  # fmt: skip

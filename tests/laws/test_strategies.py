@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.laws.claims import AT_NEED, SENT, SILENT, TURNED, WHEN, dense
+from tests.laws.claims import AT_NEED, CODED, SENT, SILENT, TURNED, WHEN, dense
 from tests.laws.codecs import KINDS
 from tests.laws.others import others
 from tests.ranks import experiment, fitting, joined, run, shipped, weights
@@ -112,8 +112,8 @@ def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str
         for _, what, sent in session.record.comm():
             bucket = re.search(r"bucket \d+", what)
             if bucket:
-                verb = what.split()[0]
-                assert sent == traffic(verb, sizes[bucket[0]], 4)[0], what
+                verb, nbytes = what.split()[0], sizes[bucket[0]]
+                assert sent == traffic(verb, CODED[name](nbytes) if name in CODED else nbytes, 4)[0], what
                 carried[what] += 1
             else:
                 assert sent <= 64, f"{what} is more than a heading"

@@ -1,0 +1,110 @@
+"""ByteScheduler beside DDP's order on real ranks, the wire taking half to twice as long as compute; live, in blocks.
+
+Compute is paced and the Link emulated, so that four ranks on two cores behave like devices. A step is the time from one
+beginning of forward to the next, for under ByteScheduler its exchange goes on beside the next one's forward.
+
+    python -m tests.bench.priorities --out docs/data/priorities.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench.bound import wait
+from tests.bench.page import interval, table
+from workbench import Experiment, Lab
+from workbench.fabric import Fabric, Link
+from workbench.run import Run
+from workbench.strategies import DDP, ByteScheduler, Strategy
+from workbench.tasks import ByteGPT
+
+RANKS, PACE, BUCKET = 4, 400.0, 0.4  # ms of a step's compute; MB
+TASK = ByteGPT(layers=6)
+WIRES = (0.5, 1.0, 2.0)  # how many times as long as compute the wire takes
+SLICE = 0.2  # MB: P3's 50,000 parameters
+STEPS = 6  # of a block; the first two after a switch do not count
+WAYS: dict[str, Strategy] = {
+    "DDP": DDP(),
+    "pieces in DDP's order": ByteScheduler(order="fifo", partition_mb=SLICE, credit_mb=SLICE),
+    "P3: a slice at a time": ByteScheduler(partition_mb=SLICE, credit_mb=0.001),
+    "ByteScheduler": ByteScheduler(partition_mb=SLICE, credit_mb=2 * SLICE),
+    "DDP again": DDP(),
+}
+ASKED = 1.15  # of the longer of compute and wire
+
+
+def bandwidth(wire: float, nbytes: int) -> float:
+    """Mbit/s with which an all-reduce of so many bytes takes `wire` times as long as compute."""
+    return 2 * (RANKS - 1) / RANKS * nbytes * 8e-6 / (wire * PACE * 1e-3)
+
+
+def block(lab: Lab, run: Run, strategy: Strategy) -> float:
+    """Seconds of a step under a strategy: the mean of a block's, from a forward's beginning to the next one's."""
+    first = (lab.set("strategy", strategy).wait(60).applied_at or 0) + 2
+    wait(run, first + STEPS)
+    rows = run.timeline.spans.rows()
+    rows = rows[(rows.rank == 0) & rows.equal("lane", "compute") & rows.equal("name", "forward")]
+    begins = [float(np.min(rows.t0[rows.step == step])) for step in (first, first + STEPS)]
+    return (begins[1] - begins[0]) / STEPS
+
+
+def section(d: dict[str, Any]) -> str:
+    """The page's section, from the raw numbers."""
+    rows, kept = [], []
+    for cell in d["cells"]:
+        longer = max(1.0, cell["wire"]) * PACE * 1e-3
+        for way in WAYS:
+            over = [seconds / longer for seconds in cell["blocks"][way]]
+            beside = [a / b for a, b in zip(cell["blocks"]["DDP"], cell["blocks"][way], strict=True)]
+            rows.append([f"{cell['wire']:g}", way, "{:.3f} ({:.3f} to {:.3f})".format(*interval(over)),
+                         "{:.3f} ({:.3f} to {:.3f})".format(*interval(beside))])  # fmt: skip
+            if way == "ByteScheduler":
+                kept.append(statistics.median(over))
+    verdict = "kept" if max(kept) <= ASKED else "NOT kept"
+    about = (
+        f"{RANKS} ranks, ByteGPT of six layers ({d['nbytes'] / 1e6:.1f} MB of gradients), {PACE:g} ms of paced compute"
+        f" per step, buckets of {BUCKET:g} MB, an emulated Link on which an all-reduce of the whole model takes `wire`"
+        f" times as long as compute. Pieces of {SLICE:g} MB. Switched live in alternating blocks of {STEPS} steps;"
+        f" medians of {len(d['cells'][0]['blocks']['DDP'])} rounds with a 95 % bootstrap interval. Asked of"
+        f" ByteScheduler: at most {ASKED:g} times the longer of both; worst here {max(kept):.3f}: {verdict}."
+    )
+    head = ["wire / compute", "order", "step / longer of compute and wire", "DDP's step / this one's"]
+    return f"## Gradients by priority\n\n{about}\n\n{table(head, rows)}"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--runs", type=Path, default=Path("runs"))
+    ask.add_argument("--rounds", type=int, default=5)
+    a = ask.parse_args()
+    nbytes = 4 * sum(parameter.numel() for parameter in TASK.build().model.parameters())
+    cells: list[dict[str, Any]] = []
+    with Lab(ranks=RANKS, name="priorities") as lab:
+        for wire in WIRES:
+            e = Experiment(task=TASK, ranks=RANKS, eval_every=0, pace=PACE, bucket_mb=BUCKET, batch=2,
+                           fabric=Fabric(link=Link(bandwidth=bandwidth(wire, nbytes))))  # fmt: skip
+            run = lab.run(e, out=a.runs / f"priorities-{time.time():.0f}")
+            wait(run, 2)
+            cell = {"wire": wire, "blocks": {way: [] for way in WAYS}}
+            for number in range(a.rounds):
+                for way, strategy in WAYS.items():
+                    cell["blocks"][way].append(block(lab, run, strategy))
+                said = ", ".join(f"{way} {blocks[-1] * 1e3:.0f}" for way, blocks in cell["blocks"].items())
+                print(f"wire {wire:g}, round {number + 1}: {said} ms", flush=True)
+            lab.stop()
+            run.wait(60)
+            cells.append(cell)
+    if a.out:
+        a.out.write_text(json.dumps({"nbytes": nbytes, "cells": cells}))
+
+
+if __name__ == "__main__":
+    main()
