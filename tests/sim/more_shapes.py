@@ -1,13 +1,13 @@
-"""Three more shapes against the verbs of a Rank: servers and workers, a deadline, a two-hop reduce.
+"""Shapes against the verbs of a Rank: servers and workers, a deadline, a two-hop reduce.
 
-Shown in docs/shapes.md like those of shapes.py; what of each is run by a test is said there.
+Shown in docs/shapes.md; what of each is run by a test is said there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -127,59 +127,6 @@ class ShadowSync(Strategy):
     def _asked(self, what: int, which: int = 0, ids: Tensor | None = None) -> Tensor:
         head = torch.tensor([what, which])
         return head if ids is None else torch.cat([head, ids])
-
-
-@dataclass(frozen=True, kw_only=True)
-class DABMD(Strategy):
-    """Everyone computes until the same deadline, as many batches as it can; then neighbours on a ring average.
-
-        b_i = batches done within T;  y_i = x_i - lr (1/b_i) sum of gradients;  x_i <- mean of y over i and neighbours
-
-    A round takes T plus the exchange, however slow one rank is. This is the Euclidean mirror map.
-
-    Reference: Eshraghi and Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch
-    Mirror Descent", ICML 2020, https://icml.cc/virtual/2020/poster/6727
-    """
-
-    window: float = knob(50.0, 0.1, 60000.0, unit="ms", log=True, doc="T: how long everyone computes in a round")
-    rounds: int = knob(1, 1, 64, doc="averagings with the neighbours per step")
-
-    lockstep: ClassVar[bool] = False
-    periodic: ClassVar[bool] = True
-    exchanges: ClassVar[str] = "parameters"
-
-    def propagation(self, size: int) -> int:
-        return size // 2  # the word goes round the ring one rank per step
-
-    async def step(self, rank: Rank, state: Any) -> None:
-        deadline = await rank.clock() + self.window * 1e-3
-        done = 0
-        while not done or await rank.clock() < deadline:
-            await rank.forward(micro=done)
-            gradients = [bucket async for bucket in rank.backward(micro=done)]  # they add up
-            done += 1
-        for bucket in gradients:
-            bucket.data.div_(done)
-        await rank.update()
-        await rank.sample("batches", done)
-        for _ in range(self.rounds):
-            await self._average(rank)
-
-    async def leave(self, rank: Rank, state: Any) -> None:
-        for bucket in await rank.params():
-            await rank.all_reduce(bucket.data.div_(rank.size), "sum", bucket.name)
-
-    async def _average(self, rank: Rank) -> None:
-        neighbours = sorted({(rank.index - 1) % rank.size, (rank.index + 1) % rank.size} - {rank.index})
-        for bucket in await rank.params():
-            for other in neighbours:
-                await rank.send(bucket.data, other, bucket.name)
-            for other in neighbours:
-                got = await rank.recv(torch.empty_like(bucket.data), other, bucket.name)
-                if got is None:
-                    return
-                bucket.data.add_(got[0])
-            bucket.data.div_(1 + len(neighbours))
 
 
 @dataclass(frozen=True, kw_only=True)

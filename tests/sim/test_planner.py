@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from workbench import Costs, KnobError, plan, simulate
 from workbench.experiment import Experiment
@@ -12,7 +15,7 @@ from workbench.fabric import Fabric, Link
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.strategies import DDP, LocalSGD, ZeRO3, ZeROInfinity, ZeROOffload
-from workbench.tasks import ByteGPT
+from workbench.tasks import ByteGPT, Task
 
 pytestmark = pytest.mark.ranks
 
@@ -78,3 +81,21 @@ def test_one_pair_that_cannot_be_does_not_keep_others_from_being_planned() -> No
     slow = replace(E, pace=40_000.0, batch=30_000)
     ways = [type(row.partition) for row in plan(slow, strategies=[DDP()], partitions=[Whole(), Tensor(ways=4)])]
     assert ways == [Whole]
+
+
+def test_a_task_that_says_it_is_pure_has_the_same_plan_and_is_built_less_often() -> None:
+    made: list[int] = []
+
+    def model() -> nn.Module:
+        made.append(1)
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def rows(pure: bool) -> list[tuple[Any, ...]]:
+        made.clear()
+        task = Task(model=model, data=lambda rank, ranks, seed, batch: [torch.ones(batch, 16)], pure=pure,
+                    loss=lambda m, x: m(x).square().mean(),
+                    optimizer=lambda params: torch.optim.AdamW(params, 1e-3))  # fmt: skip
+        return [tuple(row) for row in plan(replace(E, task=task, bucket_mb=0.01))]
+
+    asked, known = ((rows(pure), len(made)) for pure in (False, True))
+    assert asked[0] == known[0] and len(asked[0]) > 5 and known[1] < asked[1]

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from tests.ranks import experiment, toy
-from tests.sim.shapes import ByteScheduler, Wavelet
 from workbench import simulate
 from workbench.fabric import Fabric, Link
 from workbench.partitions import Pipeline
 from workbench.partitions.schedules import GPipe, OneFOneB, Schedule
 from workbench.settings import Change, KnobError
-from workbench.strategies import DDP, ZeRO3
+from workbench.strategies import DDP, ByteScheduler, ZeRO3
 
 pytestmark = pytest.mark.ranks
 
 LAYERS, WIDTH = 8, 64
 LAYER = 4 * WIDTH * WIDTH  # bytes of a layer, which is a bucket of its own
+BYTES = ByteScheduler(partition_mb=1.0, credit_mb=0.001)  # a layer is a piece, and they go one by one
 PACE = 100.0  # ms: 30 forward, 60 backward, 10 update
 
 
@@ -67,7 +67,7 @@ def period(run: Any) -> float:
 
 
 def test_the_next_forward_begins_before_the_last_gradient_has_been_sent() -> None:
-    run = simulated(ByteScheduler(), fabric=exchange(20.0))
+    run = simulated(BYTES, fabric=exchange(20.0))
     for step in range(2, 6):  # after the first, exchanges are settled once, for the order of gradients is learned
         begins = float(compute(run, "forward").query(f"step == {step}")["t0"].min())
         sent = float(comm(run)["t1"].to_numpy()[LAYERS * step - 1])
@@ -75,14 +75,14 @@ def test_the_next_forward_begins_before_the_last_gradient_has_been_sent() -> Non
 
 
 def test_what_the_next_forward_needs_first_overtakes_what_has_not_begun() -> None:
-    order = comm(simulated(ByteScheduler(), fabric=exchange(20.0)))["name"].to_list()[:LAYERS]
+    order = comm(simulated(BYTES, fabric=exchange(20.0)))["name"].to_list()[:LAYERS]
     # at 20 ms each: of those that are ready whenever the wire is free, the one whose layers come first
     assert order == [f"all_reduce bucket {i}" for i in (0, 2, 5, 7, 6, 4, 3, 1)]
 
 
 @pytest.mark.parametrize("ms", [10.0, 20.0, 40.0])
 def test_it_is_faster_than_ddp_where_the_tail_is_exposed_and_never_below_the_bound(ms: float) -> None:
-    scheduled, plain = (period(simulated(s, fabric=exchange(ms))) for s in (ByteScheduler(), DDP()))
+    scheduled, plain = (period(simulated(s, fabric=exchange(ms))) for s in (BYTES, DDP()))
     assert plain == pytest.approx((30 + 60 / LAYERS + LAYERS * ms + 10) * 1e-3, rel=1e-3)
     assert scheduled < 0.97 * plain
     assert scheduled >= max(PACE, LAYERS * ms) * 1e-3 - 1e-9
@@ -90,26 +90,7 @@ def test_it_is_faster_than_ddp_where_the_tail_is_exposed_and_never_below_the_bou
 
 def test_it_gains_nothing_where_the_exchange_is_hidden() -> None:
     hidden = exchange(1.0)
-    assert period(simulated(ByteScheduler(), fabric=hidden)) == pytest.approx(PACE * 1e-3, rel=0.02)
-
-
-# -- Wavelet
-
-
-def test_the_two_waves_interleave_layer_by_layer() -> None:
-    run = simulated(Wavelet(), steps=2)
-    first = run.spans[(run.spans["rank"] == 0) & (run.spans["step"] == 0) & (run.spans["lane"] == "compute")]
-    names = first.sort_values("t0")["name"].to_list()
-    assert names[0] == "forward", "tick rises alone"
-    assert names[1 : 2 * LAYERS - 1] == ["backward", "forward"] * (LAYERS - 1)
-    assert names[2 * LAYERS - 1 :] == ["backward", "update"], "tock falls alone"
-    assert float((first["t1"] - first["t0"]).sum()) == pytest.approx((2 * 30 + 2 * 60 + 10) * 1e-3)
-
-
-def test_both_waves_travel_as_one_gradient() -> None:
-    wavelet, plain = (simulated(s, steps=3) for s in (Wavelet(), DDP(accumulate=2)))
-    assert comm(wavelet)["nbytes"].to_list() == comm(plain)["nbytes"].to_list()
-    assert period(wavelet) == pytest.approx(period(plain))
+    assert period(simulated(BYTES, fabric=hidden)) == pytest.approx(PACE * 1e-3, rel=0.02)
 
 
 # -- ZeRO-3

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim import more_shapes, shapes
+from tests.sim import more_shapes
 from workbench.partitions.schedules import OneFOneB
 from workbench.settings import Family
-from workbench.strategies import Hogwild, ZeRO3
+from workbench.strategies import DABMD, ByteScheduler, Hogwild, Wavelet, ZeRO3
 
 pytestmark = pytest.mark.ranks
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "shapes.md").read_text()
 SHOWN = [
     cls
-    for module in (shapes, more_shapes)
-    for _, cls in inspect.getmembers(module, inspect.isclass)
-    if cls.__module__ == module.__name__ and issubclass(cls, Family)
-] + [Hogwild, OneFOneB, ZeRO3]  # written there first
+    for _, cls in inspect.getmembers(more_shapes, inspect.isclass)
+    if cls.__module__ == more_shapes.__name__ and issubclass(cls, Family)
+] + [DABMD, ByteScheduler, Hogwild, OneFOneB, Wavelet, ZeRO3]  # written there first
 
 
 @pytest.mark.parametrize("shape", SHOWN, ids=lambda c: c.__name__)

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from tests.ranks import experiment, run, toy, weights
-from tests.sim.shapes import ByteScheduler, Wavelet
 from tests.sim.test_shapes import LAYER, LAYERS, data, deep, exchange
 from workbench import simulate
 from workbench.fabric import Fabric, Link
 from workbench.rank import Bucket, Rank
 from workbench.settings import Change
-from workbench.strategies import DDP
+from workbench.strategies import DDP, ByteScheduler
 
 pytestmark = pytest.mark.ranks
 
@@ -48,12 +47,6 @@ def test_what_it_leaves_is_what_ddp_would_have() -> None:
     scheduled, plain = (trained(s, Change(7, "strategy", "DDP")) for s in (ByteScheduler(), DDP(accumulate=1)))
     assert numbers(scheduled, "loss") == pytest.approx(numbers(plain, "loss"), rel=1e-6)
     assert len(scheduled.details("change")) == 1
-
-
-def test_wavelet_trains_as_ddp_with_two_batches_does() -> None:
-    wavelet, plain = (numbers(trained(s), "loss") for s in (Wavelet(), DDP(accumulate=2)))
-    assert wavelet == pytest.approx(plain, rel=1e-6)
-    assert wavelet != pytest.approx(numbers(trained(DDP()), "loss"), rel=1e-3)
 
 
 class LateByOne(DDP):

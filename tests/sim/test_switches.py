@@ -5,19 +5,23 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.laws.claims import ADOPTS, ROUNDS
 from tests.ranks import fitting, shipped
 from tests.sim.virtual import paced, rows, same, samples
 from tests.thinned import thinned
 from workbench import simulate
+from workbench.analysis import memory
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Noisy, Slow
 from workbench.host.canonical import state_hash
+from workbench.partitions import Pipeline, Whole
 from workbench.settings import Change
 from workbench.sim.session import Session
 from workbench.strategies import DDP, AsyncModelAverage, AsyncServer, LocalSGD, Strategy
-from workbench.tasks import Digits
+from workbench.tasks import Digits, Task
 
 pytestmark = pytest.mark.ranks
 
@@ -80,3 +84,21 @@ def test_ranks_that_come_together_late_make_all_changes_that_they_have_passed(st
     changes = [Change(5, "strategy", DDP()), Change(21, "bucket_mb", 0.05), Change(24, "strategy", LocalSGD())]
     made = [detail["path"] for _, _, detail in simulate(e, changes=changes).details("change")]
     assert made == ["strategy", "bucket_mb", "strategy"]
+
+
+def test_data_whose_batches_are_as_they_are_keeps_the_same_in_stages_with_and_without_values() -> None:
+    """A micro-batch is a part of the batch that there is, not a smaller one that data is asked for."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+
+    task = Task(model=model, data=lambda rank, ranks, seed: [torch.ones(16, 32)],
+                loss=lambda m, x: m(x).square().mean(),
+                optimizer=lambda params: torch.optim.AdamW(params, 1e-3))  # fmt: skip
+    way = Pipeline(stages=2, micros=4)
+    for first, changes in ((way, []), (Whole(), [Change(3, "partition", way)])):
+        e = Experiment(task=task, ranks=2, steps=6, pace=2.0, eval_every=0, partition=first)
+        real, sizes = (simulate(e, changes=changes, real=real).timeline for real in (True, False))
+        found = [[(m.most, m.peak) for m in memory(tl, 4)] for tl in (real, sizes)]
+        kept = 2 * 2 * 4 * 32 * 4  # of two layers what went in and what came out: 4 rows of 32 numbers each
+        assert found[0] == found[1] and found[0][0][0]["activations"] == kept

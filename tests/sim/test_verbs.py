@@ -163,7 +163,7 @@ class UrgentLast(_Plain):
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
         handles = []
-        for name, priority in (("first", 0), ("lazy", 0), ("urgent", 1)):
+        for name, priority in (("first", 1), ("lazy", 1), ("urgent", 2)):
             handles.append(await rank.start(_exchange(rank, name), name=name, priority=priority))
         for handle in handles:
             await rank.wait(handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 from operator import mul
 
+from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh
 from workbench.sim.costs import Costs
@@ -21,6 +22,13 @@ def unlike(e: Experiment, costs: Costs | None) -> str | None:
     """Why the ranks of `e`'s first replica cannot stand for all, in a sentence that says what would do; or None."""
     if not e.strategy.alike:
         return f"strategy={type(e.strategy).__name__}: its ranks do unlike things, so none stands for others; {EVEN}"
+    if e.policy.decides:
+        return f"policy={type(e.policy).__name__}: it asks every rank what it has seen; take policy=None, or {EVEN}"
+    if sided := next((type(c).__name__ for c in inside(e.compressor) if not c.alike), None):
+        return f"compressor={sided}: some of its ranks send for others; {EVEN}"
+    if not e.fabric.algorithm.native:
+        name = type(e.fabric.algorithm).__name__
+        return f"fabric.algorithm={name}: its messages go between ranks of which each has another part; {EVEN}"
     if e.fabric.faults:
         return f"fabric.faults: ranks that have them are not like others; take them away, or {EVEN}"
     if e.fabric.path(range(e.ranks)).jitter and e.partition.depth > 1:

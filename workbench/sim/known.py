@@ -7,16 +7,16 @@ other kernels, which keep other things for backward (attention keeps its whole m
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from workbench.host import memory
-from workbench.host.batches import Batches
 from workbench.host.checkpointing import checkpointing
 from workbench.host.coded import Chooses
 from workbench.host.cutting import parts_of
@@ -65,13 +65,15 @@ class Known:
         return found
 
     def forward(self, inputs: Any) -> int | None:
-        kept = self._kept()
-        return None if kept is None else self._body.opened * kept.nbytes
+        kept = self._body.kept(self._batch())
+        return None if kept is None else self._open(kept)
 
     @contextmanager
     def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
-        before, there, opened = self.gradients(), self._body.came is not None, self._body.opened
-        layout, kept = self._body.layout, self._kept()
+        before, there, layout = self.gradients(), self._body.came is not None, self._body.layout
+        every = self._body.kept(self._batch())
+        kept = every and every[self._body.going]
+        others = self._open(every) - kept.nbytes if every else 0
         key = "backward", id(layout), exchanged, there, id(kept), self._body.gradient_shards
         if kept is not None and key not in self.alike:
             if exchanged and self._body.gradient_shards > 1:  # the room for a bucket, and shards of those before it
@@ -80,7 +82,7 @@ class Known:
             else:
                 new = {p.name: 0 if there else memory.came(p, exchanged) for p in layout.order}
                 self.alike[key] = _most(kept, new)
-        yield lambda: before + (self.alike[key] + max(0, opened - 1) * kept.nbytes if kept is not None else 0)
+        yield lambda: before + (self.alike[key] + max(0, others) if kept is not None else 0)
 
     def gradients(self) -> int:
         """Of all ranks that are alike, from one."""
@@ -95,12 +97,12 @@ class Known:
         return int(self.alike[key])
 
     def activations(self) -> int:
-        kept = self._kept()
-        return 0 if kept is None else self._body.opened * kept.nbytes
+        kept = self._body.kept(self._batch())
+        return 0 if kept is None else self._open(kept)
 
-    def _kept(self) -> Kept | None:
-        kept: Kept | None = self._body.kept(self._batch())
-        return kept
+    def _open(self, kept: Sequence[Kept]) -> int:
+        """What all forwards whose backward is to come keep, given what one through each piece does."""
+        return round(sum(count * one.nbytes for count, one in zip(self._body.opened, kept, strict=True)))
 
 
 def _in_shards(layout: Layout, shards: int) -> int:
@@ -120,24 +122,44 @@ def _most(kept: Kept, new: dict[str, int]) -> int:
     return most
 
 
-def kept_of(model: nn.Module, learner: Learner, ranks: int, seed: int, batch: int, layers: Partition,
-            stage: tuple[list[int], int] | None = None, split: Split | None = None) -> Kept | None:  # fmt: skip
-    """What one batch keeps; None where the model runs on no tensors without values. model: on the meta device
+def kept_of(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: Split | None) -> Kept:
+    """What one batch keeps. Raises where the model runs on no tensors without values. model: on the meta device
 
     layers: how the ranks of a stage compute them
-    stage: by stage how many parts it has, and of which stage it is asked
-    split: how the model's matrices are dealt out, of which it has one rank's
+    split:  how the model's matrices are dealt out, of which it has one rank's
     """
-    try:
-        batches = Batches(learner.data, 0, ranks, "meta")
-        batches.restart(batch, seed, 0)
-        return _passed(model, learner, batches.next(), layers, stage, split)
-    except Exception:
-        return None
+    with _faked(model, learner, inputs, layers, split) as (fake, x):
+        return _looked_at(Layout(fake, 1.0), fake, x, lambda: learner.loss(fake, x))
 
 
-def _passed(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, stage: tuple[list[int], int] | None,
-            split: Split | None) -> Kept:  # fmt: skip
+def kept_in(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: Split | None,
+            counts: list[int]) -> list[Kept | None]:  # fmt: skip
+    """What one micro-batch keeps in each piece of the model, which have so many parts; the rest as `kept_of`.
+
+    Each piece is looked at in its turn, given what the one before has made: one pass of the model tells of all. None
+    from the first on that does not run.
+    """
+    found: list[Kept | None] = []
+    with _faked(model, learner, inputs, layers, split) as (fake, x), suppress(Exception):
+        parts, layout, came = parts_of(fake, learner), Layout(fake, 1.0), None
+        for number, end in enumerate(accumulate(counts)):
+            own = tuple(parts[end - counts[number] : end])
+            piece, here = Piece(fake, [own], number, len(counts)), {id(p) for part in own for p in part.parameters()}
+            layout.take(fake, {name for name, p in fake.named_parameters() if p.requires_grad and id(p) in here})
+            found.append(_looked_at(layout, fake, x, partial(_through, piece, learner, x, came)))
+            came = piece.opened[0, 0].detach().requires_grad_()
+    return found + [None] * (len(counts) - len(found))
+
+
+def _through(piece: Piece, learner: Learner, inputs: Any, came: Tensor | None) -> Tensor:
+    piece.forward(learner.loss, inputs, came, 0)
+    return piece.opened[0, 0]
+
+
+@contextmanager
+def _faked(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
+           split: Split | None) -> Iterator[tuple[nn.Module, Any]]:  # fmt: skip
+    """Inside, a copy of the model and its inputs say that they lie on a CPU, and compute sizes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fake = copy.deepcopy(model)
@@ -149,21 +171,19 @@ def _passed(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, 
             answer = partial(answer_like, ways=split.ways)
             also.enter_context(computing(fake, split, 0, answer, draws=False, coding=coding))
         also.enter_context(checkpointing(fake, learner, layers))
-        x = like(inputs)
-        layout = Layout(fake, 1.0)
-        if stage is not None:  # a backward is looked at as often as where there are values
-            layout.take(fake, _names(fake, learner, *stage))
-        others = memory.parameters(fake, layout) | memory.storages(x)
-        if stage is None:
-            loss = learner.loss(fake, x)
-        else:
-            loss = _staged(fake, learner, x, *stage)
-        found = memory.saved([loss])
-        alive = memory.watched({where: s for where, s in found.items() if where not in others})
-        nbytes = memory.alive(alive)
-        del found
-        with memory.Passing(layout, alive, lambda place: 0) as passing:
-            loss.backward(torch.ones_like(loss))
+        yield fake, like(inputs)
+
+
+def _looked_at(layout: Layout, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> Kept:
+    """What `forward` keeps, and how it goes in backward."""
+    others = memory.parameters(fake, layout) | memory.storages(x)
+    loss = forward()
+    found = memory.saved([loss])
+    alive = memory.watched({where: s for where, s in found.items() if where not in others})
+    nbytes = memory.alive(alive)
+    del found
+    with memory.Passing(layout, alive, lambda place: 0) as passing:
+        loss.backward(torch.ones_like(loss))
     return Kept(nbytes, passing.looks, passing.names)
 
 
@@ -196,23 +216,3 @@ def _sized(coder: Coder | None) -> Coder | None:
     if coder is None:
         return None
     return _SizedCodec(coder) if isinstance(coder, Chooses) else _Sized(coder)
-
-
-def _names(model: nn.Module, learner: Learner, counts: list[int], stage: int) -> set[str]:
-    """The parameters that a stage trains."""
-    own = parts_of(model, learner)[sum(counts[:stage]) : sum(counts[: stage + 1])]
-    here = {id(p) for part in own for p in part.parameters()}
-    return {name for name, p in model.named_parameters() if p.requires_grad and id(p) in here}
-
-
-def _staged(model: nn.Module, learner: Learner, inputs: Any, counts: list[int], stage: int) -> Tensor:
-    """What a stage makes of `inputs`."""
-    parts, begin = parts_of(model, learner), sum(counts[:stage])
-    own, before = tuple(parts[begin : begin + counts[stage]]), tuple(parts[:begin])
-    came = None
-    if before:
-        with torch.no_grad():
-            came = Piece(model, [before], 0, 2).forward(learner.loss, inputs, None, 0).requires_grad_()
-    piece = Piece(model, [own], stage, len(counts))
-    piece.forward(learner.loss, inputs, came, 0)
-    return piece.opened[0, 0]

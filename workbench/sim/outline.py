@@ -1,12 +1,10 @@
 """A model as sizes, one for all ranks of a simulation: its buckets, its optimizer, what its passes keep and hand on."""
 
-
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Collection
-from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,21 +12,19 @@ from torch import nn
 
 from workbench.experiment import Experiment
 from workbench.host import memory
-from workbench.host.batches import Batches
-from workbench.host.checkpointing import checkpointing
-from workbench.host.cutting import Stages, cut, instead, through
+from workbench.host.cutting import Stages, cut
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans, answer_like, plans_of
+from workbench.host.meetings import Plans, plans_of
 from workbench.host.meta import outline
-from workbench.host.piece import micro_batches
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
-from workbench.host.together import common, computing, slice_of
-from workbench.host.trial import Listening, Trial, assumed
+from workbench.host.together import common, slice_of
+from workbench.host.trial import Trial, assumed
 from workbench.optimizers import Optimizer, built
-from workbench.sim.known import Kept, kept_of
+from workbench.sim.known import Kept
+from workbench.sim.passes import Passes
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
@@ -72,16 +68,16 @@ def ready(layout: Layout, arrival: list[str], there: Collection[str] = ()) -> li
 
 
 class Outline:
-    """The model as sizes, shared by all ranks. split: how its matrices are dealt out"""
+    """The model as sizes, shared by all ranks. split: how its matrices are dealt out; seen: see `Passes`"""
 
     split: Split | None = None
 
-    def __init__(self, experiment: Experiment, learner: Learner) -> None:
+    def __init__(self, experiment: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
         torch.manual_seed(experiment.seed)
         random.seed(experiment.seed)
         self.cheap = True  # did it let itself be built on the meta device, and run there?
         try:
-            self.model = outline(learner, built=False)
+            self.model = _built(learner, seen)
         except Exception:
             self.model, self.cheap = outline(learner), False
         first = Layout(self.model, experiment.bucket_mb)
@@ -90,35 +86,25 @@ class Outline:
         self._slices: dict[tuple[Spread, tuple[int, int]], SliceOutline] = {}
         self.learner, self._made = learner, dict[Optimizer, Any]()
         self.optimizer = self.made(experiment)
-        self._experiment, layers = experiment, experiment.partition.layers
-        seen = _tried(self.model, learner, experiment, layers)
-        self._trials = {layers.recompute: seen}
+        self.passes, layers = Passes(experiment, learner, seen), experiment.partition.layers
+        heard = self.passes.trial(self.model, layers)
         _stepped(self.model, self.optimizer)
-        self.cheap = self.cheap and seen is not None
-        self.trial = seen or assumed(reversed(names))
+        self.cheap = self.cheap and heard is not None
+        self.trial = heard or assumed(reversed(names))
         came = set(arrival := self.trial.arrival)
         self.arrival = arrival + [n for n in names if n not in came]
         self._cuts: dict[tuple[float, bool], Cut] = {}
-        self._ranks, self._seed, self._kept = experiment.ranks, experiment.seed, dict[Any, Kept | None]()
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
-        self._kept_by: dict[Any, dict[Any, Kept | None]] = {}  # by spread and stage, alike on all ranks of the stage
         self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
 
-    def kept(self, batch: int, layers: Partition) -> Kept | None:
-        """What one batch keeps for its backward, where layers are computed so; None where nobody can tell."""
-        if (batch, layers) not in self._kept:
-            self._kept[batch, layers] = self._keeps(batch, layers)
-        return self._kept[batch, layers]
-
-    def _keeps(self, batch: int, layers: Partition) -> Kept | None:
-        return kept_of(self.model, self.learner, self._ranks, self._seed, batch, layers, split=self.split)
+    def kept(self, batch: int, count: int, layers: Partition) -> list[Kept] | None:
+        """By piece that lies here what one of `count` micro-batches keeps for its backward; None: nobody can tell."""
+        found = self.passes.kept(self.model, batch, layers, self.split)
+        return None if found is None else [found]
 
     def trial_of(self, layers: Partition) -> Trial:
         """What a step reads whose layers are computed so, and in which order its gradients come."""
-        key = layers.recompute
-        if key not in self._trials:
-            self._trials[key] = _tried(self.model, self.learner, self._experiment, layers)
-        return self._trials[key] or self.trial
+        return self.passes.trial(self.model, layers) or self.trial
 
     def standing(self, layout: Layout, optimizer: Any, roomy: bool, cut: Shards | None) -> dict[str, memory.Storages]:
         """What stays from step to step on any rank with this layout; the optimizer is None until it has stepped.
@@ -137,10 +123,6 @@ class Outline:
                 "optimizer state": kept,
             }
         return self._standing[key]
-
-    def kept_by(self, stage: int) -> dict[Any, Kept | None]:
-        """What is known that one stage of this keeps, by batch and by how layers are computed."""
-        return {}
 
     def followed(self) -> list[torch.Tensor]:
         """Parameters that are here and another rank's to train."""
@@ -171,8 +153,10 @@ class Outline:
         key = bucket_mb, learned
         if key not in self._cuts:
             layout = Layout(self.model, bucket_mb)
-            layout.take(self.model, set(self._names))
-            layout.reorder(self.arrival if learned else self._names)
+            if len(self._names) < len(layout.order):
+                layout.take(self.model, set(self._names))
+            if (names := self.arrival if learned else self._names) != [place.name for place in layout.order]:
+                layout.reorder(names)
             layout.make_room()
             for place in layout.order:
                 layout.keep(place, torch.empty_like(place.param))
@@ -196,25 +180,22 @@ class StageOutline(Outline):
         first = {id(p) for part in stages.of(stage)[0] for p in part.parameters()}
         self.there = [n for n in self._names if id(self.model.get_parameter(n)) not in first]
         self.arrival = self.there + [n for n in whole.arrival if n in names and n not in set(self.there)]
-        self._ranks, self._seed = whole._ranks, whole._seed
-        self._made, self._cuts, self._standing, self.alike, self._kept = {}, {}, {}, {}, whole.kept_by(stage)
-        self._crossing: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.passes = whole.passes
+        self._made, self._cuts, self._standing, self.alike = {}, {}, {}, {}
 
     def followed(self) -> list[torch.Tensor]:
         return self._of.followed()
 
     def hands_on(self, batch: int, count: int, chunk: int) -> torch.Tensor:
         """What a piece of this stage makes of one of `count` micro-batches; the last of the model the loss."""
-        if (batch, count) not in self._crossing:
-            self._crossing[batch, count] = crossing(self, self._ranks, self._seed, batch, count)
-        return self._crossing[batch, count][chunk * len(self.stages) + self.number]
+        made = self.passes.crossing(self.model, self.stages, batch, count, self.split)
+        return made[chunk * len(self.stages) + self.number]
 
-    def _keeps(self, batch: int, layers: Partition) -> Kept | None:
-        """What one micro-batch of `batch` examples keeps on this stage; where it has several pieces nobody knows."""
-        if len(self.stages.pieces) > len(self.stages):
-            return None
-        here = [len(parts) for parts in self.stages.pieces], self.number
-        return kept_of(self.model, self.learner, self._ranks, self._seed, batch, layers, here, self.split)
+    def kept(self, batch: int, count: int, layers: Partition) -> list[Kept] | None:
+        """By piece of this stage what one micro-batch keeps; None where nobody can tell."""
+        every = self.passes.kept_in(self.model, self.stages, batch, count, layers, self.split)
+        here = [each for each in every[self.number :: len(self.stages)] if each is not None]
+        return here if len(here) * len(self.stages) == len(every) else None
 
 
 class SliceOutline(Outline):
@@ -240,53 +221,20 @@ class SliceOutline(Outline):
         came = dict.fromkeys(name for plan in reversed(self.plans) for name in plan.come)
         self._names = [n for n in whole._names if n in names]
         self.arrival = [n for n in (*came, *(n for n in self._names if n not in came)) if n in names]
-        self._ranks, self._seed = whole._ranks, whole._seed
+        self.passes = whole.passes
         self._stages, self._made, self._cuts, self._standing, self.alike = {}, {}, {}, {}, {}
-        self._kept_by, self._spread = whole._kept_by, spread
-        self._kept = self.kept_by(-1)
-
-    def kept_by(self, stage: int) -> dict[Any, Kept | None]:
-        return self._kept_by.setdefault((self._spread, stage), {})
 
     def followed(self) -> list[torch.Tensor]:
         return list(self._followed)
 
 
-def crossing(outline: StageOutline, ranks: int, seed: int, batch: int, count: int) -> list[torch.Tensor]:
-    """What each piece makes of a micro-batch, on the meta device."""
-    seen: list[torch.Tensor] = []
-
-    def forward(*inputs: Any, **named: Any) -> Any:
-        x = through(outline.stages.pieces[0], *inputs, **named)
-        for parts in outline.stages.pieces[1:]:
-            seen.append(x)
-            x = through(parts, x)
-        return x
-
-    batches = Batches(outline.learner.data, 0, ranks, "meta")
-    batches.restart(batch, seed, 0)
-    with torch.no_grad(), instead(outline.model, forward), ExitStack() as also:
-        if split := outline.split:
-            met = partial(answer_like, ways=split.ways)
-            also.enter_context(computing(outline.model, split, 0, met, draws=False))
-        made = outline.learner.loss(outline.model, micro_batches(batches.next(), count)[0])
-    return [x.detach() for x in (*seen, made)]
-
-
-def _tried(model: nn.Module, learner: Learner, experiment: Experiment, layers: Partition) -> Trial | None:
-    """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
-    listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
-    try:
-        batches = Batches(learner.data, 0, experiment.ranks, "meta")
-        batches.restart(experiment.batch, experiment.seed, 0)
-        with torch.enable_grad(), checkpointing(model, learner, layers):
-            with listening.forward():
-                loss = learner.loss(model, batches.next())
-            with listening.backward():
-                loss.backward()
-    except Exception:
-        return None
-    return listening.heard
+def _built(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
+    """The model as sizes; where others of the same learner and seed come, a copy of the first's."""
+    if seen is None:
+        return outline(learner, built=False)
+    if "model" not in seen:
+        seen["model"] = outline(learner, built=False)
+    return copy.deepcopy(seen["model"])
 
 
 def _stepped(model: nn.Module, optimizer: Any) -> None:

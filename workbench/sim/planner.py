@@ -15,11 +15,13 @@ from workbench.host.budget import OutOfMemory
 from workbench.host.meta import outline
 from workbench.host.spread import spread_of
 from workbench.partitions import Partition, Whole
+from workbench.policies import ByHand
 from workbench.settings import KnobError, knobs, members
 from workbench.sim.alike import unlike
 from workbench.sim.costs import Costs
 from workbench.sim.fits import MOST, longest
-from workbench.sim.simulate import simulate
+from workbench.sim.simulate import rehearsed
+from workbench.tasks import Learner
 
 ALL = 64  # ranks up to which each has its own speed
 SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, at least
@@ -77,18 +79,19 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
         )
     costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
     costs = costs.even(e.ranks) if e.ranks > ALL else costs
-    ways = _able(e, list(partitions) or list(_ways(e)))
-    found = []
+    learner = e.task.build()
+    ways = _able(e, list(partitions) or list(_ways(e)), learner)
+    found, seen = [], dict[Any, Any]()  # passes without values, which are the same in many pairs
     for strategy in list(strategies) or _exact(e):
         for way in ways:
-            if (row := _simulated(e, strategy, way, costs)) is not None:
+            once: tuple[Any, Any] = (learner, seen) if learner.pure else (e.task.build(), None)
+            if (row := _simulated(e, strategy, way, costs, *once)) is not None:
                 found.append(row)
     return sorted(found, key=lambda row: (row.step_s, row.peak))
 
 
-def _able(e: Experiment, ways: list[Partition]) -> list[Partition]:
+def _able(e: Experiment, ways: list[Partition], learner: Learner) -> list[Partition]:
     """Those that the model can be cut by, which is soon told; what a strategy says to them comes later."""
-    learner = e.task.build()
     model, found = outline(learner), []
     for way in ways:
         with suppress(KnobError):
@@ -97,15 +100,16 @@ def _able(e: Experiment, ways: list[Partition]) -> list[Partition]:
     return found
 
 
-def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs) -> Planned | None:
+def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
+               seen: dict[Any, Any] | None) -> Planned | None:  # fmt: skip
     looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
     never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
     stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
     try:
         e = replace(e, strategy=strategy, partition=way, steps=stop + never, eval_every=0, batch=e.batch * way.size,
-                    pace=0.0)  # fmt: skip
+                    pace=0.0, policy=ByHand()).checked()  # fmt: skip
         costs = costs.times(way.size)
-        run = simulate(e, costs=costs, alike=unlike(e.checked(), costs) is None)
+        run = rehearsed(e, learner, costs, unlike(e, costs) is None, seen)
     except (KnobError, OutOfMemory):
         return None
     times = analysis.step_times(run.timeline, looked, stop)

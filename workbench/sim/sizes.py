@@ -4,7 +4,6 @@ Everything lives on torch's meta device, where tensors have shapes and no data. 
 which order its gradients appear; a model that cannot be run there keeps the reverse order of registration.
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -74,7 +73,8 @@ class Sizes:
         self.gradient_shards = 1  # in how many shards summed gradients are kept
         self._begun = True  # has the optimizer made a step?
         self.stepped = False  # the same, on this rank
-        self.opened = 0  # forwards whose backward is to come
+        self.opened = [0.0]  # by piece, forwards whose backward is to come
+        self.going = 0  # the piece whose backward runs
         self.away = Outlined(lambda: self.stepped)
         self.came: bool | None = None  # the gradients that are there: exchanged or not; None: there are none
 
@@ -130,6 +130,7 @@ class Sizes:
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
         self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
+        self.opened = [0.0] * len(self.shares)
         self._outline = self._whole
         if spread and self.split:
             self._outline = slices = self._whole.slice(names, spread, (stage, index), e)
@@ -144,8 +145,7 @@ class Sizes:
 
     def tune(self, e: Experiment) -> None:
         """The partition may have other knobs now."""
-        self.layers = e.partition.layers
-        stage, stages = self.piece or (0, 1)
+        (stage, stages), self.layers = self.piece or (0, 1), e.partition.layers
         self.again = recomputed(e, self.learner, self.split)[stage::stages]
 
     def go_on_with(self, optimizer: Any) -> None:
@@ -173,7 +173,7 @@ class Sizes:
         """These micro-batches do not go back."""
         for entry in [entry for entry in self._asked if entry[0] in micros]:
             del self._asked[entry]
-            self.opened -= 1
+            self.opened[entry[1]] -= 1
 
     def drawn(self, x: Any) -> Any:
         """Nobody knows the examples of a batch."""
@@ -193,14 +193,12 @@ class Sizes:
 
     def stage_forward(self, x: torch.Tensor | None, micro: int, chunk: int) -> torch.Tensor:
         self._asked[self.flow.number(micro), chunk] = x
-        self.opened += 1
+        self.opened[chunk] += 1
         self.ledger.forward()
         return self._stage.hands_on(self.examples(), self._count, chunk)
 
-    def stage_backward(
-        self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool
-    ) -> torch.Tensor | None:
-        self.backward(grad, micro, exchanged, first or bool(self.came))
+    def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> torch.Tensor | None:
+        self.backward(grad, micro, exchanged, first or bool(self.came), chunk)
         x = self._asked.pop((self.flow.number(micro), chunk))
         return None if x is None else torch.empty_like(x)
 
@@ -209,7 +207,7 @@ class Sizes:
         return None if x is None else torch.empty_like(x)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
-        self.backward(None, micro, exchanged, first or bool(self.came))
+        self.backward(None, micro, exchanged, first or bool(self.came), chunk)
         del self._asked[micro, chunk]
 
     def told(self, loss: torch.Tensor) -> None:
@@ -218,23 +216,28 @@ class Sizes:
     def batch(self) -> Any:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
+    def client(self, index: int, count: int) -> None:
+        """Nobody knows whose examples a batch has."""
+
     def turn(self, worker: str) -> None:
         pass
 
     def forward(self, x: Any, micro: int) -> Any:
-        self.opened += 1
+        self.opened[0] += 1
         self.ledger.forward()
         return x
 
-    def backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False) -> Any:
+    def backward(self, grad: Any, micro: int, exchanged: bool, kept: bool = False, chunk: int = 0) -> Any:
         """kept: gradients lie in the buckets after it, whether this backward's are exchanged or not"""
         self.learning, self.roomy = self.learning or exchanged, self.roomy or exchanged
+        self.going = chunk
         with self.ledger.backward(exchanged):
-            self.opened, self.came, self.roomy = self.opened - 1, exchanged or kept, self.roomy or kept
+            self.opened[chunk] -= 1
+            self.came, self.roomy = exchanged or kept, self.roomy or kept
 
-    def kept(self, batch: int) -> Kept | None:
-        """What one batch, or a micro-batch of it, keeps for its backward."""
-        return self._outline.kept(batch // self._count if self.piece else batch, self.layers)
+    def kept(self, batch: int) -> list[Kept] | None:
+        """By piece what one batch, or a micro-batch of it, keeps for its backward."""
+        return self._outline.kept(batch, self._count if self.piece else 1, self.layers)
 
     @property
     def alike(self) -> dict[Any, Any]:

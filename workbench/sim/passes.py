@@ -1,0 +1,116 @@
+"""Passes of one model without values, each made once for all ranks that ask for what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.experiment import Experiment
+from workbench.host.batches import Batches
+from workbench.host.checkpointing import checkpointing
+from workbench.host.cutting import Stages, instead, through
+from workbench.host.meetings import answer_like
+from workbench.host.piece import micro_batches
+from workbench.host.splitting import Split
+from workbench.host.together import computing
+from workbench.host.trial import Listening, Trial
+from workbench.sim.known import Kept, kept_in, kept_of
+from workbench.tasks import Learner
+
+if TYPE_CHECKING:
+    from workbench.partitions import Partition
+
+
+class Passes:
+    """What passes of an experiment's model show. Models that are given lie on the meta device.
+
+    layers: how the ranks of a stage compute them
+    split:  how the model's matrices are dealt out, of which it has one rank's
+    seen:   what was found of whole models, also by others of the same learner, ranks and seed; None: there are none
+    """
+
+    def __init__(self, e: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
+        self._learner, self._batch, self._ranks, self._seed = learner, e.batch, e.ranks, e.seed
+        self._own = dict[Any, Any]()
+        self._seen = self._own if seen is None else seen
+
+    def trial(self, model: nn.Module, layers: Partition) -> Trial | None:
+        """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
+        return self._once(self._seen, ("trial", self._batch, layers.recompute), lambda: self._tried(model, layers))
+
+    def kept(self, model: nn.Module, batch: int, layers: Partition, split: Split | None) -> Kept | None:
+        """What a batch keeps for its backward; None where nobody can tell."""
+
+        def look() -> Kept | None:
+            try:
+                return kept_of(model, self._learner, self._drawn(batch), layers, split)
+            except Exception:
+                return None
+
+        return self._once(self._own if split else self._seen, ("kept", batch, layers, split), look)
+
+    def kept_in(self, model: nn.Module, stages: Stages, batch: int, count: int, layers: Partition,
+                split: Split | None) -> list[Kept | None]:  # fmt: skip
+        """By piece of the model what one of `count` micro-batches keeps in it; None where nobody can tell."""
+        counts = [len(parts) for parts in stages.pieces]
+
+        def look() -> list[Kept | None]:
+            try:
+                micro = micro_batches(self._drawn(batch), count)[0]
+                return kept_in(model, self._learner, micro, layers, split, counts)
+            except Exception:
+                return [None] * len(counts)
+
+        return self._once(self._own, ("kept in", tuple(counts), batch, count, layers, split), look)
+
+    def crossing(self, model: nn.Module, stages: Stages, batch: int, count: int, split: Split | None) -> list[Tensor]:
+        """What each piece makes of one of `count` micro-batches; the last of the model the loss."""
+        counts = tuple(len(parts) for parts in stages.pieces)
+        key = "crossing", counts, batch, count, split
+        return self._once(self._own, key, lambda: self._crossed(model, stages, batch, count, split))
+
+    def _once(self, known: dict[Any, Any], key: Any, look: Callable[[], Any]) -> Any:
+        if key not in known:
+            known[key] = look()
+        return known[key]
+
+    def _drawn(self, batch: int) -> Any:
+        batches = Batches(self._learner.data, 0, self._ranks, "meta")
+        batches.restart(batch, self._seed, 0)
+        return batches.next()
+
+    def _tried(self, model: nn.Module, layers: Partition) -> Trial | None:
+        listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
+        try:
+            with torch.enable_grad(), checkpointing(model, self._learner, layers):
+                inputs = self._drawn(self._batch)
+                with listening.forward():
+                    loss = self._learner.loss(model, inputs)
+                with listening.backward():
+                    loss.backward()
+        except Exception:
+            return None
+        return listening.heard
+
+    def _crossed(self, model: nn.Module, stages: Stages, batch: int, count: int, split: Split | None) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            x = through(stages.pieces[0], *inputs, **named)
+            for parts in stages.pieces[1:]:
+                seen.append(x)
+                x = through(parts, x)
+            return x
+
+        micro = micro_batches(self._drawn(batch), count)[0]
+        with torch.no_grad(), instead(model, forward), ExitStack() as also:
+            if split is not None:
+                met = partial(answer_like, ways=split.ways)
+                also.enter_context(computing(model, split, 0, met, draws=False))
+            made = self._learner.loss(model, micro)
+        return [x.detach() for x in (*seen, made)]
