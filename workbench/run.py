@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.sim import Costs
     from workbench.sim.balancer import Balanced
     from workbench.sim.planner import Planned
+    from workbench.sim.tuner import Training, Tuned
     from workbench.sim.what_if import WhatIf
 
 
@@ -41,6 +42,13 @@ def balance(
     from workbench.sim.balancer import balance
 
     return balance(experiment, times=times, slow=slow, rounds=rounds)
+
+
+def tune(on: Experiment | Training, paths: Sequence[str] | None = None, **how: Any) -> Tuned:
+    """Values of knobs with which a step is shortest, searched by trying. See `workbench.sim.tuner`, which this is."""
+    from workbench.sim.tuner import BYTES, tune
+
+    return tune(on, BYTES if paths is None else paths, **how)
 
 
 def require_memory(experiment: Experiment, path: str = "", value: Any = None) -> None:

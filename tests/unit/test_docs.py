@@ -22,7 +22,9 @@ from workbench.settings import knobs
 
 ROOT = Path(__file__).parent.parent.parent
 EVERY = [m for base, _ in reference.FAMILIES.values() for m in reference.shipped(base)]
-WITHOUT_PAPER = {"Dense", "TaskOwn", "Task", "Freeze", "Noisy", "Slow", "Stumble"}  # nobody's invention
+WITHOUT_PAPER = {  # nobody's invention
+    "ByGroup", "ByHand", "Dense", "TaskOwn", "Task", "Freeze", "Noisy", "Slow", "Stumble",
+}  # fmt: skip
 
 
 def page(name: str) -> str:
@@ -64,7 +66,7 @@ def test_a_member_says_when_to_use_it_and_who_invented_it(member: type[Any]) -> 
 
 @pytest.mark.parametrize("name", reference.FAMILIES)
 def test_every_member_is_on_its_page_with_each_knob_on_a_line(name: str) -> None:
-    text = page(f"reference/{'fabric' if name == 'faults' else name}.md")
+    text = page(f"reference/{'fabric' if name in reference.SECTIONS else name}.md")
     assert f"<!-- reference {name} -->" in text
     for member in reference.shipped(reference.FAMILIES[name][0]):
         (part,) = re.findall(rf"^##+ {member.__name__}\n(.*?)(?=^##+ |\Z)", text, re.S | re.M)
@@ -120,7 +122,7 @@ def test_the_command_lines_are_accepted() -> None:
 def test_the_simulators_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block, fitting, cutting = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
+    block, fitting, cutting, tuning = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
     small = Experiment(ranks=2, steps=30, pace=20.0, fabric=Fabric(link=Link(bandwidth=200)))
     simulate(small).save(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
@@ -132,6 +134,8 @@ def test_the_simulators_example_runs(
     assert "on the device" in capsys.readouterr().out
     exec(cutting.replace("layers=6", "layers=2"), names)
     assert "part  0 on stage 0" in capsys.readouterr().out
+    exec(tuning.replace("layers=4", "layers=1").replace("trials=12", "trials=2"), names)
+    assert re.search(r"partition_mb.*bucket_mb", capsys.readouterr().out)
 
 
 # -- the glossary

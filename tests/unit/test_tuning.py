@@ -1,0 +1,90 @@
+"""`tune`: knobs searched by measuring, in the simulator and while ranks train."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workbench import Experiment, simulate, tune
+from workbench.fabric import Fabric, Link
+from workbench.settings import KnobError
+from workbench.strategies import ByteScheduler
+from workbench.tasks import ByteGPT
+
+# latency makes small pieces dear, and with large ones what is urgent waits long: the best lies between
+SLOW = Experiment(
+    task=ByteGPT(layers=4, width=64, heads=2), ranks=4, batch=4, pace=60.0, bucket_mb=0.2, eval_every=0,
+    strategy=ByteScheduler(partition_mb=0.003, credit_mb=0.003), fabric=Fabric(link=Link(bandwidth=100, latency=0.02)),
+)  # fmt: skip
+SIZES = (0.01, 0.03, 0.1, 0.3, 1.0)  # MB
+WITHIN = {"partition_mb": (0.003, 1.0), "credit_mb": (0.003, 1.0)}
+
+
+def step(e: Experiment) -> float:
+    rows = simulate(e.set("steps", 11)).timeline.spans.rows()
+    mine = rows[(rows.rank == 0) & rows.equal("lane", "step") & (rows.step >= 3)]
+    return float(np.median(mine.t1 - mine.t0))
+
+
+def test_it_finds_pieces_with_which_a_step_is_as_short_as_the_best_of_a_fine_grid() -> None:
+    found = tune(SLOW, ["partition_mb", "credit_mb"], within=WITHIN, trials=20)
+    assert found.trials[0].settings == {"strategy.partition_mb": 0.003, "strategy.credit_mb": 0.003}
+    assert found.trials[0].seconds == pytest.approx(step(SLOW)), "what is in force is tried first"
+    assert found.best.seconds == min(trial.seconds for trial in found.trials if trial.seconds)
+    best = found.best.settings
+    assert step(SLOW.set("partition_mb", best["strategy.partition_mb"]).set(
+        "credit_mb", best["strategy.credit_mb"])) == pytest.approx(found.best.seconds)  # fmt: skip
+    grid = {(a, b): step(SLOW.set("partition_mb", a).set("credit_mb", b)) for a in SIZES for b in SIZES}
+    assert 0.03 <= min(grid, key=lambda at: grid[at])[0] <= 0.3, "the best lies between, not at an end"
+    assert (found.best.seconds or math.inf) < 1.02 * min(grid.values()) < 0.9 * step(SLOW)
+
+
+def test_the_same_seed_tries_the_same_and_another_one_something_else() -> None:
+    same, again, other = (
+        [trial.settings for trial in tune(SLOW, ["credit_mb"], within={"credit_mb": (0.01, 1.0)}, trials=3, steps=2,
+                                          seed=seed).trials]
+        for seed in (0, 0, 1)
+    )  # fmt: skip
+    assert same == again and same[0] == other[0] and same[1:] != other[1:]
+    assert all(0.01 <= trial["strategy.credit_mb"] <= 1.0 for trial in same[1:]), "what is in force may lie outside"
+
+
+def test_choices_and_whole_numbers_are_searched_and_what_is_refused_has_no_time() -> None:
+    e = SLOW.set("strategy", "LocalSGD")
+    found = tune(e, ["strategy.every"], within={"strategy.every": (1, 4)}, trials=12)
+    assert all(isinstance(trial.settings["strategy.every"], int) for trial in found.trials)
+    orders = tune(SLOW, ["order"], trials=4, steps=2)
+    assert {trial.settings["strategy.order"] for trial in orders.trials} == {"forward", "fifo"}
+    stages = SLOW.set("strategy", "DDP").set("partition", {"Pipeline": {"micros": 1}})
+    tight = tune(stages, ["micros"], trials=12, steps=2, within={"micros": (1, 5)})
+    refused = {trial.settings["partition.micros"] for trial in tight.trials if trial.seconds is None}
+    assert refused and refused <= {3, 5}, "a batch of 4 cannot be cut into as many equal parts"
+
+
+@pytest.mark.parametrize(("said", "asked"), [
+    ("task: must be a live knob with a range or with choices", {"paths": ["task"]}),
+    ("paths='lr': must be a list of knobs", {"paths": "lr"}),
+    ("paths=\\[\\]: must be a list of knobs", {"paths": []}),
+    ("nonsense", {"paths": ["nonsense"]}),
+    ("trials=0: must be an integer of at least 1", {"trials": 0}),
+    ("steps=True: must be an integer of at least 1", {"steps": True}),
+    ("within: lr: must be among the paths that are tuned", {"within": {"lr": (0.1, 1.0)}}),
+    ("within credit_mb=\\(2.0, 1.0\\): must be two numbers, the lower one first",
+     {"paths": ["credit_mb"], "within": {"credit_mb": (2.0, 1.0)}}),
+    ("credit_mb=-1.0: must be a number in", {"paths": ["credit_mb"], "within": {"credit_mb": (-1.0, 1.0)}}),
+])  # fmt: skip
+def test_what_cannot_be_tuned_is_said_in_words(said: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(KnobError, match=said):
+        tune(SLOW, **asked)
+
+
+def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(KnobError, match=r"pip install 'training-workbench\[tune\]'"):
+        tune(SLOW, ["credit_mb"])
+    with pytest.raises(KnobError, match="takes an Experiment to simulate or a Lab whose run is live, not str"):
+        tune("DDP")  # type: ignore[arg-type]
