@@ -18,8 +18,8 @@ PAGES = {
     "Begin": ["docs/using", "docs/notebooks", "docs/glossary"],
     "Reference": [
         "docs/reference/strategies", "docs/reference/partitions", "docs/reference/schedules",
-        "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/tasks", "docs/reference/fabric",
-        "docs/reference/experiment", "docs/reference/verbs", "docs/reference/views",
+        "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/policies", "docs/reference/tasks",
+        "docs/reference/fabric", "docs/reference/experiment", "docs/reference/verbs", "docs/reference/views",
     ],
     "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/gpu"],
     "How it is built": ["docs/one_step", "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "CHANGELOG"],

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import signal
+from collections import defaultdict
+from zlib import crc32
 
 import pytest
 
 # The slowest mark that a test carries decides after how many seconds it hangs for certain, also on a busy machine.
 LIMITS = {"slow": 900, "long": 900, "browser": 450, "notebook": 360, "gpu": 360, "netns": 360, "engine": 240,
           "ranks": 180}  # fmt: skip
+# Of a test's cases on real ranks `make test` runs one in so many, and at least one; `make test-long` runs the others.
+ONE_IN = 3
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in left_for_later(items):
+        item.add_marker(pytest.mark.long)
     for item in items:
         marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
         item.user_properties.append(("marks", " ".join(marks) or "quick"))
         if marks and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(max(LIMITS[mark] for mark in marks)))
+
+
+def left_for_later(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases that people need not wait for, of tests that do not choose by themselves (see tests/thinned.py).
+
+    A case's own name chooses, so that hardly any other does when a family gets another member.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("ranks"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    later = []
+    for each in cases.values():
+        if not any(item.get_closest_marker("long") for item in each):
+            each.sort(key=lambda item: crc32(item.nodeid.partition("[")[2].encode()))
+            later += each[-(-len(each) // ONE_IN) :]
+    return later
 
 
 def pytest_configure() -> None:

@@ -229,17 +229,19 @@ def together(coros: list[Any], seen: list[Op] | None = None) -> list[Any]:
 
     `seen` takes down rank 0's Ops.
     """
-    asked: list[Any] = [None] * len(coros)
-    answers: list[Any] = [None] * len(coros)
     returned: list[Any] = [None] * len(coros)
-    while True:
-        for r, c in enumerate(coros):
-            asked[r] = _next(c, answers[r], returned, r, seen if r == 0 else None)
-        if None in asked:
-            assert asked == [None] * len(coros), asked
-            return returned
-        assert len({op.verb for op in asked}) == 1, asked
-        answers = _answers(asked[0].verb, [op.args[0] for op in asked], asked[0].args)
+    asked = [_next(c, None, returned, r, seen if r == 0 else None) for r, c in enumerate(coros)]
+    while any(asked):
+        whole = [tuple(range(len(coros))) if op is None or op.group is None else op.group.ranks for op in asked]
+        ready = {ranks for ranks in whole if all(asked[r] and whole[r] == ranks for r in ranks)}
+        assert ready, asked
+        for ranks in ready:
+            ops = [asked[r] for r in ranks]
+            assert len({op.verb for op in ops}) == 1, asked
+            answers = _answers(ops[0].verb, [op.args[0] for op in ops], ops[0].args)
+            for r, answer in zip(ranks, answers, strict=True):
+                asked[r] = _next(coros[r], answer, returned, r, seen if r == 0 else None)
+    return returned
 
 
 def _next(coro: Any, answer: Any, returned: list[Any], r: int, seen: list[Op] | None) -> Op | None:

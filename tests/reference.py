@@ -17,10 +17,11 @@ from widgets.views import all_views
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment, partitioned
 from workbench.experiment.recipes import recipes
-from workbench.fabric import Fabric, Fault, Link
+from workbench.fabric import Algorithm, Fabric, Fault, Link
 from workbench.optimizers import Optimizer
 from workbench.partitions import Partition
 from workbench.partitions.schedules import Schedule
+from workbench.policies import PolicyBase
 from workbench.rank import Rank
 from workbench.settings import Family, Knob, describe, knobs, members, to_plain
 from workbench.settings.plain import in_words
@@ -34,9 +35,12 @@ FAMILIES: dict[str, tuple[type[Family], tuple[str, ...]]] = {
     "optimizers": (Optimizer, ()),
     "partitions": (Partition, ()),
     "schedules": (Schedule, ()),
+    "policies": (PolicyBase, ()),
     "faults": (Fault, ()),
+    "algorithms": (Algorithm, ()),
     "tasks": (TaskBase, ()),
 }
+SECTIONS = ("faults", "algorithms")  # of one page, with other things
 WHEN, PAPER = "When to use it:", "Reference:"
 TERM = re.compile(r"\w+: {2,}")  # the first of a list of terms in a docstring
 
@@ -74,7 +78,7 @@ def family(name: str) -> str:
     parts.append(table(head, rows) if kinds else table(head[1:], [row[1:] for row in rows]))
     for kind, every in of.items():
         parts += [f"## Kind: {kind}"] if kind else []
-        parts += [member(m, claims, "###" if kind or name == "faults" else "##") for m in every]  # faults: half a page
+        parts += [member(m, claims, "###" if kind or name in SECTIONS else "##") for m in every]
     return "\n\n".join(parts)
 
 

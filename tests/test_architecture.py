@@ -18,22 +18,23 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # The rooms of the house and what each may import of the others. A new arrow is a decision: it is written here first.
-FAMILIES = "strategies compressors optimizers fabric tasks partitions"
+FAMILIES = "strategies compressors optimizers fabric tasks partitions policies"
 ROOMS = {
     "settings": "",
     "rank": "",
     "fabric": "settings",
     "tasks": "settings",
     "optimizers": "settings",
+    "policies": "settings",
     "partitions": "settings rank compressors",  # codecs, for what crosses between stages
     "compressors": "settings rank",
     "strategies": "settings rank compressors",  # codecs, for what they send in a way of their own
     "experiment": f"settings rank {FAMILIES}",
     "record": "settings experiment",  # what is recorded names the experiment that it is of
-    "host": "settings rank experiment compressors optimizers fabric tasks partitions",
+    "host": "settings rank experiment compressors optimizers fabric tasks partitions policies",
     "engine": "settings rank fabric tasks optimizers partitions experiment record host",
     "analysis": "settings record",
-    "sim": "settings rank compressors optimizers strategies fabric tasks partitions experiment record host analysis",
+    "sim": f"settings rank {FAMILIES} experiment record host analysis",
     "run": "settings record analysis sim",
     "cluster": "settings experiment record",
     "lab": "settings experiment record cluster run",

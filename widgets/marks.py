@@ -20,7 +20,7 @@ def change_marks(run: Any) -> list[ChangeMark]:
 
 
 def label(detail: dict[str, Any]) -> str:
-    """A change in a few characters: `LocalSGD(every=8)`, `density = 0.01`.
+    """A change in a few characters: `LocalSGD(every=8)`, `density = 0.01`; and who decided it, where no person did.
 
     >>> label({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
     'LocalSGD(every=8)'
@@ -28,7 +28,11 @@ def label(detail: dict[str, Any]) -> str:
     'bandwidth = 100'
     >>> label({"path": "partition", "value": {"Pipeline": {"stages": 2, "of": {"Tensor": {"ways": 2}}}}})
     'Pipeline of Tensor'
+    >>> label({"path": "strategy.every", "value": 4, "by": "AdaComm"})
+    'every = 4 by AdaComm'
     """
+    if by := detail.get("by"):
+        return f"{label({k: v for k, v in detail.items() if k != 'by'})} by {by}"
     value = detail.get("value")
     if detail.get("path") == "partition" and isinstance(value, dict):
         return " of ".join(_nested(value))

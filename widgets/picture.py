@@ -24,7 +24,7 @@ from widgets.views.loss import Loss
 from widgets.views.ranks import Ranks
 from widgets.views.sent import Sent
 from widgets.views.timeline import Timeline
-from workbench.analysis import last_steps
+from workbench.analysis import last_steps, stands_for
 
 WIDTH = 10.0  # inches
 DPI = (100, 72, 50, 36)  # the first at which the file is small enough
@@ -55,7 +55,7 @@ def about(run: Any) -> str:
 
 
 def _figure(run: Any) -> Figure:
-    ranks, marks = min(ranks_of(run), MOST), change_marks(run)
+    ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MOST), change_marks(run)
     tall = 0.75 + min(0.4 * ranks, 6.0)
     below = [_named(mark) for mark in marks[-LISTED:]]
     if len(marks) > LISTED:
@@ -119,7 +119,9 @@ def _mark(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
 def _title(run: Any) -> str:
     began = next(iter(run.settings.get("strategy") or {"?": None}))
     ranks, steps = ranks_of(run), last_steps(run.timeline)[1]
-    some = f" (the charts show ranks 0 to {MOST - 1})" if ranks > MOST else ""
+    there = ranks // stands_for(run.timeline)
+    some = f" (the charts show ranks 0 to {MOST - 1})" if there > MOST else ""
+    some = f" (of which {there} stand{'s' * (there == 1)} for all)" if there < ranks else some
     return f"Run {run.name}: {ranks} rank{'s' * (ranks != 1)}{some}, {steps} steps, began with {began}, {run.state}"
 
 

@@ -46,6 +46,9 @@ def _item(change: Any) -> dict[str, str]:
     else:
         early = change.id == BEFORE
         state, said = "applied", "set before the run" if early else f"applied at step {change.applied_at}"
+    made = getattr(change, "change", None)
+    if made is not None and made.by:
+        said += f"; decided by {made.by}: {made.reason}"
     asked = getattr(change, "requested_at", None)
     when = time.strftime("%H:%M:%S", time.localtime(asked)) if asked else ""
     text = label({"path": change.path, "value": to_plain(change.value)})

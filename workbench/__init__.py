@@ -14,19 +14,22 @@ _HOMES = {
     "experiment": ("Experiment",),
     "experiment.recipes": ("recipe",),
     "fabric": ("Fabric", "Fault", "Link"),
+    "fabric.algorithms": ("Algorithm",),
     "lab": ("Lab",),
     "optimizers": ("Optimizer",),
     "partitions": ("Partition",),
     "partitions.schedules": ("Schedule",),
+    "policies": ("Decision", "Policy", "Seen"),
     "rank": ("Bucket", "Memory", "Rank"),
     "record.timeline": ("Mark", "Sample", "Span", "Timeline"),
-    "run": ("Run", "RunError", "balance", "plan", "simulate"),
+    "run": ("Run", "RunError", "balance", "plan", "simulate", "tune"),
     "settings": ("Change", "Knob", "KnobError", "knob"),
     "sim": ("Costs", "Deadlock"),
     "strategies": ("Strategy",),
 }
 _FAMILIES = (  # packages whose files hold members
-    "strategies", "partitions", "partitions.schedules", "compressors", "optimizers", "fabric", "tasks",
+    "strategies", "partitions", "partitions.schedules", "compressors", "optimizers", "policies", "fabric",
+    "fabric.algorithms", "tasks",
 )  # fmt: skip
 
 __version__ = "0.1.0"

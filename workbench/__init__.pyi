@@ -5,6 +5,7 @@ from workbench.compressors.accordion import Accordion as Accordion
 from workbench.compressors.acp_sgd import ACPSGD as ACPSGD
 from workbench.compressors.alq import ALQ as ALQ
 from workbench.compressors.amq import AMQ as AMQ
+from workbench.compressors.between_sites import BetweenSites as BetweenSites
 from workbench.compressors.byte_grad import ByteGrad as ByteGrad
 from workbench.compressors.cast import Cast as Cast
 from workbench.compressors.dense import Dense as Dense
@@ -39,6 +40,15 @@ from workbench.experiment.recipes import recipe as recipe
 from workbench.fabric import Fabric as Fabric
 from workbench.fabric import Fault as Fault
 from workbench.fabric import Link as Link
+from workbench.fabric.algorithms import Algorithm as Algorithm
+from workbench.fabric.algorithms.auto import Auto as Auto
+from workbench.fabric.algorithms.by_group import ByGroup as ByGroup
+from workbench.fabric.algorithms.double_tree import DoubleTree as DoubleTree
+from workbench.fabric.algorithms.halving_doubling import HalvingDoubling as HalvingDoubling
+from workbench.fabric.algorithms.native import Native as Native
+from workbench.fabric.algorithms.parameter_server import ParameterServer as ParameterServer
+from workbench.fabric.algorithms.ring import Ring as Ring
+from workbench.fabric.algorithms.two_level import TwoLevel as TwoLevel
 from workbench.fabric.freeze import Freeze as Freeze
 from workbench.fabric.noisy import Noisy as Noisy
 from workbench.fabric.slow import Slow as Slow
@@ -62,6 +72,13 @@ from workbench.partitions.schedules.pipedream_2bw import PipeDream2BW as PipeDre
 from workbench.partitions.schedules.zero_bubble import ZeroBubble as ZeroBubble
 from workbench.partitions.tensor import Tensor as Tensor
 from workbench.partitions.whole import Whole as Whole
+from workbench.policies import Decision as Decision
+from workbench.policies import Policy as Policy
+from workbench.policies import Seen as Seen
+from workbench.policies.ada_comm import AdaComm as AdaComm
+from workbench.policies.by_hand import ByHand as ByHand
+from workbench.policies.gravac import GraVAC as GraVAC
+from workbench.policies.sync_switch import SyncSwitch as SyncSwitch
 from workbench.rank import Bucket as Bucket
 from workbench.rank import Memory as Memory
 from workbench.rank import Rank as Rank
@@ -74,6 +91,7 @@ from workbench.run import RunError as RunError
 from workbench.run import balance as balance
 from workbench.run import plan as plan
 from workbench.run import simulate as simulate
+from workbench.run import tune as tune
 from workbench.settings import Change as Change
 from workbench.settings import Knob as Knob
 from workbench.settings import KnobError as KnobError
@@ -87,6 +105,8 @@ from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.backup_workers import BackupWorkers as BackupWorkers
 from workbench.strategies.bmuf import BMUF as BMUF
 from workbench.strategies.bounded_staleness import BoundedStaleness as BoundedStaleness
+from workbench.strategies.byte_scheduler import ByteScheduler as ByteScheduler
+from workbench.strategies.dabmd import DABMD as DABMD
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
@@ -108,7 +128,10 @@ from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from workbench.strategies.sync_server import SyncServer as SyncServer
+from workbench.strategies.teasq_fed import TEASQFed as TEASQFed
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
+from workbench.strategies.torch_fsdp import TorchFSDP as TorchFSDP
+from workbench.strategies.wavelet import Wavelet as Wavelet
 from workbench.strategies.zero_1 import ZeRO1 as ZeRO1
 from workbench.strategies.zero_2 import ZeRO2 as ZeRO2
 from workbench.strategies.zero_3 import ZeRO3 as ZeRO3

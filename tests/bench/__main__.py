@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import page, prediction
+from tests.bench import across, page, prediction
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
@@ -36,6 +36,9 @@ COMMANDS = {
     "netns": ["tests.bench.netns"],
     "record": ["tests.bench.record_size"],
     "prediction": ["tests.bench.prediction"],
+    "across": ["tests.bench.across"],
+    "published": ["tests.bench.published"],
+    "priorities": ["tests.bench.priorities"],
     "memory": ["tests.bench.memory"],
     "second_order": ["tests.bench.second_order"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
@@ -82,6 +85,8 @@ def main() -> None:
     (ROOT / "docs" / "benchmarks.md").write_text(page.text(DATA))
     if (found := DATA / "prediction.json").exists():
         text = prediction.page(json.loads(found.read_text()), machines.get("prediction", {}))
+        if (parts := DATA / "across.json").exists():
+            text += "\n" + across.page(json.loads(parts.read_text()), machines.get("across", {}))
         (ROOT / "docs" / "prediction.md").write_text(text)
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from workbench.engine.collectives import Wire, host_store
+from workbench.engine.fully_sharded import units
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.tasks import ByteGPT, Task
@@ -116,24 +117,6 @@ def fsdp(model: nn.Module, cap: float, wire: Wire, store: Any) -> nn.Module:
         fully_shard(unit)
     fully_shard(model)
     return model
-
-
-def units(model: nn.Module, cap: float) -> list[nn.Module]:
-    """What is sharded together: the blocks, and modules of half of `cap` MB or more none of whose children is as large.
-
-    That is what is a bucket of its own with us.
-    """
-    found: list[nn.Module] = list(getattr(model, "blocks", []))
-    inside = {id(m) for unit in found for m in unit.modules()}
-    for module in model.modules():
-        if module is not model and id(module) not in inside and _mb(module) >= cap / 2:
-            if not any(_mb(child) >= cap / 2 for child in module.children()):
-                found.append(module)
-    return found
-
-
-def _mb(module: nn.Module) -> float:
-    return sum(p.numel() * p.element_size() for p in module.parameters()) / 1e6
 
 
 RIVALS: dict[str, Callable[..., nn.Module]] = {"DDP": ddp, "ZeRO3": fsdp}

@@ -339,6 +339,13 @@ def schedules(cells: list[dict[str, Any]]) -> str:
     return section(cells)
 
 
+def published(d: dict[str, Any]) -> str:
+    """What papers say of large clusters beside what the simulator predicts."""
+    from tests.bench.published_page import section
+
+    return section(d)
+
+
 def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
     def section(d: dict[str, Any]) -> str:
         rows = []
@@ -355,7 +362,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
     "activations": activations.text,
     "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "record": record, "memory": memory, "second_order": second_order,
+    "netns": netns, "record": record, "published": published, "memory": memory, "second_order": second_order,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
 }  # fmt: skip

@@ -19,7 +19,7 @@ from widgets.rows import Now, rows
 from workbench import KnobError, balance, simulate
 from workbench.analysis import bubble, step_times
 from workbench.fabric import Fabric, Link, Slow
-from workbench.host.balancing import balanced
+from workbench.host.balancing import balanced, front
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, PipeDream
 from workbench.settings import Change
@@ -54,6 +54,38 @@ def test_no_cut_has_a_faster_slowest_piece() -> None:
         found = balanced(times, count, together, barren)
         assert found in every and slowest(times, found) == min(slowest(times, c) for c in every)
     assert 20 < impossible < 200
+
+
+def test_no_other_cuts_have_both_a_faster_slowest_stage_and_less_that_crosses() -> None:
+    """Against all cuts there are, of stages of one or two pieces whose ranks and links are unlike."""
+    rng, whole = random.Random(5), 0
+    for _ in range(300):
+        stages, n = rng.randint(1, 3), rng.randint(6, 9)
+        count = stages * rng.randint(1, 2)
+        times, crossing = ([[rng.randint(0, 9) for _ in range(n)] for _ in range(stages)] for _ in "ab")
+
+        def cost(cuts: tuple[int, ...]) -> tuple[int, int]:
+            each = [0] * stages  # noqa: B023
+            for k, (a, b) in enumerate(pairwise((0, *cuts, n))):  # noqa: B023
+                each[k % stages] += sum(times[k % stages][a:b])  # noqa: B023
+            return max(each), sum(crossing[k % stages][at] for k, at in enumerate(cuts, 1))  # noqa: B023
+
+        every = {cost(cuts) for cuts in combinations(range(1, n), count - 1)}
+        best = [c for c in sorted(every) if not any(o[0] <= c[0] and o[1] <= c[1] and o != c for o in every)]
+        found, exact = front(times, count, stages=stages, crossing=crossing)
+        assert [cost(way.cuts) for way in found] == [(way.slowest, way.crosses) for way in found]
+        assert not exact or [(way.slowest, way.crosses) for way in found] == best
+        assert exact or count > stages, "stages of one piece are always weighed in full"
+        whole += exact
+    assert whole > 250
+
+
+def test_a_stage_of_several_pieces_is_weighed_as_a_whole() -> None:
+    """Piece by piece all cuts of four parts are one; of many parts there are too many cuts, and that is said."""
+    (way,), exact = front([[1, 1, 9, 1, 9, 1, 1, 1]], 4, stages=2)
+    assert exact and way.slowest == 12, "a heavy part on each stage"
+    (long,), exact = front([[1.0 + k * k % 7 for k in range(40)]], 12, stages=4)
+    assert not exact and long.slowest <= 1.1 * sum(1.0 + k * k % 7 for k in range(40)) / 4
 
 
 ALIKE = Costs(forward=0.012, backward=0.024)  # type: ignore[arg-type]  # and updates take no time
@@ -297,8 +329,23 @@ def test_cuts_are_not_proposed_that_are_slower_for_what_crosses() -> None:
     task = toy(model=wide, evaluate=None)
     e = experiment(2, 6, task=task, partition=Pipeline(micros=2), fabric=Fabric(link=Link(bandwidth=10.0)))
     slow, fast = (balance(e.set("bandwidth", rate), times=[(0.005, 0.01)] * 6) for rate in (10.0, 1e5))
-    assert slow.cuts == (1,) and slow.gain == 1.0
-    assert fast.cuts == (3,) and fast.gain > 1.2
+    assert slow.cuts == (4,) and slow.gain > 1.0, "little crosses there, and no stage takes much longer"
+    assert fast.cuts == (4,) and fast.gain > 1.2, "of two micro-batches, whose passes overlap but for the ends"
+
+
+@pytest.mark.parametrize("rate", [5.0, 1e5])
+def test_no_single_cut_is_predicted_to_be_faster_than_what_is_proposed(rate: float) -> None:
+    """Of two stages all cuts are few enough to be simulated; three parts on each stage would send what is wide."""
+    wide = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(8, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 4), nn.Linear(4, 4),
+        nn.Linear(4, 4))  # fmt: skip
+    e = experiment(2, 6, task=toy(model=wide, evaluate=None), partition=Pipeline(micros=2)).set("bandwidth", rate)
+    found, steps = balance(e, times=[(0.005, 0.01)] * 6), {}
+    for k in range(1, 6):
+        run = simulate(replace(e, partition=Pipeline(micros=2, cuts=(k,))), costs=found.costs)
+        steps[k] = float(step_times(run.timeline).seconds.mean())
+    assert found.cuts == (min(steps, key=lambda k: steps[k]),) == (4,)
+    assert found.even is not None and found.even.cuts != found.cuts and found.gain > 1.1
 
 
 def test_no_rounds_measure_nothing() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.piped import piped
 from tests.ranks import experiment, run, shipped
 from tests.sim.insides import simulated
 from tests.sim.virtual import begun, comm
@@ -19,6 +21,7 @@ from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, Powe
 from workbench.compressors._leaving import _Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.host import residual
+from workbench.partitions import Pipeline
 from workbench.rank import Bucket, Rank
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP
@@ -279,3 +282,17 @@ def test_a_sketch_is_linear_the_same_everywhere_and_exact_for_a_few_elements() -
     assert torch.equal(sketch(x, "p"), sketch(x, "p")) and not torch.equal(sketch(x, "p"), sketch(x, "q"))
     for few in (torch.arange(5.0), torch.ones(WIDTH), torch.zeros(0)):
         torch.testing.assert_close(sketch(few, "p").norm(), few.norm())
+
+
+def test_inside_a_partition_a_stages_residual_is_seen_beside_its_own_gradient() -> None:
+    """Two stages, the second one small: what each has left unsent, from runs that end where the other one changes."""
+    e = piped(4, 6, partition=Pipeline(cuts=(6,)), compressor=ErrorFeedback(of=TopK(density=0.02)))
+    owing, sent = run(e), run(replace(e, steps=8), Change(6, "compressor", "Dense"))
+    lengths = []
+    for stage, off in ((0, 0.25), (1, 0.02)):  # of few numbers the length of a sketch is nearly exact
+        held = [owing[rank].training.rank.memory.buffers["residual"] for rank in (stage, stage + 2)]
+        owed = torch.cat([(held[0][name] + held[1][name]).view(-1) for name in held[0]]).norm()
+        lengths.append(float(owed))
+        (mark,) = sent[stage].record.noted("residual")
+        assert json.loads(mark[3])["sent"] == pytest.approx(float(owed), rel=off)
+    assert math.hypot(*lengths) > 1.1 * lengths[1], "that of the whole model is another"

@@ -29,6 +29,8 @@ from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
 
+GPT = ByteGPT(layers=6, width=32, context=16, heads=2)
+
 
 @pytest.mark.parametrize("schedule", [GPipe(), OneFOneB(), ZeroBubble()], ids=str)
 @pytest.mark.parametrize(("ranks", "stages", "micros"), [(2, 2, 4), (3, 3, 2), (4, 2, 4), (2, 2, 1), (4, 4, 8)])
@@ -302,10 +304,25 @@ def test_it_is_stopped_and_paused_like_any_run() -> None:
     assert all(s.phase == "stopped" and s.error is None for s in sessions)
 
 
+def test_a_step_takes_every_stage_as_long_and_who_waits_for_the_first_says_so() -> None:
+    """Later stages hear of a step when the first one begins it; until then they stand still, and it is their step's."""
+    ours = run(piped(3, 8, partition=Pipeline(stages=3, micros=1), pace=150.0))
+    took = [[t1 - t0 for step, lane, _, _, t0, t1, _ in s.record if lane == "step" and step > 2] for s in ours]
+    assert all(sum(each) == pytest.approx(sum(took[0]), rel=0.15) for each in took)
+    stood = [sum(t1 - t0 for _, _, name, _, t0, t1, _ in s.record if name == "next step") for s in ours]
+    assert stood[2] > max(0.02, 10 * stood[0]), "a busy machine lets the first stage wait a moment, too"
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 3), (4, 2)])
+def test_what_several_pieces_of_a_stage_keep_is_known_with_sizes_only(stages: int, chunks: int) -> None:
+    way = Pipeline(stages=stages, micros=4, schedule=Interleaved(chunks=chunks))
+    e = Experiment(task=GPT, ranks=stages, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0, partition=way)
+    memory_alike(e, run(e), peak=0.001)
+
+
 def test_a_stage_holds_its_part_and_as_many_activations_as_are_in_flight() -> None:
     """Engine and simulator say the same of every category; with sizes only the peak is within 5 %."""
-    task = ByteGPT(layers=6, width=32, context=16, heads=2)
-    e = Experiment(task=task, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0)
+    e = Experiment(task=GPT, ranks=4, steps=5, pace=8.0, bucket_mb=0.05, eval_every=0)
     e = e.set("partition", Pipeline(stages=4, micros=8))
     ours = run(e)
     memory_alike(e, ours)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.agree import crosses_alike, memory_alike, sampled, spans_alike
 from tests.piped import seen
-from tests.ranks import fitting, run, shipped
+from tests.ranks import experiment, fitting, net, run, shipped, toy
 from tests.split import alone, near, small, spread, together
 from tests.unit.test_tensor import parts
 from workbench import simulate
@@ -20,7 +21,7 @@ from workbench.experiment import Experiment, partitioned
 from workbench.optimizers import AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved
-from workbench.settings import Change
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT
 
@@ -108,3 +109,16 @@ def test_every_strategy_that_goes_with_pipelines_goes_with_these(name: str) -> N
     e = both(8, WAYS[0], strategy=strategy, steps=6, pace=4.0)
     turned = simulate(e, changes=[Change(4, "strategy", DDP()), Change(5, "partition", Whole())], real=True)
     assert not turned.details("refused") and len(turned.details("partition")) == 2
+
+
+def test_a_slice_with_nothing_to_train_is_refused_in_words_and_the_run_goes_on() -> None:
+    """The last layer is whole on both ranks of its stage, and one looks after all of it."""
+    def layers() -> nn.Module:
+        return net(lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4, bias=False)))
+
+    e, barren = experiment(4, 6, task=toy(model=layers), pace=2.0), Pipeline(micros=2, of=Tensor(), cuts=(2,))
+    with pytest.raises(KnobError, match=r"slice 1 of 2 of stage 1 would have nothing to train.*take other cuts"):
+        simulate(e.set("partition", barren))
+    sessions = run(e, Change(3, "partition", barren))
+    assert "slice 1 of 2 of stage 1 would have nothing to train" in sessions[0].record.noted("refused")[0][3]
+    assert {s.phase for s in sessions} == {"done"}

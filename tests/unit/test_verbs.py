@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import batch, experiment, live, mse, net
-from workbench.rank import Bucket, Op, Part, Rank
+from workbench.rank import Bucket, Part, Rank
 from workbench.settings import Change
 from workbench.strategies import DDP, Strategy
 
@@ -71,25 +71,13 @@ class AsksForTooMuch(Strategy):
         await type(self).asks(rank, await rank.params())
 
 
-async def _iterate(rank: Rank, params: list[Bucket]) -> None:
-    async for _ in rank.forward():
-        pass
-
-
-async def _idle() -> None:
-    await Op("all_reduce", torch.zeros(1), "sum", "")
-
-
 REFUSED = [
-    (_iterate, "cannot stop before each bucket's layers"),
     (lambda rank, params: rank.hold(params[0].shard(0, 2)), "a strategy that keeps parts of them claims"),
-    (lambda rank, params: rank.start(_idle(), priority=1), "in the order of their start"),
     (lambda rank, params: rank.backward(torch.ones(3)), "begins with its loss"),
 ]
 
 
-@pytest.mark.parametrize(("asks", "words"), REFUSED, ids=["forward", "hold", "priority", "stages"])
-@pytest.mark.filterwarnings("ignore:coroutine '_idle' was never awaited")
+@pytest.mark.parametrize(("asks", "words"), REFUSED, ids=["hold", "stages"])
 def test_the_engine_refuses_in_words(asks: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(asks))
     (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.analysis import stands_for
 from workbench.record.timeline import Rows, Table
 
 Columns = dict[str, Any]  # name -> numpy array of numbers, or list of text
@@ -99,7 +100,8 @@ class View(ABC):
 
     def ranks(self, run: Any) -> int:
         """How many ranks are drawn."""
-        return min(ranks_of(run), self.most or ranks_of(run))
+        there = ranks_of(run) // stands_for(run.timeline)
+        return min(there, self.most or there)
 
     def ask(self, request: dict[str, Any]) -> None:
         """What the reader asked this view for (another window, say)."""

@@ -12,6 +12,7 @@ from workbench.analysis import straggler, why_silent
 SILENT = {
     "nobody": "No rank holds the others up.",
     "alone": "One rank has nobody to hold up.",
+    "alike": "One simulated rank stands for all, which are alike: none holds the others up.",
     "stages": "Ranks compute unlike stages of the model: what holds them up is said beside Pipeline.",
     "early": "Which rank holds the others up is said here a few steps after the start and after each change.",
 }

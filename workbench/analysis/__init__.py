@@ -42,11 +42,12 @@ from workbench.analysis.trend import Trend as Trend
 from workbench.analysis.unheeded import unheeded as unheeded
 from workbench.analysis.window import change_steps as change_steps
 from workbench.analysis.window import last_steps as last_steps
+from workbench.analysis.window import stands_for as stands_for
 
 __all__ = [
     "Arrangement", "Arrivals", "BreakEven", "Breakdown", "Bubble", "Card", "Compression", "Effect", "Estimate",
     "Overlap", "RankMemory", "Ratio", "StepTimes", "Stretch", "Trend", "Verdict", "arrangement", "arrivals",
     "before_after", "break_even", "breakdown", "bubble", "bytes_per_step", "change_steps", "compared", "compression",
     "last_steps", "line", "memory", "overlap", "per_rank", "ratios", "readable", "sendings", "since_met", "spread_at",
-    "step_times", "straggler", "stretches", "summary", "unheeded", "why_silent",
+    "stands_for", "step_times", "straggler", "stretches", "summary", "unheeded", "why_silent",
 ]

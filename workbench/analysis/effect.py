@@ -103,4 +103,5 @@ def _said(tl: Timeline, step: int) -> str:
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
     details = [json.loads(d) for d in rows.detail]
-    return ", ".join(d.get("text") or f"{d['path']} = {d['value']}" for d in details)
+    texts = [(d.get("text") or f"{d['path']} = {d['value']}", d.get("by"), d.get("reason")) for d in details]
+    return ", ".join(f"{text} (by {by}: {why})" if by else text for text, by, why in texts)

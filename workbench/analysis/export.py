@@ -16,12 +16,13 @@ from workbench.record.store import RunError
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
+    from workbench.settings import Change
 
 # from top to bottom
 LANES = ("step", "compute", "wait", "comm", "port", "codec", "measuring", "offload", "ticket", "eval", "switch")
 _FIELDS = {
     "task": "tasks", "strategy": "strategies", "partition": "partitions", "compressor": "compressors",
-    "fabric": "fabric", "optimizer": "optimizers",
+    "fabric": "fabric", "optimizer": "optimizers", "policy": "policies",
 }  # fmt: skip
 
 
@@ -117,13 +118,18 @@ def as_python(run: Run) -> str:
             if own := sorted(used - ours):
                 comment[field] = f"  # {', '.join(own)}: your own, to be defined before"
         lines.append(f"    {field}={text},{comment.get(field, '')}")
-    changes = [f"    Change({c.at_step}, {c.path!r}, {_literal(c.value)})," for c in run.changes]
+    changes = [f"    Change({c.at_step}, {c.path!r}, {_literal(c.value)}{_decided(c)})," for c in run.changes]
     imports = [f"from workbench.{home} import {', '.join(sorted(used))}" for home, used in names.items() if used]
     head = ["from workbench import Change, Experiment, Lab", *sorted(imports)]
     ranks = settings.get("ranks", 4)
     body = ["experiment = Experiment(", *lines, ")", "changes = [", *changes, "]"]
     tail = [f"lab = Lab(ranks={ranks})", "run = lab.run(experiment, changes=changes)", "run.wait()"]
     return "\n".join([*head, "", *body, *tail, ""])
+
+
+def _decided(change: Change) -> str:
+    """Who decided it, where that was a policy: given its decisions, it makes no others."""
+    return f", by={change.by!r}" if change.by else ""
 
 
 def _package(module: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.analysis.memory import memory
 from workbench.analysis.steps import bytes_per_step
-from workbench.analysis.window import Window, last_steps, ranks_of
+from workbench.analysis.window import Window, last_steps, ranks_of, stands_for
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -19,6 +19,7 @@ RECENT = 50  # steps
 def summary(run: Run) -> dict[str, Any]:
     """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps.
 
+    stands_for: for how many of the ranks each stands that is on the record; 1: all are
     memory_peak: bytes, of the rank that held most at a time; None where the record does not say
     """
     tl = run.timeline
@@ -34,6 +35,7 @@ def summary(run: Run) -> dict[str, Any]:
         "strategy": _name(run.settings.get("strategy")),
         "compressor": _name(run.settings.get("compressor")),
         "ranks": int(run.settings.get("ranks") or len(ranks_of(tl.spans.rows()))),
+        "stands_for": stands_for(tl),
         "steps": stop,
         "seconds": round(float(tl.spans.rows().t1.max(initial=0.0)), 3),
         "step_s": round(float(np.median(times)), 6) if len(times) else None,
@@ -50,7 +52,9 @@ def summary(run: Run) -> dict[str, Any]:
 def line(run: Run) -> str:
     """The run in one line."""
     s = summary(run)
-    parts = [f"{s['strategy']}, {s['ranks']} ranks, {s['steps']} steps in {s['seconds']:.1f} s ({s['state']})"]
+    there = s["ranks"] // s["stands_for"]
+    few = f" (of which {there} stand{'s' * (there == 1)} for all)" if s["stands_for"] > 1 else ""
+    parts = [f"{s['strategy']}, {s['ranks']} ranks{few}, {s['steps']} steps in {s['seconds']:.1f} s ({s['state']})"]
     parts += [f"{1 / s['step_s']:.1f} steps/s"] if s["step_s"] else []
     parts += [f"held-out {s['held_out']:.3f}"] if s["held_out"] is not None else []
     parts += [f"{s['changes']} change{'s' * (s['changes'] != 1)}"] if s["changes"] else []

@@ -16,7 +16,7 @@ from workbench.analysis.bubble import spread_at
 from workbench.analysis.collectives import against_others, lined_up
 from workbench.analysis.messages import carried, waited
 from workbench.analysis.naming import COMPUTE, STEADY, Slowness, sentence, slowness
-from workbench.analysis.window import Window, last_steps, since_change
+from workbench.analysis.window import Window, last_steps, since_change, stands_for
 from workbench.record.timeline import Timeline
 
 SHARE = 0.05  # of a step: less harm than this is not worth a word
@@ -92,13 +92,13 @@ def straggler(tl: Timeline, last: int = 20) -> Verdict | None:
 
 
 def why_silent(tl: Timeline) -> str:
-    """Why `straggler` says nothing: "alone" (one rank), "stages" (ranks compute unlike things, see `bubble`), "early"
-    (too few steps since the last change) or "nobody".
+    """Why `straggler` says nothing: "alone" (one rank), "alike" (one that stands for all), "stages" (ranks compute
+    unlike things, see `bubble`), "early" (too few steps since the last change) or "nobody".
     """
     first, stop = last_steps(tl)
     w = Window(tl, since_change(tl, max(first, stop - FEWEST), stop), stop)
     if len(w.ranks) == 1:
-        return "alone"
+        return "alone" if stands_for(tl) == 1 else "alike"
     if spread_at(tl, stop - 1)[0] > 1:
         return "stages"
     return "early" if w.complete.sum() < FEWEST else "nobody"

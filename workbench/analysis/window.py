@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 
 import numpy as np
@@ -169,6 +170,13 @@ def ranks_of(rows: Rows) -> np.ndarray:
     if len(rows) > 2 * MANY:
         return np.union1d(ranks_of(rows[:MANY]), ranks_of(rows[-MANY:]))
     return np.flatnonzero(np.bincount(rows.rank, minlength=1)) if len(rows) else np.empty(0, np.int64)
+
+
+def stands_for(tl: Timeline) -> int:
+    """For how many ranks each on the record stands, itself included: see `simulate(alike=True)`."""
+    marks = tl.marks.rows()
+    told = marks.detail[marks.equal("name", "start")][:1] if len(marks) else []
+    return max(1, int(json.loads(told[0])["stands_for"])) if len(told) and '"stands_for"' in told[0] else 1
 
 
 def last_steps(tl: Timeline, last: int | None = None, before: int | None = None) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from workbench.experiment import Experiment
@@ -51,6 +51,7 @@ class PendingChange:
     def __repr__(self) -> str:
         done = f"applied at step {self.applied_at}" if self.applied_at is not None else "requested"
         done = "kept for the next run" if self.id == BEFORE else done
+        done += f" by {self.change.by}, since {self.change.reason}" if self.change.by else ""
         return f"Change {self.path} = {self.value}: {'refused: ' + self.refused if self.refused else done}"
 
 
@@ -122,7 +123,7 @@ def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, 
         if not knob.live:
             raise KnobError(f"{full}={value!r}: cannot change while a run is live")
         experiment = experiment.set(full, value)
-        out.append(Change(step, full, to_plain(_at(experiment, full))))
+        out.append(replace(change, path=full, value=to_plain(_at(experiment, full))))
     return tuple(out)
 
 

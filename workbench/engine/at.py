@@ -62,5 +62,6 @@ def standing(run: Session) -> tuple[bool, float]:
         if wire.tag in ("control", "data"):
             moved = max(moved, wire.moved)
             waits = waits or (wire.tag == "control" and wire.waits)
-    waits = waits or (run.experiment.strategy.opaque and op == "backward")  # torch exchanges inside of it
+    strategy = run.experiment.strategy
+    waits = waits or (strategy.opaque and (op == "backward" or (op == "forward" and bool(strategy.shards))))  # in torch
     return waits, time.monotonic() - moved

@@ -34,6 +34,7 @@ class Background:
         open = opener(run.peers, run.port, name, "gloo")
         self.lane = Lane("background", run.port, run.watch, run.chip, open, Line(wire, shaper, wire))
         self.lane.eager = True  # its children run on this thread
+        self.lane.hop = run.hop
         self.lane.take, self.lane.give = run.ledger.buffers.take, run.ledger.buffers.give
         self.error: BaseException | None = None
         self._idle = threading.Event()  # nothing more is to be waited for: the step has come to its end
@@ -123,7 +124,7 @@ class Background:
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
-        if op.verb in ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch"):
+        if op.verb in ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client"):
             raise StrategyError(f"`{op.verb}` belongs in `step`: a background changes parameters through `params`")
 
         async def child() -> Any:

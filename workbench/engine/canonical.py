@@ -36,13 +36,13 @@ def check_model(wire: Wire | None, model: nn.Module) -> None:
     numbers = all_equal(wire, signature(model))
     if wire is None or len(set(numbers)) == 1:
         return
-    first = json.loads(_told(wire, json.dumps(description(model)).encode(), 0))
+    first = json.loads(told(wire, json.dumps(description(model)).encode(), 0))
     odd = next(r for r, n in enumerate(numbers) if n != numbers[0])
     mine = difference(first, description(model), wire.rank) if wire.rank == odd else ""
-    raise Disagreement(_told(wire, mine.encode(), odd).decode())
+    raise Disagreement(told(wire, mine.encode(), odd).decode())
 
 
-def _told(wire: Wire, text: bytes, source: int) -> bytes:
+def told(wire: Wire, text: bytes, source: int) -> bytes:
     """What rank `source` says, on every rank."""
     length = torch.tensor([len(text)])
     wire.wait(wire.broadcast(length, source))

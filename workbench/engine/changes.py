@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.engine.canonical import all_equal
+from workbench.engine.canonical import all_equal, told
 from workbench.engine.opaque import unwrap, wrap
 from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
@@ -38,6 +39,7 @@ class Turnable(Parts):
         """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
         alone = self.session.kind == "gloo" or self.rank.mesh.flat  # else two communicators were under way at a time
         quick = self.rank.compressor.immediate and not self.port.active and not self.experiment.strategy.offloads
+        quick = quick and self.port.fabric.algorithm.native
         self.lane.eager = quick and alone
 
     def use_optimizer(self, optimizer: Any) -> None:
@@ -98,12 +100,17 @@ class Turnable(Parts):
         """Wires of groups that are over are closed, and children are counted anew."""
         for lane in self.host.lanes:
             self.peers.drop(lane.wires.given_up(self.rank.mesh.generation))
+            lane.started = lane.completed = 0
         flat = self.rank.mesh.flat and not self.rank.mesh.inside
         self.tickets.enter(self.experiment.strategy, self.lane, flat)
 
     async def gather(self, number: int) -> list[int]:
         """Every rank's number, by rank."""
         return all_equal(self.control, number)
+
+    async def told(self, text: str) -> str:
+        """What rank 0 says, on every rank."""
+        return told(self.control, text.encode(), 0).decode() if self.control is not None else text
 
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
@@ -119,16 +126,32 @@ class Turnable(Parts):
         self.span("switch", type(wanted.strategy).__name__, began, self.host.lanes.sent - sent)
 
     def enter_opaque(self) -> None:
-        """Wraps the model in torch's own DDP; on an emulated Link its buckets go over our lane."""
+        """Wraps the model in torch's own DDP, or a copy in fully_shard; on an emulated Link both go over our lane."""
         if self.peers.data is None:
             return
         self.host.forget_hooks()
         lane = self.lane if self.port.active else None
-        self.host.module = wrap(self.model, self.peers.data, self.experiment.bucket_mb, lane)
+        if self.experiment.strategy.shards:
+            from workbench.engine.fully_sharded import FullySharded  # takes a second to import
 
-    def leave_opaque(self) -> None:
+            self.host.fully = FullySharded(self, self.peers.data, lane)
+            self.host.module = self.host.fully.module
+        else:
+            self.host.module = wrap(self.model, self.peers.data, self.experiment.bucket_mb, lane)
+
+    async def leave_opaque(self) -> None:
+        if self.host.fully is not None:
+            await self.host.fully.give_back()
+        self.unwrap()
+
+    def unwrap(self) -> None:
+        """Forward calls the model itself."""
         unwrap(self.host.module)
-        self.host.module = self.model
+        fully, self.host.module, self.host.fully = self.host.fully, self.model, None
+        if fully is not None:
+            fully.end()
+            del fully
+            gc.collect()  # torch's hooks and the copy hold each other, its shards and the group's sockets
 
     def _first_of_replicas(self, order: Tensor) -> Tensor:
         """What the first rank says of those that hold the same of the model as this one."""

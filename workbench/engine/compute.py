@@ -35,6 +35,7 @@ class Compute(Stage):
     optimizer: Any
     ledger: Any = None  # its session's
     reading: Any = None  # its session's
+    fully: Any = None  # what torch's fully_shard trains, while it does
     away: Any = None  # its session's
     _hooks: GradientHooks
     _open: dict[int, Tensor]  # losses whose backward has not been asked for, by micro-batch
@@ -91,6 +92,8 @@ class Compute(Stage):
         self.pace.begin("backward", self.rank.step, self._share, self.again("backward"))
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
             loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
+        if self.fully is not None:
+            self.fully.passed()
         if self.reading.sharded:
             drive(self.reading.close(), self._while_reading, self.alone)
         self.paced(1.0)
@@ -102,6 +105,11 @@ class Compute(Stage):
         name, since = self._stretch
         self.watch.span(self.rank.step, name, since)
         self._stretch = None
+
+    @property
+    def computing(self) -> bool:
+        """Is a pass of the model under way?"""
+        return self._stretch is not None
 
     def stood(self, asked: Any, ended: Any, seconds: float) -> None:
         """A pass under way has waited: what it computed before is a span of its own, as on a virtual clock."""
@@ -153,22 +161,25 @@ class Compute(Stage):
         self.flow.versions.keep()
         if on == "host":
             return self._moved(Op("update", bucket, by, on))
-        began = self.watch.now()
-        if bucket is None:
-            self.pace.begin("update", self.rank.step, self._share)
-            self._update_all(by)
-        else:
-            self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)
-            self.steppable(bucket)
-            with self.alone:
-                step_shard(self.layout, self.optimizer, bucket)
-        self.paced(1.0)
+        began, since = self.watch.now(), self.clock.now()
+        with self.pace.within() if self.computing else nullcontext():
+            if bucket is None:
+                self.pace.begin("update", self.rank.step, self._share)
+                self._update_all(by)
+            else:
+                self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)
+                self.steppable(bucket)
+                with self.alone:
+                    step_shard(self.layout, self.optimizer, bucket)
+            self.paced(1.0)
         self.watch.span(self.rank.step, "update", began)
+        self.stood(began, self.watch.now(), self.clock.now() - since)
 
     def _update_all(self, by: Callable[[], None] | None) -> None:
         if longest := self.clip():
             of_replica = self._of_replica if self.rank.mesh.inside else float
-            self._sample("grad_norm", clipped(self.layout, longest, of_replica))
+            norm = self.fully.shorten(longest) if self.fully else clipped(self.layout, longest, of_replica)
+            self._sample("grad_norm", norm)
         with self.alone:
             (by or self.optimizer.step)()
             stilled(self.layout, self.optimizer, self.rank.memory)

@@ -5,7 +5,7 @@ step ends. Only one thing is unusual: while torch runs backward, the coroutine i
 accumulation, each time a bucket has filled, and runs on until it asks for the next bucket; then autograd goes on.
 So `async for bucket in rank.backward()` overlaps with backward without a thread, and reads top to bottom. What
 the coroutine asks for in between that autograd must not be inside of (an update, another forward) is put
-aside until backward has ended.
+aside until backward has ended. A forward that is iterated resumes it in the same way, from inside of the model.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.engine.at import At
-from workbench.engine.compute import INSIDE, Compute
+from workbench.engine.compute import INSIDE
 from workbench.engine.hooks import GradientHooks
 from workbench.engine.lane import Lane
 from workbench.engine.lanes import Lanes
 from workbench.engine.mailbox import Mailbox
 from workbench.engine.shaping import Pace
+from workbench.engine.stops import Stops
 from workbench.engine.watch import Watch
+from workbench.engine.waving import Waving
 from workbench.host.curvature import Curvature
 from workbench.host.drive import Ended, Later, drive
 from workbench.host.flow import Flow
@@ -31,15 +33,16 @@ from workbench.host.layout import Layout
 from workbench.host.offload import LANES
 from workbench.host.spread import Spread
 from workbench.partitions import Whole
-from workbench.rank import Bucket, Group, Handle, Op, Rank, StrategyError, message_name
+from workbench.rank import Bucket, Forward, Group, Handle, Op, Rank, StrategyError, message_name
 
 Span = Callable[..., None]
 _NOT_YET = {
-    "forward_buckets": "cannot stop before each bucket's layers: await `rank.forward()` whole, or simulate",
-}
+    "forward_buckets": "begins a forward that stops before each bucket only in `step`, not inside of another pass: "
+                       "await `rank.forward()` whole, or simulate",
+}  # fmt: skip
 
 
-class Host(Compute):
+class Host(Waving):
     """One rank: model, optimizer, layout and lane, and the performing of every verb."""
 
     def __init__(self, rank: Rank, model: nn.Module, loss: Callable[..., Tensor], optimizer: Any, layout: Layout,
@@ -51,6 +54,7 @@ class Host(Compute):
         self.clock, self.record = watch.clock, watch.record
         self.module = model
         self.batches = self.before_update = lambda: None
+        self.client: Callable[[int, int], None] = lambda index, count: None  # whose batches come from now on
         self.clip = lambda: 0.0
         self.steppable = lambda bucket: None
         self.still_well: Callable[[], None] = lambda: None  # raises what this rank's background failed with
@@ -63,7 +67,7 @@ class Host(Compute):
         self.flow = Flow(lambda: self.layout, lambda after: self.coming(after), self._buffers, self._forget)
         self.partition = Whole
         self._order: list[str] | None = []  # the order in which gradients appear, until it is learned
-        self._hooks = GradientHooks(self)
+        self._hooks, self._stops = GradientHooks(self), Stops(self, self._perform)
         self.curvature = Curvature(model, loss, layout)
         self._begun = False  # has backward emitted a first bucket?
         self._coro: Coroutine[Op, Any, Any] | None = None
@@ -74,8 +78,9 @@ class Host(Compute):
             "start": self._start, "wait": self._wait, "sample": self._sample, "again": self._again,
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
             "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
-            "coded": self._coded,
+            "coded": self._coded, "pieces": self._pieces, "rise": self._rise, "fall": self._fall,
             "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
+            "client": lambda index, count: self.client(index, count),
             "collect": self.curvature.collect, "factors": self.curvature.factors, "curve": self._curve,
             "value": self._value, "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
             "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
@@ -83,7 +88,8 @@ class Host(Compute):
 
     def opened(self) -> list[Tensor]:
         """What backward is still to be asked of."""
-        return [*self._open.values(), *(self.piece.opened.values() if self.piece is not None else ())]
+        risen = self.waves.opened() if self.waves else ()
+        return [*self._open.values(), *risen, *(self.piece.opened.values() if self.piece is not None else ())]
 
     def _buffers(self) -> list[Tensor]:
         return self.piece.buffers() if self.piece is not None else []
@@ -104,7 +110,14 @@ class Host(Compute):
         """Runs a step to its end; returns what it returns. See [Note: The trampoline]."""
 
         def perform(op: Op) -> Any:
-            return self._backward_out(coro, op) if op.verb == "backward_buckets" else self._perform(op)
+            match op.verb:
+                case "backward_buckets":
+                    return self._backward_out(coro, op)
+                case "forward_buckets":
+                    return self._forward_out(coro, *op.args)
+                case "next_params":
+                    raise StopAsyncIteration
+            return self._perform(op)
 
         return drive(coro, perform, self.alone)
 
@@ -146,6 +159,15 @@ class Host(Compute):
         if stash is None:
             raise StopAsyncIteration
         return self._backward_out(coro, stash) if stash.verb == "backward_buckets" else self._perform(stash)
+
+    def _forward_out(self, coro: Coroutine[Op, Any, Any], forward: Forward) -> Any:
+        """A forward that stops before each bucket; the strategy goes on when all were handed out."""
+        if self.piece is not None or self.together is not None or self.reading.sharded:
+            raise StrategyError("a forward stops before each bucket of a whole model: await `rank.forward()` here")
+        with self._stops.watching(coro):
+            forward.loss = self._forward(forward.x, forward.micro)
+        self._stops.rest()
+        raise self._stops.ended or StopAsyncIteration
 
     def hand_out(self, bucket: Bucket) -> None:
         """Resumes the strategy with a full bucket until it asks for the next one. Called inside autograd, which for a
@@ -201,13 +223,14 @@ class Host(Compute):
 
     # -- communication --
 
-    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0,
+    def _start(self, child: Coroutine[Op, Any, Any], lane: str, name: str, priority: int = 0, share: float = 1.0,
                group: Group | None = None) -> Handle:
-        if priority:
-            raise StrategyError("the engine runs children in the order of their start: priority=0, or simulate")
+        everybody = group is None and not self.rank.mesh.inside and len(self.rank.mesh.ranks) == self.rank.size
+        if priority and (lane in LANES or not everybody):
+            raise StrategyError("priority: all ranks, each with a whole replica, start the same children; take 0 here")
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.rank.size
         self.met = self.met or (everyone and lane not in LANES)
-        return self.lanes.start(child, name, lane)
+        return self.lanes.start(child, name, lane, priority, share)
 
     def _wait(self, handle: Handle) -> Any:
         self.at(f"wait for {handle.name}", waits=True)

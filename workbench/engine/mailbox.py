@@ -98,7 +98,8 @@ class Mailbox:
         """The ranks that this one has connected to."""
         return set(self._out)
 
-    def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm") -> None:
+    def send(self, tensor: Tensor, to: int, kind: str = "", origin: int = STEP, lane: str = "comm",
+             step: int | None = None) -> None:
         """Posts a copy of `tensor` to rank `to`: (any shape). Raises StrategyError for a rank that is not there."""
         if not 0 <= to < self.size:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {self.size - 1}")
@@ -115,7 +116,7 @@ class Mailbox:
         begun, plain, end = self.port.post(len(data), to) if origin != HOST else (asked, 0.0, asked)
         text = f"{kind}\n{what}".encode()
         head = HEAD.pack(len(text), origin, page, self.meet, begun, plain, len(data))
-        step, name = self.step(), message_name("send", kind, to=to)
+        step, name = self.step() if step is None else step, message_name("send", kind, to=to)
 
         def posted() -> None:
             if origin != HOST:

@@ -17,8 +17,9 @@ from workbench.engine.canonical import broadcast_model, check_model
 from workbench.engine.collectives import Aborted
 from workbench.engine.device import chip
 from workbench.engine.host import Host
-from workbench.engine.lane import Job, Lane
-from workbench.engine.mailbox import Mailbox
+from workbench.engine.job import Job
+from workbench.engine.lane import Lane
+from workbench.engine.mailbox import BACKGROUND, Mailbox
 from workbench.engine.meeting import Meeting
 from workbench.engine.peers import Peers
 from workbench.engine.shaping import Pace, Port, Shaper
@@ -37,6 +38,8 @@ from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
+from workbench.host.steering import Overheard, Steering
+from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Op, StrategyError
 from workbench.settings import KnobError
@@ -62,7 +65,8 @@ class Parts(Life):
     def __init__(self, session: Session) -> None:
         torch.set_num_threads(1)
         self.session, self.experiment, self.rank = session, session.experiment, session.rank
-        self.clock, self.naps, self.record = session.clock, session.naps, session.record
+        self.clock, self.naps, self.steering = session.clock, session.naps, Steering(self)
+        self.record = Overheard(session.record, self.steering)
         self.leaving, self.inbox, self.planned = session.leaving, session.inbox, session.planned
         self.chip = chip(session.device)
         self.chip.bind()
@@ -130,7 +134,8 @@ class Parts(Life):
         self.watch = seen
         run: Any = self  # a Training is Changing
         self.away = Away(self)
-        self.ledger = Ledger(run, Counted(run, lambda: self.host.opened()), self.away.kept, self._allocator)
+        counts = Counted(run, lambda: self.host.opened(), lambda: self.host.fully)
+        self.ledger = Ledger(run, counts, self.away.kept, self._allocator)
         self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
         self.lane.before = self.tickets.ring
         self.host = Host(rank, self.model, self.learner.loss, self.optimizer, self.layout, self.lane, self.mailbox,
@@ -139,6 +144,7 @@ class Parts(Life):
         self.host.still_well = lambda: self.meeting.check()
         self.host.follow = self.peers.follow
         self.host.batches, self.host.coming = self.batches.next, self.batches.coming
+        self.host.client, self.host.waves = self.batches.client, Waves(self.model, self.learner)
         self.flow = self.host.flow
         self.host.partition = lambda: self.experiment.partition
         self.host.flow.steps = lambda: self.experiment.steps
@@ -163,7 +169,21 @@ class Parts(Life):
         lane.beside = dict.fromkeys(("offload", "fetch", "update"), self._beside)
         lane.beside["wait"] = lambda op, job: self.host.lanes.wait(*op.args)
         lane.settings = self.away.settings if lane.wireless else lane.settings
+        lane.hop = self.hop
         return lane
+
+    def hop(self, op: Op, step: int) -> Any:
+        """A message of an all-reduce, which a lane sends or waits for: no step's own, so no meeting counts it."""
+        if op.verb == "send":
+            x, to, kind = op.args
+            return self.mailbox.send(x, to, kind, BACKGROUND, step=step)
+        into, source, kind = op.args
+        return self.mailbox.recv(into, source, kind, self._parted)
+
+    def _parted(self) -> bool:
+        """Raises when this rank must leave, or a peer has been gone for a while; nothing ends such a wait otherwise."""
+        self.peers.follow()
+        return False
 
     def _beside(self, op: Op, job: Job) -> Any:
         """What a child asks for that crosses no wire."""
@@ -182,14 +202,26 @@ class Parts(Life):
         """Why the engine cannot do here what `strategy` claims, in a sentence that says what would do; or None."""
         if reason := shared.refused(strategy, self.rank.size, self.session.device, self.peers.local):
             return reason
+        name = type(strategy).__name__
+        if strategy.opaque and strategy.shards and (self.session.kind != "gloo" or self.session.device != "cpu"):
+            return f"strategy={name}: torch's fully_shard was tried on CPUs over gloo only; take ZeRO3"
+        if strategy.late_update and self.session.kind != "gloo":
+            return (
+                f"strategy={name}: over {self.session.kind} children run in the order of their start, and it has "
+                f"priorities; take DDP"
+            )
         if strategy.workers == 1:
             return None
-        name = type(strategy).__name__
         return f"strategy={name}: on the engine every rank has one worker; simulate it, or take another strategy"
 
     def able(self, wanted: Experiment) -> Experiment:
         """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""
         made = partial(self.make_optimizer, wanted)
+        if not wanted.fabric.algorithm.native and self.session.device != "cpu":
+            raise KnobError(
+                f"fabric.algorithm={type(wanted.fabric.algorithm).__name__}: its messages go through a host's memory, "
+                f"and this run is on {self.session.device}; take Native(), or device='cpu'"
+            )
         if reason := self.refused(wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made):
             raise KnobError(reason)
         repartition.able(self, wanted)

@@ -11,7 +11,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -219,6 +220,16 @@ class Pace:
     def put_off(self, seconds: float) -> None:
         """The strategy stood in the way for so long: nothing was computed meanwhile, so it does not count."""
         self._began += seconds
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Inside, another phase begins and ends, as an update in a forward does, and the present one stands still."""
+        kept, since = (self._slept, self._stretch, self._asked, self._took), self.naps.clock.now()
+        began, self._asked, self._took = self._began, 0.0, 0.0
+        yield
+        self._count()
+        self._slept, self._stretch, self._asked, self._took = kept
+        self._began = began + self.naps.clock.now() - since
 
     def reach(self, fraction: float) -> None:
         """`fraction` of the phase is computed: sleep until as much of its time is over."""

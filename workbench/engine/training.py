@@ -22,6 +22,8 @@ from workbench.settings import Change
 if TYPE_CHECKING:
     from workbench.engine.session import Session
 
+SHORT = 1e-3  # seconds: a wait for the next step that is no row of the record
+
 
 class Training(Turnable):
     """One rank under way. Making it waits for the other ranks, and refuses in words what cannot be trained here."""
@@ -31,15 +33,16 @@ class Training(Turnable):
         self.host.before_update = self.before_update
         self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
         self._cpu = 0.0
+        self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
 
     def begin(self) -> None:
         """The first strategy takes over, as one that is switched to does."""
         self.set_fabric(None, self.experiment)
         residual.begin(self)
         changes.note_idle(self)
+        self.enter(None, self.experiment)
         if self.experiment.strategy.opaque:
             self.enter_opaque()
-        self.enter(None, self.experiment)
         self.choose_lane()
         self.mark_start()
 
@@ -64,12 +67,20 @@ class Training(Turnable):
         host.met, host.lanes.aside = strategy.opaque or self._hears_each_step, False
         self.lane.step = self.rank.step
         host.at("step")
-        since, began = self.clock.now(), host.watch.now()
+        since, began = self.clock.now(), self._begun()
         made = await Op("drive", self.measuring.step(self)) or 1
         host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
         await Op("do", partial(host.close_step, self._not_finite))
         self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
         return made
+
+    def _begun(self) -> Any:
+        """When this step began: where the first stage is still at the one before, with waiting for it."""
+        now, since, self._since = self.host.watch.now(), self._since, None
+        if since is None or self.clock.now() - since[0] < SHORT:
+            return now
+        self.host.watch.write(self.rank.step, "wait", "next step", since[1], since[1], now, 0)
+        return since[1]
 
     @property
     def _hears_each_step(self) -> bool:
@@ -93,11 +104,13 @@ class Training(Turnable):
 
     def moved(self, made: int) -> None:
         self.before_update()  # where the step made none
+        self.host.met = False  # what is still updated before the next one asks for no ticket
         if self.credit:
             self.credit = max(0, self.credit - made)
             self.paused = self.credit == 0
 
     async def finish(self) -> None:
+        await self.leave_opaque()
         await Op("do", partial(self.host.catch_up, self._not_finite))
         self.say("stopped" if self.session.stopping else "done")
 
@@ -112,7 +125,12 @@ class Training(Turnable):
     async def evaluate(self, together: bool) -> None:
         began, self.lane.step = self.now, self.rank.step
         self.host.at("evaluate")
+        if self.host.fully is not None:
+            with self.reading.passing("evaluation"):
+                await self.host.fully.fetch()
         await super().evaluate(together)
+        if self.host.fully is not None:
+            self.host.fully.let_go()
         self.evaluated = max(self.evaluated, self.now - began)
 
     async def mean_evaluated(self) -> Evaluated:
@@ -134,9 +152,9 @@ class Training(Turnable):
     def go_on(self) -> None:
         self.meeting.go_on()
 
-    async def obey(self, change: Change) -> None:
+    async def obey(self, change: Change) -> bool:
         self.lane.step = self.rank.step
-        await super().obey(change)
+        return await super().obey(change)
 
     async def listen(self, apart: bool) -> None:
         if self.pocket is not None:
@@ -145,12 +163,17 @@ class Training(Turnable):
         elif apart or self.tickets.asked or self.rank.step == 0 or self.control is None:
             if not self.tickets.asked:
                 self.tickets.ask()
+            since, quiet = (self.clock.now(), self.host.watch.now()), not apart
             while self.tickets.waiting > self.experiment.partition.ahead(0):
-                await self._heed(await Op("do", self.tickets.take))
+                requests = await Op("do", self.tickets.take)
+                quiet = quiet and not requests
+                await self._heed(requests)
             self.tickets.asked = False
+            self._since = since if quiet and self.rank.step else None
         if self.paused and not self.session.stopping:
             await Op("do", partial(self.host.catch_up, self._not_finite))
             self.say("paused")
+            self._since = None
             while self.paused and not self.session.stopping:
                 await self._heed(await Op("do", partial(self._hear, 0.5)))
             self.say("stopping" if self.session.stopping else "running")
@@ -188,7 +211,7 @@ class Training(Turnable):
         self.leaving.set()  # whatever still waits beside this thread
         self.meeting.leave()
         self.host.forget_hooks()
-        self.leave_opaque()
+        self.unwrap()
         self.host.lanes.close()
         self.tickets.close()
         self.mailbox.close()

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from workbench.fabric import Algorithm
 from workbench.partitions import Partition, Whole
 from workbench.rank import Mesh, StrategyError
 from workbench.settings import short
@@ -69,3 +70,13 @@ def refused(strategy: Any, size: int, partition: Partition = WHOLE) -> str | Non
     if unknown := [name for name in strategy.shared_along if name not in names]:
         return f"{said}: shared_along names {unknown[0]!r}, and its mesh has {', '.join(names)}; name some of these"
     return None
+
+
+def refused_algorithm(algorithm: Algorithm, strategy: Any) -> str | None:
+    """Why ranks cannot sum by `algorithm` under `strategy`, in a sentence that says what would do; or None."""
+    if strategy.opaque and not algorithm.native:
+        return (
+            f"fabric.algorithm={type(algorithm).__name__}: under {type(strategy).__name__} torch itself sums, by the "
+            f"backend's own way; take Native(), or strategy=DDP()"
+        )
+    return algorithm.refuses()

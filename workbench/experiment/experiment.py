@@ -10,6 +10,7 @@ from workbench.experiment import arranged, momentum, partitioned, rates, shardin
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
 from workbench.partitions import Partition, Whole
+from workbench.policies import ByHand, PolicyBase
 from workbench.settings import KnobError, checked, from_plain, knob, normalise, short, to_plain, with_value
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
@@ -35,6 +36,7 @@ class Experiment:
     compressor: Compressor = knob(Dense(), doc="what crosses the wire instead of a bucket")
     fabric: Fabric = knob(Fabric(), doc="the network and its faults")
     optimizer: Optimizer = knob(TaskOwn(), doc="how gradients become steps")
+    policy: PolicyBase = knob(ByHand(), doc="who changes knobs during a run besides people")
     lr: float = knob(0.0, 0.0, 100.0, log=True, doc="learning rate; 0 takes the task's own")
     lr_scaled: bool = knob(False, doc="the rate grows with the global batch: lr times all ranks' batches / `lr_base`")
     lr_base: int = knob(0, 0, 2**20, unit="examples", doc="global batch that lr is meant for; 0: one rank's usual one")
@@ -52,14 +54,18 @@ class Experiment:
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
 
     def __post_init__(self) -> None:
+        if self.policy is None:
+            object.__setattr__(self, "policy", ByHand())
         normalise(self, "")
 
     def set(self, path: str, value: Any) -> Experiment:
         """This experiment with one knob set to another value; checked as a whole. Raises KnobError.
 
+        `policy` may be None: only people decide.
+
         `experiment.turn` is its old name, which goes on working for one release.
         """
-        return with_value(self, path, value).checked()
+        return with_value(self, path, ByHand() if path == "policy" and value is None else value).checked()
 
     turn = set  # its old name, for one release
 
@@ -86,6 +92,8 @@ class Experiment:
         if reason := good.optimizer.refuses():
             raise KnobError(reason)
         if reason := momentum.refused(good) or sharding.refused(good):
+            raise KnobError(reason)
+        if reason := arranged.refused_algorithm(good.fabric.algorithm, good.strategy):
             raise KnobError(reason)
         for fault in good.fabric.faults:
             if getattr(fault, "rank", 0) >= good.ranks:

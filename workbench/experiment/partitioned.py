@@ -74,6 +74,7 @@ def unfit(strategy: Strategy, size: int) -> str:
         "ranks have several workers": strategy.workers > 1,
         "ranks exchange beside their steps, too": strategy.has_background,
         "ranks go by all of a replica's gradients or examples at once": strategy.sees_all,
+        "parameters are updated in the next forward, bucket by bucket": strategy.late_update,
         "some ranks serve": not all(strategy.trains(r, size) for r in range(size)),
         "ranks keep no common step": not strategy.lockstep,
     }

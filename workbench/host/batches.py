@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
+from workbench.rank import StrategyError
 from workbench.tasks import Learner, TaskError
 
 
@@ -50,6 +51,9 @@ class Batches:
         self._drawn = 0
         self._early: deque[Any] = deque()  # drawn before their turn
         self._chance: Chance | None = None
+        self._began = 0, 0, 0  # the last restart's arguments
+        self._client = 0, 1
+        self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # by client: where those stand who do not read now
 
     def share(self, rank: int, size: int, seed: int | None = None) -> None:
         """What is drawn from the next restart on is the data of `rank` of `size`.
@@ -61,10 +65,30 @@ class Batches:
 
     def restart(self, batch: int, seed: int, step: int) -> None:
         """Draws from now on batches of `batch` examples; a later restart takes other examples than the first."""
+        self._began = batch, seed, step
+        self._clients.clear()
+        self._open()
+
+    def client(self, index: int, count: int) -> None:
+        """Draws from now on for client `index` of `count` on this rank, from where that one was; (0, 1) is the rank."""
+        if not 0 <= index < count:
+            raise StrategyError(f"client {index} of {count}: there are 0 to {count - 1}")
+        if (index, count) == self._client:
+            return
+        self._clients[self._client] = self._source, self._iterator, self._drawn, self._early
+        self._client = index, count
+        if self._client in self._clients:
+            self._source, self._iterator, self._drawn, self._early = self._clients.pop(self._client)
+        else:
+            self._open()
+
+    def _open(self) -> None:
+        batch, seed, step = self._began
+        index, count = self._client
         with self._chance or nullcontext():
-            self._source = self._data(self._rank, self._size, batch, seed + 7919 * step)
+            self._source = self._data(self._rank * count + index, self._size * count, batch, seed + 7919 * step)
             self._iterator, self._drawn = iter(self._source), 0
-            self._early.clear()
+            self._early = deque()
 
     def next(self) -> Any:
         return self._early.popleft() if self._early else self._draw()

@@ -27,8 +27,11 @@ from workbench.settings import Change, KnobError
 from workbench.tasks import at_rate, rate
 
 
-async def obey(run: Changing, change: Change) -> None:
-    """Makes one change, on all ranks between the same two steps, or refuses it in words; the record says which."""
+async def obey(run: Changing, change: Change) -> bool:
+    """Makes one change, on all ranks between the same two steps, or refuses it in words; the record says which.
+
+    Was it made?
+    """
     wanted, reason = None, ""
     try:
         wanted = _ready(run, run.able(run.experiment.set(change.path, change.value)))
@@ -37,11 +40,12 @@ async def obey(run: Changing, change: Change) -> None:
     refusing = await run.gather(int(wanted is None))  # one that cannot is enough
     if wanted is None or any(refusing):
         if run.rank.id == refusing.index(1):
-            run.mark("refused", {**change.plain(), "reason": reason})
-        return
+            run.mark("refused", {**change.plain(), **({"why": change.reason} if change.by else {}), "reason": reason})
+        return False
     await apply(run, wanted)
     if run.rank.id == 0:
         run.mark("change", {**change.plain(), "text": change.text})
+    return True
 
 
 def _ready(run: Changing, wanted: Experiment) -> Experiment:
@@ -60,6 +64,9 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     await drained(run.flow)
     if was.strategy.in_flight:
         await was.strategy.drain(run.rank.replicas, run.state)
+    anew = was.strategy.opaque and wanted.strategy == was.strategy and _wrapped_by(wanted) != _wrapped_by(was)
+    if anew:
+        await run.leave_opaque()
     run.experiment = wanted
     run.set_fabric(was, wanted)
     note_idle(run, was)
@@ -81,12 +88,11 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         await _switch(run, was, wanted)
     elif wanted.compressor != was.compressor:
         await residual.change(run, was, wanted)
-    elif wanted.strategy.opaque and (wanted.bucket_mb, wanted.fabric) != (was.bucket_mb, was.fabric):
-        run.leave_opaque()
-        run.enter_opaque()
     elif wanted.strategy != was.strategy and arrange(run, wanted):
         run.regrouped()
         await run.gather(0)  # nobody goes on before all have closed what is over
+    if anew:
+        run.enter_opaque()
     if wanted.partition.recompute != was.partition.recompute:
         note_again(run)
         await run.reading.forget()
@@ -94,6 +100,11 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     if not run.flushing:
         await move_momentum(run)
     run.choose_lane()
+
+
+def _wrapped_by(e: Experiment) -> tuple[Any, ...]:
+    """What torch's own goes by when it takes the model."""
+    return e.bucket_mb, e.fabric, e.optimizer, e.partition
 
 
 def take_role(run: Changing, wanted: Experiment) -> None:
@@ -174,7 +185,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         if wanted.lr_warmup and not in_step(was):
             await run.rate.agree(run)
         if was.strategy.opaque:
-            run.leave_opaque()
+            await run.leave_opaque()
         else:
             await was.strategy.recall(run.rank.replicas, run.state)
             if not (stays and "parameters" in wanted.strategy.shards):
@@ -185,8 +196,6 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
             await handover.consolidate(run, was.strategy)
             await handover.spread(run, was.strategy)
         await residual.change(run, was, wanted, _foreign(was, wanted))
-        if wanted.strategy.opaque:
-            run.enter_opaque()
         momentum = was.strategy.hands_on(run.rank.replicas, run.state)
         if moved:
             await own.carry(run, run.spread, spread_of(wanted, run.model, run.learner))
@@ -197,6 +206,8 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         wanted.strategy.takes(run.rank.replicas, run.state, momentum)
         if not run.reading.sharded:
             await handover.check(run)
+        if wanted.strategy.opaque:
+            run.enter_opaque()
         await run.reading.shard()
 
 

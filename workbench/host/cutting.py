@@ -24,7 +24,7 @@ class Stages:
     count:   of stages
     pieces:  of each the Modules that follow each other
     shares:  of each, what it is of the model's compute, as far as numbers of parameters tell
-    names:   by stage of the parameters that are trained, and of the buffers, as the model calls them
+    names:   by stage of the parameters, trained and frozen, and of the buffers, as the model calls them
     """
 
     count: int

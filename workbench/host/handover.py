@@ -133,8 +133,10 @@ def _numel(state: State) -> int:
 
 
 def cut(run: Changing, strategy: Any) -> Cut | None:
-    """How the optimizer's state lies in shards under `strategy`; None where it is whole on every rank."""
-    if "optimizer state" not in strategy.shards or len((groups := sharers(strategy, run.rank.size))[0]) == 1:
+    """How the optimizer's state lies in shards under `strategy`; None where it is whole on every rank, or torch's."""
+    if strategy.opaque or "optimizer state" not in strategy.shards:
+        return None
+    if len((groups := sharers(strategy, run.rank.size))[0]) == 1:
         return None
     return Cut(tuple(bucket.parts for bucket in run.layout.buckets), groups)
 

@@ -51,10 +51,14 @@ class Counts(Protocol):
 
 
 class Counted:
-    """Numbers by looking at real tensors. opened: the losses whose backward is still to come."""
+    """Numbers by looking at real tensors.
 
-    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]]) -> None:
-        self._run, self._opened = run, opened
+    opened: the losses whose backward is still to come; fully: what torch's fully_shard trains, while it does
+    """
+
+    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]],
+                 fully: Callable[[], Any] = lambda: None) -> None:  # fmt: skip
+        self._run, self._opened, self._fully = run, opened, fully
         self._alive: memory.Alive = []
 
     @property
@@ -75,21 +79,26 @@ class Counted:
 
     def forward(self, inputs: Any) -> int:
         """What hangs on the open losses, without parameters and what was put in."""
-        run = self._run
+        run, fully = self._run, self._fully()
         others = memory.parameters(run.model, run.layout) | memory.storages([inputs, run.flow.versions.kept])
+        others |= memory.storages(fully.whole()) if fully else {}
         kept = memory.saved(self._opened())
         self._alive = memory.watched({where: s for where, s in kept.items() if where not in others})
         return self.activations()
 
     @contextmanager
     def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
-        layout = self._run.layout
-        before = self.gradients()
+        layout, before = self._run.layout, self.gradients()
+        if fully := self._fully():
+            with fully.looked(self.activations) as most:
+                yield most
+            return
         with memory.Passing(layout, self._alive, memory.coming(layout, exchanged)) as passing:
             yield lambda: before + passing.most
 
     def gradients(self) -> int:
-        return memory.nbytes(memory.gradients(self._run.layout))
+        fully = self._fully()
+        return fully.gradients() if fully else memory.nbytes(memory.gradients(self._run.layout))
 
     def activations(self) -> int:
         return memory.alive(self._alive)

@@ -6,8 +6,7 @@ asked in the methods that are abstract here; each host has them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from functools import partial
+from abc import abstractmethod
 from typing import Any
 
 from workbench.experiment import Experiment
@@ -16,16 +15,18 @@ from workbench.host.evaluating import Evaluated
 from workbench.host.flow import Flow
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
+from workbench.host.ordering import Ordering
 from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.spread import Spread
+from workbench.host.steering import Look, Steering
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
 
-class Life(ABC):
+class Life(Ordering):
     """The part of a Session that goes on from boundary to boundary. See workbench.host.changing for what changes see.
 
     planned:       changes to come, in the order of their steps
@@ -42,6 +43,7 @@ class Life(ABC):
     ledger: Ledger
     reading: Reading
     flow: Flow
+    steering: Steering
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
@@ -63,6 +65,7 @@ class Life(ABC):
     async def live(self) -> None:
         """From the first evaluation to the last step."""
         await self.lay_out()
+        self.steering.begin()
         await self.evaluate(together=True)
         self.say("running")
         self.ledger.stir()
@@ -88,42 +91,12 @@ class Life(ABC):
             self.tuned()
         if self.experiment.partition.recompute[0] != "none":
             changes.note_again(self)  # type: ignore[arg-type]
-        await self._order_ahead()
+        await self.order_ahead()
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         await self.reading.shard()
         self._laid = True
         self.mark_buckets()
         self.ledger.built()
-
-    async def _order_ahead(self) -> None:
-        """Buckets are cut in the order in which gradients will come, if that is told before they do.
-
-        Where nothing but that order hangs on it, only of tasks that are pure, and without building the model once more.
-        """
-        strategy = self.experiment.strategy
-        shards = "parameters" in strategy.shards
-        if strategy.opaque or not (shards or strategy.exchanges == "gradients"):
-            return
-        if (trial := await self.reading.foresee(cheaply=not shards)) is None:
-            return
-        came, here = set(trial.arrival), set(self._order)
-        names = await self.agreed([n for n in trial.arrival if n in here] + [n for n in self._order if n not in came])
-        if names != self._order:
-            await self.relay_in(names)
-
-    @property
-    def _order(self) -> list[str]:
-        """The parameters as they lie."""
-        return [place.name for place in self.layout.order]
-
-    async def reorder(self, names: list[str]) -> None:
-        """Buckets are cut in the order in which gradients come, unless they lie so already, as was foreseen."""
-        strategy = self.experiment.strategy
-        if names == self._order:
-            return
-        if strategy.in_flight:
-            await strategy.drain(self.rank.replicas, self.state)
-        await handover.recut(self, strategy, partial(self.relay_in, names))  # type: ignore[arg-type]
 
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""
@@ -148,10 +121,14 @@ class Life(ABC):
         if apart or self.apart:
             self.go_on()
 
-    async def obey(self, change: Change) -> None:
-        """Makes one change, or refuses it in words."""
-        await changes.obey(self, change)  # type: ignore[arg-type]  # a Session is Changing
+    async def obey(self, change: Change) -> bool:
+        """Makes one change, or refuses it in words; or asks the policy. Was something made?"""
+        if isinstance(change, Look):
+            made = await self.steering.look()
+        else:
+            made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
         self.ledger.stir()
+        return made
 
     async def step(self) -> None:
         """One step and what follows from it."""
@@ -159,21 +136,27 @@ class Life(ABC):
             seconds, self.pending_pause = self.pending_pause, 0.0
             stood = await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
+        if self.rate.due(self) != self.rank.lr:
+            await self._caught_up()
         self.rate.follow(self)
         self.rank.clip = self.experiment.clip
         self.ledger.begin()
         made = await self.make()
         self.ledger.close()
         if self.flushing and self.met:
+            if self.experiment.strategy.in_flight:
+                await self.experiment.strategy.drain(self.rank.replicas, self.state)
             await residual.flushed(self)  # type: ignore[arg-type]
         await self.reading.learn(self.shown)
         if self.reorders:
             await self.reorder(await self.learned())
         self.rank.step += made
+        self.steering.steps += 1
         self.moved(made)
 
     async def evaluate(self, together: bool) -> None:
         """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
+        await self._caught_up()
         began = self.now
         if together:
             numbers, drift = await self.mean_evaluated()
@@ -185,6 +168,12 @@ class Life(ABC):
             self.sample("drift", drift)
         for name, value in numbers.items():
             self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
+
+    async def _caught_up(self) -> None:
+        """Every update of the steps so far is made, by the rate of its step."""
+        strategy = self.experiment.strategy
+        if strategy.late_update:
+            await strategy.drain(self.rank.replicas, self.state)
 
     def mark_buckets(self) -> None:
         """The buckets as they are now, in bytes each, into rank 0's record; once they are those of the first step."""
@@ -218,6 +207,10 @@ class Life(ABC):
         """The strategy's step; for how many steps it counts."""
 
     @abstractmethod
+    async def told(self, text: str) -> str:
+        """What rank 0 says, on every rank."""
+
+    @abstractmethod
     def tuned(self) -> None:
         """The partition has other knobs than before, and the model lies as it did."""
 
@@ -229,14 +222,6 @@ class Life(ABC):
     @abstractmethod
     async def learned(self) -> list[str]:
         """That order, the same on all ranks that hold the same of the model."""
-
-    @abstractmethod
-    async def agreed(self, names: list[str]) -> list[str]:
-        """What the first rank says, of those that hold the same of the model."""
-
-    @abstractmethod
-    async def relay_in(self, names: list[str]) -> None:
-        """Lays the parameters out in this order, and cuts buckets anew."""
 
     @property
     def shown(self) -> Trial | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
+from workbench.compressors._gain import Gain, feeds, gains
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
 from workbench.host.changing import Changing
@@ -25,10 +26,13 @@ class Measuring:
 
     def step(self, run: Changing) -> Coroutine[Op, Any, Any]:
         """A step of the run's strategy, measured if it is time."""
-        strategy = run.experiment.strategy
-        if run.flushing or not measurable(run.experiment):
-            return strategy.step(run.rank.replicas, run.state)
-        return self._watched(run, strategy.step(run.rank.replicas, run.state))
+        e = run.experiment
+        step = e.strategy.step(run.rank.replicas, run.state)
+        if run.flushing:
+            return step
+        if "gradient_sent" in run.steering.names and _alike(e) and gains(e.compressor):
+            step = _weighed(run, step)
+        return self._watched(run, step) if measurable(e) else step
 
     async def _watched(self, run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
         rank = run.rank
@@ -46,10 +50,23 @@ class Measuring:
         return made
 
 
+async def _weighed(run: Changing, step: Coroutine[Op, Any, Any]) -> Any:
+    """The step, in which each rank adds up how much of its gradient it sends; for a policy that goes by it."""
+    rank = run.rank
+    stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
+    made = await step
+    rank.compressor = stand_in.of
+    for name, value in stand_in.found().items():
+        run.sample(name, value)
+    return made
+
+
+def _alike(e: Experiment) -> bool:
+    """Do all ranks exchange in the same steps?"""
+    s = e.strategy
+    return s.lockstep and not (s.in_flight or s.opaque) and s.workers == 1
+
+
 def measurable(e: Experiment) -> bool:
     """Is something compressed, by all ranks in the same steps, and wanted to be measured?"""
-    if not e.measure_every:
-        return False
-    s = e.strategy
-    alike = s.lockstep and not (s.in_flight or s.opaque) and s.workers == 1
-    return alike and lossy(e.compressor)
+    return bool(e.measure_every) and _alike(e) and lossy(e.compressor)

@@ -67,6 +67,7 @@ def storages(thing: Any) -> Storages:
     """Every storage that a tensor in `thing` lies in."""
     found = {}
     for x in tensors(thing):
+        x = getattr(x, "_local_tensor", x)  # torch's DTensor: what of it is here
         if x.layout == torch.strided:
             storage = x.untyped_storage()
             found[storage._cdata] = storage

@@ -16,7 +16,7 @@ from workbench.tasks import TaskError
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-class _Handed(BaseException):
+class Handed(BaseException):
     """Leaves the user's loss at the end of a stage that is not the last; no `except Exception` of theirs sees it."""
 
     def __init__(self, value: Any) -> None:
@@ -44,7 +44,7 @@ class Piece:
         x: what the piece before has made of it; None on the first
         """
         if x is not None:
-            x, self._came[micro, chunk] = _entering(x)
+            x, self._came[micro, chunk] = entering(x)
         last = self.stage == self.stages - 1 and chunk == len(self.pieces) - 1
         parts = self.pieces[chunk]
 
@@ -52,12 +52,12 @@ class Piece:
             given = through(parts, *inputs, **named) if x is None else through(parts, x)
             if last:
                 return given
-            raise _Handed(given)
+            raise Handed(given)
 
         with instead(self.model, mine):
             try:
                 made = loss(self.model, batch)
-            except _Handed as handed:
+            except Handed as handed:
                 made = handed.value
         self._check(made, last)
         self.opened[micro, chunk] = made
@@ -149,7 +149,7 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-def _entering(x: Tensor) -> tuple[Tensor, Tensor]:
+def entering(x: Tensor) -> tuple[Tensor, Tensor]:
     """`x` as a part may take it, and where its gradient will be."""
     if not (x.is_floating_point() or x.is_complex()):
         return x, x

@@ -32,10 +32,14 @@ class Rate:
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.factor(was, step), step
 
+    def due(self, run: Any) -> float:
+        """The rate of the present step."""
+        e = run.experiment
+        return (e.lr or self.own) * self.factor(e, run.rank.step)
+
     def follow(self, run: Any) -> None:
         """Before a step and after a change: sets what is due, and writes it down if it is new."""
-        e, rank = run.experiment, run.rank
-        due = (e.lr or self.own) * self.factor(e, rank.step)
+        due, rank = self.due(run), run.rank
         if due != rank.lr:
             at_rate(run.optimizer, due)
             rank.lr = due

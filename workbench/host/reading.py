@@ -83,7 +83,7 @@ class Reading:
         """
         run = self._run
         strategy = run.experiment.strategy
-        if "parameters" not in strategy.shards:
+        if "parameters" not in strategy.shards or strategy.opaque:
             return
         if len(sharers(strategy, run.rank.size)[0]) == 1 and not strategy.offloads:
             return

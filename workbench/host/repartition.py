@@ -41,6 +41,8 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
     spread = spread_of(e, model, learner)
     for rank in range(len(spread)) if spread else (0,):
         mine = spread.trained(rank, set(shapes)) if spread else set(shapes)
+        if spread and not mine:
+            return _barren(e, spread, rank)
         here = {name: spread.local(name, shape) if spread else shape for name, shape in shapes.items() if name in mine}
         parts = [Part(name, shape, 0, prod(shape)) for name, shape in here.items()]
         said = [e.strategy.refuses_model(parts), *(c.refuses_model(parts) for c in inside(e.compressor))]
@@ -49,9 +51,23 @@ def refuses_model(e: Experiment, model: nn.Module, learner: Any) -> str | None:
     return None
 
 
+def _barren(e: Experiment, spread: Spread, rank: int) -> str:
+    stage, index = spread.place(rank)
+    said = f"partition={type(e.partition).__name__}: slice {index} of {e.partition.slices}"
+    said += f" of stage {stage}" if spread.stages else ""
+    would = "other cuts, fewer stages, or of=Whole()" if spread.stages else "partition=Whole()"
+    return (
+        f"{said} would have nothing to train, for no matrix there is dealt out and others look after what is "
+        f"whole; take {would}, or deal out more of the model's matrices"
+    )
+
+
 def able(run: Any, wanted: Experiment) -> None:
     """Raises KnobError where `run`'s model cannot be trained as `wanted` says, or cannot come to lie so."""
     if reason := refuses_model(wanted, run.model, run.learner):
+        raise KnobError(reason)
+    here = {n: p for n, p in run.model.named_parameters() if p.requires_grad and not isinstance(p, absent.Absent)}
+    if reason := wanted.strategy.refuses_values({n: p.detach() for n, p in here.items()}):
         raise KnobError(reason)
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):

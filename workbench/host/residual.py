@@ -13,6 +13,7 @@ from workbench.compressors._sketch import SIGNS, WIDTH, sketch
 from workbench.experiment import Experiment
 from workbench.host.changing import Changing
 from workbench.host.momentum import move_momentum
+from workbench.rank import Rank
 
 LONG = 3.0  # times a gradient's length: a residual that is sent at once and is longer makes a step worth a warning
 
@@ -30,6 +31,8 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
     the meantime changes nothing about that. What is owed and `foreign` to what is exchanged from now on is dropped.
     """
     left, present = _feeding(was.compressor), run.rank.compressor
+    if was.partition != wanted.partition:  # it was of what lay here
+        run.rank.memory.drop(Leaving.asked)
     steps = run.flushing if isinstance(present, Leaving) else 0
     begin(run)
     if foreign:
@@ -51,6 +54,8 @@ async def change(run: Changing, was: Experiment, wanted: Experiment, foreign: bo
         if off == "drop":
             return _dropped(run, was, ErrorFeedback.residual, owed)
         steps = left.over if off == "bleed" else 1
+        if run.rank.mesh.inside:  # what is sent is seen beside a gradient of the part that lies here
+            owed = await _owed(run, ErrorFeedback.residual, run.rank.replicas)
         if owed is not None:
             run.rank.memory.parts[Leaving.asked] = {"": owed}
     _send_on(run, steps)
@@ -87,22 +92,26 @@ def _tell_sent(run: Changing) -> None:
     detail: dict[str, Any] = {"sent": residual, "gradient": gradient, "steps": run.flushing,
                               "unit": run.experiment.strategy.exchanges}
     if float(share.norm()) > LONG * gradient:
+        part = f" (of what rank {run.rank.id} holds of the model)" if run.rank.mesh.inside else ""
         times = f"{float(share.norm()) / gradient:.1f} times" if gradient else "infinitely many times"
         detail["text"] = (
-            f"a step sent what compression had left unsent, {times} as long as its own gradient; "
+            f"a step sent what compression had left unsent, {times} as long as its own gradient{part}; "
             f"ErrorFeedback(off='bleed') would spread that over {'more' if run.flushing > 1 else 'several'} steps, "
             f"off='drop' would leave it out"
         )
     run.mark("residual", detail)
 
 
-async def _owed(run: Changing, buffer: str) -> Tensor | None:
-    """A sketch of what all ranks together owe, from one small all-reduce; None where there are sizes only."""
+async def _owed(run: Changing, buffer: str, among: Rank | None = None) -> Tensor | None:
+    """A sketch of what all ranks together owe, from one small all-reduce; None where there are sizes only.
+
+    among: of what these owe together, in place of all
+    """
     pieces = run.rank.memory.buffers.get(buffer, {})
     mine = torch.zeros(SIGNS * WIDTH, device=run.layout.order[0].param.device)
     if not mine.is_meta:
         mine = sum((sketch(piece, name) for name, piece in pieces.items()), mine)
-    total = await run.rank.all_reduce(mine, "sum", "residual")
+    total = await (among or run.rank).all_reduce(mine, "sum", "residual")
     return None if total.is_meta else total
 
 

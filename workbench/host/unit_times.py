@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 from workbench.experiment import Experiment
-from workbench.host.batches import example
+from workbench.host.batches import example, to_device
 from workbench.host.cutting import Stages, parts_of
 from workbench.host.meetings import Passes
+from workbench.host.meta import outline
 from workbench.host.piece import micro_batches
 from workbench.settings import KnobError
 from workbench.tasks import Learner
@@ -66,6 +67,25 @@ def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]
     names = {id(module): name for name, module in reversed(list(model.named_modules()))}
     return tuple(Unit(names.get(id(part)) or type(part).__name__, median(there), median(back))
                  for part, (there, back) in zip(parts, took, strict=True))  # fmt: skip
+
+
+def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
+    """Bytes of what each part hands on of one micro-batch, but the last one: nothing is computed.
+
+    Raises KnobError where the model's parts do not run on the meta device.
+    """
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            model = outline(learner)
+            parts = parts_of(model, learner)
+            batch = micro_batches(to_device(example(learner, e, "cpu"), "meta"), e.partition.micro_batches)[0]
+            passes = Passes(model, learner, Stages(len(parts), tuple((part,) for part in parts), (), ()), batch)
+            return tuple(passes.forward(number) for number in range(len(parts) - 1))
+    except Exception as error:
+        raise KnobError(
+            f"partition={type(e.partition).__name__}: what the model's parts hand on cannot be told, for they do not "
+            f"run on the meta device ({error}); take a task whose model does"
+        ) from error
 
 
 def _passed(passes: Passes) -> list[tuple[float, float]]:

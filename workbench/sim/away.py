@@ -74,25 +74,28 @@ class Outlined(Offloaded):
     def __init__(self, stepped: Any) -> None:
         super().__init__()
         self._has_stepped = stepped  # has the optimizer, which then remembers something?
+        self._likes: dict[int, tuple[tuple[Any, ...], dict[str, Tensor]]] = {}  # by bucket
 
     def _remembered(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Any]:
-        return _slots(layout, optimizer, shard) if self._has_stepped() else {}
+        return self._slots(layout, optimizer, shard) if self._has_stepped() else {}
 
     def _give(self, layout: Layout, optimizer: Any, shard: Bucket, values: dict[Any, Any]) -> None:
         """It has them."""
 
     def _stepped(self, layout: Layout, optimizer: Any, shard: Bucket, *_: Any) -> dict[Any, Any]:
-        return _slots(layout, optimizer, shard)
+        return self._slots(layout, optimizer, shard)
 
-
-def _slots(layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Tensor]:
-    """What an optimizer that has stepped remembers of a shard: cut as its parameters are, or whole."""
-    numel = {part.name: part.stop - part.start for part in shard.parts}
-    places = [place for place in layout.groups[shard.index] if place.name in numel]
-    cut = elementwise(optimizer)
-    found: dict[Any, Tensor] = {}
-    for name, like in likes(places, optimizer).items():
-        slot, _, parameter = name.partition("/")
-        n = numel[parameter] if cut and not like.numel() else max(like.numel(), 1)
-        found[parameter, slot] = layout.weights[shard.index].new_empty(n, dtype=like.dtype)
-    return found
+    def _slots(self, layout: Layout, optimizer: Any, shard: Bucket) -> dict[Any, Tensor]:
+        """What an optimizer that has stepped remembers of a shard: cut as its parameters are, or whole."""
+        of, like = self._likes.get(shard.index, ((), {}))
+        if of != (layout, optimizer):  # found by steps of the optimizer, as often as there is another
+            like = likes(layout.groups[shard.index], optimizer)
+            self._likes[shard.index] = (layout, optimizer), like
+        numel, cut = {part.name: part.stop - part.start for part in shard.parts}, elementwise(optimizer)
+        found: dict[Any, Tensor] = {}
+        for name, x in like.items():
+            slot, _, parameter = name.partition("/")
+            if parameter in numel:
+                n = numel[parameter] if cut and not x.numel() else max(x.numel(), 1)
+                found[parameter, slot] = layout.weights[shard.index].new_empty(n, dtype=x.dtype)
+        return found

@@ -12,19 +12,22 @@ from workbench.analysis.words import duration
 from workbench.experiment import Experiment, given
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES
-from workbench.host.balancing import NEVER, balanced
+from workbench.host.balancing import NEVER, Way, front
 from workbench.host.cutting import bound, cut, parts_of, weight
 from workbench.host.meta import outline
-from workbench.host.unit_times import Unit, unit_times
+from workbench.host.unit_times import Unit, handed_on, unit_times
 from workbench.partitions import Partition
+from workbench.policies import ByHand
 from workbench.record.run import Run
 from workbench.settings import KnobError, fold
 from workbench.sim.costs import Costs
 from workbench.sim.durations import Duration
 from workbench.sim.fits import MOST, longest
 from workbench.sim.simulate import simulate
+from workbench.tasks import Learner
 
 SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at
+TRIED = 6  # ways to cut that are predicted
 
 
 class Cut(NamedTuple):
@@ -47,6 +50,7 @@ class Balanced(NamedTuple):
     best:      what they come to; even: the same of cuts by numbers of parameters, None where these cannot be
     units:     what each part takes, of one micro-batch
     costs:     the same as `simulate` and `plan` take it, for a replica's whole batch
+    exact:     were all cuts weighed? Of several pieces per stage there may be too many
     """
 
     partition: Partition
@@ -54,6 +58,7 @@ class Balanced(NamedTuple):
     even: Cut | None
     units: tuple[Unit, ...]
     costs: Costs
+    exact: bool = True
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -66,7 +71,8 @@ class Balanced(NamedTuple):
 
     def __repr__(self) -> str:
         even = f"; by numbers of parameters {self.even!r}, {self.gain:.2f} times as long" if self.even else ""
-        return "\n".join([f"{self.best!r}{even}", *self._lines()])
+        some = "" if self.exact else "; of too many cuts the most promising were weighed"
+        return "\n".join([f"{self.best!r}{even}{some}", *self._lines()])
 
     def _lines(self) -> Iterator[str]:
         """Each part with what it takes, in the stage where it comes to lie."""
@@ -87,10 +93,13 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
     slow:   by stage how many times longer its ranks take, besides what `experiment`'s faults make of the first step; or
             a run whose last steps had as many stages: what these took against what their parts should, faults and all
 
-    The slowest piece's forward and backward is what is made small, by trying all cuts (workbench.host.balancing). A
-    stage of several pieces has the fastest slowest piece, which need not be the fastest slowest stage. What crosses
-    between stages is not weighed there, and counts in the predicted steps, which `simulate` makes with these costs; the
-    optimizer's own time does not. Where cuts by numbers of parameters are predicted to be faster, they are proposed.
+    Two things are weighed: what the slowest stage takes forward and backward, with all its pieces, and how long the
+    links are busy with what crosses between pieces, both ways. Of all cuts those are found of which no other is better
+    in both (workbench.host.balancing); where stages have several pieces and there are too many, the most promising were
+    weighed, and `exact` says so. Which of the two counts for how much hangs on the schedule, so `simulate` predicts a
+    step of TRIED of these, from the fastest slowest stage to the least that crosses, and of cuts by numbers of
+    parameters, and the fastest is proposed. A codec between stages counts there only; the optimizer's own time does
+    not.
 
     Raises KnobError where the partition has no stages, or the model cannot be cut into so many.
     """
@@ -112,7 +121,7 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
     factors = _recorded(slow, e, units, model, learner) if isinstance(slow, Run) else _factors(slow, way.depth)
     rows = [[f * u.forward + b * u.backward for u in units] for f, b in _slowness(e, factors)]
     try:
-        cuts = balanced(rows, count, *bound(parts))
+        ways, exact = front(rows, count, *bound(parts), way.depth, _crossing(e, learner))
     except ValueError:
         cut(e, model, learner)  # which says why in words
         raise KnobError(
@@ -120,15 +129,31 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
             f"which has parameters to train and no tied one of another's; take fewer"
         ) from None
     costs = _costs(e, units, factors)
-    best, bare = replace(way, cuts=cuts), replace(way, cuts=())  # type: ignore[call-arg]
+    bare = replace(way, cuts=())  # type: ignore[call-arg]
     try:
         even = _predicted(e, bare, cut(replace(e, partition=bare), model, learner).cuts, costs)
     except KnobError:
         even = None
-    found = _predicted(e, best, cuts, costs)
-    if even is not None and even.step_s < found.step_s:  # less crosses between stages there, and that counts for more
-        best, found = replace(best, cuts=even.cuts), even  # type: ignore[call-arg]
-    return Balanced(best, found, even, units, costs)
+    tried = [_predicted(e, replace(way, cuts=w.cuts), w.cuts, costs) for w in _some(ways)]  # type: ignore[call-arg]
+    found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)  # the first of those as fast
+    return Balanced(replace(way, cuts=found.cuts), found, even, units, costs, exact)  # type: ignore[call-arg]
+
+
+def _some(ways: list[Way]) -> list[Way]:
+    """Some of them, the first and the last among them, as far from each other as can be."""
+    last = len(ways) - 1
+    return [ways[at] for at in sorted({round(k * last / (TRIED - 1)) for k in range(TRIED)})]
+
+
+def _crossing(e: Experiment, learner: Learner) -> list[list[float]]:
+    """Seconds that links are busy with one micro-batch if a piece begins at a part: a row for each of its stages."""
+    way = e.partition
+    if not e.fabric.shaped:
+        return [[]]
+    sizes, slices = handed_on(e, learner), way.size // way.depth
+    firsts = [stage * slices for stage in range(way.depth)]
+    links = [e.fabric.path(sorted((firsts[stage - 1], first))) for stage, first in enumerate(firsts)]
+    return [[0.0, *(2 * link.seconds(nbytes, 1) for nbytes in sizes)] for link in links]
 
 
 def _given(times: Sequence[tuple[float, float]], count: int) -> tuple[Unit, ...]:
@@ -199,7 +224,8 @@ def _predicted(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Cost
     looked = max(STEPS, min(longest(e.strategy), MOST) if e.strategy.periodic else 0)
     never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
     stop = SETTLE * max(1, never) + looked
-    run = simulate(replace(e, partition=way, steps=stop + never, eval_every=0, memory_mb=0.0), costs=costs)
+    short = replace(e, partition=way, steps=stop + never, eval_every=0, memory_mb=0.0, policy=ByHand())
+    run = simulate(short, costs=costs)
     found = analysis.bubble(run.timeline, looked, stop)
     assert found is not None
     return Cut(cuts, float(analysis.step_times(run.timeline, looked, stop).seconds.mean()), found.share)

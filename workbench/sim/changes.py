@@ -160,18 +160,22 @@ class Turnable(Life):
         if strategy.shared and self.rank.size > 1:
             self.share()
         self.state = strategy.init(self.rank.replicas, self.body.params())
+        self.regrouped()
 
     def sharded(self, buckets: Cut | None) -> None:
         """With sizes only one optimizer stands for all ranks', so it is told of which part they keep the state."""
         self.body.shards = buckets
 
     def regrouped(self) -> None:
-        """Nothing here outlives the groups that it was for."""
+        """Children are counted anew: ranks that were stages of a replica have started unlike numbers of them."""
+        for lane in self.host.lanes.values():
+            lane.count_anew()
 
     def enter_opaque(self) -> None:
         raise AssertionError("refused before it starts")
 
-    leave_opaque = enter_opaque
+    async def leave_opaque(self) -> None:
+        self.enter_opaque()
 
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
@@ -187,6 +191,11 @@ class Turnable(Life):
         """Every rank's number, by rank."""
         numbers: list[int] = await Op("together", "agree", number, lambda each: [each] * len(each), 0.0)
         return numbers
+
+    async def told(self, text: str) -> str:
+        """What rank 0 says, on every rank."""
+        said: str = await Op("together", "tell", text, lambda each: [each[0]] * len(each), 0.0)
+        return said
 
     # -- saying --
 
@@ -215,7 +224,7 @@ def refused(e: Experiment, costs: Costs | None, made: Callable[[], Any] | None =
     if e.strategy.opaque:
         return (
             f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "
-            f"DDP, which sends the same bytes"
+            f"{'ZeRO3, which shares out the same' if e.strategy.shards else 'DDP, which sends the same bytes'}"
         )
     if not e.pace and costs is None:
         return (

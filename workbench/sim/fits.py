@@ -8,6 +8,7 @@ from typing import Any
 from workbench import analysis
 from workbench.experiment import Experiment
 from workbench.host.budget import MB, OutOfMemory
+from workbench.policies import ByHand
 from workbench.settings import Change, KnobError, knobs, resolve
 from workbench.sim.simulate import simulate
 
@@ -33,7 +34,7 @@ def require_memory(e: Experiment, path: str = "", value: Any = None) -> None:
         return
     before = STEPS + min(MOST, longest(e.strategy)) if path else 0
     steps, healthy = before + STEPS + min(MOST, longest(wanted.strategy)), replace(e.fabric, faults=())
-    short = replace(e, steps=steps, eval_every=0, pace=e.pace or 1.0, fabric=healthy)
+    short = replace(e, steps=steps, eval_every=0, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
     try:
         run = simulate(short, changes=[Change(before, path, value)] if path else [], real=False)
     except OutOfMemory as error:

@@ -102,7 +102,7 @@ class Mailboxes:
     def _taken(self, wait: _Wait, message: Message) -> tuple[Tensor, int]:
         """Writes down, as the engine does, how long a step has waited and whose message was the next of anyone's."""
         host, now = wait.fiber.host, self.world.clock.now
-        if now > wait.since and wait.fiber.origin != "background ":
+        if now > wait.since and wait.fiber.lane is None:
             name = message_name("recv", wait.kind, **{"from": wait.source})
             host.span("wait", name, wait.since, wait.since, now, 0)
         if wait.source is None:

@@ -17,6 +17,7 @@ from workbench.host.measuring import Measuring
 from workbench.host.momentum import stilled
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.steering import Steering
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op
 from workbench.sim.changes import Turnable
@@ -37,6 +38,7 @@ class Session(Turnable):
         self.world, self.body = world, body
         self.host = Host(world, index, experiment, body)
         self.rank, self.flow = self.host.rank, self.host.flow
+        self.steering = self.host.steering = Steering(self)
         self.rank.density = (world.costs and world.costs.density) or self.rank.density
         self.rank.lr = experiment.lr or rate(body.optimizer)
         self.rate = Rate(experiment, body.optimizer)
@@ -65,8 +67,11 @@ class Session(Turnable):
 
     async def live(self) -> None:
         """The whole run on this rank."""
-        self.mark("start", {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
-                            "parameters": self.layout.numel, "nbytes": self.layout.nbytes})
+        said = {"host": "simulated", "device": "cpu" if self.world.real else "sizes only",
+                "parameters": self.layout.numel, "nbytes": self.layout.nbytes}  # fmt: skip
+        if (many := self.world.size // self.world.first) > 1:
+            said["stands_for"] = many
+        self.mark("start", said)
         changes.note_idle(self)
         self.enter(None, self.experiment)
         await super().live()
@@ -101,7 +106,7 @@ class Session(Turnable):
             self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
         if losses := self.body.losses:
-            self.world.record.sample(self.rank.id, self.rank.step, "loss", clock.now, sum(losses) / len(losses))
+            host.note("loss", sum(losses) / len(losses))
             losses.clear()
         return made or 1
 
@@ -210,6 +215,7 @@ class Session(Turnable):
     def _ended(self, fiber: Fiber) -> None:
         """A worker or the background has returned."""
         if fiber.waiter is not None:
+            fiber.waiter.resumed = self.host.clock.now
             return fiber.waiter.resume(fiber.value)
         if fiber is self.background:
             self.background = None

@@ -45,8 +45,9 @@ def simulate(
     replay:   a run on the engine whose order of arrivals is followed: where ranks keep no common step, messages are
               taken from whom it took them, and backgrounds come round after the steps after which its did.
     alike:    True: the ranks of the first replica are simulated and recorded alone, and stand for those at their place
-              in all others, to the bit (but where a last shard is shorter): thousands cost no more than few. With sizes
-              only, without changes
+              in all others, to the bit: thousands cost no more than few. With sizes only, without changes. What goes to
+              a host or disk (ZeROOffload, ZeROInfinity) is the first rank's: a shard has a counter of 4 bytes for each
+              parameter of which it has a piece, and the last may be shorter, so others are off by as little
 
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
     passes, and StrategyError when they ask for different things.
@@ -58,13 +59,24 @@ def simulate(
         raise KnobError(reason)
     if not experiment.steps:
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
-    learner = experiment.task.build()
+    first = _first(experiment, costs, real or replay is not None or bool(changes)) if alike else experiment.ranks
+    return _run(experiment, experiment.task.build(), costs, first, None, changes, real, _followed(replay, experiment))
+
+
+def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
+              seen: dict[Any, Any] | None) -> Run:  # fmt: skip
+    """As `simulate`, with sizes only, of what was checked already. seen: see `Passes`. Raises what `simulate` does."""
+    if reason := refused(experiment, costs):
+        raise KnobError(reason)
+    return _run(experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen)
+
+
+def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
+         changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None) -> Run:  # fmt: skip
     planned = sorted(changes, key=lambda c: c.at_step)
-    first = _first(experiment, costs, real or replay is not None or bool(planned)) if alike else experiment.ranks
     with _apart(real):
-        world = World(experiment.ranks, costs, experiment.seed, planned, real, _followed(replay, experiment),
-                      first)
-        bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first)
+        world = World(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
+        bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first, seen)
         body = next(bodies)
         if reason := refused(experiment, costs, lambda: body.optimizer):
             raise KnobError(reason)
@@ -108,8 +120,8 @@ def _environment(real: bool) -> dict[str, Any]:
     return {"host": "simulated", "tensors": "real" if real else "sizes only", "torch": torch.__version__}
 
 
-def _sizes(experiment: Experiment, learner: Learner, first: int) -> Iterator[Any]:
-    whole = Outline(experiment, learner)
+def _sizes(experiment: Experiment, learner: Learner, first: int, seen: dict[Any, Any] | None) -> Iterator[Any]:
+    whole = Outline(experiment, learner, seen)
     return (Sizes(whole, experiment.bucket_mb) for _ in range(first))
 
 

@@ -20,6 +20,7 @@ from workbench.host.curvature import Curvature
 from workbench.host.layout import Layout
 from workbench.host.offload import Offloaded
 from workbench.host.slots import step_shard
+from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
 from workbench.sim.outline import Cut, ready
@@ -54,6 +55,7 @@ class Tensors(Portion):
         self.reading: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
         self._worker = ""
+        self._waves: Waves | None = None
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
         self._learned = False
@@ -120,6 +122,9 @@ class Tensors(Portion):
     def batch(self) -> Any:
         return self.batches.next()
 
+    def client(self, index: int, count: int) -> None:
+        self.batches.client(index, count)
+
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_randomness(), torch.enable_grad():
             inputs = self.batches.next() if x is None else x
@@ -133,9 +138,22 @@ class Tensors(Portion):
         self.ledger.forward(inputs)
         return loss.detach()
 
+    def rise(self, waves: Waves, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
+        """A batch through a piece of the model; through the last one, its loss."""
+        self._waves = waves
+        with self._own_randomness(), torch.enable_grad():
+            batch, loss = waves.rise(self.batches.next, micro, piece, of, falls)
+        if loss is not None:
+            self.losses.append(float(loss.detach()))
+            if not falls:
+                self._open[self._worker, micro] = loss
+        self.ledger.forward(batch)
+        return None if loss is None else loss.detach()
+
     def opened(self) -> Iterable[Tensor]:
         """What backward is still to be asked of."""
-        return [*self._open.values(), *(self.piece.opened.values() if self.piece else ())]
+        risen = self._waves.opened() if self._waves else ()
+        return [*risen, *self._open.values(), *(self.piece.opened.values() if self.piece else ())]
 
     def turn(self, worker: str) -> None:
         """What comes now is `worker`'s: parameters are common to all workers of a rank, gradients are not."""

@@ -14,6 +14,7 @@ import numpy as np
 from workbench import analysis
 from workbench.analysis.words import duration
 from workbench.experiment import Experiment, given
+from workbench.policies import ByHand
 from workbench.settings import KnobError, fold, short
 from workbench.sim import Costs, simulate
 
@@ -59,7 +60,8 @@ def what_if(run: Run, settings: Mapping[str, Any] | None = None) -> WhatIf:
         raise KnobError(f"settings={short(settings)}: must be a dict of values by path, such as {{'ranks': 16}}")
     other = given.turned(now, (settings or {}).items())
     costs = Costs.measured(run)
-    same, imagined = (simulate(replace(e, steps=_steps(e), eval_every=0), costs=costs) for e in (now, other))
+    same, imagined = (simulate(replace(e, steps=_steps(e), eval_every=0, policy=ByHand()), costs=costs)
+                      for e in (now, other))  # fmt: skip
     first, stop = _settled(run)
     sent = analysis.bytes_per_step(imagined.timeline, SETTLE, _steps(other))
     return WhatIf(

@@ -6,6 +6,8 @@ from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.backup_workers import BackupWorkers as BackupWorkers
 from workbench.strategies.bmuf import BMUF as BMUF
 from workbench.strategies.bounded_staleness import BoundedStaleness as BoundedStaleness
+from workbench.strategies.byte_scheduler import ByteScheduler as ByteScheduler
+from workbench.strategies.dabmd import DABMD as DABMD
 from workbench.strategies.ddp import DDP as DDP
 from workbench.strategies.diloco import DiLoCo as DiLoCo
 from workbench.strategies.easgd import EASGD as EASGD
@@ -27,7 +29,10 @@ from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from workbench.strategies.sync_server import SyncServer as SyncServer
+from workbench.strategies.teasq_fed import TEASQFed as TEASQFed
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
+from workbench.strategies.torch_fsdp import TorchFSDP as TorchFSDP
+from workbench.strategies.wavelet import Wavelet as Wavelet
 from workbench.strategies.zero_1 import ZeRO1 as ZeRO1
 from workbench.strategies.zero_2 import ZeRO2 as ZeRO2
 from workbench.strategies.zero_3 import ZeRO3 as ZeRO3

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.rank import Bucket, Part, Rank
 from workbench.settings import Family
 from workbench.strategies._capabilities import Apart, Beside, OneMemory, Outer, Serving, Sharding, Unfinished
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,13 @@ class Strategy(Serving, Apart, Beside, Unfinished, Sharding, Outer, OneMemory, F
 
     def refuses_model(self, parts: list[Part]) -> str | None:
         """Why it cannot train a model of these parameters, in a sentence that says what would do; or None."""
+        return None
+
+    def refuses_values(self, params: Mapping[str, Tensor]) -> str | None:
+        """Why it cannot begin with these parameters, by name, in a sentence that says what would do; or None.
+
+        Asked of those that this rank holds whole; `init` is given all.
+        """
         return None
 
     def refuses(self, compressor: Any) -> str | None:

@@ -80,9 +80,12 @@ class Unfinished:
 
     in_flight: exchanges are under way, or things are kept by bucket, when a step ends; `drain` ends that before
                anything is changed, and before buckets are cut anew
+    late_update: a step's update, too, may be made in the next one, which needs `in_flight`; `drain` makes it. So it is
+                 drained before an evaluation and before the learning rate changes, too, and ranks are whole replicas
     """
 
     in_flight: ClassVar[bool] = False
+    late_update: ClassVar[bool] = False
 
     async def drain(self, rank: Rank, state: Any) -> None:
         """Where exchanges are `in_flight`: finishes them, to go on with the same `state`. Without it: `leave`."""

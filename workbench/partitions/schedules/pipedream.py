@@ -30,6 +30,10 @@ class PipeDream(Schedule):
     loss is that of the newest weights and drains nothing. Where gradients are clipped all stages wait for each other
     in each step.
 
+    Two things are not as after a flush. Random numbers that forgotten forwards have drawn (dropout) are not given back,
+    so their minibatches draw others when they go forward once more. And in an evaluation the running statistics of a
+    stage (BatchNorm) have seen the p-1-i minibatches that it is ahead, which its weights have not.
+
     When to use it: where 1F1B's bubble hurts and stale gradients do not: slow links, many steps, a rate that warms up.
 
     Reference: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,

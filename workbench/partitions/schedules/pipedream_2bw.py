@@ -24,7 +24,8 @@ class PipeDream2BW(Schedule):
     two versions of its weights ("double-buffered weights"). Stage i keeps the activations of p-i micro-batches, which
     takes m >= p. Once full, equal stages never stand still but for what messages take.
 
-    Before anything is changed the pipeline is drained, and a held-out loss drains nothing: see PipeDream.
+    Before anything is changed the pipeline is drained, and a held-out loss drains nothing: see PipeDream, also for what
+    random numbers and running statistics are then; here a stage is p-1-i micro-batches ahead.
 
     When to use it: as PipeDream, for deeper pipelines and larger batches, at a fraction of the memory.
 
