@@ -346,6 +346,13 @@ def published(d: dict[str, Any]) -> str:
     return section(d)
 
 
+def priorities(d: dict[str, Any]) -> str:
+    """ByteScheduler beside DDP's order."""
+    from tests.bench.priorities import section
+
+    return section(d)
+
+
 def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
     def section(d: dict[str, Any]) -> str:
         rows = []
@@ -362,7 +369,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
     "activations": activations.text,
     "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "record": record, "published": published, "memory": memory, "second_order": second_order,
+    "netns": netns, "record": record, "published": published, "priorities": priorities, "memory": memory, "second_order": second_order,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
 }  # fmt: skip
