@@ -85,7 +85,7 @@ def main() -> None:
     ask.add_argument("--runs", type=Path, default=Path("runs"))
     ask.add_argument("--rounds", type=int, default=5)
     a = ask.parse_args()
-    nbytes = 4 * sum(parameter.numel() for parameter in TASK.build().model.parameters())
+    nbytes = 4 * sum(parameter.numel() for parameter in TASK.build().model().parameters())
     cells: list[dict[str, Any]] = []
     with Lab(ranks=RANKS, name="priorities") as lab:
         for wire in WIRES:
