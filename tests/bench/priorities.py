@@ -25,11 +25,11 @@ from workbench.run import Run
 from workbench.strategies import DDP, ByteScheduler, Strategy
 from workbench.tasks import ByteGPT
 
-RANKS, PACE, BUCKET = 4, 400.0, 0.4  # ms of a step's compute; MB
+RANKS, PACE, BUCKET = 4, 2000.0, 0.4  # ms of a step's compute; MB
 TASK = ByteGPT(layers=6)
 WIRES = (0.5, 1.0, 2.0)  # how many times as long as compute the wire takes
 SLICE = 0.2  # MB: P3's 50,000 parameters
-STEPS = 6  # of a block; the first two after a switch do not count
+STEPS = 4  # of a block; the first two after a switch do not count
 WAYS: dict[str, Strategy] = {
     "DDP": DDP(),
     "pieces in DDP's order": ByteScheduler(order="fifo", partition_mb=SLICE, credit_mb=SLICE),
