@@ -44,6 +44,7 @@ class ShadowBMUF(Strategy):
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
 
     def init(self, rank: Rank, params: list[Bucket]) -> Shadow:

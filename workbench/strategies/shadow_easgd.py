@@ -54,6 +54,7 @@ class ShadowEASGD(Strategy):
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
     in_flight: ClassVar[bool] = True  # what a server holds goes by bucket
 
