@@ -39,6 +39,8 @@ COMMANDS = {
     "across": ["tests.bench.across"],
     "published": ["tests.bench.published"],
     "priorities": ["tests.bench.priorities"],
+    "shadow": ["tests.bench.shadow"],
+    "shadow_quality": ["tests.bench.shadow_quality"],
     "memory": ["tests.bench.memory"],
     "second_order": ["tests.bench.second_order"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],

@@ -353,6 +353,20 @@ def priorities(d: dict[str, Any]) -> str:
     return section(d)
 
 
+def shadow(d: dict[str, Any]) -> str:
+    """Shadows beside foreground synchronisation."""
+    from tests.bench.shadow import section
+
+    return section(d)
+
+
+def shadow_quality(d: dict[str, Any]) -> str:
+    """Shadows' loss beside foreground synchronisation's."""
+    from tests.bench.shadow_quality import section
+
+    return section(d)
+
+
 def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
     def section(d: dict[str, Any]) -> str:
         rows = []
@@ -369,7 +383,8 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
     "activations": activations.text,
     "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "record": record, "published": published, "priorities": priorities, "memory": memory, "second_order": second_order,
+    "netns": netns, "record": record, "published": published, "priorities": priorities,
+    "shadow": shadow, "shadow_quality": shadow_quality, "memory": memory, "second_order": second_order,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
 }  # fmt: skip

@@ -45,6 +45,14 @@ def test_the_planted_model_reaches_the_entropy_and_no_other_does(task: ClickThro
     assert best["auc"] > 0.6 and evaluate(KnowsTheWorld(task, 0.0))["auc"] == 0.5
 
 
+def test_the_normalised_entropy_is_one_for_whoever_knows_the_rate_alone(task: ClickThrough = SMALL) -> None:
+    evaluate = task.build().evaluate
+    rate = held_out(task._about).chance.double().mean()
+    assert evaluate(KnowsTheWorld(task, 0.0, float(torch.logit(rate))))["normalised entropy"] == pytest.approx(1.0)
+    assert evaluate(KnowsTheWorld(task, 0.0, 0.0))["normalised entropy"] > 1.0
+    assert evaluate(KnowsTheWorld(task))["normalised entropy"] < 0.95
+
+
 def test_drawn_clicks_cost_the_planted_model_its_entropy_but_for_the_luck_of_drawing() -> None:
     held = held_out(ClickThrough()._about)
     cost = F.binary_cross_entropy(held.chance, held.clicked, reduction="none").double()

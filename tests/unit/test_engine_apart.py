@@ -26,12 +26,21 @@ from workbench.fabric import Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
 from workbench.rank import Rank
 from workbench.settings import Change, to_plain
-from workbench.strategies import AsyncServer, Hogwild, LocalSGD, ShadowMA, Strategy, SyncServer
+from workbench.strategies import (
+    AsyncServer,
+    Hogwild,
+    LocalSGD,
+    ShadowBMUF,
+    ShadowEASGD,
+    ShadowMA,
+    Strategy,
+    SyncServer,
+)  # fmt: skip
 
 pytestmark = pytest.mark.ranks
 
-APART = [ShadowMA(), AsyncServer(), SyncServer(), AsyncServer(servers=1, push=2, fetch=3),
-         Hogwild()]
+APART = [ShadowMA(), ShadowBMUF(), ShadowEASGD(), ShadowEASGD(servers=1), AsyncServer(), SyncServer(),
+         AsyncServer(servers=1, push=2, fetch=3), Hogwild()]
 apart = pytest.mark.parametrize("strategy", APART, ids=str)
 SLOW = (Slow(rank=1, factor=3.0),)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workbench.engine.canonical import gathered
 from workbench.engine.collectives import Aborted, Wire
 from workbench.engine.lane import Lane
 from workbench.engine.mailbox import BACKGROUND, SLICE
@@ -41,7 +42,8 @@ class Background:
         self._moved = threading.Event()  # the step has moved on
         self._done = threading.Event()
         self._done.set()
-        self._expected: int | None = None  # messages from steps that will have come in all
+        self._over = False  # nothing more is to come: whoever waits for a message is told so
+        self._looked = -1  # how many messages had come when this background found that it has to wait for one
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
@@ -55,7 +57,7 @@ class Background:
 
     def go(self, coro: Coroutine[Op, Any, Any]) -> None:
         """Begins, or begins again after a meeting."""
-        self._expected = None
+        self._over, self._looked = False, -1
         self._idle.clear()
         self._done.clear()
         self._coros.put(coro)
@@ -69,15 +71,40 @@ class Background:
         self._idle.set()
         self._moved.set()
 
-    def drain(self, expected: int) -> None:
-        """Every rank's step stands still, and `expected` messages from them will have come here: lets it end."""
-        self._expected = expected
+    def drain(self, control: Wire | None) -> None:
+        """Every rank's step stands still: lets the backgrounds finish what they have begun with each other, and end."""
         self.idle()
+        self._until_quiet(control)
+        self._over = True
         while not self._done.wait(SLICE):
             self.run.mailbox.nudge()
             if self.run.leaving.is_set():
                 raise Aborted("left while the background was ending")
         self.check()
+
+    def _until_quiet(self, control: Wire | None) -> None:
+        """Returns on all ranks at once, when no message is under way and every background has ended or waits for one.
+
+        Two looks in a row must find that, and the same numbers of messages: what one rank tells in between another may
+        not have counted yet. As in Mattern, "Algorithms for distributed termination detection", 1987.
+        """
+        before, rest = [-1, -1], 1e-3
+        while True:
+            self.check()
+            quiet, posted, came = self._state()
+            table = gathered(control, [quiet, posted, came])
+            now = [sum(row[1] for row in table), sum(row[2] for row in table)]
+            if all(row[0] for row in table) and now[0] == now[1] and now == before:
+                return
+            before = now
+            self.run.mailbox.pause(rest)
+            rest = min(2 * rest, SLICE)
+
+    def _state(self) -> tuple[int, int, int]:
+        """Has it ended, or found nothing among the messages that have come? And how many were posted and have come."""
+        done, looked = self._done.is_set(), self._looked  # before it is counted what has come: it waits still, if equal
+        posted, came = self.run.mailbox.posted, self.run.mailbox.came
+        return done or looked == came, posted, came
 
     def retire(self, patience: float = 3.0) -> None:
         """Lets the round under way end, here and on the other ranks, for a group that is cut in the middle of one may
@@ -85,7 +112,7 @@ class Background:
 
         patience: seconds; on a busy machine the other ranks may need one or two to come to it
         """
-        end, self._expected = time.monotonic() + patience, 0  # a server need not wait for messages either
+        end, self._over = time.monotonic() + patience, True  # a server need not wait for messages either
         self.idle()
         self.run.mailbox.nudge()
         if self._done.wait(patience):
@@ -118,6 +145,7 @@ class Background:
                 self.error = error
                 self.run.mailbox.nudge()
             self._done.set()
+            self.run.mailbox.nudge()
 
     def _perform(self, op: Op) -> Any:
         self.lane.step = self.run.lane.step  # what is done after a step and before the next belongs to the former
@@ -160,10 +188,12 @@ class Background:
         self.run.mailbox.send(tensor, to, kind, BACKGROUND)
 
     def _recv(self, into: torch.Tensor | None, source: int | None, kind: str) -> Any:
-        got = self.run.mailbox.recv(into, source, kind, self._over)
+        got = self.run.mailbox.recv(into, source, kind, self._nothing)
         if source is None and got is not None:
             self._sample(message_name("recv", kind), got[1])
         return got
 
-    def _over(self) -> bool:
-        return self._expected is not None and self.run.mailbox.came >= self._expected
+    def _nothing(self) -> bool:
+        """Asked by the mailbox, which has no such message: will none come?"""
+        self._looked = self.run.mailbox.came
+        return self._over

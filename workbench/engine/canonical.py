@@ -26,6 +26,17 @@ def all_equal(wire: Wire | None, number: int) -> list[int]:
     return out.tolist()
 
 
+def gathered(wire: Wire | None, numbers: list[int]) -> list[list[int]]:
+    """Every rank's `numbers`, equally many, by rank."""
+    if wire is None:
+        return [numbers]
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    out = torch.empty(wire.size, len(numbers), dtype=torch.int64)
+    wire.wait(wire.all_gather(out.view(-1), mine))
+    rows: list[list[int]] = out.tolist()
+    return rows
+
+
 def check_equal(wire: Wire | None, number: int, what: str) -> None:
     """Raises Disagreement naming the ranks whose `number` differs from rank 0's."""
     check_same(all_equal(wire, number), what)

@@ -45,7 +45,7 @@ class Mailbox:
 
     page:  messages of an earlier page are dropped; a page is turned when another strategy takes over
     meet:  the latest step at which all ranks are to meet that this rank has heard of; every message tells it
-    came:  messages from steps that have come so far; sent: by receiver, those posted from this rank's step
+    came:  a strategy's messages that have come so far; posted: those that were posted here
     secret, limit: what only ranks of this run know, and how many bytes one message may have
     """
 
@@ -58,8 +58,7 @@ class Mailbox:
         self.chip = Chip()
         self.port, self.leaving, self.span, self.local = port, leaving, span, local
         self.tell_strangers: Callable[[int], None] = lambda count: None
-        self.page, self.meet, self.came = 0, -1, 0
-        self.sent = [0] * rank.size
+        self.page, self.meet, self.came, self.posted = 0, -1, 0, 0
         self.gone: set[int] = set()  # ranks that have closed their end
         self.heard_from: set[int] = set()  # ranks whose line to this one is open
         self._why: dict[int, str] = {}  # of ranks that are gone: the reason, where it is more than that
@@ -108,8 +107,8 @@ class Mailbox:
             raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
         what = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
         page = ALWAYS if origin == HOST else self.page
-        if origin == STEP:
-            self.sent[to] += 1
+        with self._news:  # steps and the background post
+            self.posted += origin != HOST
         if to == self.rank:
             return self.arrived(to, f"{kind}\n{what}", data, origin, page, self.meet, 0.0, 0.0)
         asked = self.port.now()
@@ -225,7 +224,7 @@ class Mailbox:
         kind, what = text.rsplit("\n", 1)
         ready = self.port.take(source, begun, plain)
         with self._news:
-            self.came += origin == STEP
+            self.came += origin != HOST
             self.meet = max(self.meet, meet)
             if page >= self.page:
                 self._boxes.setdefault((page, kind), deque()).append(Message(source, what, data, ready))

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from workbench.engine.background import Background
+from workbench.engine.canonical import all_equal, gathered
 from workbench.engine.collectives import Aborted
 from workbench.engine.shaping import Shaper
 from workbench.host import meeting
@@ -121,21 +120,16 @@ class Meeting:
 
     def assemble(self) -> None:
         """Waits for all ranks, and for their backgrounds to end."""
-        run, size = self.run, self.run.rank.size
+        run = self.run
         facts = [run.rank.step, self.run.due, self.over, run.mailbox.meet, run.paused]
-        mine = torch.tensor([*facts, *run.mailbox.sent], dtype=torch.int64)
-        table = mine.view(1, -1)
-        if run.control is not None:
-            table = torch.empty(size, len(mine), dtype=torch.int64)
-            run.control.wait(run.control.all_gather(table.view(-1), mine))
-        self.latest, self.due, self.over = int(table[:, 0].max()), int(table[0, 1]), bool(table[0, 2])
-        run.mailbox.meet = int(table[:, 3].max())  # a meeting that some have heard of is known to all
-        run.paused = bool(table[0, 4])
+        table = gathered(run.control, facts)
+        self.latest, self.due, self.over = max(row[0] for row in table), table[0][1], bool(table[0][2])
+        run.mailbox.meet = max(row[3] for row in table)  # a meeting that some have heard of is known to all
+        run.paused = bool(table[0][4])
         run.credit = 0 if run.paused else run.credit
         if self.background is not None:
-            self.background.drain(int(table[:, len(facts) + run.rank.id].sum()))
-            if run.control is not None:  # nobody goes on, and sends, before all backgrounds have ended
-                run.control.wait(run.control.all_reduce(mine))
+            self.background.drain(run.control)
+            all_equal(run.control, 0)  # nobody goes on, and sends, before all backgrounds have ended
         self._number += 1
         self._done.clear()
         self._told = False

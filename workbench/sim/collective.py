@@ -16,9 +16,9 @@ from torch import Tensor
 from workbench.fabric import Load, even, uneven
 from workbench.host.canonical import added_up
 from workbench.rank import Op, StrategyError, collective
+from workbench.sim.fiber import Child, Fiber
 
 if TYPE_CHECKING:
-    from workbench.sim.fiber import Fiber
     from workbench.sim.world import World
 
 
@@ -86,6 +86,8 @@ class Collective:
         now = self.world.clock.now
         for fiber, value in zip(self.fibers, results, strict=True):
             fiber.resumed = now
+            if not isinstance(fiber, Child):  # a background; what a child holds is given back when it ends
+                fiber.host.ledger.buffers.give(fiber)
             fiber.resume(value)
 
     def _results(self) -> list[Any]:

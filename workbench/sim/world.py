@@ -109,8 +109,8 @@ class World:
         for r, answer in zip(members, answers, strict=True):
             if r < self.first:
                 one, _ = come[r]
-                one.on = None
-                self.clock.at(self.clock.now + seconds, one, answer)
+                one.on, one.resumed = None, self.clock.now + seconds
+                self.clock.at(one.resumed, one, answer)
         return PARK
 
     def ask_again(self, fiber: Fiber) -> Any:

@@ -24,6 +24,8 @@ from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
 from workbench.strategies.post_local_sgd import PostLocalSGD as PostLocalSGD
 from workbench.strategies.q_adam import QAdam as QAdam
 from workbench.strategies.selsync import SelSync as SelSync
+from workbench.strategies.shadow_bmuf import ShadowBMUF as ShadowBMUF
+from workbench.strategies.shadow_easgd import ShadowEASGD as ShadowEASGD
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush

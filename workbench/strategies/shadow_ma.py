@@ -9,6 +9,7 @@ from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._average import average
 from workbench.strategies._base import Strategy
+from workbench.strategies._shadow import Shadow, ranks_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class ShadowMA(Strategy):
     The correction is added, so the steps made during an averaging are kept. With alpha = 1 the sum over ranks of all
     parameters is moved by the optimizers alone. Averagings follow one another as fast as the wire lets, at most
     one per step; each costs 2 (p-1)/p of the model's bytes, and none of a step's time. The longer an averaging lasts,
-    the further the replicas drift apart meanwhile.
+    the further the replicas drift apart meanwhile; the Sample "sync gap" is how many steps that were.
 
     When to use it: the wire is much slower than a step and ranks differ in speed. LocalSGD averages as rarely
     but makes everybody wait for it; AsyncServer loads one rank's wire.
@@ -37,27 +38,27 @@ class ShadowMA(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
 
-    def init(self, rank: Rank, params: list[Bucket]) -> Memory:
-        return Memory()
+    def init(self, rank: Rank, params: list[Bucket]) -> Shadow:
+        return Shadow(Memory())
 
-    async def step(self, rank: Rank, state: Memory) -> None:
+    async def step(self, rank: Rank, state: Shadow) -> None:
         await rank.forward()
         await rank.backward()
         await rank.update()
+        state.since += 1
 
-    async def background(self, rank: Rank, state: Memory) -> None:
+    async def background(self, rank: Rank, state: Shadow) -> None:
         while await rank.again():
             for bucket in await rank.params():
-                before = bucket.data.clone()
-                mean = before / rank.size
-                await rank.all_reduce(mean, "sum", f"shadow {bucket.name}")
-                state.flat("mean", bucket).copy_(mean)
-                bucket.data.add_(mean.sub_(before), alpha=self.alpha)
+                before, mean = await ranks_mean(rank, bucket)
+                state.memory.flat("mean", bucket).copy_(mean.data)
+                bucket.data.add_(mean.data.sub_(before.data), alpha=self.alpha)
+            await state.synchronised(rank)
 
-    async def known(self, rank: Rank, state: Memory) -> list[Bucket] | None:
-        if "mean" not in state.buffers:
+    async def known(self, rank: Rank, state: Shadow) -> list[Bucket] | None:
+        if "mean" not in state.memory.buffers:
             return None
-        return [bucket.like(state.flat("mean", bucket)) for bucket in await rank.params()]
+        return [bucket.like(state.memory.flat("mean", bucket)) for bucket in await rank.params()]
 
-    async def leave(self, rank: Rank, state: Memory) -> None:
+    async def leave(self, rank: Rank, state: Shadow) -> None:
         await average(rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,6 +39,15 @@ def log_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean nats per example; clicks may be chances instead of 0 and 1."""
     ids, numbers, clicked = batch
     return F.binary_cross_entropy_with_logits(model(ids, numbers), clicked)
+
+
+def of_rate(rate: float) -> float:
+    """The entropy of clicks that come at this rate, in nats per example: the loss of whoever knows no more than it.
+
+    Where all or none click nothing is left to tell, and it is taken as the smallest number above 0.
+    """
+    p = min(max(rate, 1e-12), 1 - 1e-12)
+    return -p * math.log(p) - (1 - p) * math.log(1 - p)
 
 
 def auc(scores: Tensor, clicked: Tensor) -> float:

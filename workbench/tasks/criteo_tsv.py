@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError, shuffled
-from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss
+from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, of_rate
 
 INTEGERS, CATEGORIES = 13, 26
 COLUMNS = ["label", *(f"I{i}" for i in range(1, INTEGERS + 1)), *(f"C{i}" for i in range(1, CATEGORIES + 1))]
@@ -85,7 +85,8 @@ class CriteoTSV(TaskBase):
             batch = ids[some].long(), numbers[some], clicked[some]
             losses += float(log_loss(model, batch)) * len(some)
             scores.append(model(batch[0], batch[1]))
-        return {"loss": losses / len(clicked), "auc": auc(torch.cat(scores), clicked)}
+        loss, rate = losses / len(clicked), float(clicked.double().mean())
+        return {"loss": loss, "auc": auc(torch.cat(scores), clicked), "normalised entropy": loss / of_rate(rate)}
 
 
 class Table(NamedTuple):

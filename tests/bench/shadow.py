@@ -1,0 +1,122 @@
+"""ShadowSync's claim on real ranks: examples per second while a synchronisation takes one to ten times as long.
+
+Compute is paced and the Link emulated. Shadows synchronise beside the steps as often as the wire lets; the foreground
+forms of the same formulas every so many steps, while all stand still. Each is switched to live, in alternating blocks.
+
+    python -m tests.bench.shadow --out docs/data/shadow.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench.bound import wait
+from tests.bench.page import interval, table
+from workbench import Experiment, Lab
+from workbench.fabric import Fabric, Link
+from workbench.run import Run
+from workbench.strategies import BMUF, EASGD, LocalSGD, ShadowBMUF, ShadowEASGD, ShadowMA, Strategy
+from workbench.tasks import ClickThrough
+
+RANKS, PACE, BATCH, EVERY = 4, 60.0, 64, 5  # PACE: ms of a step's compute; EVERY: the paper's FR-5
+TASK = ClickThrough(ids=500)
+TIMES = (1.0, 3.0, 10.0)  # how long an all-reduce of the model takes, in steps
+STEPS = 40  # of a block, without the first ten after a switch
+WAYS: dict[str, Strategy] = {
+    "ShadowMA": ShadowMA(),
+    "ShadowBMUF": ShadowBMUF(),
+    "ShadowEASGD": ShadowEASGD(),
+    "ShadowMA again": ShadowMA(),
+    "averaging (LocalSGD)": LocalSGD(every=EVERY),
+    "BMUF": BMUF(every=EVERY),
+    "EASGD": EASGD(every=EVERY),
+}
+ASKED = 0.05  # by how much a shadow's examples per second may change from the first to the last of TIMES
+
+
+def bandwidth(steps: float, nbytes: int) -> float:
+    """Mbit/s with which an all-reduce of so many bytes takes as long as `steps` steps compute."""
+    return 2 * (RANKS - 1) / RANKS * nbytes * 8e-6 / (steps * PACE * 1e-3)
+
+
+def block(lab: Lab, run: Run, strategy: Strategy) -> tuple[float, float]:
+    """Examples per second of all ranks under a strategy, and how many steps of a rank one synchronisation takes."""
+    first = (lab.set("strategy", strategy).wait(120).applied_at or 0) + 10
+    wait(run, first + STEPS)
+    rows = run.timeline.spans.rows()
+    rows = rows[rows.equal("lane", "compute") & rows.equal("name", "forward") & (rows.step >= first)]
+    rates = []
+    for rank in range(RANKS):
+        begins = np.sort(rows.t0[rows.rank == rank])[: STEPS + 1]
+        rates.append(BATCH * (len(begins) - 1) / (begins[-1] - begins[0]))
+    return float(sum(rates)), first
+
+
+def gap(run: Run, since: int) -> float:
+    """The mean number of steps between two synchronisations of a rank, from the shadows' Samples."""
+    samples = run.samples
+    gaps = samples[(samples["name"] == "sync gap") & (samples["step"] >= since)]["value"]
+    return float(gaps.mean()) if len(gaps) else float(EVERY)
+
+
+def section(d: dict[str, Any]) -> str:
+    """The page's section, from the raw numbers."""
+    rows, worst = [], 0.0
+    for way in WAYS:
+        cells = [cell["blocks"][way] for cell in d["cells"]]
+        base = statistics.median(eps for eps, _ in cells[0])
+        kept = [[eps / base for eps, _ in blocks] for blocks in cells]
+        rows.append([way, f"{base:.0f}", *("{:.3f} ({:.3f} to {:.3f})".format(*interval(k)) for k in kept[1:]),
+                     *(f"{statistics.median(g for _, g in blocks):.1f}" for blocks in cells)])  # fmt: skip
+        if way.startswith("Shadow"):
+            worst = max(worst, *(abs(statistics.median(k) - 1) for k in kept))
+    rounds = len(d["cells"][0]["blocks"]["BMUF"])
+    about = (
+        f"{RANKS} ranks, ClickThrough, {PACE:g} ms of paced compute per step, an emulated Link on which an all-reduce "
+        f"of the whole model takes as long as 1, 3 or 10 steps. The foreground forms synchronise every {EVERY} steps, "
+        f"the shadows as often as the wire lets. Switched live in alternating blocks of {STEPS} steps; examples per "
+        f"second of all ranks, those on the slower wires in parts of those on the fastest, medians of {rounds} rounds "
+        f"with a 95 % bootstrap interval. Asked of shadows: within {ASKED:.0%}; worst here {worst:.1%}: "
+        f"{'kept' if worst <= ASKED else 'NOT kept'}."
+    )
+    head = ["", "examples/s at 1 step", *(f"at {t:g}" for t in TIMES[1:]), *(f"gap at {t:g}" for t in TIMES)]
+    return f"## Shadows beside foreground synchronisation\n\n{about}\n\n{table(head, rows)}"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--runs", type=Path, default=Path("runs"))
+    ask.add_argument("--rounds", type=int, default=5)
+    a = ask.parse_args()
+    nbytes = 4 * sum(parameter.numel() for parameter in TASK.build().model().parameters())
+    cells: list[dict[str, Any]] = []
+    with Lab(ranks=RANKS, name="shadow") as lab:
+        for steps in TIMES:
+            e = Experiment(task=TASK, ranks=RANKS, eval_every=0, pace=PACE, batch=BATCH,
+                           fabric=Fabric(link=Link(bandwidth=bandwidth(steps, nbytes))))  # fmt: skip
+            run = lab.run(e, out=a.runs / f"shadow-{time.time():.0f}")
+            wait(run, 2)
+            cell: dict[str, Any] = {"steps": steps, "blocks": {way: [] for way in WAYS}}
+            for number in range(a.rounds):
+                for way, strategy in WAYS.items():
+                    eps, since = block(lab, run, strategy)
+                    cell["blocks"][way].append((eps, gap(run, since)))
+                said = ", ".join(f"{way} {b[-1][0]:.0f} (gap {b[-1][1]:.1f})" for way, b in cell["blocks"].items())
+                print(f"{steps:g} steps, round {number + 1}: {said}", flush=True)
+            lab.stop()
+            run.wait(60)
+            cells.append(cell)
+    if a.out:
+        a.out.write_text(json.dumps({"cells": cells}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""ShadowMA, ShadowBMUF and ShadowEASGD against their formulas, given when each rank steps, looks and is corrected."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.golden.driven import NEAR, Layers
+from tests.golden.problem import LAYERS, SIZE, Problem
+from tests.golden.shadow import Event, bmuf, easgd
+from workbench import simulate
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link, Slow
+from workbench.run import Run
+from workbench.strategies import ShadowBMUF, ShadowEASGD, ShadowMA
+from workbench.tasks import Task
+
+pytestmark = pytest.mark.ranks
+
+LR, STEPS = 0.05, 24
+
+
+def trained(problem: Problem, strategy: Any, mbit: float = 60.0) -> tuple[list[list[np.ndarray]], Run]:
+    """What each rank's forwards saw, and the record; rank 1 takes half as long again for a step."""
+    seen: list[list[np.ndarray]] = [[] for _ in range(problem.ranks)]
+
+    def data(rank: int, ranks: int, seed: int) -> list[Any]:
+        pairs = zip(problem.x[rank], problem.y[rank], strict=True)
+        return [(torch.from_numpy(x), torch.from_numpy(y), rank) for x, y in pairs]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y, rank = batch
+        seen[rank].append(np.concatenate([p.detach().numpy().reshape(SIZE) for p in model.parameters()]))
+        return (model(x) - y).square().sum(1).mean() / 2
+
+    task = Task(model=partial(Layers, problem.start), data=data, loss=loss, optimizer=partial(torch.optim.SGD, lr=LR))
+    fabric = Fabric(link=Link(bandwidth=mbit, latency=0.3), faults=(Slow(rank=1, factor=1.53),)[: problem.ranks - 1])
+    e = Experiment(ranks=problem.ranks, steps=STEPS, task=task, strategy=strategy, eval_every=0, pace=5.0, bucket_mb=1,
+                   fabric=fabric)  # fmt: skip
+    return seen, simulate(e.checked(), real=True)
+
+
+def happened(run: Run, looked: str) -> list[Event]:
+    """The events of a run; `looked` begins the name of what a shadow does first with the parameters it looked at."""
+    spans, samples, events = run.spans, run.samples, []
+    for span in spans[spans.lane == "compute"].itertuples():
+        if span.name == "forward":
+            events.append(Event(span.t0, 1, "forward", span.rank))
+        elif span.name == "update":
+            events.append(Event(span.t0, 0, "update", span.rank))
+    looks = spans[spans.name.str.startswith(looked) & (spans.lane == "comm")]
+    events += [Event(span.asked, 2, "look", span.rank) for span in looks.itertuples()]
+    gaps = samples[samples["name"] == "sync gap"]
+    events += [Event(sample.t, 4, "correct", sample.rank) for sample in gaps.itertuples()]
+    return events
+
+
+def agree(got: list[list[np.ndarray]], want: list[list[np.ndarray]]) -> None:
+    for rank, (mine, its) in enumerate(zip(got, want, strict=True)):
+        assert len(mine) >= STEPS / 2 and np.abs(its[-1] - its[0]).max() > 0.1
+        for step, (x, y) in enumerate(zip(mine, its, strict=True)):
+            assert np.abs(x - y).max() <= NEAR * np.abs(y).max(), (rank, step)
+
+
+@pytest.mark.parametrize(("alpha", "eta", "zeta"), [(1.0, 0.5, 1.0), (0.4, 0.8, 0.7), (0.7, 0.0, 1.0)])
+def test_shadow_bmuf_is_block_momentum_beside_the_steps(alpha: float, eta: float, zeta: float) -> None:
+    problem = Problem(3)
+    seen, run = trained(problem, ShadowBMUF(alpha=alpha, eta=eta, zeta=zeta))
+    want = bmuf(problem, LR, alpha, eta, zeta, happened(run, "all_reduce shadow"))
+    agree(seen, want)
+
+
+def test_shadow_ma_is_shadow_bmuf_without_momentum() -> None:
+    problem = Problem(3)
+    seen, run = trained(problem, ShadowMA(alpha=0.7))
+    agree(seen, bmuf(problem, LR, 0.7, 0.0, 1.0, happened(run, "all_reduce shadow")))
+
+
+@pytest.mark.parametrize(("servers", "alpha"), [(1, 0.5), (1, 0.2), (0, 0.6)])
+def test_shadow_easgd_meets_the_centre_one_rank_at_a_time(servers: int, alpha: float) -> None:
+    problem = Problem(4 if servers else 3)
+    seen, run = trained(problem, ShadowEASGD(servers=servers, alpha=alpha), mbit=200.0)
+    server = problem.ranks - 1 if servers else 0
+    samples = run.samples[(run.samples["name"] == "recv turn") & (run.samples["rank"] == server)]
+    turns = [(sample.t, int(sample.value)) for sample in samples.sort_values("t", kind="stable").itertuples()]
+    events = happened(run, f"send turn to {server}")
+    events += [Event(t, 2, "look", who) for t, who in turns if who == server]
+    events += [Event(t, 3, "meet", who) for t, who in turns]
+    want = easgd(problem, LR, alpha, events)
+    agree(seen[: problem.ranks - servers], want[: problem.ranks - servers])
+    met = [who for _, who in turns]
+    assert len(set(met)) == problem.ranks - servers and len(met) > 12
+
+
+def test_the_gap_is_how_many_steps_a_round_lasts() -> None:
+    problem = Problem(3)
+    gaps = []
+    for mbit in (200.0, 5.0):
+        _, run = trained(problem, ShadowMA(), mbit)
+        samples = run.samples[(run.samples["name"] == "sync gap") & (run.samples["rank"] == 0)]["value"]
+        assert samples.sum() <= STEPS
+        gaps.append(samples.iloc[1:-1].median())
+    assert gaps[0] < gaps[1] / 2
+
+
+@pytest.mark.parametrize("strategy", [ShadowMA(), ShadowBMUF(), ShadowEASGD(servers=1)], ids=str)
+def test_a_round_gives_back_what_it_held(strategy: Any) -> None:
+    _, run = trained(Problem(3), strategy)
+    held = run.samples[run.samples["name"] == "memory buffers in flight"]["value"]
+    assert 0 < held.max() < 3 * 8 * LAYERS * SIZE, "a copy of the model, its mean, and a message"

@@ -1,0 +1,87 @@
+"""What backgrounds have begun with each other is finished before a change, on both hosts: no answer is lost or late."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tests.ranks import experiment, run
+from workbench import simulate
+from workbench.fabric import Fabric, Link
+from workbench.rank import Rank
+from workbench.settings import Change, knob
+from workbench.strategies import ShadowEASGD, Strategy
+from workbench.strategies._average import average
+
+pytestmark = pytest.mark.ranks
+
+HOPS = 7  # of a message from rank to rank, each by a background
+BEGUN: Counter[int] = Counter()  # by rank, chains that its step has begun
+ENDED: Counter[int] = Counter()  # and that have come back to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chains(Strategy):
+    """Each step begins a message that backgrounds hand on from rank to rank, until it is back where it came from."""
+
+    every: int = knob(1, 1, 9, doc="something to turn")
+
+    lockstep: ClassVar[bool] = False
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "parameters"
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+        BEGUN[rank.index] += 1
+        await rank.send(torch.tensor([rank.index, HOPS * rank.size]), rank.index, "chain")
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        while (got := await rank.recv(torch.zeros(2, dtype=torch.int64), None, "chain")) is not None:
+            begun_by, left = got[0].tolist()
+            if left:
+                await rank.send(torch.tensor([begun_by, left - 1]), (rank.index + 1) % rank.size, "chain")
+            else:
+                assert begun_by == rank.index
+                ENDED[rank.index] += 1
+
+    async def leave(self, rank: Rank, state: Any) -> None:
+        await average(rank)
+
+
+CHANGES = [Change(step, "strategy.every", 1 + step % 5) for step in (2, 5, 6, 9)] + [Change(11, "bucket_mb", 0.02)]
+
+
+@pytest.mark.parametrize("virtual", [True, False], ids=["simulated", "engine"])
+def test_a_chain_of_messages_between_backgrounds_ends_before_a_change(virtual: bool) -> None:
+    BEGUN.clear(), ENDED.clear()
+    link = Fabric(link=Link(bandwidth=1000.0, latency=1.0))
+    e = experiment(3, 14, strategy=Chains(), pace=4.0, fabric=link)
+    if virtual:
+        simulate(e, changes=CHANGES, real=True)
+    else:
+        run(e, *CHANGES)
+    assert ENDED == BEGUN and min(BEGUN.values()) > 5, "a rank that falls behind goes on with the step of the first"
+
+
+class Kept(ShadowEASGD):
+    """Counts rounds that were begun and ended, and what centres were given and taken."""
+
+    async def _meet(self, rank: Rank, state: Any) -> None:
+        BEGUN[rank.index] += 1
+        await super()._meet(rank, state)
+        ENDED[rank.index] += 1
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_every_round_of_a_shadow_ends_with_the_centre_that_answers_it(servers: int) -> None:
+    BEGUN.clear(), ENDED.clear()
+    e = experiment(4, 20, strategy=Kept(servers=servers), pace=3.0, fabric=Fabric(link=Link(bandwidth=100.0)))
+    changes = [Change(step, "strategy.alpha", 0.2 + step / 50) for step in (3, 7, 8, 15)]
+    run(e, *changes)
+    assert ENDED == BEGUN and len(BEGUN) == 4 - servers

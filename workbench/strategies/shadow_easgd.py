@@ -1,0 +1,134 @@
+"""Elastic averaging in the background: a shadow and a server pull a replica and a centre together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from workbench.rank import Bucket, Rank
+from workbench.settings import knob
+from workbench.strategies._base import Strategy
+from workbench.strategies._copies import copies
+from workbench.strategies._server import post, taken, tell, told
+from workbench.strategies._shadow import Shadow
+
+
+class _State(Shadow):
+    """What one rank remembers: in "centre" the centre, on a trainer as it came last; and whether its shadow rests."""
+
+    def __init__(self, params: list[Bucket]) -> None:
+        super().__init__(copies(params, "centre"))
+        self.rests = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowEASGD(Strategy):
+    """Each rank trains without ever waiting, while a shadow beside it and servers exchange it with a common centre.
+
+        step:    params_i <- optimizer_i(params_i, grad_i)
+        shadow:  send before <- params_i;   params_i += alpha (centre - before)     when the centre comes back
+        server:  centre <- (1 - alpha) centre + alpha before_i                      for each that comes, one by one
+
+    A shadow begins another round when the last is over and a step has been made since; the Sample "sync gap" says how
+    many steps that were. Ranks do not wait for each other: each meets the servers at a pace of its own. The centre that
+    comes back has moved already, as in the paper; so unlike EASGD's the sum of all parameters and the centre is not
+    kept. The correction is added, so the steps made during a round are kept.
+
+    A trainer sends the model's bytes once per round and gets them once; the servers p times as many: their ports are
+    the narrow place. The last `servers` ranks only serve, each an equal part of the buckets, and the others train; with
+    0 one runs beside rank 0, which trains like all others and meets it for nothing.
+
+    The centre is what the method learns: when it is left each trainer meets the centre once more, all with 1/p of
+    alpha, and everybody goes on from there.
+
+    When to use it: ranks differ in speed, so that those that average (ShadowMA) go by the slowest one's rounds, and
+    servers have ports to spare.
+
+    Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
+    Distributed Training", 2020, https://arxiv.org/abs/2003.03477; adding the correction as in Bagua's asynchronous
+    model average, Gan et al., VLDB 2021, https://arxiv.org/abs/2107.01499
+    """
+
+    servers: int = knob(0, 0, 64, unit="ranks", doc="ranks that are only servers, the last ones; 0: beside rank 0")
+    alpha: float = knob(0.5, 0.0, 1.0, doc="alpha: how far a replica and the centre are pulled together in a round")
+
+    lockstep: ClassVar[bool] = False
+    periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
+    exchanges: ClassVar[str] = "parameters"
+    in_flight: ClassVar[bool] = True  # what a server holds goes by bucket
+
+    def trains(self, index: int, size: int) -> bool:
+        return index < size - self.servers
+
+    def serving(self, size: int) -> list[int]:
+        """The ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
+        return list(range(size - self.servers, size)) or [0]
+
+    def refuses_size(self, size: int) -> str | None:
+        if self.servers < size:
+            return None
+        return f"servers={self.servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
+
+    def init(self, rank: Rank, params: list[Bucket]) -> _State:
+        return _State(params)
+
+    async def step(self, rank: Rank, state: _State) -> None:
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+        state.since += 1
+        if state.rests:
+            state.rests = False
+            await tell(rank, rank.index, "turn", rank.step)
+
+    async def background(self, rank: Rank, state: _State) -> None:
+        while (turn := await told(rank, "turn", 1)) is not None:
+            _, who = turn
+            if who == rank.index:
+                await self._meet(rank, state)
+                state.rests = True
+            else:
+                await self._serve(rank, state, who)
+
+    async def _meet(self, rank: Rank, state: _State) -> None:
+        """A shadow's round: this rank's parameters and the centre give way to each other."""
+        servers, buckets = self.serving(rank.size), await rank.params()
+        begun = [bucket.like(bucket.data.clone()) for bucket in buckets]
+        for k, server in enumerate(servers):
+            if server == rank.index:
+                self._give_way(state, begun)
+            else:
+                await tell(rank, server, "turn", rank.step)
+                await post(rank, server, "shadow", begun[k :: len(servers)])
+        for k, server in enumerate(servers):
+            if server != rank.index:
+                for centre in await taken(rank, server, "centre", buckets[k :: len(servers)]):
+                    state.memory.flat("centre", centre).copy_(centre.data)
+        for bucket, before in zip(buckets, begun, strict=True):
+            bucket.data.add_(state.memory.flat("centre", bucket) - before.data, alpha=self.alpha)
+        await state.synchronised(rank)
+
+    async def _serve(self, rank: Rank, state: _State, who: int) -> None:
+        servers = self.serving(rank.size)
+        mine = (await rank.params())[servers.index(rank.index) :: len(servers)]
+        self._give_way(state, await taken(rank, who, "shadow", mine))
+        await post(rank, who, "centre", [bucket.like(state.memory.flat("centre", bucket)) for bucket in mine])
+
+    def _give_way(self, state: _State, replica: list[Bucket]) -> None:
+        for bucket in replica:
+            state.memory.flat("centre", bucket).lerp_(bucket.data, self.alpha)
+
+    async def known(self, rank: Rank, state: _State) -> list[Bucket]:
+        return [bucket.like(state.memory.flat("centre", bucket)) for bucket in await rank.params()]
+
+    async def leave(self, rank: Rank, state: _State) -> None:
+        servers, buckets = self.serving(rank.size), await rank.params()
+        for k, bucket in enumerate(buckets):
+            centre = state.memory.flat("centre", bucket)
+            own = self.alpha / (rank.size - self.servers) if rank.role == "trainer" else 0.0
+            bucket.data.mul_(own)
+            if rank.index == servers[k % len(servers)]:
+                bucket.data.add_(centre, alpha=1.0 - self.alpha)
+            await rank.all_reduce(bucket.data, "sum", bucket.name)
+            centre.copy_(bucket.data)
