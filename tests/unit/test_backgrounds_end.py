@@ -72,9 +72,9 @@ def test_a_chain_of_messages_between_backgrounds_ends_before_a_change(virtual: b
 class Kept(ShadowEASGD):
     """Counts rounds that were begun and ended, and what centres were given and taken."""
 
-    async def _meet(self, rank: Rank, state: Any) -> None:
+    async def _meet(self, rank: Rank, state: Any, step: int) -> None:
         BEGUN[rank.index] += 1
-        await super()._meet(rank, state)
+        await super()._meet(rank, state, step)
         ENDED[rank.index] += 1
 
 

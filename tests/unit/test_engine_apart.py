@@ -234,8 +234,8 @@ def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: 
     """gloo may not hear that a group was cut in the middle of a round, and then keeps its thread for ten minutes."""
     ends, cuts, again, cut = [], [], Background._again, Session._cut
 
-    def late(background: Background, rest: float) -> bool:
-        goes_on = again(background, rest)
+    def late(background: Background, rest: float, alone: bool) -> int:
+        goes_on = again(background, rest, alone)
         if not goes_on and background.run.rank.id == 1:
             time.sleep(0.7)  # as if the word that its bytes are out came late
         if not goes_on:

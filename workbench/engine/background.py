@@ -160,8 +160,8 @@ class Background:
 
         return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
 
-    def _again(self, rest: float) -> bool:
-        """True while any rank's step goes on. Waits `rest` seconds, and for a step: sooner there is nothing new."""
+    def _again(self, rest: float, alone: bool) -> int:
+        """The step under way, from 1, while any rank's goes on, or `alone` this one's; waits for one to be new."""
         until = self.run.clock.now() + rest
         while not self._idle.is_set():
             left = until - self.run.clock.now()
@@ -175,10 +175,11 @@ class Background:
             self._idle.set()
         self._moved.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
-        if self.wire is not None:
+        if self.wire is not None and not alone:
             self.wire.wait(self.wire.all_reduce(flag, "max"))
-        self._sample("again", float(flag))
-        return bool(flag)
+        step = self.run.lane.step
+        self.run.record.sample(step, "again", self.run.clock.now(), float(flag))
+        return step + 1 if flag else 0
 
     def _sample(self, name: str, value: float) -> None:
         self.run.record.sample(self.run.lane.step, name, self.run.clock.now(), float(value))

@@ -121,7 +121,7 @@ class Rank(Pieces, Elsewhere):
     def grads(self) -> Op:
         """The gradients that are there as a list of Buckets, zero where none is: what is written is what `update` uses.
 
-        Zeroed, they are used up: for strategies that step by `params` instead of `update`.
+        Zeroed, they are used up: for those that step by `params`.
         """
         return Op("grads")
 
@@ -234,9 +234,12 @@ class Rank(Pieces, Elsewhere):
         """The result of a started child."""
         return Op("wait", handle)
 
-    def again(self, rest: float = 0.0) -> Op:
-        """In `Strategy.background`: True while the run goes on, the same answer on every rank, after `rest` seconds."""
-        return Op("again", rest)
+    def again(self, rest: float = 0.0, alone: bool = False) -> Op:
+        """In `Strategy.background`, after a step and `rest` seconds: the step's number, from 1; 0 where none goes on.
+
+        Every rank hears 0 in one and the same round; `alone` once its own steps are over, and asks no other.
+        """
+        return Op("again", rest, alone)
 
     def clock(self) -> Op:
         """Seconds since the run began, on the host's clock: for deadlines."""

@@ -20,13 +20,14 @@ class Rounds:
         self._steps = 0  # made so far
         self._seen = 0  # of them, by the background
         self._until = 0.0  # the rest that the background asked for is over
+        self._alone = False  # does the background ask this rank only?
         self._resting: Fiber | None = None  # the background, until there is something new
 
     def again(self, fiber: Fiber, op: Op) -> Any:
         """The verb."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
-        (rest,) = op.args
+        rest, self._alone = op.args
         self._until = self.host.clock.now + rest
         if not self._is_new:
             self._resting = fiber
@@ -51,6 +52,11 @@ class Rounds:
         self._wake()
 
     @property
+    def newest(self) -> int:
+        """The step that was made last, from 1, which is also said where none was made yet."""
+        return max(self.host.rank.step, 1)
+
+    @property
     def _is_new(self) -> bool:
         replay = self.host.world.replay
         if replay is not None:
@@ -61,8 +67,18 @@ class Rounds:
         if self._resting is not None and self._is_new:
             resting, self._resting = self._resting, None
             resting.on = None
-            self._ask(resting)
+            step = self._ask(resting)
+            if step is not PARK:
+                self.host.clock.at(self.host.clock.now, resting, step)
 
     def _ask(self, fiber: Fiber) -> Any:
         self._seen, fiber.step = self._steps, self.host.rank.step
-        return self.host.world.ask_again(fiber)
+        if not self._alone:
+            return self.host.world.ask_again(fiber)
+        replay = self.host.world.replay
+        if replay is not None:
+            step = replay.answer(self.host.index)
+        else:
+            step = 0 if self.is_idle else self.newest
+        self.host.note("again", step > 0)
+        return step

@@ -114,13 +114,14 @@ class World:
         return PARK
 
     def ask_again(self, fiber: Fiber) -> Any:
-        """True while any rank's step goes on: the same answer on every rank."""
+        """Each rank's newest step while any rank's go on; then 0, for all of them at once."""
 
-        def answer(_: list[Any]) -> list[bool]:
+        def answer(_: list[Any]) -> list[int]:
             idle = all(host.rounds.is_idle for host in self.hosts)
-            answers = [not idle] * self.size if self.replay is None else self.replay.rounds()
-            for host, more in zip(self.hosts, answers, strict=True):
-                host.note("again", more)
+            steps = [0 if idle else host.rounds.newest for host in self.hosts]
+            answers = steps if self.replay is None else self.replay.rounds()
+            for host, step in zip(self.hosts, answers, strict=True):
+                host.note("again", step > 0)
             return answers
 
         return self.together(fiber, "again", None, answer, self.ports.flag())

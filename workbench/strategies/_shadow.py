@@ -6,16 +6,16 @@ from workbench.rank import Bucket, Memory, Rank
 
 
 class Shadow:
-    """What one rank remembers of its shadow: the steps made since it synchronised last, and what it keeps."""
+    """What one rank remembers of its shadow: in which step its last round began, and what it keeps."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, rank: Rank, memory: Memory) -> None:
         self.memory = memory
-        self.since = 0
+        self._last = rank.step
 
-    async def synchronised(self, rank: Rank) -> None:
-        """A round is over: the Sample "sync gap" says how many steps this rank has made since the one before."""
-        await rank.sample("sync gap", self.since)
-        self.since = 0
+    async def synchronised(self, rank: Rank, step: int) -> None:
+        """A round is over that began in `step`, from 1: the Sample "sync gap" says how many after the one before."""
+        await rank.sample("sync gap", step - self._last)
+        self._last = step
 
 
 async def ranks_mean(rank: Rank, bucket: Bucket) -> tuple[Bucket, Bucket]:

@@ -48,23 +48,22 @@ class ShadowBMUF(Strategy):
     exchanges: ClassVar[str] = "parameters"
 
     def init(self, rank: Rank, params: list[Bucket]) -> Shadow:
-        return Shadow(copies(params, "W"))
+        return Shadow(rank, copies(params, "W"))
 
     async def step(self, rank: Rank, state: Shadow) -> None:
         await rank.forward()
         await rank.backward()
         await rank.update()
-        state.since += 1
 
     async def background(self, rank: Rank, state: Shadow) -> None:
-        while await rank.again():
+        while step := await rank.again():
             for bucket in await rank.params():
                 before, mean = await ranks_mean(rank, bucket)
                 W, delta = state.memory.flat("W", bucket), state.memory.flat("delta", bucket)
                 delta.mul_(self.eta).add_(mean.data.sub_(W), alpha=self.zeta)
                 W.add_(delta)
                 bucket.data.add_(W - before.data, alpha=self.alpha)
-            await state.synchronised(rank)
+            await state.synchronised(rank, step)
 
     async def known(self, rank: Rank, state: Shadow) -> list[Bucket]:
         return [bucket.like(state.memory.flat("W", bucket)) for bucket in await rank.params()]

@@ -13,14 +13,6 @@ from workbench.strategies._server import post, taken, tell, told
 from workbench.strategies._shadow import Shadow
 
 
-class _State(Shadow):
-    """What one rank remembers: in "centre" the centre, on a trainer as it came last; and whether its shadow rests."""
-
-    def __init__(self, params: list[Bucket]) -> None:
-        super().__init__(copies(params, "centre"))
-        self.rests = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShadowEASGD(Strategy):
     """Each rank trains without ever waiting, while a shadow beside it and servers exchange it with a common centre.
@@ -36,7 +28,7 @@ class ShadowEASGD(Strategy):
 
     A trainer sends the model's bytes once per round and gets them once; the servers p times as many: their ports are
     the narrow place. The last `servers` ranks only serve, each an equal part of the buckets, and the others train; with
-    0 one runs beside rank 0, which trains like all others and meets it for nothing.
+    0 one runs beside rank 0, which trains like all others and meets it for nothing, once in p - 1 rounds of theirs.
 
     The centre is what the method learns: when it is left each trainer meets the centre once more, all with 1/p of
     alpha, and everybody goes on from there.
@@ -70,28 +62,22 @@ class ShadowEASGD(Strategy):
             return None
         return f"servers={self.servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
 
-    def init(self, rank: Rank, params: list[Bucket]) -> _State:
-        return _State(params)
+    def init(self, rank: Rank, params: list[Bucket]) -> Shadow:
+        return Shadow(rank, copies(params, "centre"))
 
-    async def step(self, rank: Rank, state: _State) -> None:
+    async def step(self, rank: Rank, state: Shadow) -> None:
         await rank.forward()
         await rank.backward()
         await rank.update()
-        state.since += 1
-        if state.rests:
-            state.rests = False
-            await tell(rank, rank.index, "turn", rank.step)
 
-    async def background(self, rank: Rank, state: _State) -> None:
-        while (turn := await told(rank, "turn", 1)) is not None:
-            _, who = turn
-            if who == rank.index:
-                await self._meet(rank, state)
-                state.rests = True
-            else:
-                await self._serve(rank, state, who)
+    async def background(self, rank: Rank, state: Shadow) -> None:
+        if rank.size > 1 and rank.index in self.serving(rank.size):
+            return await self._serve(rank, state)
+        while step := await rank.again(alone=True):
+            await self._meet(rank, state, step)
+            await state.synchronised(rank, step)
 
-    async def _meet(self, rank: Rank, state: _State) -> None:
+    async def _meet(self, rank: Rank, state: Shadow, step: int) -> None:
         """A shadow's round: this rank's parameters and the centre give way to each other."""
         servers, buckets = self.serving(rank.size), await rank.params()
         begun = [bucket.like(bucket.data.clone()) for bucket in buckets]
@@ -99,7 +85,7 @@ class ShadowEASGD(Strategy):
             if server == rank.index:
                 self._give_way(state, begun)
             else:
-                await tell(rank, server, "turn", rank.step)
+                await tell(rank, server, "turn", step)
                 await post(rank, server, "shadow", begun[k :: len(servers)])
         for k, server in enumerate(servers):
             if server != rank.index:
@@ -107,22 +93,27 @@ class ShadowEASGD(Strategy):
                     state.memory.flat("centre", centre).copy_(centre.data)
         for bucket, before in zip(buckets, begun, strict=True):
             bucket.data.add_(state.memory.flat("centre", bucket) - before.data, alpha=self.alpha)
-        await state.synchronised(rank)
 
-    async def _serve(self, rank: Rank, state: _State, who: int) -> None:
-        servers = self.serving(rank.size)
-        mine = (await rank.params())[servers.index(rank.index) :: len(servers)]
-        self._give_way(state, await taken(rank, who, "shadow", mine))
-        await post(rank, who, "centre", [bucket.like(state.memory.flat("centre", bucket)) for bucket in mine])
+    async def _serve(self, rank: Rank, state: Shadow) -> None:
+        """A server's rounds, one for each replica that comes."""
+        servers, rounds = self.serving(rank.size), 0
+        while (turn := await told(rank, "turn", 1)) is not None:
+            _, who = turn
+            mine = (await rank.params())[servers.index(rank.index) :: len(servers)]
+            self._give_way(state, await taken(rank, who, "shadow", mine))
+            await post(rank, who, "centre", [bucket.like(state.memory.flat("centre", bucket)) for bucket in mine])
+            rounds += 1
+            if rank.role == "trainer" and rounds % (rank.size - 1) == 0:
+                await self._meet(rank, state, rank.step)
 
-    def _give_way(self, state: _State, replica: list[Bucket]) -> None:
+    def _give_way(self, state: Shadow, replica: list[Bucket]) -> None:
         for bucket in replica:
             state.memory.flat("centre", bucket).lerp_(bucket.data, self.alpha)
 
-    async def known(self, rank: Rank, state: _State) -> list[Bucket]:
+    async def known(self, rank: Rank, state: Shadow) -> list[Bucket]:
         return [bucket.like(state.memory.flat("centre", bucket)) for bucket in await rank.params()]
 
-    async def leave(self, rank: Rank, state: _State) -> None:
+    async def leave(self, rank: Rank, state: Shadow) -> None:
         servers, buckets = self.serving(rank.size), await rank.params()
         for k, bucket in enumerate(buckets):
             centre = state.memory.flat("centre", bucket)

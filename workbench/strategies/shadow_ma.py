@@ -39,21 +39,20 @@ class ShadowMA(Strategy):
     exchanges: ClassVar[str] = "parameters"
 
     def init(self, rank: Rank, params: list[Bucket]) -> Shadow:
-        return Shadow(Memory())
+        return Shadow(rank, Memory())
 
     async def step(self, rank: Rank, state: Shadow) -> None:
         await rank.forward()
         await rank.backward()
         await rank.update()
-        state.since += 1
 
     async def background(self, rank: Rank, state: Shadow) -> None:
-        while await rank.again():
+        while step := await rank.again():
             for bucket in await rank.params():
                 before, mean = await ranks_mean(rank, bucket)
                 state.memory.flat("mean", bucket).copy_(mean.data)
                 bucket.data.add_(mean.data.sub_(before.data), alpha=self.alpha)
-            await state.synchronised(rank)
+            await state.synchronised(rank, step)
 
     async def known(self, rank: Rank, state: Shadow) -> list[Bucket] | None:
         if "mean" not in state.memory.buffers:
