@@ -235,10 +235,7 @@ class Rank(Pieces, Elsewhere):
         return Op("wait", handle)
 
     def again(self, rest: float = 0.0, alone: bool = False) -> Op:
-        """In `Strategy.background`, after a step and `rest` seconds: the step's number, from 1; 0 where none goes on.
-
-        Every rank hears 0 in one and the same round; `alone` once its own steps are over, and asks no other.
-        """
+        """In a background, after a step and `rest` seconds: its number; 0 when all ranks’, or `alone` its own, end."""
         return Op("again", rest, alone)
 
     def clock(self) -> Op:
