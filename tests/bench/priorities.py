@@ -19,9 +19,10 @@ import numpy as np
 
 from tests.bench.bound import wait
 from tests.bench.page import interval, table
-from workbench import Experiment, Lab
+from workbench import Experiment, Lab, tune
 from workbench.fabric import Fabric, Link
 from workbench.run import Run
+from workbench.sim import Costs
 from workbench.strategies import DDP, ByteScheduler, Strategy
 from workbench.tasks import ByteGPT
 
@@ -29,6 +30,7 @@ RANKS, PACE, BUCKET = 4, 2000.0, 0.4  # ms of a step's compute; MB
 TASK = ByteGPT(layers=6)
 WIRES = (0.5, 1.0, 2.0)  # how many times as long as compute the wire takes
 SLICE = 0.2  # MB: P3's 50,000 parameters
+FIRST = 8  # steps that the simulator is calibrated from
 STEPS = 4  # of a block; the first two after a switch do not count
 WAYS: dict[str, Strategy] = {
     "DDP": DDP(),
@@ -37,12 +39,21 @@ WAYS: dict[str, Strategy] = {
     "ByteScheduler": ByteScheduler(partition_mb=SLICE, credit_mb=2 * SLICE),
     "DDP again": DDP(),
 }
+TUNED = "ByteScheduler, tuned"  # its two sizes found by `tune` in the simulator, calibrated from the first steps
+WITHIN = {"partition_mb": (0.02, 2.0), "credit_mb": (0.02, 4.0)}  # MB
 ASKED = 1.15  # of the longer of compute and wire
 
 
 def bandwidth(wire: float, nbytes: int) -> float:
     """Mbit/s with which an all-reduce of so many bytes takes `wire` times as long as compute."""
     return 2 * (RANKS - 1) / RANKS * nbytes * 8e-6 / (wire * PACE * 1e-3)
+
+
+def tuned(e: Experiment, costs: Costs) -> ByteScheduler:
+    """ByteScheduler with the sizes that the simulator finds for an experiment."""
+    begun = e.set("strategy", WAYS["ByteScheduler"])
+    best = tune(begun, list(WITHIN), within=WITHIN, costs=costs).best.settings
+    return ByteScheduler(**{name.removeprefix("strategy."): round(mb, 3) for name, mb in best.items()})
 
 
 def block(lab: Lab, run: Run, strategy: Strategy) -> float:
@@ -57,23 +68,26 @@ def block(lab: Lab, run: Run, strategy: Strategy) -> float:
 
 def section(d: dict[str, Any]) -> str:
     """The page's section, from the raw numbers."""
-    rows, kept = [], []
+    rows, kept, sizes = [], [], []
     for cell in d["cells"]:
         longer = max(1.0, cell["wire"]) * PACE * 1e-3
-        for way in WAYS:
+        for way in cell["blocks"]:
             over = [seconds / longer for seconds in cell["blocks"][way]]
             beside = [a / b for a, b in zip(cell["blocks"]["DDP"], cell["blocks"][way], strict=True)]
             rows.append([f"{cell['wire']:g}", way, "{:.3f} ({:.3f} to {:.3f})".format(*interval(over)),
                          "{:.3f} ({:.3f} to {:.3f})".format(*interval(beside))])  # fmt: skip
-            if way == "ByteScheduler":
+            if way == TUNED:
                 kept.append(statistics.median(over))
+                sizes.append("{partition_mb:g} and {credit_mb:g}".format(**cell["tuned"]))
     verdict = "kept" if max(kept) <= ASKED else "NOT kept"
     about = (
         f"{RANKS} ranks, ByteGPT of six layers ({d['nbytes'] / 1e6:.1f} MB of gradients), {PACE:g} ms of paced compute"
         f" per step, buckets of {BUCKET:g} MB, an emulated Link on which an all-reduce of the whole model takes `wire`"
-        f" times as long as compute. Pieces of {SLICE:g} MB. Switched live in alternating blocks of {STEPS} steps;"
+        f" times as long as compute. Pieces of {SLICE:g} MB, credit for two; tuned, by Bayesian optimisation in"
+        f" the simulator calibrated from the first steps, pieces and credit of {'; '.join(sizes)} MB. Switched live in"
+        f" alternating blocks of {STEPS} steps;"
         f" medians of {len(d['cells'][0]['blocks']['DDP'])} rounds with a 95 % bootstrap interval. Asked of"
-        f" ByteScheduler: at most {ASKED:g} times the longer of both; worst here {max(kept):.3f}: {verdict}."
+        f" it, tuned: at most {ASKED:g} times the longer of both; worst here {max(kept):.3f}: {verdict}."
     )
     head = ["wire / compute", "order", "step / longer of compute and wire", "DDP's step / this one's"]
     return f"## Gradients by priority\n\n{about}\n\n{table(head, rows)}"
@@ -84,26 +98,31 @@ def main() -> None:
     ask.add_argument("--out", type=Path, default=None)
     ask.add_argument("--runs", type=Path, default=Path("runs"))
     ask.add_argument("--rounds", type=int, default=5)
+    ask.add_argument("--wires", type=float, nargs="+", default=WIRES, choices=WIRES, help="only these, the others stay")
     a = ask.parse_args()
     nbytes = 4 * sum(parameter.numel() for parameter in TASK.build().model().parameters())
-    cells: list[dict[str, Any]] = []
+    known = json.loads(a.out.read_text())["cells"] if a.out and a.out.exists() else []
+    cells: dict[float, dict[str, Any]] = {cell["wire"]: cell for cell in known}
     with Lab(ranks=RANKS, name="priorities") as lab:
-        for wire in WIRES:
+        for wire in a.wires:
             e = Experiment(task=TASK, ranks=RANKS, eval_every=0, pace=PACE, bucket_mb=BUCKET, batch=2,
                            fabric=Fabric(link=Link(bandwidth=bandwidth(wire, nbytes))))  # fmt: skip
-            run = lab.run(e, out=a.runs / f"priorities-{time.time():.0f}")
-            wait(run, 2)
-            cell = {"wire": wire, "blocks": {way: [] for way in WAYS}}
+            run = lab.run(e.set("strategy", WAYS["ByteScheduler"]), out=a.runs / f"priorities-{time.time():.0f}")
+            wait(run, FIRST)
+            best = tuned(e, Costs.measured(run))
+            ways = {**WAYS, TUNED: best}
+            cell = {"wire": wire, "blocks": {way: [] for way in ways},
+                    "tuned": {"partition_mb": best.partition_mb, "credit_mb": best.credit_mb}}  # fmt: skip
             for number in range(a.rounds):
-                for way, strategy in WAYS.items():
+                for way, strategy in ways.items():
                     cell["blocks"][way].append(block(lab, run, strategy))
                 said = ", ".join(f"{way} {blocks[-1] * 1e3:.0f}" for way, blocks in cell["blocks"].items())
                 print(f"wire {wire:g}, round {number + 1}: {said} ms", flush=True)
             lab.stop()
             run.wait(60)
-            cells.append(cell)
+            cells[wire] = cell
     if a.out:
-        a.out.write_text(json.dumps({"nbytes": nbytes, "cells": cells}))
+        a.out.write_text(json.dumps({"nbytes": nbytes, "cells": [cells[wire] for wire in sorted(cells)]}))
 
 
 if __name__ == "__main__":
