@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -84,8 +85,9 @@ def cells(*rates: float, steps: int = 12) -> list[Cell]:
 # -- a rank --
 
 
-def measure(cell: Cell, rank: int, size: int, store: tuple[str, int], generation: str) -> dict[str, Any]:
+def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> dict[str, Any]:
     """One rank's step times, the bytes of its record, and what its port sent meanwhile."""
+    cell = Cell(**asked)
     session = Session(cell.experiment(size), rank=rank, size=size, store=store, generation=generation, secret=b"ours",
                       epoch=time.time(), loopback=not cell.real)
     session.record.close()
@@ -114,8 +116,11 @@ def counted() -> int:
     return int(file.read_text()) if file.exists() else 0
 
 
-def rank_main(rank: int, size: int, address: str) -> None:
-    """Answers one line of JSON per cell, until there are no more. Rank 0 keeps the store and says where it is first."""
+def rank_main(rank: int, size: int, address: str, measured: Callable[..., Any]) -> None:
+    """Answers one line of JSON per cell, until there are no more. Rank 0 keeps the store and says where it is first.
+
+    measured: of a cell as a dict, rank, size, the store's address and the run's generation, what this rank has found
+    """
     torch.set_num_threads(1)
     with contextlib.suppress(PermissionError):
         os.nice(-10)  # what else the machine does shall disturb neither side
@@ -124,7 +129,7 @@ def rank_main(rank: int, size: int, address: str) -> None:
         print(json.dumps(where), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        found = measure(Cell(**asked["cell"]), rank, size, tuple(asked["where"]), asked["generation"])
+        found = measured(asked["cell"], rank, size, tuple(asked["where"]), asked["generation"])
         print(json.dumps(found), flush=True)
     os._exit(0)
 
@@ -133,15 +138,18 @@ def rank_main(rank: int, size: int, address: str) -> None:
 
 
 class Ranks:
-    """A process for each rank, in the namespaces of `network` or, without one, side by side on the loopback."""
+    """A process for each rank, in the namespaces of `network` or, without one, side by side on the loopback.
 
-    def __init__(self, size: int, network: Network | None = None) -> None:
+    module: what each runs as `-m MODULE --rank RANK SIZE ADDRESS`, which is to call `rank_main`
+    """
+
+    def __init__(self, size: int, network: Network | None = None, module: str = "tests.bench.netns") -> None:
         self.size, self.network = size, network
         address = Network.address(0) if network else "127.0.0.1"
         env = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.processes = []
         for rank in range(size):
-            argv = [sys.executable, "-m", "tests.bench.netns", "--rank", str(rank), str(size), address]
+            argv = [sys.executable, "-m", module, "--rank", str(rank), str(size), address]
             argv = network.command(rank, argv) if network else argv
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
             self.processes.append(subprocess.Popen(argv, cwd=ROOT, env=env, **pipes))
@@ -156,8 +164,8 @@ class Ranks:
         for p in self.processes:
             p.communicate()
 
-    def run(self, cell: Cell, within: float = 120) -> list[dict[str, Any]]:
-        """What each rank measured; raises TimeoutError."""
+    def run(self, cell: Any, within: float = 120) -> list[Any]:
+        """What each rank measured of a cell, a dataclass with its ports' `mbit`; raises TimeoutError."""
         if self.network:
             self.network.set_rate(cell.mbit)
         asked = json.dumps({"cell": asdict(cell), "where": self.where, "generation": uuid.uuid4().hex})
@@ -234,7 +242,7 @@ def main() -> None:
     ask.add_argument("--steps", type=int, default=12)
     a = ask.parse_args()
     if a.rank:
-        return rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2])
+        return rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2], measure)
     out = []
     for size, frame in itertools.product(a.ranks, a.frames):
         with awake(), Network(size, frame) as network, Ranks(size, network) as real, Ranks(size) as modelled:

@@ -346,6 +346,13 @@ def published(d: dict[str, Any]) -> str:
     return section(d)
 
 
+def algorithms(d: list[dict[str, Any]]) -> str:
+    """Which all-reduce is over first."""
+    from tests.bench.algorithms import section
+
+    return section(d)
+
+
 def priorities(d: dict[str, Any]) -> str:
     """ByteScheduler beside DDP's order."""
     from tests.bench.priorities import section
@@ -383,7 +390,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
     "activations": activations.text,
     "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "record": record, "published": published, "priorities": priorities,
+    "netns": netns, "algorithms": algorithms, "record": record, "published": published, "priorities": priorities,
     "shadow": shadow, "shadow_quality": shadow_quality, "memory": memory, "second_order": second_order,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),

@@ -1,0 +1,268 @@
+"""Which all-reduce is over first, by the cost models and as measured: on emulated Links and on real ports.
+
+Six ranks begin an all-reduce together, by their common clock; it is over when the last of them has the sum. Every
+algorithm in turn, some all-reduces each, in alternating rounds. Emulated: processes on the loopback, slowed to a Link.
+Real: a process in a network namespace of its own, tc tbf on its port; latency is what sending takes there, which is
+fitted to the rings alone, as all else that the models are given.
+
+    python -m tests.bench.algorithms --out docs/data/algorithms.json          (real: Linux, root, iproute2)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.bench.netns import Ranks, awake, rank_main
+from tests.bench.page import table
+from tests.network import Network, why_not
+from tests.ranks import Rows
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
+from workbench.fabric.algorithms import Algorithm, DoubleTree, HalvingDoubling, ParameterServer, Ring, TwoLevel
+from workbench.rank import Rank
+from workbench.settings import knob
+from workbench.strategies import Strategy
+from workbench.tasks import Task
+
+RANKS, SUMS, ROUNDS = 6, 3, 3  # all-reduces of a turn, without the first
+FLAT: dict[str, Algorithm] = {
+    "ring": Ring(),
+    "halving and doubling": HalvingDoubling(),
+    "double tree": DoubleTree(),
+    "one server": ParameterServer(),
+}
+ALL = {**FLAT, "two levels": TwoLevel()}  # of two sites, one leader each: between them any way is the same
+CLOSE = 1.03  # of the quickest: as quick
+ASKED = 9  # of ten cells
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wires:
+    """Ports of `mbit` Mbit/s and messages of `latency` ms; to another site of so many ranks the second numbers."""
+
+    mbit: float
+    latency: float = 0.0
+    site: int = 0
+    between_mbit: float = 0.0
+    between_latency: float = 0.0
+    real: bool = False
+
+    def fabric(self, algorithm: Algorithm) -> Fabric:
+        link = Link() if self.real else Link(bandwidth=self.mbit, latency=self.latency)
+        return Fabric(link=link, site=self.site, between_bandwidth=self.between_mbit,
+                      between_latency=self.between_latency, algorithm=algorithm)  # fmt: skip
+
+    @property
+    def ways(self) -> dict[str, Algorithm]:
+        """The algorithms that are compared on these."""
+        return ALL if self.site else FLAT
+
+    def __str__(self) -> str:
+        if self.real:
+            return f"ports of {self.mbit:g} Mbit/s"
+        inside = f"{self.mbit:g} Mbit/s, {self.latency:g} ms"
+        if not self.site:
+            return inside
+        return f"{inside}; between sites of {self.site} {self.between_mbit:g} Mbit/s, {self.between_latency:g} ms"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """All-reduces of `numel` floats by one algorithm, each beginning `slot` seconds after the last."""
+
+    wires: Wires
+    way: str
+    numel: int
+    slot: float
+
+    @property
+    def mbit(self) -> float:
+        return self.wires.mbit
+
+
+EMULATED = {
+    Wires(mbit=100.0, latency=20.0): (4_000, 64_000, 256_000, 1_000_000),
+    Wires(mbit=20.0, latency=20.0): (4_000, 64_000, 256_000),
+    Wires(mbit=60.0, latency=5.0, site=3, between_mbit=20.0, between_latency=20.0): (4_000, 64_000, 256_000),
+}  # elements of float32
+REAL = {Wires(mbit=20.0, real=True): (250, 1_000, 4_000, 16_000, 64_000)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtOnce(Strategy):
+    """One all-reduce in each step, which all ranks begin at a time of the clock; and how long it takes."""
+
+    numel: int = knob(1, 1, 10**9, doc="elements")
+    slot: float = knob(1.0, 0.0, 1e3, unit="s", doc="from one beginning to the next")
+    lockstep: ClassVar[bool] = True
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        x = torch.ones(self.numel)
+        begin = torch.tensor([(time.time() // self.slot + 2) * self.slot], dtype=torch.float64)
+        await rank.broadcast(
+            begin, 0, "when"
+        )  # rank 0's: others may look at the clock on another side of a slot's edge
+        while (left := float(begin) - time.time()) > 0:
+            time.sleep(min(left, 1e-3))
+        late = -left
+        await rank.all_reduce(x, name="x")
+        await rank.sample("took", time.time() - float(begin))
+        assert float(x[0]) == rank.size and late < 0.5 * self.slot
+
+
+def task() -> Task:
+    return Task(model=partial(nn.Linear, 1, 1), data=nothing, loss=squares, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+
+def nothing(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
+    return [torch.zeros(1, 1)]
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
+    """One rank's seconds of each all-reduce."""
+    cell = Cell(**{**asked, "wires": Wires(**asked["wires"])})
+    e = Experiment(task=task(), ranks=size, eval_every=0, strategy=AtOnce(numel=cell.numel, slot=cell.slot),
+                   fabric=cell.wires.fabric(ALL[cell.way]))  # fmt: skip
+    session = Session(
+        e,
+        rank=rank,
+        size=size,
+        store=store,
+        generation=generation,
+        secret=b"ours",
+        epoch=time.time(),
+        loopback=not cell.wires.real,
+    )
+    session.record.close()
+    session.record = rows = Rows()
+    training = session.set_up()
+    for _ in range(1 + SUMS):
+        training.host.drive(training.boundary())
+        training.host.drive(training.step())
+    session.tear_down()
+    return [value for _, name, _, value in rows.samples if name == "took"][1:]
+
+
+def seconds(ranks: Ranks, cell: Cell) -> float:
+    """The median over all-reduces of when the last rank had the sum."""
+    return statistics.median(max(each) for each in zip(*ranks.run(cell), strict=True))
+
+
+def fitted(rings: dict[int, float], ranks: int = RANKS) -> tuple[float, float]:
+    """(ms of a message, Mbit/s of a port) that fit what rings of so many elements took, in relative least squares."""
+    p, took = ranks, np.array(list(rings.values()))
+    rows = np.array([[2 * (p - 1), 2 * (p - 1) / p * 4 * n] for n in rings])
+    (alpha, beta), *_ = np.linalg.lstsq(rows / took[:, None], np.ones(len(took)), rcond=None)
+    return float(max(alpha, 0.0) * 1e3), float(8e-6 / beta)
+
+
+def predicted(wires: Wires, numel: int, link: tuple[float, float] | None = None) -> dict[str, float]:
+    """Seconds by each algorithm's cost model, on the Link as it is emulated or as it was fitted."""
+    fabric = replace(wires, real=False).fabric(Ring())
+    fabric = fabric.measured(*link) if link else fabric
+    return {name: way.seconds(fabric, range(RANKS), 4 * numel) for name, way in wires.ways.items()}
+
+
+def campaign(ranks: Ranks, wires: Wires, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """All algorithms at all sizes on the same wires, in alternating rounds."""
+    took: dict[str, dict[int, list[float]]] = {name: {n: [] for n in sizes} for name in wires.ways}
+    for number in range(rounds):
+        for n in sizes:
+            for name, said in predicted(wires, n, (2.0, wires.mbit) if wires.real else None).items():
+                cell = Cell(wires=wires, way=name, numel=n, slot=round(1.5 * said + 0.15, 2))
+                took[name][n].append(seconds(ranks, cell))
+        print(f"{wires}, round {number + 1} of {rounds}", flush=True)
+    middle = {name: {n: statistics.median(each) for n, each in by.items()} for name, by in took.items()}
+    link = fitted(middle["ring"]) if wires.real else None
+    said = {n: predicted(wires, n, link) for n in sizes}
+    return {"wires": asdict(wires), "about": str(wires), "link": link, "took": took, "predicted": said}
+
+
+def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """By size: which algorithm was quickest, which one was predicted to be, and how near the latter came."""
+    out = []
+    for n, said in found["predicted"].items():
+        took = {name: statistics.median(by[n]) for name, by in found["took"].items()}
+        chosen, first = min(said, key=said.get), min(took, key=took.get)
+        off = statistics.median(abs(said[name] / took[name] - 1) for name in said)
+        over = took[chosen] / took[first]
+        out.append({"numel": int(n), "chosen": chosen, "first": first, "over": over, "off": off, "took": took})
+    return out
+
+
+def section(d: list[dict[str, Any]]) -> str:
+    """The page's section, from the raw numbers."""
+    rows, kept = [], {False: [0, 0], True: [0, 0]}
+    for found in d:
+        for cell in cells(found):
+            right = cell["over"] <= CLOSE
+            counts = kept[found["wires"]["real"]]
+            counts[0], counts[1] = counts[0] + right, counts[1] + 1
+            took = cell["took"]
+            second = sorted(took.values())[1]
+            rows.append([found["about"], f"{4 * cell['numel'] / 1e3:g}", cell["chosen"], cell["first"],
+                         f"{took[cell['first']] * 1e3:.0f}", f"{second * 1e3:.0f}", f"{max(took.values()) * 1e3:.0f}",
+                         f"{cell['over']:.2f}", f"{cell['off']:.1%}"])  # fmt: skip
+    fits = "; ".join("{:.1f} ms and {:.1f} Mbit/s".format(*found["link"]) for found in d if found["link"]) or "none"
+    (emulated, of), (real, of_real) = kept[False], kept[True]
+    about = (
+        f"All-reduces of {RANKS} ranks, begun together by a common clock and over when the last rank has the sum;"
+        f" medians of {ROUNDS} alternating rounds of {SUMS}. Predicted to be first: by the cost models, from the"
+        f" emulated Link's own numbers, and on real ports (a network namespace each, tbf) from {fits}, fitted to the"
+        f" rings alone. A prediction holds where what is predicted to be first takes at most {CLOSE:g} times as long"
+        f" as what is. On emulated Links it holds in {emulated} of {of} cells (asked: {ASKED} of 10), on real ports in"
+        f" {real} of {of_real}."
+    )
+    head = [
+        "wires",
+        "kB",
+        "predicted to be first",
+        "first",
+        "its ms",
+        "second's",
+        "last's",
+        "predicted one's / first's",
+    ]
+    head.append("predictions off by, median")
+    return f"## Which all-reduce is over first\n\n{about}\n\n{table(head, rows)}"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--rank", nargs=3, default=None, help=argparse.SUPPRESS)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--rounds", type=int, default=ROUNDS)
+    a = ask.parse_args()
+    if a.rank:
+        return rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2], measure)
+    out = []
+    with Ranks(RANKS, module="tests.bench.algorithms") as ranks:
+        out += [campaign(ranks, wires, sizes, a.rounds) for wires, sizes in EMULATED.items()]
+    if reason := why_not():
+        print(f"no real network: {reason}")
+    else:
+        with awake(), Network(RANKS, 1500) as network, Ranks(RANKS, network, "tests.bench.algorithms") as ranks:
+            out += [campaign(ranks, wires, sizes, a.rounds) for wires, sizes in REAL.items()]
+    if a.out:
+        a.out.write_text(json.dumps(out))
+    print(section(json.loads(json.dumps(out))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What the bench of all-reduces makes of what it has measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.bench.algorithms import CLOSE, EMULATED, RANKS, Wires, cells, fitted, predicted, section
+from workbench.fabric import Fabric, Link
+from workbench.fabric.algorithms import Ring
+
+WIRES = Wires(mbit=20.0, latency=20.0)
+
+
+def test_a_link_is_found_again_from_what_rings_take_on_it() -> None:
+    fabric = Fabric(link=Link(bandwidth=37.0, latency=2.5))
+    rings = {n: Ring().seconds(fabric, range(RANKS), 4 * n) for n in (250, 4_000, 64_000)}
+    assert fitted(rings) == pytest.approx((2.5, 37.0))
+
+
+def test_each_of_the_emulated_wires_has_a_crossing_among_its_sizes() -> None:
+    for wires, sizes in EMULATED.items():
+        first = {min(said, key=lambda way: said[way]) for said in (predicted(wires, n) for n in sizes)}
+        assert len(first) > 1, wires
+
+
+def test_a_prediction_holds_where_what_it_names_is_about_as_quick_as_the_quickest() -> None:
+    sizes = (4_000, 256_000)
+    said = {str(n): predicted(WIRES, n) for n in sizes}
+    took: dict[str, Any] = {name: {n: [said[n][name] * 1.1] * 3 for n in said} for name in said["4000"]}
+    chosen = {n: min(said[n], key=lambda way: said[n][way]) for n in said}
+    other = next(name for name in took if name not in chosen.values())
+    took[other]["256000"] = [said["256000"][chosen["256000"]] * 1.1 / (CLOSE + 0.01)] * 3
+    found = {"wires": vars(WIRES), "about": str(WIRES), "link": None, "took": took, "predicted": said}
+    small, large = cells(found)
+    assert small["chosen"] == small["first"] == chosen["4000"] and small["over"] == 1.0
+    assert (large["chosen"], large["first"]) == (chosen["256000"], other) and large["over"] > CLOSE
+    assert large["off"] == pytest.approx(1 - 1 / 1.1)
+    assert "On emulated Links it holds in 1 of 2 cells" in " ".join(section([found]).split())
