@@ -9,6 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -56,19 +57,29 @@ def jupyter(tmp_path: Path) -> Iterator[Jupyter]:
 
 @contextmanager
 def served(tmp_path: Path) -> Iterator[Jupyter]:
-    """The same for as long as one likes: several tests may share it."""
+    """The same for as long as one likes: several tests may share it.
+
+    Kernels are spoken to through files, whose paths must be short: ports are chosen long before they are taken, and
+    where another process has one by then, a kernel dies of it (seen once in 36 tests).
+    """
+    with tempfile.TemporaryDirectory(prefix="jupyter-", dir="/tmp") as runtime:
+        yield from _served(tmp_path, runtime)
+
+
+def _served(tmp_path: Path, runtime: str) -> Iterator[Jupyter]:
     folder = tmp_path / "notebooks"
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     token = secrets.token_hex(16)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0"]
-    command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}"]
+    command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--KernelManager.transport=ipc"]
     _quiet(tmp_path / "config")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         command.append("--allow-root")
     with (tmp_path / "jupyter.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=folder, env=private(tmp_path), stdout=log, stderr=subprocess.STDOUT)
+        env = {**private(tmp_path), "JUPYTER_RUNTIME_DIR": runtime}
+        server = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
-        url = _answers(tmp_path / f"runtime/jpserver-{server.pid}.json", server, tmp_path / "jupyter.log")
+        url = _answers(Path(runtime, f"jpserver-{server.pid}.json"), server, tmp_path / "jupyter.log")
         yield Jupyter(url, token, folder, tmp_path / "data")
     finally:
         server.terminate()
