@@ -22,6 +22,7 @@ from torch import nn
 
 from tests.ranks import batch as examples
 from tests.ranks import ended, experiment, fingerprint, live, mse, poisoned, run, toy, weights
+from tests.sim.insides import simulated
 from tests.sim.virtual import comm, paced, rows, samples, seconds
 from tests.unit.test_engine_apart import over, until
 from workbench import simulate
@@ -32,7 +33,6 @@ from workbench.fabric import Freeze, Slow
 from workbench.host.canonical import optimizer_tensors, state_hash
 from workbench.host.layout import Layout
 from workbench.settings import Change, KnobError
-from workbench.sim.session import Session as Simulated
 from workbench.strategies import DDP, Hogwild
 
 pytestmark = pytest.mark.ranks
@@ -77,20 +77,6 @@ def _nothing_is_left_behind(_opened_once: None, request: pytest.FixtureRequest) 
             break
         time.sleep(0.05)
     assert not files() and not blocks() and now[0] <= before[0] and now[1] <= before[1], (before, now, blocks())
-
-
-@pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Simulated]:
-    """The ranks of every simulation of a test."""
-    made: list[Simulated] = []
-    init = Simulated.__init__
-
-    def kept(self: Simulated, *args: object) -> None:
-        init(self, *args)
-        made.append(self)
-
-    monkeypatch.setattr(Simulated, "__init__", kept)
-    return made
 
 
 sgd = partial(torch.optim.SGD, lr=0.05)
@@ -163,7 +149,7 @@ def bent(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return (model(ids).sin() * (1 + ids[:, None] / 10)).sum()
 
 
-def test_disjoint_supports_equal_any_serial_order_to_the_bit(simulated: list[Simulated]) -> None:
+def test_disjoint_supports_equal_any_serial_order_to_the_bit() -> None:
     def start() -> nn.Module:
         model = Table()
         with torch.no_grad():
@@ -185,8 +171,8 @@ def test_disjoint_supports_equal_any_serial_order_to_the_bit(simulated: list[Sim
     assert all(torch.equal(found[0], other) for other in found[1:]), "so one reference will do"
     for s in run(chosen):
         assert torch.equal(s.model.rows.weight, found[0])
-    simulate(chosen.set("pace", 5.0).set("faults", [Slow(rank=2, factor=1.7)]), real=True)
-    assert torch.equal(simulated[3].model.rows.weight, found[0])
+    _, ranks = simulated(chosen.set("pace", 5.0).set("faults", [Slow(rank=2, factor=1.7)]))
+    assert torch.equal(ranks[3].model.rows.weight, found[0])
 
 
 class Tally(nn.Module):
@@ -200,9 +186,7 @@ class Tally(nn.Module):
         return -self.sums.sum() * x
 
 
-def test_overlapping_increments_are_lost_at_times_and_never_made_up(
-    simulated: list[Simulated], record_property: Any
-) -> None:
+def test_overlapping_increments_are_lost_at_times_and_never_made_up(record_property: Any) -> None:
     ranks, steps = 4, 60
     task = toy(partial(torch.optim.SGD, lr=1.0), model=Tally, loss=lambda m, x: m(x), evaluate=None,
                data=lambda rank, ranks, seed: [torch.ones(())])  # fmt: skip
@@ -214,8 +198,8 @@ def test_overlapping_increments_are_lost_at_times_and_never_made_up(
     record_property("lost", lost)
     print(f"{lost:.2g} of all increments were lost, and at the worst element {ranks * steps - float(sums.min()):g} of "
           f"{ranks * steps}")
-    simulate(chosen.set("pace", 5.0), real=True)
-    assert set(simulated[0].model.sums.tolist()) == {ranks * steps}, "an update of the simulator is one moment"
+    _, (first, *_) = simulated(chosen.set("pace", 5.0))
+    assert set(first.model.sums.tolist()) == {ranks * steps}, "an update of the simulator is one moment"
 
 
 class Line(nn.Module):
@@ -231,10 +215,10 @@ class Line(nn.Module):
         return self.line(x)
 
 
-def test_virtual_time_alone_decides_who_sees_what(simulated: list[Simulated]) -> None:
+def test_virtual_time_alone_decides_who_sees_what() -> None:
     """Against a plain replay: read at the beginning of each forward, written at the beginning of each update."""
     chosen = paced(3, 12, task=toy(sgd, model=Line), strategy=Hogwild(), faults=[Slow(rank=1, factor=2.3)])
-    found = simulate(chosen, real=True)
+    found, ranks = simulated(chosen)
     compute = rows(found, "compute")
     moments = [
         (float(t0), str(name), int(rank), int(step))
@@ -252,8 +236,8 @@ def test_virtual_time_alone_decides_who_sees_what(simulated: list[Simulated]) ->
                 model.line.weight.sub_(0.05 * grads[rank])
             seen[rank] = written - 1 - seen[rank]
     assert set(seen.values()) != {0}, "gradients are stale"
-    torch.testing.assert_close(simulated[0].model.line.weight, model.line.weight, rtol=1e-6, atol=1e-8)
-    assert len({state_hash(s.layout) for s in simulated}) == 1
+    torch.testing.assert_close(ranks[0].model.line.weight, model.line.weight, rtol=1e-6, atol=1e-8)
+    assert len({state_hash(s.layout) for s in ranks}) == 1
 
 
 def test_it_learns_on_both_hosts() -> None:
@@ -301,12 +285,12 @@ OPTIMIZERS = [partial(torch.optim.SGD, lr=0.02, momentum=0.9), partial(torch.opt
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["SGD", "Adam"])
-def test_in_and_out_live_leaves_ranks_equal(optimizer: Any, simulated: list[Simulated]) -> None:
+def test_in_and_out_live_leaves_ranks_equal(optimizer: Any) -> None:
     chosen = experiment(4, 20, task=toy(optimizer), pace=2.0).set("faults", [Slow(rank=1, factor=2.0)])
     sessions = run(chosen, *CHAIN)
     assert not blocks(), "each rank's memory is its own again"
-    simulate(chosen, changes=CHAIN, real=True)
-    for ranks in (sessions, simulated):
+    _, virtual = simulated(chosen, *CHAIN)
+    for ranks in (sessions, virtual):
         assert len({state_hash(s.layout) for s in ranks}) == 1
         assert len({fingerprint(optimizer_tensors(s.layout, s.optimizer)) for s in ranks}) == 1
         assert len({s.layout.weights[0].data_ptr() for s in ranks}) == 4
@@ -354,16 +338,15 @@ def test_buckets_rate_and_batch_turned_while_it_lasts_keep_the_one_vector() -> N
         over(sessions)
 
 
-def test_buckets_cut_anew_lose_nothing_of_what_was_learned(simulated: list[Simulated]) -> None:
+def test_buckets_cut_anew_lose_nothing_of_what_was_learned() -> None:
     """At a rate of next to nothing the parameters stay what they were, whatever is laid out anew."""
     plan = [Change(4, "lr", 1e-30), Change(6, "bucket_mb", 0.02), Change(9, "bucket_mb", 1.0)]
     chosen = experiment(3, 12, strategy=Hogwild(), pace=2.0, eval_every=1)
-    for changes in (plan, plan[:1]):
-        found = simulate(chosen, changes=changes, real=True)
-        held = samples(found, "held_out", 0)
+    (found, cut), (other, stayed) = simulated(chosen, *plan), simulated(chosen, plan[0])
+    for held in (samples(found, "held_out", 0), samples(other, "held_out", 0)):
         assert list(held[5:]) == [held[5]] * 8 and held[0] != held[5]
-    assert len({s.layout.weights[0].data_ptr() for s in simulated[:3]}) == 1
-    assert torch.equal(weights(simulated[0]), weights(simulated[3]))
+    assert len({s.layout.weights[0].data_ptr() for s in cut}) == 1
+    assert torch.equal(weights(cut[0]), weights(stayed[0]))
     sessions = run(chosen, *plan)
     held = [v for step, name, _, v in sessions[0].record.samples if name == "held_out" and step > 5]
     assert held == [held[0]] * len(held)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.piped import piped
+from tests.ranks import experiment, run
+from tests.sim.insides import simulated
+from workbench import Change, Fabric, Link, Pipeline
 from workbench.engine.training import Training as Real
+from workbench.fabric import Slow
 from workbench.host import changes
 from workbench.host.life import Life
 from workbench.sim.session import Session as Virtual
@@ -37,11 +46,60 @@ def test_both_hosts_live_by_the_same_rules(rule: str) -> None:
         assert own is None or "super" in own.__code__.co_names or "__class__" in own.__code__.co_freevars
 
 
-def test_both_hosts_make_a_change_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.ranks import experiment, run
-    from tests.sim.insides import simulated
-    from workbench import Change
+# A rule of a rank's life, and where it stands once: the file, and the functions that both hosts run.
+RULES = {
+    "a life": ("host/life.py", "lay_out live boundary step evaluate mark_buckets"),
+    "a change": ("host/changes.py", "obey apply _switch take_role arrange note_idle"),
+    "who waits for a meeting": ("host/meeting.py", "idle"),
+    "a hand-over": ("host/handover.py", "consolidate spread check"),
+    "a switch of partition": ("host/repartition.py", "able repartition"),
+    "what is moved": ("host/move.py", "move"),
+    "what compression left unsent": ("host/residual.py", "change"),
+    "the learning rate": ("host/rate.py", "due change"),
+    "clipping": ("host/canonical.py", "clipped"),
+    "evaluation": ("host/evaluating.py", "numbers distance"),
+    "memory": ("host/ledger.py", "begin forward backward close"),
+    "a pipeline's messages": ("host/pipelining.py", "one_batch"),
+    "measuring": ("host/measuring.py", "step"),
+    "a pace": ("fabric/pace.py", "lasts"),
+    "faults": ("fabric/load.py", "stretch choke"),
+    "a port": ("fabric/load.py", "port_seconds"),
+    "a message at ports": ("fabric/load.py", "message_seconds leaves comes"),
+}
 
+
+def ran(act: Callable[[], object]) -> set[tuple[str, str]]:
+    """(file below workbench/, function) of all that is called meanwhile, on any thread that begins meanwhile."""
+    seen: set[Any] = set()
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {(code.co_filename.rpartition("workbench/")[2], code.co_name) for code in seen}
+
+
+@pytest.mark.ranks
+def test_every_rule_stands_once_and_both_hosts_run_it() -> None:
+    fabric = Fabric(link=Link(bandwidth=1000.0), faults=(Slow(rank=1, factor=1.1),))
+    e = piped(4, 9, eval_every=4, clip=1.0, lr_warmup=3, measure_every=2, pace=2.0, fabric=fabric)
+    changes = [
+        Change(2, "compressor", "TopK"), Change(3, "compressor", "Dense"), Change(4, "strategy", "Gossip"),
+        Change(5, "strategy", "AsyncServer"), Change(6, "strategy", "LocalSGD"), Change(7, "partition", Pipeline()),
+    ]  # fmt: skip
+    real, virtual = ran(lambda: run(e, *changes)), ran(lambda: simulated(e, *changes))
+    both = real & virtual
+    assert {rule: file for rule, (file, names) in RULES.items() if {(file, n) for n in names.split()} - both} == {}
+
+
+def test_both_hosts_make_a_change_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
     plain = changes.obey
 

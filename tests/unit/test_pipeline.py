@@ -19,6 +19,7 @@ from tests.waiting import until
 from workbench import simulate
 from workbench.compressors import E3M0, QSGD, Cast, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.experiment import Experiment, partitioned
+from workbench.fabric import Fabric, Link
 from workbench.host.cutting import cut
 from workbench.optimizers import SGD, AdamW, Optimizer
 from workbench.partitions import Pipeline, Whole
@@ -86,8 +87,21 @@ def test_what_moves_is_what_lacks() -> None:
     lacks = [name for r in range(4) for name in fourths[r] - halves[r % 2]]
     some = sum(4 * (3 * want[name].numel() + 1) for name in lacks)
     assert lacks and [m["nbytes"] for m in marks] == [0, some, 3 * whole]
+    assert all(m["seconds"] > 0 for m in marks)
     for name, x in alone(e, (3, 4, 1), (3, 2, 4), (3, 1, 4), (3, 4, 1)).items():  # gloo adds four in another order
         torch.testing.assert_close(assembled(sessions, 1)[name], x.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mark_says_how_long_it_took_to_move() -> None:
+    """On the virtual clock, over a slow Link: what the bytes take on the way out, and next to nothing on the way in."""
+    slow = Fabric(link=Link(bandwidth=1.0))
+    changes = Change(3, "partition", Pipeline()), Change(6, "partition", Whole())
+    found = simulate(piped(2, 9, pace=2.0, fabric=slow), changes=changes)
+    into, out = (detail for _, _, detail in found.details("partition"))
+    spans = found.spans[(found.spans.lane == "switch") & (found.spans["rank"] == 0)]
+    assert into["nbytes"] == 0 < into["seconds"] < 0.1 * out["seconds"], "ranks agree on what there is to move"
+    assert 4e-6 * out["nbytes"] <= out["seconds"] <= 8e-6 * out["nbytes"], "two ports, each with its own half"
+    assert out["seconds"] <= (spans.t1 - spans.t0).iloc[-1]
 
 
 def test_the_held_out_loss_is_that_of_the_whole_model() -> None:

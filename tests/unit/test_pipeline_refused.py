@@ -78,6 +78,7 @@ UNCUT = [
     ({"loss": twice}, "the loss calls the model 2 times"),
     ({"parts": lambda m: [*list(m)[-2::-1], m[-1]]}, "one after the other have loss"),
     ({"model": lambda: nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, 4))}, "would have no parameters to train"),
+    ({"model": lambda: nn.Sequential(nn.Linear(WIDTH, 4))}, "has one part, too few for 2 stages; take Whole()"),
 ]
 
 
@@ -90,6 +91,14 @@ def test_a_model_that_cannot_be_cut_is_refused_in_words_and_the_run_goes_on(give
     assert len(seen(sessions[0], "loss")) == 6
     (begun, _) = live(piped(2, 6, task=task, partition=Pipeline()))
     assert begun.join(20) and begun.error is not None and words in begun.error["text"]
+
+
+def test_more_pieces_than_parts_are_refused_with_the_number_there_may_be() -> None:
+    way = Pipeline(stages=2, micros=2, schedule=Interleaved(chunks=4))
+    sessions = run(piped(2, 4), Change(2, "partition", way))
+    (refused,) = sessions[0].record.noted("refused")
+    words = "the model has 7 parts, too few for 2 stages of 4 pieces; take at most 7 pieces in all, or a deeper model"
+    assert words in json.loads(refused[3])["reason"]
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:

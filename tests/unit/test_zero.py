@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.laws.test_quick import trained
 from tests.ranks import ended, experiment, live, run, toy, weights
+from tests.sim.insides import simulated
 from tests.sim.virtual import comm
 from workbench import simulate
 from workbench.compressors import DGC, QSGD, Compressor, OneBit, PowerSGD, ScaleCom, TopK
@@ -116,11 +117,13 @@ def test_whole_buckets_may_be_updated_one_by_one_but_not_clipped_so() -> None:
 
 
 @stages
-def test_with_tied_weights_and_checkpointing_it_is_the_same(stage: Strategy) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_with_tied_weights_and_checkpointing_it_is_the_same(stage: Strategy, ranks: int) -> None:
     task = toy(model=Tied, data=lambda rank, ranks, seed: _pairs(rank), evaluate=None)
-    e = experiment(2, 20, task=task, optimizer=AdamW(), bucket_mb=LAYERS)
-    for ours, plain in zip(run(e.set("strategy", stage)), run(e.set("strategy", DDP())), strict=True):
-        assert torch.equal(weights(ours), weights(plain))
+    rest: Any = {"task": task, "optimizer": AdamW(), "bucket_mb": LAYERS}
+    _, plain = simulated(experiment(ranks, 20, strategy=DDP(), pace=5.0, **rest))
+    for ours, want in zip(run(experiment(ranks, 20, strategy=stage, **rest)), plain, strict=True):
+        assert torch.equal(weights(ours), weights(want))
 
 
 def _pairs(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -19,7 +19,7 @@ HEAD += '<th style="text-align: left">change</th></tr>'
 SHORT = {"exposed communication": "exposed", "sent per step and rank": "sent"}  # all columns must fit in half a page
 MEANS = {
     "step": "how long a step lasts",
-    "exposed communication": "how long a step stands still for communication",
+    "exposed communication": "for how long communication stalls a step",
     "sent per step and rank": "bytes that a rank sends in a step",
 }
 

@@ -78,7 +78,7 @@ def _rows(what: Compression, found: BreakEven, every: int) -> list[tuple[str, st
         *([ratio] if ratio else []),
         *_errors(what, every),
         ("encode and decode", duration(found.codec), beside),
-        ("standing still besides", duration(found.exposed), dense),
+        ("stalled besides", duration(found.exposed), dense),
     ]
 
 

@@ -13,11 +13,11 @@ AGAIN = 3.0  # seconds before the numbers are told anew
 
 
 class Pipeline(View):
-    """A line: how long stages stand still, how much of it has to be, and which stage or rank makes it more."""
+    """A line: how long stages are idle, how much of it has to be, and which stage or rank makes it more."""
 
     name: ClassVar[str] = "pipeline"
     title: ClassVar[str] = "Pipeline"
-    about: ClassVar[str] = "How long the stages stand still (the bubble), how much of it filling and draining makes."
+    about: ClassVar[str] = "How long the stages are idle (the bubble), how much of it filling and draining makes."
     order: ClassVar[int] = 7
     spoken: ClassVar[bool] = True
     quiet: ClassVar[bool] = True

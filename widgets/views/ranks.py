@@ -1,4 +1,4 @@
-"""Where each rank's time goes: computing, standing still for others, standing still for the wire."""
+"""Where each rank's time goes: computing, stalled by others, stalled by the wire."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Ranks(View):
     name: ClassVar[str] = "ranks"
     title: ClassVar[str] = "Where a step's time goes"
     about: ClassVar[str] = (
-        "A stacked bar per rank: milliseconds of a step spent in compute, standing still while data move, standing "
-        "still for other ranks, standing still while the rank itself encodes, adds or decodes (packing), and the rest; "
-        "mean of the last 20 steps."
+        "A stacked bar per rank: milliseconds of a step spent in compute, stalled while data move, stalled for "
+        "other ranks, stalled while the rank itself encodes, adds or decodes (packing), and the rest; mean of the "
+        "last 20 steps."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
     order: ClassVar[int] = 30

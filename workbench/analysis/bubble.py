@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline stand still, and why: filling and draining, unlike stages, or a slow rank."""
+"""How long the stages of a pipeline are idle, and why: filling and draining, unlike stages, or a slow rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = 1.25  # times what others take that have the same stage: a rank that does
 class Bubble(NamedTuple):
     """A stretch of steps under one pipeline.
 
-    share:     of the time from a replica's first pass to its last, what a stage stands still of it in the mean
+    share:     of the time from a replica's first pass to its last, for how much of it a stage is idle in the mean
     pieces:    of the model on each stage, v
     least:     what filling and draining alone make of it where all passes take equally long, (p-1) / (v m + p-1), or,
                with backwards in two halves, (p-1) / (3 v m + p-1); 0 where no batch is flushed
@@ -46,7 +46,7 @@ class Bubble(NamedTuple):
             f"filling and draining {p} stages with {m} micro-batch{'es' if m > 1 else ''}{pieces} makes "
             f"{self.least * 100:.0f} %" if self.flushes else f"{p} stages that are never drained need not at all"
         )  # fmt: skip
-        said = [f"Stages stand still for {self.share * 100:.0f} % of their passes' time; {least}."]
+        said = [f"Stages are idle for {self.share * 100:.0f} % of their passes' time; {least}."]
         by_stage = self.busy.reshape(-1, p, self.slices).swapaxes(1, 2).reshape(-1, p)
         mean, longest = by_stage.mean(axis=0), int(np.argmax(by_stage.mean(axis=0)))
         if mean[longest] > UNLIKE * mean.mean():

@@ -20,7 +20,7 @@ def first_run() -> Experiment:
 
 
 def slow_link() -> Experiment:
-    """ByteGPT on a very slow wire: plain data parallelism stands still most of the time."""
+    """ByteGPT on a very slow wire: plain data parallelism is stalled most of the time."""
     return Experiment(task=ByteGPT(), pace=150, fabric=Fabric(link=Link(bandwidth=40, latency=0.5)), eval_every=10)
 
 

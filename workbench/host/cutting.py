@@ -78,10 +78,9 @@ def _cut(e: Experiment, model: nn.Module, learner: Learner) -> Stages:
     said = f"partition={type(e.partition).__name__}"
     if len(parts) < count * each:
         what = f"{count} stages of {each} pieces" if each > 1 else f"{count} stages"
-        raise KnobError(
-            f"{said}: the model has {len(parts)} parts, too few for {what}; take at most {len(parts)} "
-            f"{'pieces in all' if each > 1 else 'stages'}, or a deeper model"
-        )
+        most = f"at most {len(parts)} {'pieces in all' if each > 1 else 'stages'}" if len(parts) > 1 else "Whole()"
+        have = f"{len(parts)} parts" if len(parts) > 1 else "one part"
+        raise KnobError(f"{said}: the model has {have}, too few for {what}; take {most}, or a deeper model")
     if (begins := e.partition.cuts) and begins[-1] >= len(parts):
         raise KnobError(
             f"cuts={list(begins)}: the model has {len(parts)} parts, the last of which is number {len(parts) - 1}, and "

@@ -140,12 +140,12 @@ async def repartition(run: Any, was: Spread | None, to: Spread | None, outer: St
 
     outer: an outer momentum of what lies here, by parameter -> the same of what lies here then
     """
-    rank, everyone = run.rank, range(run.rank.size)
+    rank, everyone, began = run.rank, range(run.rank.size), run.now
     await _agree_on_buffers(run, was)
     trained = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     what = await _collected(run, trained, outer)
     if was is None and to is not None and _sizes_only(run):
-        return _cut_out(run, trained, what, to)
+        return _cut_out(run, trained, what, to, began)
     lies, comes = (placed(tuple(what.sizes.items()), each, rank.size) for each in (was, to))
     if _sizes_only(run):
         here = {name: what.like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
@@ -159,11 +159,12 @@ async def repartition(run: Any, was: Spread | None, to: Spread | None, outer: St
     mine = to.trained(rank.id, set(trained)) if to else set(trained)
     _settle(run, trained, given, mine, to, what)
     widths = {name: what.like[name].element_size() for name in comes.sizes}
-    _tell(run, to, sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone)))) if rank.id == 0 else 0)
+    sent = sum(map(sum, plan(lies, comes, everyone, widths).lengths(tuple(everyone)))) if rank.id == 0 else 0
+    _tell(run, to, sent, began)
     return _outer(given, mine)
 
 
-def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to: Spread) -> State | None:
+def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to: Spread, began: float) -> State | None:
     """With sizes only, each rank keeps its part of what all have whole: nobody lacks anything, and none is asked."""
     rank = run.rank
     wants = placed(tuple(what.sizes.items()), to, len(to)).at(rank.id % len(to))
@@ -172,16 +173,17 @@ def _cut_out(run: Any, trained: dict[str, nn.Parameter], what: _Moved, to: Sprea
     run.ledger.surge(sum(n * what.like[name].element_size() for name, n in what.sizes.items() if name not in stays))
     mine = to.trained(rank.id, set(trained))
     _settle(run, trained, given, mine, to, what)
-    _tell(run, to, 0)
+    _tell(run, to, 0, began)
     return _outer(given, mine)
 
 
-def _tell(run: Any, to: Spread | None, nbytes: int) -> None:
-    """How the model lies now, and what went between ranks for it, into rank 0's record."""
+def _tell(run: Any, to: Spread | None, nbytes: int, began: float) -> None:
+    """How the model lies now, what went between ranks for it, and how long that took rank 0, into its record."""
     if run.rank.id == 0:
         text = f"each replica lies in {to}" if to else "every rank holds the whole model"
         stages, slices = len(to.stages) if to and to.stages else 1, to.split.ways if to and to.split else 1
-        run.mark("partition", {"stages": stages, "slices": slices, "nbytes": nbytes, "text": text})
+        said = {"stages": stages, "slices": slices, "nbytes": nbytes, "seconds": run.now - began}
+        run.mark("partition", said | {"text": text})
 
 
 def _outer(given: State, mine: set[str]) -> State | None:

@@ -31,8 +31,8 @@ TRIED = 6  # ways to cut that are predicted
 
 
 class Cut(NamedTuple):
-    """A way to cut: the parts at which pieces begin, predicted seconds per step, and the share of them that stages
-    stand still
+    """A way to cut: the parts at which pieces begin, predicted seconds per step, and for which share of them stages
+    are idle
     """
 
     cuts: tuple[int, ...]
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
     bubble: float
 
     def __repr__(self) -> str:
-        return f"cuts={list(self.cuts)}: {duration(self.step_s)} a step, stages stand still {self.bubble:.0%}"
+        return f"cuts={list(self.cuts)}: {duration(self.step_s)} a step, stages idle {self.bubble:.0%}"
 
 
 class Balanced(NamedTuple):

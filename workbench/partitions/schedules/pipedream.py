@@ -16,7 +16,7 @@ class PipeDream(Schedule):
         stage 2    .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
     A step is a minibatch: stage i makes the forward of the one p-1-i steps ahead, then its own one's backward, then
-    what the strategy does. Once full, equal stages never stand still but for what messages take. The price is stale
+    what the strategy does. Once full, equal stages are never idle but for what messages take. The price is stale
     gradients: with stashing, step k is
 
         w(k+1) = w(k) - lr * gradient of f at (w_0(k-p+1), w_1(k-p+2), ..., w_{p-1}(k)),      w(k) = w(0) for k < 0

@@ -22,7 +22,7 @@ class PipeDream2BW(Schedule):
 
     where f is the loss of batch k; the optimizer may be any. So the delay is one step whatever p, and each stage keeps
     two versions of its weights ("double-buffered weights"). Stage i keeps the activations of p-i micro-batches, which
-    takes m >= p. Once full, equal stages never stand still but for what messages take.
+    takes m >= p. Once full, equal stages are never idle but for what messages take.
 
     Before anything is changed the pipeline is drained, and a held-out loss drains nothing: see PipeDream, also for what
     random numbers and running statistics are then; here a stage is p-1-i micro-batches ahead.
