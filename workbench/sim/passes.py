@@ -80,9 +80,14 @@ class Passes:
         return known[key]
 
     def _drawn(self, batch: int) -> Any:
-        batches = Batches(self._learner.data, 0, self._ranks, "meta")
-        batches.restart(batch, self._seed, 0)
-        return batches.next()
+        """A batch without values: no pass writes into it, so it is drawn once for all."""
+
+        def draw() -> Any:
+            batches = Batches(self._learner.data, 0, self._ranks, "meta")
+            batches.restart(batch, self._seed, 0)
+            return batches.next()
+
+        return self._once(self._seen, ("drawn", batch), draw)
 
     def _tried(self, model: nn.Module, layers: Partition) -> Trial | None:
         listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
