@@ -181,6 +181,12 @@ def test_over_sites_the_formula_knows_which_messages_leave_them(way: Algorithm, 
     assert took(p, fabric) == pytest.approx(way.seconds(fabric, range(p), 4 * 5040), rel=1e-9)
 
 
+@pytest.mark.parametrize("way", [*EXACT.values(), TwoLevel(site=2, between=HalvingDoubling())], ids=str)
+def test_on_a_bus_each_byte_takes_as_long_as_all_ranks_make_it(way: Algorithm) -> None:
+    bus = Fabric(link=LINK, shared=True, algorithm=way)
+    assert took(4, bus) == pytest.approx(way.seconds(bus, range(4), 4 * 5040), rel=1e-9)
+
+
 def test_two_levels_save_latency_between_sites_and_a_ring_bytes() -> None:
     def quicker(numel: int) -> bool:
         far = Fabric(link=LINK, site=4, between_bandwidth=40.0, between_latency=50.0)
