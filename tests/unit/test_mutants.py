@@ -14,6 +14,8 @@ from tests.mutations import MUTANTS, Mutant
 
 def test_there_are_forty_and_each_has_a_name_of_its_own() -> None:
     assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 40
+    page = (ROOT / "docs" / "using.md").read_text()
+    assert f"Of {len(MUTANTS)} mistakes" in page, "docs/using.md tells of another number: try them, and say what became"
     assert chosen(["dabmd", "WAVELET"]) == [m for m in MUTANTS if m.name.startswith(("DABMD", "Wavelet"))]
 
 
