@@ -18,7 +18,7 @@ help:
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make torture  a thousand random live changes (SEED=7 replays)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
-	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (15 minutes)"
+	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
 	@echo "make tables  write the reference pages from the code (docs/reference/, docs/shapes.md)"
 	@echo "make docs   build the site; open site/index.html"
 	@echo "make lint   ruff and mypy"
