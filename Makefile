@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-compression netns tables docs torture runs-end lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-compression netns tables docs torture runs-end mutants lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -18,6 +18,7 @@ help:
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make torture  a thousand random live changes (SEED=7 replays)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
+	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
 	@echo "make tables  write the reference pages from the code (docs/reference/, docs/shapes.md)"
 	@echo "make docs   build the site; open site/index.html"
 	@echo "make lint   ruff and mypy"
@@ -60,6 +61,9 @@ torture: $(VENV)/.installed-test
 
 runs-end: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.runs_end $(if $(SEED),--seed $(SEED))
+
+mutants: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.mutants
 
 tables: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.tables

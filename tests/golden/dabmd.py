@@ -28,22 +28,33 @@ def entropic(x: np.ndarray, g: np.ndarray, lr: float) -> np.ndarray:
     return (y / y.sum(1, keepdims=True) * rows.sum(1, keepdims=True)).reshape(NUMEL)
 
 
-def dabmd(problem: Problem, lr: float, batches: list[int], w: np.ndarray, rounds: int, mirror: str, weighted: bool,
-          steps: int) -> np.ndarray:  # fmt: skip
-    """Rank i takes batches[i] of its batches in turn in each round; numerators and denominators are mixed apart."""
+def exponential(ranks: int) -> list[np.ndarray]:
+    """In each mixing half of what the rank has that is 1, 2, 4, ... before, in turn; none is further off than all."""
+    hops = [2**k for k in range(ranks) if 2**k < ranks]
+    return [(np.eye(ranks) + np.roll(np.eye(ranks), away, axis=0)) / 2 for away in hops]
+
+
+def dabmd(problem: Problem, lr: float, batches: list[int], w: list[np.ndarray], rounds: int, mirror: str,
+          weighted: bool, steps: int) -> np.ndarray:  # fmt: skip
+    """Rank i takes batches[i] of its batches in turn in each round; numerators and denominators are mixed apart.
+
+    w: the matrices of one mixing after another, over and over again
+    """
     x = np.tile(problem.start, (problem.ranks, 1))
     drawn = [0] * problem.ranks
     have = problem.x.shape[1]
     b = np.array(batches if weighted else [1] * problem.ranks, dtype=float)[:, None]
     seen = [x.copy()]
-    for _ in range(steps):
+    for step in range(steps):
         y = np.empty_like(x)
         for i in range(problem.ranks):
             at = [(drawn[i] + k) % have for k in range(batches[i])]
             drawn[i] += batches[i]
             g = np.mean([gradient(problem.x[i, t], problem.y[i, t], x[i]) for t in at], axis=0)
             y[i] = (euclidean if mirror == "euclidean" else entropic)(x[i], g, lr)
-        through = np.linalg.matrix_power(w, rounds)
+        through = np.eye(problem.ranks)
+        for k in range(rounds):
+            through = w[(step * rounds + k) % len(w)] @ through
         x = through @ (b * y) / (through @ b)
         seen.append(x.copy())
     return np.stack(seen)

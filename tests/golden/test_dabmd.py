@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.golden.dabmd import dabmd, metropolis
+from tests.golden.dabmd import dabmd, exponential, metropolis
 from tests.golden.driven import NEAR, Layers
 from tests.golden.problem import LAYERS, NUMEL, SIZE, Problem, gradient
 from workbench import simulate
@@ -47,15 +47,16 @@ def task(problem: Problem, seen: list[list[np.ndarray]]) -> Task:
     return Task(model=partial(Layers, problem.start), data=data, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
-def rounds(problem: Problem, strategy: DABMD, lr: float, slow: float = 3.0) -> tuple[list[int], np.ndarray]:
+def rounds(problem: Problem, strategy: DABMD, lr: float, slow: float = 3.0,
+           bucket_mb: float = 0.01) -> tuple[list[int], np.ndarray]:  # fmt: skip
     """How many batches each rank takes in a round, and (ROUNDS + 1, ranks, NUMEL) as each round finds the parameters.
 
     A batch takes 4.5 ms and on rank 1 `slow` times as long.
     """
     seen: list[list[np.ndarray]] = [[] for _ in range(problem.ranks)]
     faults = (Slow(rank=1, factor=slow),) if slow > 1 else ()
-    e = Experiment(ranks=problem.ranks, steps=ROUNDS + 1, task=task(problem, seen), strategy=strategy, bucket_mb=0.01,
-                   eval_every=0, pace=5.0, lr=lr, fabric=Fabric(faults=faults))  # fmt: skip
+    e = Experiment(ranks=problem.ranks, steps=ROUNDS + 1, task=task(problem, seen), strategy=strategy,
+                   bucket_mb=bucket_mb, eval_every=0, pace=5.0, lr=lr, fabric=Fabric(faults=faults))  # fmt: skip
     run = simulate(e.checked(), real=True)
     found = run.samples[run.samples["name"] == "batches"]
     took = [sorted(set(found[found["rank"] == r]["value"])) for r in range(problem.ranks)]
@@ -75,7 +76,7 @@ def test_it_is_its_papers_algorithm(mirror: str, graph: str, edges: Any, mixings
     chosen = DABMD(window=20.0, mirror=mirror, graph=graph, rounds=mixings, weighted=weighted)
     batches, got = rounds(problem, chosen, lr)
     assert batches == [4, 1, 4, 4], "13.5 ms once, or 4.5 ms four times, in 20 ms"
-    want = dabmd(problem, lr, batches, metropolis(4, edges), mixings, mirror, weighted, ROUNDS)
+    want = dabmd(problem, lr, batches, [metropolis(4, edges)], mixings, mirror, weighted, ROUNDS)
     assert np.abs(want[-1] - want[0]).max() > 0.1
     assert np.abs(got - want).max() <= NEAR * np.abs(want).max()
     if mirror == "entropic":
@@ -95,6 +96,24 @@ def test_on_a_complete_graph_it_steps_by_the_mean_gradient_of_all_examples() -> 
     assert np.abs(plain[1, 0] - got[1, 0]).max() > 1e-3, "unweighted, a slow rank counts for more than it has seen"
 
 
+def test_on_a_graph_that_changes_every_mixing_goes_on_where_the_last_was() -> None:
+    problem = Problem(5)
+    batches, got = rounds(problem, DABMD(window=20.0, graph="exponential", rounds=2), 0.05)
+    want = dabmd(problem, 0.05, batches, exponential(5), 2, "euclidean", True, ROUNDS)
+    assert np.abs(got - want).max() <= NEAR * np.abs(want).max()
+
+
+def test_each_parameter_keeps_its_sum_whatever_shares_its_bucket() -> None:
+    problem, chosen = on_simplex(Problem(2)), DABMD(window=20.0, mirror="entropic", graph="complete")
+    (_, apart), (_, joined) = (rounds(problem, chosen, 0.05, bucket_mb=size) for size in (0.01, 1.0))
+    np.testing.assert_allclose(joined, apart, rtol=1e-12)
+
+
+@pytest.mark.parametrize("batches", [1, 3, 5, 7, 11])
+def test_a_batch_that_ends_at_the_deadline_is_in_time(batches: int) -> None:
+    assert rounds(Problem(2), DABMD(window=4.5 * batches), 0.1)[0][0] == batches
+
+
 def test_it_takes_the_first_batch_however_slow_and_no_more_than_it_is_allowed() -> None:
     assert rounds(Problem(2), DABMD(window=20.0, most=3), 0.1, slow=20.0)[0] == [3, 1]
 
@@ -107,3 +126,5 @@ def test_parameters_below_zero_are_refused_in_words_at_the_start_and_live() -> N
     run = simulate(e.set("strategy", DABMD()), changes=[Change(2, "strategy.mirror", "entropic")], real=True)
     (refused,) = run.details("refused")
     assert "must all be above 0" in refused[2]["reason"]
+    alone = DABMD(mirror="entropic").refuses_values({"a": torch.ones(2), "b": torch.tensor([1.0, 0.0])})
+    assert "must all be above 0, and b has 0" in (alone or ""), "0 has no logarithm"

@@ -13,9 +13,11 @@ from torch import nn
 from tests.golden.driven import NEAR, Layers
 from tests.golden.problem import LAYERS, SIZE, Problem
 from tests.golden.shadow import Event, bmuf, easgd
+from tests.ranks import placed, together
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, Slow
+from workbench.rank import Bucket, Rank
 from workbench.run import Run
 from workbench.strategies import ShadowBMUF, ShadowEASGD, ShadowMA
 from workbench.tasks import Task
@@ -115,3 +117,48 @@ def test_a_round_gives_back_what_it_held(strategy: Any) -> None:
     _, run = trained(Problem(3), strategy)
     held = run.samples[run.samples["name"] == "memory buffers in flight"]["value"]
     assert 0 < held.max() < 3 * 8 * LAYERS * SIZE, "a copy of the model, its mean, and a message"
+
+
+def standing(strategy: Any, start: list[float], at: list[list[float]]) -> tuple[list[Rank], list[Bucket], list[Any]]:
+    """Ranks that began at `start` and have come to `at`, with what each remembers; their backgrounds go one round."""
+    ranks, buckets, states = [], [], []
+    for index, own in enumerate(at):
+        rank, bucket = Rank(index, len(at)), Bucket(0, torch.tensor(start), tuple(placed((len(start),))), 0)
+        rank.role = "trainer" if strategy.trains(index, len(at)) else "server"
+        rounds = iter([1, 0])
+
+        async def params(bucket: Bucket = bucket) -> list[Bucket]:
+            return [bucket]
+
+        async def again(*_: Any, rounds: Any = rounds, **__: Any) -> int:
+            return next(rounds)
+
+        rank.params, rank.again = params, again  # type: ignore[method-assign, assignment]
+        states.append(strategy.init(rank, [bucket]))
+        bucket.data.copy_(torch.tensor(own))
+        ranks.append(rank)
+        buckets.append(bucket)
+    return ranks, buckets, states
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_when_it_is_left_all_trainers_meet_the_centre_once_more_and_it_is_with_them(servers: int) -> None:
+    at = [[4.0, 0.0], [2.0, 6.0], *[[1.0, 1.0]] * servers]
+    strategy = ShadowEASGD(servers=servers, alpha=0.25)
+    ranks, buckets, states = standing(strategy, [1.0, 1.0], at)
+    for _ in range(2):  # the second time they are where it is, and nothing moves
+        together([strategy.leave(*each) for each in zip(ranks, states, strict=True)])
+        assert [bucket.data.tolist() for bucket in buckets] == [[1.5, 1.5]] * len(at), "3/4 of 1 and 1/4 of 3"
+
+
+@pytest.mark.parametrize(("strategy", "common"), [
+    (ShadowMA(alpha=0.5), [3.0, 3.0]), (ShadowBMUF(alpha=0.5, zeta=0.5), [2.0, 2.0]),
+    (ShadowEASGD(servers=1), [1.0, 1.0]),
+], ids=str)  # fmt: skip
+def test_what_is_evaluated_is_what_ranks_have_in_common_and_no_replica(strategy: Any, common: list[float]) -> None:
+    ranks, buckets, states = standing(strategy, [1.0, 1.0], [[4.0, 0.0], [2.0, 6.0]])
+    if not isinstance(strategy, ShadowEASGD):
+        together([strategy.background(*each) for each in zip(ranks, states, strict=True)])
+    for known in together([strategy.known(*each) for each in zip(ranks, states, strict=True)]):
+        assert [bucket.data.tolist() for bucket in known] == [common]
+    assert buckets[0].data.tolist() != buckets[1].data.tolist()

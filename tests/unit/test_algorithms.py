@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.ranks import ended, experiment, live, poisoned, run, toy, weights
-from tests.sim.virtual import rows
+from tests.sim.virtual import rows, samples
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
@@ -28,7 +28,7 @@ from workbench.fabric.algorithms import (
     TwoLevel,
 )
 from workbench.host.canonical import state_hash
-from workbench.rank import Rank
+from workbench.rank import Group, Rank
 from workbench.settings import Change, KnobError
 from workbench.sim.alike import unlike
 from workbench.strategies import DDP, HierarchicalLocalSGD, Strategy, TorchDDP
@@ -181,6 +181,21 @@ def test_over_sites_the_formula_knows_which_messages_leave_them(way: Algorithm, 
     assert took(p, fabric) == pytest.approx(way.seconds(fabric, range(p), 4 * 5040), rel=1e-9)
 
 
+@pytest.mark.parametrize("way", [*EXACT.values(), TwoLevel(site=2, between=HalvingDoubling())], ids=str)
+def test_on_a_bus_each_byte_takes_as_long_as_all_ranks_make_it(way: Algorithm) -> None:
+    bus = Fabric(link=LINK, shared=True, algorithm=way)
+    assert took(4, bus) == pytest.approx(way.seconds(bus, range(4), 4 * 5040), rel=1e-9)
+
+
+@pytest.mark.parametrize("p", [5, 7, 12])
+@pytest.mark.parametrize("nbytes", [4_000_000, 16_000_000])
+def test_a_tree_is_cut_into_as_many_pieces_as_are_quickest(p: int, nbytes: int) -> None:
+    fabric = Fabric(link=LINK)
+    found = DoubleTree().chosen(fabric, None, range(p), nbytes)
+    best = min(range(1, 65), key=lambda k: DoubleTree(pieces=k).seconds(fabric, range(p), nbytes))
+    assert isinstance(found, DoubleTree) and best > 4 and abs(found.pieces - best) <= 1
+
+
 def test_two_levels_save_latency_between_sites_and_a_ring_bytes() -> None:
     def quicker(numel: int) -> bool:
         far = Fabric(link=LINK, site=4, between_bandwidth=40.0, between_latency=50.0)
@@ -204,6 +219,20 @@ def test_auto_goes_by_what_was_measured_where_nothing_is_emulated() -> None:
     assert Auto().chosen(bare, None, range(5), 100) == Ring()
     assert Auto(latency=50.0, bandwidth=100.0).chosen(bare, None, range(8), 100) == HalvingDoubling()
     assert Auto(latency=0.001, bandwidth=100.0).chosen(bare, None, range(5), 10**8) == Ring()
+
+
+def test_auto_takes_what_it_is_told_of_one_number_alone_and_of_adding_up() -> None:
+    assert Auto(latency=50.0).chosen(Fabric(), None, range(8), 100) == HalvingDoubling()
+    cheap, dear = (Auto(latency=1.0, bandwidth=100.0, gamma=gamma).chosen(Fabric(), None, range(5), 8000)
+                   for gamma in (0.0, 1000.0))  # fmt: skip
+    assert cheap != dear == Ring(), "no other adds up fewer bytes one after the other"
+
+
+def test_a_group_of_several_dimensions_is_none_of_one() -> None:
+    way = ByGroup(group="within", there=HalvingDoubling(), others=Ring())
+    for dims, chosen in ((("within",), HalvingDoubling()), (("between", "within"), Ring()), (("between",), Ring())):
+        assert way.chosen(Fabric(), Group(dims, (0, 1, 2, 3)), range(4), 100) == chosen
+    assert way.chosen(Fabric(), None, range(4), 100) == Ring()
 
 
 def summing(way: Algorithm, ranks: int = 3, steps: int = 3, **rest: Any) -> Experiment:
@@ -262,6 +291,25 @@ def test_groups_may_sum_by_another_algorithm_than_all() -> None:
         partner = s.rank.id ^ 1
         assert all(n.endswith(f" to {partner}") for n in inside)
         assert all(n.endswith(f" to {(s.rank.id + 1) % 4}") for n in across)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Strategy):
+    """A mean among two neighbours in each step: of the first's number and the second's."""
+
+    def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+        return (("between", size // 2), ("within", 2))
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        x = torch.full((6,), float(rank.id))
+        await rank.group("within").all_reduce(x, "mean", "x")
+        await rank.sample("mean", float(x.mean()))
+
+
+@pytest.mark.parametrize("way", [Native(), Ring(), HalvingDoubling(), DoubleTree(pieces=1)], ids=str)
+def test_a_mean_in_a_group_is_over_its_own_ranks(way: Algorithm) -> None:
+    e = experiment(4, 2, strategy=Pairs(), pace=1.0, fabric=Fabric(link=LINK, algorithm=way))
+    assert [set(samples(simulate(e, real=True), "mean", r)) for r in range(4)] == [{0.5}, {0.5}, {2.5}, {2.5}]
 
 
 @pytest.mark.ranks

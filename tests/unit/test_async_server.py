@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import batch, experiment, live, placed, run, together, toy, weights
+from tests.ranks import batch, ended, experiment, live, placed, run, together, toy, weights
 from tests.sim.insides import simulated
 from tests.unit.test_engine_apart import SLOW, over, until
 from workbench.compressors import TopK
@@ -182,6 +182,22 @@ def test_what_was_not_pushed_is_not_lost_when_it_is_left() -> None:
     assert mark[0] == 3, "in the middle of a round"
     want = run(experiment(3, 6, task=toy(sgd), strategy=LocalSGD(every=2)), Change(3, "strategy", "DDP"))
     torch.testing.assert_close(weights(sessions[0]), weights(want[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("push", "fetch"), [(1, 1), (4, 4), (2, 3)])
+def test_in_step_a_change_asked_for_at_any_moment_is_made_before_the_same_step(push: int, fetch: int) -> None:
+    sessions = live(experiment(3, 0, strategy=SyncServer(servers=1, push=push, fetch=fetch), pace=2.0))
+    try:
+        for k in range(6):
+            rate = 0.01 + 0.001 * k
+            sessions[0].request({"kind": "change", "id": str(k), "path": "lr", "value": rate})
+            until(lambda rate=rate: all(s.experiment.lr == rate for s in sessions), sessions)
+        sessions[0].request({"kind": "stop"})
+        ended(sessions)
+        rates = [[(step, v) for step, name, _, v in s.record.samples if name == "lr"] for s in sessions[:2]]
+        assert rates[0] == rates[1] and len(rates[0]) > 6
+    finally:
+        over(sessions)
 
 
 def test_what_cannot_be_is_refused_in_words() -> None:

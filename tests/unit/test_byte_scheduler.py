@@ -136,6 +136,27 @@ def test_pieces_go_in_one_order_on_all_ranks_and_forward_begins_before_the_last_
     assert virtual[0] == virtual[1] == virtual[2] and sorted(virtual[0]) == sorted(of_step)
 
 
+def order_of(strategy: Strategy, mbit: float = 20.0) -> list[tuple[int, int]]:
+    """(bucket, bytes) of each piece of a step in the order in which they went: four buckets of 40,000 bytes."""
+    e = experiment(2, 3, strategy=strategy, task=stack(4, 100), bucket_mb=0.04, pace=20.0,
+                   fabric=Fabric(link=Link(bandwidth=mbit)))  # fmt: skip
+    return [(int(name.split()[2]), nbytes) for step, name, nbytes in comm(simulate(e, real=False), 0) if step == 1]
+
+
+def test_no_piece_is_larger_than_delta_and_the_last_layers_go_last() -> None:
+    found = order_of(ByteScheduler(partition_mb=0.012, credit_mb=0.001))
+    assert len(found) == 4 * 4 and max(nbytes for _, nbytes in found) <= 12_000
+    assert (found[0][0], found[-1][0]) == (0, 0), "bucket 0 is ready first, and is overtaken by all others"
+
+
+def test_a_credit_of_a_whole_bucket_lets_it_go_whole() -> None:
+    def turns(credit_mb: float) -> int:
+        buckets = [bucket for bucket, _ in order_of(ByteScheduler(partition_mb=0.01, credit_mb=credit_mb))]
+        return sum(a != b for a, b in pairwise(buckets))
+
+    assert turns(0.04) == 4 < turns(0.001), "but for the one piece that began before there was another"
+
+
 def test_in_order_of_readiness_nothing_overtakes() -> None:
     e = experiment(2, 4, strategy=ByteScheduler(partition_mb=0.001, order="fifo"), fabric=SLOW, pace=10.0)
     for order in (went(run(e)[0]), comm(simulate(e, real=False), 0)):

@@ -17,7 +17,7 @@ from workbench.experiment.rates import factor
 from workbench.fabric import Slow
 from workbench.host.canonical import state_hash
 from workbench.settings import Change, KnobError
-from workbench.strategies import DDP, AsyncServer, LocalSGD, ShadowMA, Strategy, SyncServer
+from workbench.strategies import DDP, AsyncServer, LocalSGD, ShadowMA, Strategy, SyncServer, Wavelet
 from workbench.tasks import Digits
 
 pytestmark = pytest.mark.ranks
@@ -67,6 +67,7 @@ class Piecemeal(Strategy):
         ({"lr_scaled": True, "batch": 128}, 16.0),
         ({"lr_scaled": True, "lr_base": 64}, 2.0),
         ({"lr_scaled": True, "strategy": DDP(accumulate=3)}, 12.0),
+        ({"lr_scaled": True, "strategy": Wavelet()}, 8.0),
         ({"lr_scaled": True, "strategy": AsyncServer(servers=1)}, 3.0),
         ({"lr_scaled": True, "lr_base": 256}, 0.5),
     ],

@@ -87,6 +87,26 @@ def decided(e: Experiment, *changes: Change) -> list[list[tuple[int, str, Any]]]
 PACED = Costs(forward=0.01, backward=0.02, update=0.005)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Onlooker(Policy):
+    """Decides nothing, and keeps what it was shown."""
+
+    reads: ClassVar[tuple[str, ...]] = ("compute",)
+    saw: ClassVar[list[Seen]] = []
+
+    def decide(self, seen: Seen, state: Any) -> list[Decision]:
+        self.saw.append(seen)
+        return []
+
+
+def test_a_rank_computes_so_many_seconds_per_step_whatever_passes_it_makes() -> None:
+    Onlooker.saw.clear()
+    simulate(experiment(steps=20, policy=Onlooker(look_every=5), strategy=DDP(accumulate=2)), costs=PACED)
+    assert [seen.step for seen in Onlooker.saw] == [5, 10, 15]
+    for seen in Onlooker.saw:
+        assert seen.numbers["compute"] == pytest.approx([2 * 0.03 + 0.005] * len(seen.numbers["compute"]))
+
+
 # -- AdaComm
 
 
@@ -111,6 +131,16 @@ def test_the_period_follows_the_root_of_the_loss(seed: int) -> None:
         got.append(e.strategy.every)
     assert got == periods(losses, 64)
     assert got[-1] < got[0]
+
+
+def test_where_the_loss_stands_still_the_period_follows_by_half() -> None:
+    e, policy, got = Experiment(strategy=LocalSGD(every=64)), AdaComm(decay=0.5), []
+    state = policy.init()
+    for look in range(6):
+        for decision in policy.decide(Seen(experiment=e, step=look, seconds=0.0, numbers={"loss": (2.0,)}), state):
+            e = e.set("strategy.every", decision.changes["strategy.every"])
+        got.append(e.strategy.every)
+    assert got == [64, 32, 16, 8, 4, 2]
 
 
 def test_the_same_losses_give_the_same_periods_on_both_clocks_and_in_numpy() -> None:
@@ -180,10 +210,26 @@ def test_the_density_falls_while_enough_is_sent_on_both_clocks_and_in_numpy() ->
     assert min(gains) < 0.6 < max(gains)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_density_is_that_of_numpy_whatever_the_gains_are(seed: int) -> None:
+    gains = np.random.default_rng(seed).uniform(0.4, 1.0, 30)
+    policy = GraVAC(threshold=0.6, least=0.02, most=0.4)
+    e, state, got = Experiment(compressor=TopK(density=0.2), policy=policy), policy.init(), []
+    for look, gain in enumerate(gains):
+        numbers = {"gradient_sent": (2 * gain,), "gradient_whole": (2.0,)}
+        for decision in policy.decide(Seen(experiment=e, step=look, seconds=0.0, numbers=numbers), state):
+            for path, value in decision.changes.items():
+                e = e.set(path, value)
+        got.append(e.compressor.density)
+    assert got == pytest.approx(densities(gains.tolist(), 0.2, policy)) and len(set(got)) > 1
+
+
 def test_weighing_what_is_sent_changes_no_bit_of_training() -> None:
     e = experiment(compressor=ErrorFeedback(of=TopK(density=0.1)))
     never = GraVAC(look_every=4, threshold=1.0, most=0.1)
-    assert torch.equal(weights(run(e)[0]), weights(run(e.set("policy", never))[0]))
+    weighed = run(e.set("policy", never))[0]
+    assert torch.equal(weights(run(e)[0]), weights(weighed))
+    assert weighed.rank.compressor == e.compressor, "what stood in for it is gone"
 
 
 # -- Sync-Switch
@@ -202,6 +248,26 @@ def test_the_slower_of_two_needs_the_margin_only() -> None:
     assert slower([1.0, 1.02], 0.1) == set()
     assert slower([1.0, 2.0], 0.1) == {1}
     assert slower([1.0], 0.1) == set()
+
+
+@pytest.mark.parametrize(("fraction", "steps", "first"), [(0.07, 100, 7), (0.29, 100, 29), (0.0625, 40, 3)])
+def test_the_first_asynchronous_step_is_a_look_and_no_later_than_it_must(
+    fraction: float, steps: int, first: int
+) -> None:
+    policy = SyncSwitch(fraction=fraction)
+    assert policy.next_look(Experiment(steps=steps), first - 1) == first, "0.07 * 100 is a little more than 7"
+
+
+def test_as_many_looks_in_a_row_make_a_straggler_as_make_it_none() -> None:
+    policy = SyncSwitch(fraction=1.0, windows=3)
+    e, state, found = Experiment(steps=1000, ranks=4, lr=0.1, policy=policy), policy.init(), []
+    for look, slow in enumerate([False] * 9 + [True] * 5 + [False] * 5 + [True] * 5):
+        numbers = {"compute": (1.0, 1.0, 1.0, 4.0 if slow else 1.0)}
+        for decision in policy.decide(Seen(experiment=e, step=look, seconds=0.0, numbers=numbers), state):
+            for path, value in decision.changes.items():
+                e = e.set(path, value)
+            found.append((look, type(e.strategy)))
+    assert found == [(11, AsyncServer), (16, DDP), (21, AsyncServer)]
 
 
 def test_a_quarter_of_the_steps_is_synchronous_on_both_clocks() -> None:
@@ -298,6 +364,19 @@ def test_what_a_person_has_set_it_leaves_alone_until_it_is_set_again() -> None:
     assert [(d["step"], d["value"]) for d in noted(sessions[0].record, "change") if "by" in d] == [
         (5, 0.04), (10, 0.02), (27, 0.25)]  # fmt: skip
     assert all(not s.record.noted("policy") for s in sessions[1:])
+
+
+def test_a_person_who_sets_something_before_the_same_step_comes_first() -> None:
+    e = experiment(steps=12, lr=0.08, policy=Halver(look_every=5))
+    done = simulate(e, changes=[Change(5, "lr", 0.5)], costs=PACED, real=True)
+    assert made(done, "Halver") == [] and made(done) == [(5, "lr", 0.5)]
+
+
+def test_who_has_set_a_knob_of_the_strategy_keeps_the_strategy() -> None:
+    e = experiment(steps=20, lr=0.02, strategy=LocalSGD(), policy=SyncSwitch(fraction=0.5, straggler="nothing"))
+    done = simulate(e, changes=[Change(3, "strategy.every", 2)], costs=PACED, real=True)
+    assert made(done, "SyncSwitch") == []
+    assert "leaves strategy.every alone, which a person set at step 3" in said(done)[0]
 
 
 def test_a_part_of_what_belongs_together_is_not_made_alone() -> None:

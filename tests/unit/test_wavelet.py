@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.ranks import batch, experiment, net, run, toy, weights
+from tests.sim.virtual import rows
 from workbench import simulate
 from workbench.host.waves import Waves
 from workbench.rank import Rank, StrategyError
@@ -121,6 +122,14 @@ def test_tock_rises_only_once_tick_falls_and_then_in_its_turn(real: bool) -> Non
                            "forward 1.2", "forward 1.3"]  # fmt: skip
     assert names[12:] == ["backward", "update"]
     assert float((rows["t1"] - rows["t0"]).sum()) == pytest.approx(0.1 * (2 * 0.9 + 0.1)), "two batches, one update"
+
+
+def test_a_pace_is_kept_by_what_each_piece_is_of_the_model() -> None:
+    unequal = partial(net, lambda: nn.Sequential(nn.Linear(8, 24, bias=False), nn.Linear(24, 4, bias=False)))
+    found = rows(simulate(experiment(1, 2, strategy=Wavelet(), task=toy(model=unequal), pace=30.0)), "compute", 0)
+    lasted = dict(zip(map(str, found.name), found.t1 - found.t0, strict=True))
+    for phase in ("forward 0", "forward 1", "backward 0"):
+        assert lasted[f"{phase}.0"] == pytest.approx(2 * lasted[f"{phase}.1"], rel=0.02), "192 weights and 96"
 
 
 def test_a_model_that_does_not_say_where_it_may_be_cut_goes_whole() -> None:

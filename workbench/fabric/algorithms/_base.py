@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.settings import Family
@@ -93,3 +93,14 @@ def alpha_beta(fabric: Fabric, ranks: Sequence[int]) -> tuple[float, float]:
     """Seconds of a message and of each of its bytes among `ranks`, in the order of their numbers; without jitter."""
     link = fabric.path(ranks)
     return link.seconds(0, 1), link.seconds(len(ranks) if fabric.shared else 1, 0)
+
+
+def parted(fabric: Fabric, size: int) -> Fabric:
+    """The same where `size` ranks that share one port have each a port of its own, as slow as a part of that one.
+
+    For what is priced group by group: a bus is slow by all who are on it, not by those of one group.
+    """
+    if not fabric.shared:
+        return fabric
+    link, between = fabric.link.bandwidth / size, fabric.between_bandwidth / size
+    return replace(fabric, shared=False, link=replace(fabric.link, bandwidth=link), between_bandwidth=between)

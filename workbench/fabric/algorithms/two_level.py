@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, parted
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
 
@@ -63,7 +63,7 @@ class TwoLevel(Algorithm):
             await here.send(x, child)
 
     def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        sites = self._sites(fabric, ranks)
+        sites, fabric = self._sites(fabric, ranks), parted(fabric, len(ranks))
         inside = [(len(site), *alpha_beta(fabric, site)) for site in sites]
         total = max((g - 1).bit_length() * (2 * (alpha + nbytes * beta) + nbytes * gamma) for g, alpha, beta in inside)
         leaders = [site[0] for site in sites]

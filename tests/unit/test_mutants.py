@@ -1,0 +1,71 @@
+"""The planted mistakes: each still has its one place and its tests, and what is told of one is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import EQUIVALENT, KILLED, ROOT, SURVIVED, WRONG, Copy, Tried, chosen, judged, planted
+from tests.mutations import MUTANTS, Mutant
+
+
+def test_there_are_forty_and_each_has_a_name_of_its_own() -> None:
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 40
+    page = (ROOT / "docs" / "using.md").read_text()
+    assert f"Of {len(MUTANTS)} mistakes" in page, "docs/using.md tells of another number: try them, and say what became"
+    assert chosen(["dabmd", "WAVELET"]) == [m for m in MUTANTS if m.name.startswith(("DABMD", "Wavelet"))]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_a_mistake_has_one_place_and_leaves_a_file_that_python_reads(mutant: Mutant) -> None:
+    text = (ROOT / "workbench" / mutant.file).read_text()
+    assert ast.dump(ast.parse(planted(text, mutant))) != ast.dump(ast.parse(text))
+    with pytest.raises(ValueError, match=r"its text is 0 times in .*, and has to be once"):
+        planted("", mutant)
+
+
+@pytest.mark.parametrize("tests", sorted({m.tests for m in MUTANTS}), ids=lambda tests: tests[0])
+def test_the_tests_that_are_to_notice_are_there(tests: tuple[str, ...]) -> None:
+    for test in tests:
+        file, _, name = test.partition("::")
+        if file.endswith(".py"):
+            assert re.search(rf"^def {name or 'test_'}", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+def small(folder: Path, test: str) -> Copy:
+    """A package of one function, and a test of it."""
+    parts = {"workbench/__init__.py": "", "workbench/less.py": "def less(a, b):\n    return a < b\n",
+             "tests/test_less.py": test}  # fmt: skip
+    for path, text in parts.items():
+        (folder / "of" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "of" / path).write_text(text)
+    return Copy(folder / "copy", folder / "of", ("workbench", "tests"))
+
+
+TEST = """
+import time
+from workbench.less import less
+
+def test_less():
+    assert less(1, 2)
+    assert less(2, 1) is False or time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("now", "limit", "what"), [
+    ("a <= b", 30.0, SURVIVED), ("b < a", 30.0, KILLED), ("a < 9", 1.5, KILLED), ("a <", 30.0, WRONG),
+])  # fmt: skip
+def test_what_becomes_of_a_mistake(now: str, limit: float, what: str, tmp_path: Path) -> None:
+    copy = small(tmp_path, TEST)
+    mutant = Mutant("less", "less.py", "a < b", now, ("tests/test_less.py",), "off by one")
+    with copy.mistaken(mutant):
+        found = judged(mutant, copy.run(mutant.tests, limit))
+    assert found.what == what, found
+    if now != "a <":
+        same = mutant._replace(equivalent="nobody compares what is equal")
+        code = 1 if what == KILLED else 0
+        assert judged(same, Tried(code, "", 1.0)).what == (WRONG if what == KILLED else EQUIVALENT)
+    assert (copy.folder / "workbench/less.py").read_text() == (tmp_path / "of/workbench/less.py").read_text()
