@@ -343,6 +343,68 @@ def test_what_cannot_be_is_refused_once_and_takes_what_belongs_to_it_along() -> 
     assert made(done) == []
 
 
+@dataclass(frozen=True, kw_only=True)
+class Half(Policy):
+    """Wants what can be, together with what this model cannot bear."""
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision("both or none", {"lr": 0.5, "strategy": "Positive"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positive(DDP):
+    """Refuses the model that there is, but no settings."""
+
+    def refuses_values(self, params: Any) -> str | None:
+        return "parameters must be above 0; take DDP"
+
+
+def test_nothing_of_a_decision_is_made_of_which_a_later_part_is_refused() -> None:
+    e = experiment(steps=12, lr=0.1, policy=Half(look_every=5))
+    done, sessions = simulate(e, costs=PACED, real=True), run(e)
+    assert made(done) == [] == sessions[0].record.noted("change")
+    for refused in ([d for _, _, d in done.details("refused")], noted(sessions[0].record, "refused")):
+        [detail] = refused
+        assert (detail["path"], detail["reason"]) == ("strategy", "parameters must be above 0; take DDP")
+
+
+@pytest.mark.parametrize("value", [Halver(look_every=4, paused=True), None, Halver(look_every=6)])
+def test_a_change_of_the_policy_before_the_very_step_of_a_look_comes_first(value: Any) -> None:
+    e = experiment(steps=14, lr=0.08, policy=Halver(look_every=4))
+    changes = [Change(8, "policy.paused", True) if value and value.paused else Change(8, "policy", value)]
+    for found in ([s for s, _, _ in made(simulate(e, changes=changes, costs=PACED, real=True), "Halver")],
+                  [d["step"] for d in noted(run(e, *changes)[0].record, "change") if "by" in d]):  # fmt: skip
+        assert found == [4]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Policy):
+    """Gives a reason that is no text."""
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision({1, 2}, {"lr": 0.5})  # type: ignore[arg-type]
+
+
+def test_a_reason_that_cannot_be_told_puts_the_policy_off() -> None:
+    e = experiment(steps=12, policy=Odd(look_every=5))
+    for texts in (said(simulate(e, costs=PACED, real=True)), [d["text"] for d in noted(run(e)[0].record, "policy")]):
+        assert texts[0].startswith("Odd failed at step 5 with TypeError") and len(texts) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unbounded(DDP):
+    """Writes down what has no mean."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await super().step(rank, state)
+        await rank.sample("loss", math.inf if rank.step % 2 else -math.inf)
+
+
+def test_what_was_noted_and_has_no_mean_is_unknown_and_training_goes_on() -> None:
+    e = experiment(steps=20, strategy=Unbounded(), lr=0.08, policy=Halver(look_every=5))
+    assert len(made(simulate(e, costs=PACED, real=True), "Halver")) == 3
+
+
 @pytest.mark.parametrize(("policy", "rest", "words"), [
     (GraVAC(look_every=5), {}, "compressor=Dense has no density to set"),
     (AdaComm(look_every=5), {}, "strategy=DDP has no period to set"),
