@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms.by_group import ByGroup
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
 
@@ -41,6 +42,8 @@ class TwoLevel(Algorithm):
     def refuses(self) -> str | None:
         if self.between.native:
             return "TwoLevel.between=Native(): the backend's own way has no messages; take Ring()"
+        if isinstance(self.between, ByGroup):
+            return "TwoLevel.between=ByGroup(): leaders of sites are no group of the mesh; take Ring()"
         return self.between.refuses()
 
     def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
