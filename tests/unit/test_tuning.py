@@ -91,6 +91,11 @@ def test_what_cannot_be_tuned_is_said_in_words(said: str, asked: dict[str, Any])
         tune(SLOW, **asked)
 
 
+def test_where_every_trial_is_refused_the_reason_is_said() -> None:
+    with pytest.raises(KnobError, match="all 2 trials were refused.*pace=0: nothing says how long compute lasts"):
+        tune(SLOW.set("pace", 0.0), ["credit_mb"], trials=2)
+
+
 def test_steps_that_a_rank_skips_are_not_waited_for() -> None:
     faults = Fabric(faults=(Slow(rank=0, factor=3.0),))
     e = Experiment(ranks=4, pace=10.0, steps=60, eval_every=0, strategy=BackupWorkers(backup=1), fabric=faults)

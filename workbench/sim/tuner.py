@@ -193,26 +193,28 @@ def _search(e: Experiment, paths: Sequence[str], within: Mapping[str, tuple[floa
     try:
         study = optuna.create_study(sampler=sampler)
         spaces = {knob.name: _distribution(optuna.distributions, knob) for knob in knobs}
-        tried = [_tried(began, measured)]
+        refused: list[KnobError] = []
+        tried = [_tried(began, measured, refused)]
         if tried[0].seconds is not None and all(_holds(knob, began[knob.name]) for knob in knobs):
             study.add_trial(optuna.trial.create_trial(params=began, distributions=spaces, value=tried[0].seconds))
         while len(tried) < trials:
             asked = study.ask(spaces)
-            tried.append(_tried({name: asked.params[name] for name in spaces}, measured))
-            refused = tried[-1].seconds is None
-            study.tell(asked, tried[-1].seconds, state=optuna.trial.TrialState.FAIL if refused else None)
+            tried.append(_tried({name: asked.params[name] for name in spaces}, measured, refused))
+            failed = optuna.trial.TrialState.FAIL if tried[-1].seconds is None else None
+            study.tell(asked, tried[-1].seconds, state=failed)
     finally:
         optuna.logging.set_verbosity(said)
     timed = [trial for trial in tried if trial.seconds is not None]
     if not timed:
-        raise KnobError(f"tune: all {trials} trials were refused, the last {tried[-1].settings}; give other ranges")
+        raise KnobError(f"tune: all {trials} trials were refused, the last {tried[-1].settings}: {refused[-1]}")
     return Tuned(min(timed, key=lambda trial: trial.seconds or 0.0), tuple(tried))
 
 
-def _tried(settings: Settings, measured: Callable[[Settings], float]) -> Trial:
+def _tried(settings: Settings, measured: Callable[[Settings], float], refused: list[KnobError]) -> Trial:
     try:
         return Trial(settings, measured(settings))
-    except KnobError:
+    except KnobError as error:
+        refused.append(error)
         return Trial(settings, None)
 
 
