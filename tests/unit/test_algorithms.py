@@ -188,6 +188,15 @@ def test_over_sites_the_formula_knows_which_messages_leave_them(way: Algorithm, 
     assert took(p, fabric) == pytest.approx(way.seconds(fabric, range(p), 4 * 5040), rel=1e-9)
 
 
+@pytest.mark.parametrize("way", [Ring(), HalvingDoubling(), DoubleTree(pieces=1), TwoLevel(site=2),
+                                 TwoLevel(site=4, between=HalvingDoubling())])  # fmt: skip
+def test_on_a_bus_the_formula_knows_that_all_ranks_send_whoever_a_message_is_for(way: Algorithm) -> None:
+    fabric = Fabric(link=LINK, shared=True, algorithm=way)
+    assert took(8, fabric) == pytest.approx(way.seconds(fabric, range(8), 4 * 5040), rel=1e-9)
+    if way == Ring():
+        assert Auto().chosen(fabric, None, range(6), 4 * 40320) in (Ring(), ParameterServer(every=True))
+
+
 def test_two_levels_save_latency_between_sites_and_a_ring_bytes() -> None:
     def quicker(numel: int) -> bool:
         far = Fabric(link=LINK, site=4, between_bandwidth=40.0, between_latency=50.0)

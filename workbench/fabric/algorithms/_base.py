@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.settings import Family
@@ -87,6 +87,14 @@ class Algorithm(Family):
     def refuses(self) -> str | None:
         """Why these knobs cannot be together, in a sentence that says what would do; or None."""
         return None
+
+
+def sharing(fabric: Fabric, count: int) -> Fabric:
+    """`fabric` as messages between a few of `count` ranks find it that all send: of a bus each has an equal share."""
+    if not fabric.shared:
+        return fabric
+    link = replace(fabric.link, bandwidth=fabric.link.bandwidth / count)
+    return replace(fabric, link=link, between_bandwidth=fabric.between_bandwidth / count, shared=False)
 
 
 def alpha_beta(fabric: Fabric, ranks: Sequence[int]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, sharing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class HalvingDoubling(Algorithm):
             await rank.send(x, rank.index + 1)
 
     def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        stay, n, total, d = _powers(len(ranks)), nbytes, 0.0, 1
+        fabric, stay, n, total, d = sharing(fabric, len(ranks)), _powers(len(ranks)), nbytes, 0.0, 1
         while d < len(stay):
             pairs = [sorted((ranks[stay[i]], ranks[stay[i ^ d]])) for i in range(len(stay))]
             n /= 2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta
+from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, sharing
 from workbench.fabric.algorithms.by_group import ByGroup
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
@@ -48,7 +48,7 @@ class TwoLevel(Algorithm):
 
     def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
         leaders = [site[0] for site in self._sites(fabric, ranks)]
-        between = self.between.chosen(fabric, None, leaders, nbytes) if len(leaders) > 1 else self.between
+        between = self.between.chosen(sharing(fabric, len(ranks)), None, leaders, nbytes) if len(leaders) > 1 else self.between
         return replace(self, site=self.site or fabric.site or ranks[-1] + 1, between=between)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
@@ -66,7 +66,7 @@ class TwoLevel(Algorithm):
             await here.send(x, child)
 
     def seconds(self, fabric: Fabric, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        sites = self._sites(fabric, ranks)
+        sites, fabric = self._sites(fabric, ranks), sharing(fabric, len(ranks))
         inside = [(len(site), *alpha_beta(fabric, site)) for site in sites]
         total = max((g - 1).bit_length() * (2 * (alpha + nbytes * beta) + nbytes * gamma) for g, alpha, beta in inside)
         leaders = [site[0] for site in sites]
