@@ -47,8 +47,9 @@ class TwoLevel(Algorithm):
         return self.between.refuses()
 
     def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
-        leaders = [site[0] for site in self._sites(fabric, ranks)]
-        between = self.between.chosen(sharing(fabric, len(ranks)), None, leaders, nbytes) if len(leaders) > 1 else self.between
+        leaders, between = [site[0] for site in self._sites(fabric, ranks)], self.between
+        if len(leaders) > 1:
+            between = between.chosen(sharing(fabric, len(ranks)), None, leaders, nbytes)
         return replace(self, site=self.site or fabric.site or ranks[-1] + 1, between=between)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
