@@ -19,7 +19,7 @@ from tests.piped import piped
 from tests.ranks import Rows, batch, experiment, mse, placed, run, together, weights
 from workbench import Costs, Run, plan, simulate
 from workbench.analysis.export import as_python
-from workbench.compressors import ErrorFeedback, TopK
+from workbench.compressors import ErrorFeedback, TopK, Wangni
 from workbench.compressors._gain import Gain
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric
@@ -178,6 +178,12 @@ def test_the_density_falls_while_enough_is_sent_on_both_clocks_and_in_numpy() ->
     assert [(step, value) for step, _, value in virtual] == [(step, pytest.approx(d)) for step, d in news]
     assert virtual == real
     assert min(gains) < 0.6 < max(gains)
+
+
+def test_it_waits_where_what_is_sent_is_scaled_up_for_its_squares_say_nothing_of_the_rest() -> None:
+    done = simulate(experiment(steps=12, compressor=Wangni(), policy=GraVAC(look_every=3)), costs=PACED, real=True)
+    assert made(done) == []
+    assert said(done)[0].startswith("GraVAC: compressor=Wangni sends entries larger than they are")
 
 
 def test_weighing_what_is_sent_changes_no_bit_of_training() -> None:
@@ -366,6 +372,22 @@ def test_nothing_of_a_decision_is_made_of_which_a_later_part_is_refused() -> Non
     for refused in ([d for _, _, d in done.details("refused")], noted(sessions[0].record, "refused")):
         [detail] = refused
         assert (detail["path"], detail["reason"]) == ("strategy", "parameters must be above 0; take DDP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grower(Policy):
+    """Wants more ranks."""
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision("the more the better", {"lr": 0.5, "ranks": 7})
+
+
+def test_a_policy_sets_no_more_than_a_person_may_while_ranks_train() -> None:
+    e = experiment(steps=12, lr=0.1, policy=Grower(look_every=5))
+    done = simulate(e, costs=PACED, real=True)
+    assert made(done) == []
+    [(_, _, detail)] = done.details("refused")
+    assert detail["reason"] == "ranks=7: cannot change while a run is live"
 
 
 @pytest.mark.parametrize("value", [Halver(look_every=4, paused=True), None, Halver(look_every=6)])

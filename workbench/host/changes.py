@@ -24,7 +24,7 @@ from workbench.host.repartition import moves, repartition
 from workbench.host.spread import spread_of
 from workbench.optimizers import carry
 from workbench.rank import MOMENTUM
-from workbench.settings import Change, KnobError
+from workbench.settings import Change, KnobError, resolve
 from workbench.tasks import at_rate, rate
 
 
@@ -54,7 +54,10 @@ async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
         try:
-            wanted = run.able(wanted.set(change.path, change.value))
+            path, knob = resolve(wanted, change.path)
+            if not knob.live:
+                raise KnobError(f"{path}={change.value!r}: cannot change while a run is live")
+            wanted = run.able(wanted.set(path, change.value))
         except KnobError as error:
             mine, reason = number, str(error)
             break
