@@ -18,8 +18,8 @@ from workbench.fabric import Slow
 from workbench.rank import Op, Rank
 from workbench.record.timeline import Timeline
 from workbench.run import Run
-from workbench.settings import KnobError
-from workbench.strategies import AsyncServer, Strategy
+from workbench.settings import Change, KnobError
+from workbench.strategies import AsyncServer, Strategy, SyncServer
 
 pytestmark = pytest.mark.ranks
 
@@ -109,6 +109,16 @@ def test_without_the_record_the_virtual_clock_decides(monkeypatch: pytest.Monkey
     assert asked.taken() != first
     simulate(other, replay=recorded)
     assert asked.taken() == first
+
+
+def test_a_server_that_is_told_that_nothing_more_comes_takes_the_next_message_of_the_record_afterwards() -> None:
+    """At a change it waits for one that comes after it; without that one, who asks twice in a round never ends it."""
+    e = experiment(3, 24, strategy=SyncServer(servers=1), pace=4.0).set("faults", SLOW)
+    changes = [Change(5, "lr", 0.01), Change(9, "fabric.faults", [Slow(rank=0, factor=3.0)]), Change(15, "lr", 0.02)]
+    recorded = simulate(e, changes=changes)
+    again = simulate(e, changes=changes, replay=recorded)
+    asked, told = (samples(one, "recv ask", 2).tolist() for one in (recorded, again))
+    assert asked == told and len(asked) == 2 * 24
 
 
 def test_a_replay_needs_as_many_ranks() -> None:

@@ -27,6 +27,7 @@ from workbench.fabric.algorithms import (
     Ring,
     TwoLevel,
 )
+from workbench.fabric.algorithms._trees import rounds
 from workbench.host.canonical import state_hash
 from workbench.rank import Group, Rank
 from workbench.settings import Change, KnobError
@@ -174,6 +175,12 @@ def test_a_tree_in_pieces_takes_what_is_said_to_a_fifth(p: int, pieces: int) -> 
     assert took(p, fabric, 40320) == pytest.approx(fabric.algorithm.seconds(fabric, range(p), 4 * 40320), rel=0.2)
 
 
+def test_hundreds_of_pieces_are_put_in_order_at_once_and_each_goes_once_over_every_edge() -> None:
+    hops = rounds(64, 256)
+    assert len({hop for now in hops for hop in now}) == sum(map(len, hops)) == 2 * 2 * 63 * 256
+    assert all(len({hop.source for hop in now}) == len({hop.to for hop in now}) == len(now) for now in hops)
+
+
 @pytest.mark.parametrize("way", [Ring(), HalvingDoubling(), TwoLevel(), TwoLevel(between=HalvingDoubling())])
 @pytest.mark.parametrize(("p", "site"), [(8, 4), (8, 2), (4, 2)])
 def test_over_sites_the_formula_knows_which_messages_leave_them(way: Algorithm, p: int, site: int) -> None:
@@ -184,7 +191,9 @@ def test_over_sites_the_formula_knows_which_messages_leave_them(way: Algorithm, 
 @pytest.mark.parametrize("way", [*EXACT.values(), TwoLevel(site=2, between=HalvingDoubling())], ids=str)
 def test_on_a_bus_each_byte_takes_as_long_as_all_ranks_make_it(way: Algorithm) -> None:
     bus = Fabric(link=LINK, shared=True, algorithm=way)
-    assert took(4, bus) == pytest.approx(way.seconds(bus, range(4), 4 * 5040), rel=1e-9)
+    for p in (4, 8):
+        assert took(p, bus) == pytest.approx(way.seconds(bus, range(p), 4 * 5040), rel=1e-9)
+    assert Auto().chosen(bus, None, range(6), 4 * 40320) in (Ring(), ParameterServer(every=True))
 
 
 @pytest.mark.parametrize("p", [5, 7, 12])
@@ -326,6 +335,8 @@ def test_what_cannot_be_is_refused_in_words() -> None:
         e.set("strategy", TorchDDP()).set("fabric.algorithm", Ring())
     with pytest.raises(KnobError, match=r"between=Native\(\): .*take Ring\(\)"):
         e.set("fabric.algorithm", TwoLevel(between=Native()))
+    with pytest.raises(KnobError, match=r"between=ByGroup\(\): .*take Ring\(\)"):
+        e.set("fabric.algorithm", TwoLevel(between=TwoLevel(between=ByGroup())))
     assert "algorithm=Ring" in (unlike(e.set("fabric.algorithm", Ring()), None) or "")
     assert unlike(e, None) is None
 

@@ -19,7 +19,7 @@ from tests.piped import piped
 from tests.ranks import Rows, batch, experiment, mse, placed, run, together, weights
 from workbench import Costs, Run, plan, simulate
 from workbench.analysis.export import as_python
-from workbench.compressors import ErrorFeedback, TopK
+from workbench.compressors import ErrorFeedback, TopK, Wangni
 from workbench.compressors._gain import Gain
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric
@@ -224,6 +224,12 @@ def test_the_density_is_that_of_numpy_whatever_the_gains_are(seed: int) -> None:
     assert got == pytest.approx(densities(gains.tolist(), 0.2, policy)) and len(set(got)) > 1
 
 
+def test_it_waits_where_what_is_sent_is_scaled_up_for_its_squares_say_nothing_of_the_rest() -> None:
+    done = simulate(experiment(steps=12, compressor=Wangni(), policy=GraVAC(look_every=3)), costs=PACED, real=True)
+    assert made(done) == []
+    assert said(done)[0].startswith("GraVAC: compressor=Wangni sends entries larger than they are")
+
+
 def test_weighing_what_is_sent_changes_no_bit_of_training() -> None:
     e = experiment(compressor=ErrorFeedback(of=TopK(density=0.1)))
     never = GraVAC(look_every=4, threshold=1.0, most=0.1)
@@ -420,6 +426,84 @@ def test_what_cannot_be_is_refused_once_and_takes_what_belongs_to_it_along() -> 
     assert (step, detail["by"], detail["why"]) == (5, "Stubborn", "why not")
     assert "must be a number in [0.01, 1024] MB" in detail["reason"]
     assert made(done) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(Policy):
+    """Wants what can be, together with what this model cannot bear."""
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision("both or none", {"lr": 0.5, "strategy": "Positive"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positive(DDP):
+    """Refuses the model that there is, but no settings."""
+
+    def refuses_values(self, params: Any) -> str | None:
+        return "parameters must be above 0; take DDP"
+
+
+def test_nothing_of_a_decision_is_made_of_which_a_later_part_is_refused() -> None:
+    e = experiment(steps=12, lr=0.1, policy=Half(look_every=5))
+    done, sessions = simulate(e, costs=PACED, real=True), run(e)
+    assert made(done) == [] == sessions[0].record.noted("change")
+    for refused in ([d for _, _, d in done.details("refused")], noted(sessions[0].record, "refused")):
+        [detail] = refused
+        assert (detail["path"], detail["reason"]) == ("strategy", "parameters must be above 0; take DDP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grower(Policy):
+    """Wants more ranks."""
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision("the more the better", {"lr": 0.5, "ranks": 7})
+
+
+def test_a_policy_sets_no_more_than_a_person_may_while_ranks_train() -> None:
+    e = experiment(steps=12, lr=0.1, policy=Grower(look_every=5))
+    done = simulate(e, costs=PACED, real=True)
+    assert made(done) == []
+    [(_, _, detail)] = done.details("refused")
+    assert detail["reason"] == "ranks=7: cannot change while a run is live"
+
+
+@pytest.mark.parametrize("value", [Halver(look_every=4, paused=True), None, Halver(look_every=6)])
+def test_a_change_of_the_policy_before_the_very_step_of_a_look_comes_first(value: Any) -> None:
+    e = experiment(steps=14, lr=0.08, policy=Halver(look_every=4))
+    changes = [Change(8, "policy.paused", True) if value and value.paused else Change(8, "policy", value)]
+    for found in ([s for s, _, _ in made(simulate(e, changes=changes, costs=PACED, real=True), "Halver")],
+                  [d["step"] for d in noted(run(e, *changes)[0].record, "change") if "by" in d]):  # fmt: skip
+        assert found == [4]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Policy):
+    """Gives a reason that is no text."""
+
+    def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
+        yield Decision({1, 2}, {"lr": 0.5})  # type: ignore[arg-type]
+
+
+def test_a_reason_that_cannot_be_told_puts_the_policy_off() -> None:
+    e = experiment(steps=12, policy=Odd(look_every=5))
+    for texts in (said(simulate(e, costs=PACED, real=True)), [d["text"] for d in noted(run(e)[0].record, "policy")]):
+        assert texts[0].startswith("Odd failed at step 5 with TypeError") and len(texts) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unbounded(DDP):
+    """Writes down what has no mean."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await super().step(rank, state)
+        await rank.sample("loss", math.inf if rank.step % 2 else -math.inf)
+
+
+def test_what_was_noted_and_has_no_mean_is_unknown_and_training_goes_on() -> None:
+    e = experiment(steps=20, strategy=Unbounded(), lr=0.08, policy=Halver(look_every=5))
+    assert len(made(simulate(e, costs=PACED, real=True), "Halver")) == 3
 
 
 @pytest.mark.parametrize(("policy", "rest", "words"), [

@@ -203,3 +203,21 @@ def test_units_computed_again_are_the_same() -> None:
     again = run(e, Change(3, "checkpoint", "units"), Change(7, "checkpoint", "none"))
     assert not again[0].record.noted("refused")
     assert torch.equal(weights(again[0]), weights(run(e)[0]))
+
+
+class Experts(nn.Module):
+    """Each batch reaches one of three last layers, and ranks others than their neighbours'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last[int(x[0, 0].abs() * 10) % 3](torch.tanh(self.first(x)))
+
+
+def test_ranks_whose_examples_reach_other_parameters_learn_what_ddp_learns() -> None:
+    e = experiment(3, 8, task=toy(model=partial(net, Experts)))
+    theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
+    for s in theirs:
+        torch.testing.assert_close(weights(s), weights(ours[0]), rtol=1e-5, atol=1e-6)

@@ -12,8 +12,10 @@ import pytest
 
 from workbench import Experiment, simulate, tune
 from workbench.fabric import Fabric, Link
+from workbench.fabric.slow import Slow
 from workbench.settings import KnobError
-from workbench.strategies import ByteScheduler, PostLocalSGD
+from workbench.sim.tuner import median_step
+from workbench.strategies import BackupWorkers, ByteScheduler, PostLocalSGD
 from workbench.tasks import ByteGPT
 
 # latency makes small pieces dear, and with large ones what is urgent waits long: the best lies between
@@ -76,11 +78,35 @@ def test_choices_and_whole_numbers_are_searched_and_what_is_refused_has_no_time(
     ("within: lr: must be among the paths that are tuned", {"within": {"lr": (0.1, 1.0)}}),
     ("within credit_mb=\\(2.0, 1.0\\): must be two numbers, the lower one first",
      {"paths": ["credit_mb"], "within": {"credit_mb": (2.0, 1.0)}}),
+    ("within credit_mb=5: must be two numbers", {"paths": ["credit_mb"], "within": {"credit_mb": 5}}),
+    ("within credit_mb=\\('a', 'b'\\): must be two numbers",
+     {"paths": ["credit_mb"], "within": {"credit_mb": ("a", "b")}}),
+    ("within=5: must be a range by path", {"within": 5}),
+    ("paths=\\[5\\]: must be a list of knobs", {"paths": [5]}),
+    ("seed='x': must be an integer in", {"seed": "x"}),
+    ("seed=-1: must be an integer in", {"seed": -1}),
     ("credit_mb=-1.0: must be a number in", {"paths": ["credit_mb"], "within": {"credit_mb": (-1.0, 1.0)}}),
 ])  # fmt: skip
 def test_what_cannot_be_tuned_is_said_in_words(said: str, asked: dict[str, Any]) -> None:
     with pytest.raises(KnobError, match=said):
         tune(SLOW, **asked)
+
+
+def test_where_every_trial_is_refused_the_reason_is_said() -> None:
+    with pytest.raises(KnobError, match=r"all 2 trials were refused.*pace=0: nothing says how long compute"):
+        tune(SLOW.set("pace", 0.0), ["credit_mb"], trials=2)
+
+
+def test_steps_that_a_rank_skips_are_not_waited_for() -> None:
+    faults = Fabric(faults=(Slow(rank=0, factor=3.0),))
+    e = Experiment(ranks=4, pace=10.0, steps=60, eval_every=0, strategy=BackupWorkers(backup=1), fabric=faults)
+    found = tune(e, ["strategy.backup"], trials=2, within={"strategy.backup": (1, 2)})
+    assert all(trial.seconds for trial in found.trials), "as many as it makes of those that are simulated"
+    done = simulate(e)
+    made = done.spans[(done.spans["rank"] == 0) & (done.spans.lane == "step")]
+    assert len(made) < 30, "rank 0 falls behind, and skips some"
+    assert median_step(done, 3, 8) == pytest.approx(float((made.t1 - made.t0)[made.step >= 3][:8].median()))
+    assert median_step(done, 50, 8) is None
 
 
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from tests.sim.virtual import rows
 from workbench import simulate
 from workbench.host.waves import Waves
 from workbench.rank import Rank, StrategyError
-from workbench.settings import Change
+from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy, Wavelet
 from workbench.tasks import Learner
 
@@ -144,6 +146,25 @@ def test_it_is_entered_turned_and_left_live() -> None:
     sessions = run(experiment(3, 10, strategy=DDP(), task=task), *(Change(*change) for change in wanted))
     assert len(sessions[0].record.noted("change")) == 4 and not sessions[0].record.noted("refused")
     assert all(torch.equal(weights(s), weights(sessions[0])) for s in sessions)
+
+
+def twice(model: nn.Module, pair: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(pair[0]), pair[1]) + model(2 * pair[0]).square().mean()
+
+
+@pytest.mark.parametrize(("task", "words"), [
+    (toy(model=partial(net, deep), loss=twice), "the loss calls the model 2 times.*let loss.* call model once"),
+    (toy(parts=lambda model: [model.a, model.b, model.c]), "the model's parts one after the other have loss"),
+    (toy(parts=lambda model: [model.c, model.a]), "the model part by part fails: "),
+])  # fmt: skip
+def test_a_model_that_its_parts_are_not_is_refused_at_the_start_and_live(task: Any, words: str) -> None:
+    e = experiment(2, 4, strategy=Wavelet(), task=task, pace=1.0)
+    with pytest.raises(KnobError, match=f"strategy=Wavelet: .*{words}"):
+        simulate(e, real=True)
+    first, _ = run(e.set("strategy", "DDP"), Change(2, "strategy", "Wavelet"))
+    [refused] = first.record.noted("refused")
+    assert re.search(words, json.loads(refused[3])["reason"])
+    assert simulate(e.set("pieces", 1), real=True).experiment.strategy.pieces == 1, "whole it may be passed"
 
 
 def learner() -> Learner:

@@ -64,6 +64,8 @@ class FullySharded:
             sharded: Any = fully_shard(unit, mesh=self._mesh, ignored_params=self._frozen)
             sharded.set_custom_all_gather(gather)
             sharded.set_custom_reduce_scatter(reduce)
+        if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
+            said(True)  # a parameter that this rank's examples do not reach has a gradient on others
         self._shards = {n: p for n, p in self.module.named_parameters() if n in names}
         self.optimizer = run.make_optimizer(run.experiment, [self._shards[n] for n in self._names(model)])
         if rate(self.optimizer) != run.rank.lr:

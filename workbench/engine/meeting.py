@@ -124,6 +124,8 @@ class Meeting:
         facts = [run.rank.step, self.run.due, self.over, run.mailbox.meet, run.paused]
         table = gathered(run.control, facts)
         self.latest, self.due, self.over = max(row[0] for row in table), table[0][1], bool(table[0][2])
+        if self.propagation and not self.trains:  # it may have come as of the meeting before, and stood here since
+            run.rank.step = self.latest
         run.mailbox.meet = max(row[3] for row in table)  # a meeting that some have heard of is known to all
         run.paused = bool(table[0][4])
         run.credit = 0 if run.paused else run.credit

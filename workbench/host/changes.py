@@ -7,6 +7,7 @@ need 2 S adapters and not S squared. Afterwards a hash of the parameters must ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from workbench.host.repartition import moves, repartition
 from workbench.host.spread import spread_of
 from workbench.optimizers import carry
 from workbench.rank import MOMENTUM
-from workbench.settings import Change, KnobError
+from workbench.settings import Change, KnobError, resolve
 from workbench.tasks import at_rate, rate
 
 
@@ -40,12 +41,39 @@ async def obey(run: Changing, change: Change) -> bool:
     refusing = await run.gather(int(wanted is None))  # one that cannot is enough
     if wanted is None or any(refusing):
         if run.rank.id == refusing.index(1):
-            run.mark("refused", {**change.plain(), **({"why": change.reason} if change.by else {}), "reason": reason})
+            _refuse(run, change, reason)
         return False
     await apply(run, wanted)
     if run.rank.id == 0:
         run.mark("change", {**change.plain(), "text": change.text})
     return True
+
+
+async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
+    """Of changes that are to be made together the first that some rank cannot make, which the record then says."""
+    wanted, mine, reason = run.experiment, 0, ""
+    for number, change in enumerate(together, 1):
+        try:
+            path, knob = resolve(wanted, change.path)
+            if not knob.live:
+                raise KnobError(f"{path}={change.value!r}: cannot change while a run is live")
+            wanted = run.able(wanted.set(path, change.value))
+        except KnobError as error:
+            mine, reason = number, str(error)
+            break
+    refusing = await run.gather(mine)
+    if not any(refusing):
+        return None
+    first = next(rank for rank, number in enumerate(refusing) if number)
+    change = together[refusing[first] - 1]
+    if run.rank.id == first:
+        _refuse(run, change, reason)
+    return change
+
+
+def _refuse(run: Changing, change: Change, reason: str) -> None:
+    """A Mark says that a change was not made, and why."""
+    run.mark("refused", {**change.plain(), **({"why": change.reason} if change.by else {}), "reason": reason})
 
 
 def _ready(run: Changing, wanted: Experiment) -> Experiment:

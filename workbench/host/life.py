@@ -124,7 +124,7 @@ class Life(Ordering):
     async def obey(self, change: Change) -> bool:
         """Makes one change, or refuses it in words; or asks the policy. Was something made?"""
         if isinstance(change, Look):
-            made = await self.steering.look()
+            made = await self.steering.look(change)
         else:
             made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
         self.ledger.stir()

@@ -6,6 +6,7 @@ parameter that lies on another stage is absent here (workbench.host.absent): it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ from workbench.host.sliced import numel_of, shape_of
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.host.spread import Spread, placed, spread_of
-from workbench.host.trying import check
+from workbench.host.trying import check, check_parts
 from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import at_rate, rate
@@ -72,6 +73,8 @@ def able(run: Any, wanted: Experiment) -> None:
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _require_tried(run, wanted)
+    if wanted.strategy.by_pieces and not _sizes_only(run):
+        _require_parts(run, wanted)
     spread = spread_of(wanted, run.model, run.learner)
     units_of(run.model, run.learner, way)
     recomputed(wanted, run.learner, spread.split if spread else None)
@@ -83,24 +86,39 @@ _TRIED: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()  # by a tas
 
 
 def _require_tried(run: Any, wanted: Experiment) -> None:
-    """Tries one batch, whole and spread, once for each way to spread: on a model of its own, whatever lies here."""
-    way, made = wanted.partition, _TRIED.setdefault(run.learner, {})
-    key = way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, wanted.batch, _sizes_only(run)
-    if key not in made:
-        made[key] = _tried(run, wanted)
+    """Tries one batch, whole and spread, once for each way to spread."""
+    way = wanted.partition
+
+    def tried(model: nn.Module, batch: Any) -> None:
+        spread = spread_of(wanted, model, run.learner)
+        assert spread is not None
+        check(model, run.learner, spread, batch, way.micro_batches)
+
+    _once(run, wanted, (way.dims(), way.pieces, way.cuts, way.sequences, way.micro_batches, _sizes_only(run)), tried)
+
+
+def _require_parts(run: Any, wanted: Experiment) -> None:
+    """Tries one batch, whole and part by part."""
+    said = f"strategy={type(wanted.strategy).__name__}"
+    _once(run, wanted, said, lambda model, batch: check_parts(model, run.learner, batch, said))
+
+
+def _once(run: Any, wanted: Experiment, what: Any, tried: Callable[[nn.Module, Any], None]) -> None:
+    """Tries something on a model of its own, whatever lies here, and raises the same KnobError when asked again."""
+    made = _TRIED.setdefault(run.learner, {})
+    if (key := (what, wanted.batch)) not in made:
+        made[key] = _tried(run, wanted, tried)
     if made[key]:
         raise KnobError(made[key])
 
 
-def _tried(run: Any, wanted: Experiment) -> str:
+def _tried(run: Any, wanted: Experiment, tried: Callable[[nn.Module, Any], None]) -> str:
     batch, learner = run.example(wanted), run.learner
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)
         model = run.model if _sizes_only(run) else learner.model().to(run.layout.order[0].param.device).train()
         try:
-            spread = spread_of(wanted, model, learner)
-            assert spread is not None
-            check(model, learner, spread, batch, wanted.partition.micro_batches)
+            tried(model, batch)
         except KnobError as error:
             return str(error)
     return ""

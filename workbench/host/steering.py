@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
+from workbench.host.changes import refused
 from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolve, to_plain
 
@@ -43,6 +44,7 @@ class Steering:
         self._state: Any = None
         self._known = False  # is there a state?
         self._given = False  # are its decisions among the planned changes, as of a run that is replayed? It looks only
+        self._next: Look | None = None  # the look that is to come; another that is still taken is none any more
         self._held: dict[str, int] = {}  # paths that people have set, and before which step
         self._made: list[Change] = []
         self._refused: set[str] = set()  # what need not be asked again as long as nothing changes
@@ -70,16 +72,17 @@ class Steering:
         """The next look stands among the planned changes, behind all that are due by then; or none."""
         run, policy = self.run, self.policy
         run.planned = [change for change in run.planned if not isinstance(change, Look)]
-        self.names = ()
+        self.names, self._next = (), None
         if policy is None or policy.paused:
             return
         self.names = policy.reads
-        at = self._next(policy, after)
+        at = self._looks(policy, after)
         if at < run.experiment.steps or not run.experiment.steps:
             steps = [change.at_step for change in run.planned]
-            run.planned.insert(bisect_right(steps, at), Look(at))
+            self._next = Look(at)
+            run.planned.insert(bisect_right(steps, at), self._next)
 
-    def _next(self, policy: Policy, after: int) -> int:
+    def _looks(self, policy: Policy, after: int) -> int:
         """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
@@ -122,19 +125,32 @@ class Steering:
     def _forget(self) -> None:
         self.steps, self._noted = 0, {}
 
-    async def look(self) -> bool:
-        """Asks the policy, and makes what it has decided; was that anything? All ranks are here."""
+    async def look(self, look: Look) -> bool:
+        """Asks the policy, and makes what it has decided; was that anything? All ranks are here.
+
+        A change before the same step may have paused it, or named another: then nobody is asked.
+        """
         run, made = self.run, len(self._made)
+        if look is not self._next:
+            return False
+        self._next = None
         seen = await self._seen()
-        said = await run.told(json.dumps(self._asked(seen)) if run.rank.id == 0 else "")
+        said = await run.told(self._asked(seen) if run.rank.id == 0 else "")
         for number, decision in enumerate(json.loads(said)):
-            for part in decision:
-                about = {"id": f"decision {seen.step}.{number} {part['path']}", **part}
-                if not await run.obey(Change.read(about, run.rank.step)):
-                    break  # what belongs together is made together
-        if not any(isinstance(change, Look) for change in run.planned):
+            about = [{"id": f"decision {seen.step}.{number} {part['path']}", **part} for part in decision]
+            await self._make([Change.read(part, run.rank.step) for part in about])
+        if self._next is None:
             self._plan(seen.step)
         return len(self._made) > made
+
+    async def _make(self, decision: list[Change]) -> None:
+        """Makes all of a decision, or none of it where some rank cannot make a part."""
+        if part := await refused(self.run, decision):
+            self._refused.add(_key(part.path, part.value))
+            return
+        for part in decision:
+            if not await self.run.obey(part):
+                break  # it has to wait for what a part before it has left to do
 
     async def _seen(self) -> Seen:
         """What all ranks have noted since the last look."""
@@ -143,34 +159,33 @@ class Steering:
         for name in self.names:
             noted = self._noted.get(name, [])
             count = self.steps if name == "compute" else len(noted)
-            mine = math.fsum(noted) / count if count and noted else math.nan
-            numbers[name] = tuple(map(_as_float, await run.gather(_as_int(mine))))
+            numbers[name] = tuple(map(_as_float, await run.gather(_as_int(_mean(noted, count)))))
         self._forget()
         made = tuple(self._made)
         return Seen(experiment=run.experiment, step=steps[0], seconds=run.now, numbers=numbers, changes=made)
 
-    def _asked(self, seen: Seen) -> list[list[dict[str, Any]]]:
-        """On rank 0: what the policy decides, as plain changes; if it fails, that it is put off."""
+    def _asked(self, seen: Seen) -> str:
+        """On rank 0: what the policy decides, as the JSON of plain changes; if it fails, that it is put off."""
         policy, name = self.policy, type(self.policy).__name__
         if self._given or policy is None:
-            return []
+            return "[]"
         try:
             if reason := policy.needs(seen.experiment):
                 self._say(f"needs {reason}", reason)
-                return []
+                return "[]"
             if not self._known:
                 self._state, self._known = policy.init(), True
             wanted = list(self._wanted(policy, seen))
             if not wanted and seen.numbers and all(math.isnan(x) for each in seen.numbers.values() for x in each):
                 self._say("blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does")
-            return wanted
+            return json.dumps(wanted)
         except Exception as error:
             text = (
                 f"{name} failed at step {seen.step} with {type(error).__name__}: {error}; it is put off, and training "
                 f"goes on without it; policy.paused=false lets it try again"
             )
             self._say(text, text, named=True)
-            return [[Change(0, "policy.paused", True, by=name, reason=text).plain()]]
+            return json.dumps([[Change(0, "policy.paused", True, by=name, reason=text).plain()]])
 
     def _wanted(self, policy: Policy, seen: Seen) -> Iterator[list[dict[str, Any]]]:
         """Of what it decides that which is news, may be and is nobody else's."""
@@ -192,7 +207,7 @@ class Steering:
             if held:
                 self._say(f"leaves {held}", f"leaves {' and '.join(held)} alone, which a person set at step "
                           f"{self._held[held[0]]}; set policy again to put that into its hands")
-            elif not any(_key(c.path, c.value) in self._refused for c in decision):
+            elif decision and not any(_key(c.path, c.value) in self._refused for c in decision):
                 now = after
                 yield [change.plain() for change in decision]
 
@@ -221,6 +236,14 @@ class Overheard:
     def sample(self, step: int, name: str, t: float, value: float) -> None:
         self._hear(name, value)
         self._record.sample(step, name, t, value)
+
+
+def _mean(noted: list[float], count: int) -> float:
+    """NaN where nothing was noted, or what has no sum: more than a float holds, or infinities of both signs."""
+    try:
+        return math.fsum(noted) / count if count and noted else math.nan
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -17,6 +17,9 @@ from workbench.host.trying_slices import check_slices
 from workbench.settings import KnobError
 from workbench.tasks import Learner
 
+Again = Callable[[Callable[[], Tensor]], Tensor]
+
+PIPELINE = "partition=Pipeline"
 FAR = 0.2  # of a batch's loss: so far the mean over its micro-batches may be, which hold unlike numbers of targets
 
 
@@ -31,20 +34,31 @@ def check(model: nn.Module, learner: Learner, spread: Spread, batch: Any, count:
         check_slices(model, learner, spread.split, batch)
 
 
+def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> None:
+    """Raises KnobError in words where `model` passed part by part would not learn the same; `said` is who passes it so.
+
+    One that does not say where it may be cut is passed whole.
+    """
+    try:
+        parts = parts_of(model, learner)
+    except KnobError:
+        return
+    try:
+        with _untouched(model) as again:
+            whole, pieces, calls = _composed(again, model, parts, learner, batch)
+    except Exception as error:
+        raise KnobError(f"{said}: tried on one batch, the model part by part fails: {error}") from error
+    _require_once(calls, said, "it is passed part by part once")
+    _compare(float(whole), float(pieces), said)
+
+
 def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any, count: int) -> None:
-    calls: list[int] = []
-
-    def composed(*inputs: Any, **named: Any) -> Any:
-        calls.append(1)
-        return through(parts, *inputs, **named)
-
     try:
         parts = parts_of(model, learner)
         with _untouched(model) as again:
-            whole = again(partial(learner.loss, model, batch))
-            with instead(model, composed):
-                pieces = again(partial(learner.loss, model, batch))
-                once, micros = len(calls), micro_batches(batch, count)
+            whole, pieces, calls = _composed(again, model, parts, learner, batch)
+            with instead(model, partial(through, parts)):
+                micros = micro_batches(batch, count)
                 micros = micros[:1] if whole.is_meta else micros  # without values one is like the other
                 means = [again(partial(learner.loss, model, micro)) for micro in micros]
             with torch.enable_grad():
@@ -53,21 +67,41 @@ def _check_stages(model: nn.Module, learner: Learner, stages: Stages, batch: Any
         raise
     except Exception as error:
         raise KnobError(_failed(model, error)) from error
-    if once != 1:
-        raise KnobError(
-            f"partition=Pipeline: the loss calls the model {once} times, and a pipeline passes each micro-batch "
-            f"through once; let loss(model, batch) call model once"
-        )
+    _require_once(calls, PIPELINE, "a pipeline passes each micro-batch through once")
     if not whole.is_meta:
-        _compare(float(whole), float(pieces), [float(x) for x in means])
+        _compare(float(whole), float(pieces), PIPELINE)
+        _compare_means(float(whole), [float(x) for x in means])
 
 
-def _compare(whole: float, pieces: float, means: list[float]) -> None:
+def _composed(again: Again, model: nn.Module, parts: list[nn.Module], learner: Learner,
+              batch: Any) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """The loss of the model, that of its parts one after the other, and how often it calls the model."""
+    calls: list[int] = []
+
+    def composed(*inputs: Any, **named: Any) -> Any:
+        calls.append(1)
+        return through(parts, *inputs, **named)
+
+    whole = again(partial(learner.loss, model, batch))
+    with instead(model, composed):
+        return whole, again(partial(learner.loss, model, batch)), len(calls)
+
+
+def _require_once(calls: int, said: str, why: str) -> None:
+    if calls != 1:
+        raise KnobError(f"{said}: the loss calls the model {calls} times, and {why}; let loss(model, batch) call "
+                        f"model once")  # fmt: skip
+
+
+def _compare(whole: float, pieces: float, said: str) -> None:
     if whole != pieces and whole == whole:  # one that is no number is as good as any other
         raise KnobError(
-            f"partition=Pipeline: the model's parts one after the other have loss {pieces:.6g} where the model has "
+            f"{said}: the model's parts one after the other have loss {pieces:.6g} where the model has "
             f"{whole:.6g}; let `parts` return Modules that together compute what the model does"
         )
+
+
+def _compare_means(whole: float, means: list[float]) -> None:
     mean = sum(means) / len(means)
     if abs(mean - whole) > FAR * abs(whole) + 1e-6:
         raise KnobError(
@@ -90,7 +124,7 @@ def _walk(model: nn.Module, learner: Learner, stages: Stages, micro: Any) -> Non
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[Callable[[Callable[[], Tensor]], Tensor]]:
+def _untouched(model: nn.Module) -> Iterator[Again]:
     """Inside, what is given computes with the same random numbers each time; the model is afterwards as it was."""
     was, grads, state = model.training, [p.grad for p in model.parameters()], torch.get_rng_state()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 from workbench.policies._base import Decision, Policy, Seen
@@ -37,6 +38,8 @@ class GraVAC(Policy):
     longer grows. Here one ratio is in force between two looks, `most` stands for uncompressed, and speed is not asked
     for. Its ratios are 1 / density; its released code takes norms, not their squares.
 
+    Those that send entries larger than they are, to be right on the mean (Wangni, a scaled RandomK), have no such gain.
+
     When to use it: with TopK and its like on a slow wire, where nobody knows what density the model bears. The gain is
     measured in every step: two passes over the gradient and no byte. Only where all ranks exchange gradients in the
     same steps (DDP); with sizes only, in a simulation, there is no gain and nothing is decided.
@@ -56,11 +59,17 @@ class GraVAC(Policy):
         return _State()
 
     def needs(self, experiment: Any) -> str | None:
+        name = type(experiment.compressor).__name__
         try:
-            resolve(experiment, PATH)
+            path, _ = resolve(experiment, PATH)
         except KnobError:
-            name = type(experiment.compressor).__name__
             return f"compressor={name} has no density to set; GraVAC waits for one that has, such as TopK"
+        chooses: Any = reduce(getattr, path.split(".")[:-1], experiment)
+        if chooses.unbiased or getattr(chooses, "scaled", False):
+            return (
+                f"compressor={name} sends entries larger than they are, so their squares do not tell what was left "
+                f"out; GraVAC waits for one that sends them as they are, such as TopK"
+            )
         return None
 
     def decide(self, seen: Seen, state: _State) -> Iterator[Decision]:

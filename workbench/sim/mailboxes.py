@@ -90,10 +90,12 @@ class Mailboxes:
 
     def nothing_more(self) -> bool:
         """Nothing is under way: who waits for a message while its rank leaves is told that none will come."""
-        for waiting in self.waiting.values():
+        for (index, kind), waiting in self.waiting.items():
             for place, wait in enumerate(waiting):
                 if wait.fiber.host.leaving:
                     del waiting[place]
+                    if wait.replayed is not None and self.world.replay is not None:
+                        self.world.replay.put_back(index, kind, wait.replayed)
                     wait.fiber.on = None
                     wait.fiber.resume(None)
                     return True

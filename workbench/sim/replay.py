@@ -40,6 +40,10 @@ class Replay:
         senders = self._senders.get((rank, kind))
         return senders.popleft() if senders else None
 
+    def put_back(self, rank: int, kind: str, sender: int) -> None:
+        """Nothing came any more: `rank` takes that message when it asks the next time."""
+        self._senders[rank, kind].appendleft(sender)
+
     def round(self, rank: int) -> Round:
         """The round that a rank's background comes to next."""
         return self._rounds[rank][0] if self._rounds[rank] else Round(0, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -76,17 +76,7 @@ def tune(on: Experiment | Training, paths: Sequence[str] = BYTES, *,
     Reference: Peng et al., SOSP 2019, https://doi.org/10.1145/3341301.3359642 (what is tuned, and by what);
     Akiba et al., "Optuna", KDD 2019, https://arxiv.org/abs/1907.10902
     """
-    for name, number, least in (("trials", trials, 1), ("steps", steps, 1), ("settle", settle, 0)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise KnobError(f"{name}={number!r}: must be an integer of at least {least}")
-    if not hasattr(on, "experiment") and not isinstance(on, Experiment):
-        raise KnobError(f"tune: takes an Experiment to simulate or a Lab whose run is live, not {type(on).__name__}")
-    if not isinstance(on, Experiment) and not on.live:
-        raise KnobError("tune: no run is live on this lab; start one with lab.run(), or give an Experiment to simulate")
-    if not paths or isinstance(paths, str):
-        raise KnobError(f"paths={paths!r}: must be a list of knobs, such as {list(BYTES)}")
-    if unknown := set(within or {}) - set(paths):
-        raise KnobError(f"within: {', '.join(sorted(unknown))}: must be among the paths that are tuned, {list(paths)}")
+    _require(on, paths, within, (("trials", trials, 1), ("steps", steps, 1), ("settle", settle, 0)), seed)
     if isinstance(on, Experiment):
         return _search(on, paths, within or {}, partial(_simulated, on, settle, steps, costs), trials, seed)
     before = on.experiment
@@ -100,13 +90,33 @@ def tune(on: Experiment | Training, paths: Sequence[str] = BYTES, *,
     return found
 
 
+def _require(on: Any, paths: Any, within: Any, numbers: Iterable[tuple[str, Any, int]], seed: Any) -> None:
+    """Raises KnobError for what `tune` cannot be asked."""
+    for name, number, least in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise KnobError(f"{name}={number!r}: must be an integer of at least {least}")
+    if not hasattr(on, "experiment") and not isinstance(on, Experiment):
+        raise KnobError(f"tune: takes an Experiment to simulate or a Lab whose run is live, not {type(on).__name__}")
+    if not isinstance(on, Experiment) and not on.live:
+        raise KnobError("tune: no run is live on this lab; start one with lab.run(), or give an Experiment to simulate")
+    if not isinstance(paths, (list, tuple)) or not paths or not all(isinstance(path, str) for path in paths):
+        raise KnobError(f"paths={paths!r}: must be a list of knobs, such as {list(BYTES)}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise KnobError(f"seed={seed!r}: must be an integer in [0, {2**32 - 1}]")
+    if not isinstance(within or {}, Mapping):
+        raise KnobError(f"within={within!r}: must be a range by path, such as {{'credit_mb': (0.1, 1.0)}}")
+    if unknown := set(within or {}) - set(paths):
+        raise KnobError(f"within: {', '.join(sorted(unknown))}: must be among the paths that are tuned, {list(paths)}")
+
+
 def _simulated(e: Experiment, settle: int, steps: int, costs: Costs | None, settings: Settings) -> float:
     tried = replace(e, steps=settle + steps)
     for path, value in settings.items():
         tried = tried.set(path, value)
-    found = median_step(simulate(tried, costs=costs), settle, steps)
-    assert found is not None
-    return found
+    lasted = _lasted(simulate(tried, costs=costs), settle)
+    if not lasted:
+        raise RunError(f"tune: rank 0 made no step of its own from step {settle} on; let more than steps={steps} count")
+    return statistics.median(lasted)
 
 
 def _trained(on: Training, settle: int, steps: int, settings: Settings) -> float:
@@ -133,10 +143,19 @@ def _values(e: Experiment, names: Sequence[str]) -> Settings:
 
 
 def median_step(run: Run, first: int, steps: int) -> float | None:
-    """The median of so many steps of rank 0 from step `first` on, in seconds; None while they are not all there."""
+    """The median of so many steps of rank 0 from step `first` on, in seconds; None while they are not all there.
+
+    Where a rank that has fallen behind skips some, they are the next ones that it makes.
+    """
+    lasted = _lasted(run, first)[:steps]
+    return statistics.median(lasted) if len(lasted) == steps else None
+
+
+def _lasted(run: Run, first: int) -> list[float]:
+    """What each step of rank 0 from step `first` on has lasted, in seconds and in their order."""
     rows = run.timeline.spans.rows()
-    rows = rows[(rows.rank == 0) & rows.equal("lane", "step") & (rows.step >= first) & (rows.step < first + steps)]
-    return statistics.median((rows.t1 - rows.t0).tolist()) if len(rows) == steps else None
+    rows = rows[(rows.rank == 0) & rows.equal("lane", "step") & (rows.step >= first)]
+    return [float(t1 - t0) for _, t0, t1 in sorted(zip(rows.step, rows.t0, rows.t1, strict=True))]
 
 
 def _searched(e: Experiment, path: str, within: tuple[float, float] | None) -> Knob:
@@ -145,11 +164,17 @@ def _searched(e: Experiment, path: str, within: tuple[float, float] | None) -> K
     if not (knob.live and (knob.choices or knob.kind is bool or (knob.kind in (int, float) and knob.low is not None))):
         raise KnobError(f"{path}: must be a live knob with a range or with choices, to be tuned; it is {knob.allowed}")
     if within is not None:
-        if knob.kind not in (int, float) or len(within) != 2 or not within[0] < within[1]:
+        if knob.kind not in (int, float) or not _range(within):
             raise KnobError(f"within {path}={within!r}: must be two numbers, the lower one first")
         low, high = (knob.check(x, path) for x in within)
         knob = replace(knob, low=low, high=high)
     return replace(knob, name=full, log=bool(knob.log and knob.low and knob.low > 0))
+
+
+def _range(within: Any) -> bool:
+    """Are these two numbers, the lower one first?"""
+    two = isinstance(within, (list, tuple)) and len(within) == 2
+    return two and all(isinstance(x, (int, float)) for x in within) and bool(within[0] < within[1])
 
 
 def _search(e: Experiment, paths: Sequence[str], within: Mapping[str, tuple[float, float]],
@@ -168,26 +193,28 @@ def _search(e: Experiment, paths: Sequence[str], within: Mapping[str, tuple[floa
     try:
         study = optuna.create_study(sampler=sampler)
         spaces = {knob.name: _distribution(optuna.distributions, knob) for knob in knobs}
-        tried = [_tried(began, measured)]
+        refused: list[KnobError] = []
+        tried = [_tried(began, measured, refused)]
         if tried[0].seconds is not None and all(_holds(knob, began[knob.name]) for knob in knobs):
             study.add_trial(optuna.trial.create_trial(params=began, distributions=spaces, value=tried[0].seconds))
         while len(tried) < trials:
             asked = study.ask(spaces)
-            tried.append(_tried({name: asked.params[name] for name in spaces}, measured))
-            refused = tried[-1].seconds is None
-            study.tell(asked, tried[-1].seconds, state=optuna.trial.TrialState.FAIL if refused else None)
+            tried.append(_tried({name: asked.params[name] for name in spaces}, measured, refused))
+            failed = optuna.trial.TrialState.FAIL if tried[-1].seconds is None else None
+            study.tell(asked, tried[-1].seconds, state=failed)
     finally:
         optuna.logging.set_verbosity(said)
     timed = [trial for trial in tried if trial.seconds is not None]
     if not timed:
-        raise KnobError(f"tune: all {trials} trials were refused, the last {tried[-1].settings}; give other ranges")
+        raise KnobError(f"tune: all {trials} trials were refused, the last {tried[-1].settings}: {refused[-1]}")
     return Tuned(min(timed, key=lambda trial: trial.seconds or 0.0), tuple(tried))
 
 
-def _tried(settings: Settings, measured: Callable[[Settings], float]) -> Trial:
+def _tried(settings: Settings, measured: Callable[[Settings], float], refused: list[KnobError]) -> Trial:
     try:
         return Trial(settings, measured(settings))
-    except KnobError:
+    except KnobError as error:
+        refused.append(error)
         return Trial(settings, None)
 
 

@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.rank import Bucket, Part, Rank
 from workbench.settings import Family
-from workbench.strategies._capabilities import Apart, Beside, OneMemory, Outer, Serving, Sharding, Unfinished
+from workbench.strategies._capabilities import (
+    Apart,
+    Beside,
+    InPieces,
+    OneMemory,
+    Outer,
+    Serving,
+    Sharding,
+    Unfinished,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy(Serving, Apart, Beside, Unfinished, Sharding, Outer, OneMemory, Family):
+class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, OneMemory, Family):
     """How ranks agree: knobs, `init` for what is remembered, and one coroutine that is one step.
 
     Claims are class variables; the laws in tests/laws check each.

@@ -97,6 +97,15 @@ class Unfinished:
         return type(self).drain is not Unfinished.drain
 
 
+class InPieces:
+    """Its step passes the model piece by piece. Law: all pieces together compute what the model does."""
+
+    @property
+    def by_pieces(self) -> bool:
+        """Does it cut the model? Then hosts first try on one batch that the model's parts compute what it does."""
+        return False
+
+
 class Sharding:
     """Ranks keep parts of what others keep, too. Law: what the parts make together is bit-equal through any switch.
 

@@ -19,6 +19,9 @@ class TorchFSDP(Strategy):
     evaluation, in a switch away and at the end, when a rank holds all of the parameters beside its shards. To turn the
     optimizer, the size of buckets or the fabric makes the copy anew.
 
+    Ranks may reach other parameters of a unit in a step than others do, but each has to compute all units: torch
+    gathers and sums unit by unit, and ranks that skip one (an expert of its own) no longer ask for the same.
+
     On gloo its collectives are waited for and its reduce-scatter moves an all-reduce's bytes: 4 (p-1)/p of the model's
     bytes per step where ZeRO3 sends 3 (p-1)/p, less the units that stay whole from forward to backward. They are on the
     record on an emulated Link only, where a reduce-scatter has the bytes it should.

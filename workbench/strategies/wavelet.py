@@ -48,6 +48,10 @@ class Wavelet(Strategy):
     exchanges: ClassVar[str] = "gradients"
     sees_all: ClassVar[bool] = True  # a stage's pieces are its schedule's
 
+    @property
+    def by_pieces(self) -> bool:
+        return self.pieces > 1
+
     def batches(self, size: int) -> int:
         return 2 * size
 

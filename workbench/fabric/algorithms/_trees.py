@@ -47,21 +47,26 @@ def rounds(size: int, pieces: int) -> tuple[tuple[Hop, ...], ...]:
     both, found = trees(size), []
     waits = [[[tree.count(i)] * pieces for i in range(size)] for tree in both]  # for so many children
     has = [[[False] * pieces for _ in range(size)] for _ in both]  # the sum
-    left = [(k, not up, -deep if up else deep, Hop(*((i, p) if up else (p, i)), t, k, up))
+    # of each way up and each way down the piece that goes next: none of them overtakes another
+    todo = [(0, not up, -deep if up else deep, Hop(*((i, p) if up else (p, i)), t, 0, up))
             for t, tree in enumerate(both) for i, p in enumerate(tree) if p is not None
-            for deep in [_depth(tree, i)] for k in range(pieces) for up in (True, False)]  # fmt: skip
-    todo = [hop for *_, hop in sorted(left)]
+            for deep in [_depth(tree, i)] for up in (True, False)]  # fmt: skip
     while todo:
         busy: set[tuple[str, int]] = set()
         now: list[Hop] = []
-        later: list[Hop] = []
-        for hop in todo:
+        later = []
+        for piece, down, depth, hop in sorted(todo):
             root = both[hop.tree][hop.source] is None
             whole = waits[hop.tree][hop.source][hop.piece] == 0
             ready = whole if hop.up or root else has[hop.tree][hop.source][hop.piece]
             ends = {("out", hop.source), ("in", hop.to)}
-            (now if ready and not ends & busy else later).append(hop)
-            busy |= ends if now and now[-1] is hop else set()
+            if not ready or ends & busy:
+                later.append((piece, down, depth, hop))
+                continue
+            now.append(hop)
+            busy |= ends
+            if piece + 1 < pieces:
+                later.append((piece + 1, down, depth, hop._replace(piece=piece + 1)))
         for hop in now:
             if hop.up:
                 waits[hop.tree][hop.to][hop.piece] -= 1

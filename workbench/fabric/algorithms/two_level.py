@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from workbench.fabric.algorithms._base import Algorithm, Among, alpha_beta, parted
+from workbench.fabric.algorithms.by_group import ByGroup
 from workbench.fabric.algorithms.ring import Ring
 from workbench.settings import knob
 
@@ -41,11 +42,14 @@ class TwoLevel(Algorithm):
     def refuses(self) -> str | None:
         if self.between.native:
             return "TwoLevel.between=Native(): the backend's own way has no messages; take Ring()"
+        if isinstance(self.between, ByGroup):
+            return "TwoLevel.between=ByGroup(): leaders of sites are no group of the mesh; take Ring()"
         return self.between.refuses()
 
     def chosen(self, fabric: Fabric, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
-        leaders = [site[0] for site in self._sites(fabric, ranks)]
-        between = self.between.chosen(fabric, None, leaders, nbytes) if len(leaders) > 1 else self.between
+        leaders, between = [site[0] for site in self._sites(fabric, ranks)], self.between
+        if len(leaders) > 1:
+            between = between.chosen(parted(fabric, len(ranks)), None, leaders, nbytes)
         return replace(self, site=self.site or fabric.site or ranks[-1] + 1, between=between)
 
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
