@@ -74,7 +74,7 @@ def trained(strategy: AsyncDrop, ranks: int, steps: int = 10, fabric: Fabric = S
     return simulate(e, changes=[Change(steps - 1, "strategy", "DDP")], real=True), seen
 
 
-def recurrence(order: list[int], ranks: int, keep: int, local: int, alpha: float) -> torch.Tensor:
+def recurrence(order: list[int], ranks: int, keep: int, local: int, alpha: float, scale: float) -> torch.Tensor:
     """The server's model after these messages, of which a rank's are in turn a request and what it has trained.
 
     Rank 0 is the fastest, rank 1 the next.
@@ -87,7 +87,7 @@ def recurrence(order: list[int], ranks: int, keep: int, local: int, alpha: float
             moved = (a - first[0]).abs().sum(1) + (ab - first[1]).abs() + (b - first[2]).abs().sum(0)
             start = min(rank * HIDDEN // ranks, HIDDEN - keep)
             s = moved.argsort(descending=True, stable=True)[start : start + keep].sort().values
-            w = [x.clone().requires_grad_() for x in (a[s], ab[s], b[:, s], bb)]
+            w = [x.clone().requires_grad_() for x in (a[s], ab[s], scale * b[:, s], bb)]
             velocity = [torch.zeros_like(x) for x in w]
             for _ in range(local):
                 x, y = data(rank, ranks, 0)[drawn[rank]]
@@ -96,7 +96,7 @@ def recurrence(order: list[int], ranks: int, keep: int, local: int, alpha: float
                 for p, v, g in zip(w, velocity, torch.autograd.grad(loss, w), strict=True):
                     v.mul_(MOMENTUM).add_(g)
                     p.data.sub_(LR * v)
-            tasks[rank] = s, [x.detach() for x in w]
+            tasks[rank] = s, [x.detach() / (scale if x is w[2] else 1) for x in w]
         else:
             s, w = tasks.pop(rank)
             for x, new in ((a[s], w[0]), (ab[s], w[1]), (b[:, s], w[2]), (bb, w[3])):
@@ -105,12 +105,17 @@ def recurrence(order: list[int], ranks: int, keep: int, local: int, alpha: float
     return torch.cat([x.reshape(-1) for x in (a, ab, b, bb)])
 
 
-@pytest.mark.parametrize(("ranks", "keep", "local", "alpha"), [(2, 0.5, 3, 0.5), (2, 0.75, 2, 0.9), (1, 0.25, 2, 1.0)])
-def test_given_the_order_of_arrivals_it_is_its_recurrence(ranks: int, keep: float, local: int, alpha: float) -> None:
-    done, seen = trained(AsyncDrop(keep=keep, local=local, mixing=alpha), ranks, fabric=SLOW if ranks > 1 else Fabric())
+@pytest.mark.parametrize(("ranks", "knobs"), [
+    (2, {"keep": 0.5, "local": 3, "mixing": 0.5, "scaled": False}),
+    (2, {"keep": 0.75, "local": 2, "mixing": 0.9, "scaled": True}),
+    (1, {"keep": 0.25, "local": 2, "mixing": 1.0, "scaled": True}),
+])  # fmt: skip
+def test_given_the_order_of_arrivals_it_is_its_recurrence(ranks: int, knobs: dict[str, Any]) -> None:
+    done, seen = trained(AsyncDrop(**knobs), ranks, fabric=SLOW if ranks > 1 else Fabric())
     rows = done.samples[(done.samples["name"] == "recv client") & (done.samples["rank"] == 0)]
     order = rows.sort_values("t", kind="stable")["value"].astype(int).to_list()
-    want = recurrence(order, ranks, round(keep * HIDDEN), local, alpha)
+    keep, scale = round(knobs["keep"] * HIDDEN), 1 / knobs["keep"] if knobs["scaled"] else 1.0
+    want = recurrence(order, ranks, keep, knobs["local"], knobs["mixing"], scale)
     assert len(seen.whole) == ranks and (want - flat(net(mlp))).abs().max() > 0.05
     for one in seen.whole:
         torch.testing.assert_close(one, want, rtol=1e-9, atol=1e-12)

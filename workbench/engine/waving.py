@@ -48,10 +48,10 @@ class Waving(Compute):
         again = self.again(phase) if phase == "backward" else 0.0
         self.pace.begin(phase, self.rank.step, self._share * self.waves.share(piece, of), again)
 
-    def _narrow(self, kept: list[torch.Tensor] | None) -> float:
+    def _narrow(self, kept: list[torch.Tensor] | None, scaled: bool) -> float:
         if self._open:
             raise StrategyError("narrow: a forward is open; ask for its backward first")
         self.at("narrow")
-        share: float = self.narrowing.to(kept)
+        share: float = self.narrowing.to(kept, scaled)
         self.ledger.part(self.narrowing.trained)
         return share

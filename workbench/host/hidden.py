@@ -76,7 +76,8 @@ def _between(firsts: list[tuple[str, nn.Linear, Colwise]], last: nn.Linear, own:
             cuts.append((module.bias, (way.packed, count, together), 1))
     if count < 2 or any(id(p) not in own for p, _, _ in cuts):
         return None
-    return Units(firsts[0][0], count, tuple(Cut(names[id(p)], view, dim) for p, view, dim in cuts))
+    found = tuple(Cut(names[id(p)], view, dim) for p, view, dim in cuts)
+    return Units(firsts[0][0], count, found, names[id(last.weight)])
 
 
 def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
@@ -110,7 +111,7 @@ def _in_a_row(model: nn.Sequential) -> Iterator[Units]:
         made, flat = (name, module, out), False
     for name, count, cuts in found:
         if count > 1:
-            yield Units(name, count, tuple(Cut(param, views[param], dim) for param, dim in cuts))
+            yield Units(name, count, tuple(Cut(param, views[param], dim) for param, dim in cuts), cuts[-1][0])
 
 
 def _alone(module: Any, own: set[int]) -> bool:

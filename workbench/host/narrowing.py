@@ -74,7 +74,7 @@ class Narrowing:
         """What its optimizer remembers."""
         return self._optimizer.state if self._optimizer is not None else {}
 
-    def to(self, kept: list[Tensor] | None) -> float:
+    def to(self, kept: list[Tensor] | None, scaled: bool = False) -> float:
         """The part that keeps these of each of the units, or the whole; of a forward's operations, those it makes."""
         if self.narrow:
             self._back()
@@ -92,6 +92,8 @@ class Narrowing:
         self._shares = {"forward": forward, "backward": forward, "update": small / numel}
         self._cuts = cuts
         if self._lies:
+            for each, n in zip(self.units if scaled else (), self.counts, strict=False):
+                next(cut for cut in cuts if cut.name == each.reader).grow(each.size / n)
             place(cuts)
             self._optimizer = self._made([p for p in self._model.parameters() if p.requires_grad])
         return forward
@@ -103,7 +105,7 @@ class Narrowing:
         if self._lies:
             restore(self._cuts)
             for cut in self._cuts:
-                entries.put(cut.name, cut.whole.data, cut.small.data)
+                entries.put(cut.name, cut.whole.data, cut.small.data.div(cut.scale))
         self._cuts, self._optimizer = [], None
 
     def step(self, longest: float, by: Callable[[], None] | None) -> float | None:

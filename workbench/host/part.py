@@ -30,6 +30,12 @@ class Smaller:
         self.whole: nn.Parameter = module._parameters[short]  # type: ignore[assignment]
         shape = entries.shape(name, tuple(self.whole.shape))
         self.small = nn.Parameter(entries.of(name, self.whole.data).reshape(shape))
+        self.scale = 1.0  # how many times as large it is as those entries
+
+    def grow(self, scale: float) -> None:
+        """It is so many times as large as the entries that it stands for."""
+        self.small.data.mul_(scale)
+        self.scale *= scale
 
 
 def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Smaller]:

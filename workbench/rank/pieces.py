@@ -40,12 +40,15 @@ class Pieces:
         """
         return Op("units")
 
-    def narrow(self, kept: list[Tensor] | None) -> Op:
+    def narrow(self, kept: list[Tensor] | None, scaled: bool = False) -> Op:
         """From now on this rank trains the sub-model that keeps these of each of the `units`, (k,) int64 each; None:
         the whole model again, with what the sub-model has learned in its entries.
+
+        scaled: the weights that read k of F units are F / k times as large while they are in the sub-model, so that
+                what the next layer is given is on average as large as in the whole model, as under dropout
 
         Its matrices are really smaller, an optimizer of its own begins with nothing, and `forward`, an awaited
         `backward` and `update` are its. `params` are the whole model's at any time; where they are cut they change
         when it is whole again. Returns what share of the whole model's operations a forward makes from now on.
         """
-        return Op("narrow", kept)
+        return Op("narrow", kept, scaled)

@@ -25,11 +25,15 @@ class Cut(NamedTuple):
 
 
 class Units(NamedTuple):
-    """So many units between two layers, called by the first, and the parameters that have entries for each of them."""
+    """So many units between two layers, called by the first, and the parameters that have entries for each of them.
+
+    reader: the weight by which the next layer reads them
+    """
 
     name: str
     size: int
     cuts: tuple[Cut, ...]
+    reader: str = ""
 
 
 class Entries:

@@ -55,15 +55,17 @@ class AsyncDrop(Strategy):
     A unit is a hidden feature, a channel or an attention head: where the task's `split` says Colwise() and Rowwise(),
     or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's columns, so that
     the sub-model makes q of their operations, q^2 where a layer is cut on both sides. Other parameters are in every
-    sub-model. Each way the sub-model's entries cross the wire, and to the rank a byte for each unit besides. No scaling
-    makes up for what is left out, as in the paper's code.
+    sub-model. Each way the sub-model's entries cross the wire, and to the rank a byte for each unit besides. With
+    `scaled` the weights that read q F of F units are 1 / q times as large while they are trained, as under dropout;
+    without it, as in the paper, the whole model gives its next layer 1 / q times what sub-models are used to.
 
     A step of the run is a task. The server runs beside rank 0; the run's own optimizer rests. The Sample "computed" is
     what share of the model's operations a forward makes, "staleness" how often the model was mixed since the task was
     given, on rank 0. What a rank does not train it keeps as it last had it; the model is the server's.
 
-    When to use it: ranks differ in speed and in data, and the slow ones set the pace, or the wire is narrow. With q = 1
-    and alpha = 1 on one rank it is the optimizer, begun anew in each task.
+    When to use it: ranks differ in speed, and the slow ones' tasks take too long, or the wire is narrow. With q = 1 and
+    alpha = 1 on one rank it is the optimizer, begun anew in each task. Where ranks see other classes, units that few
+    ranks train know few of them: on Digits with alpha = 0.3 sub-models of a half learned less than whole models.
 
     The paper's code masks activations, and tells what a task has trained by whether it changed; here matrices are cut,
     and all entries of a sub-model are mixed. It gives ranks their places once and for all. Its defaults are q = 0.25 in
@@ -78,6 +80,7 @@ class AsyncDrop(Strategy):
     local: int = knob(4, 1, 1024, log=True, unit="batches", doc="of a task")
     mixing: float = knob(0.5, 0.01, 1.0, doc="alpha: how far the server's entries go to those that have come")
     choose: str = knob("changing", choices=("changing", "random"), doc="units by speed and change, or drawn")
+    scaled: bool = knob(False, doc="do weights that read fewer units count for more meanwhile?")
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
@@ -99,7 +102,7 @@ class AsyncDrop(Strategy):
         for bucket in buckets:
             data, _ = await rank.recv(bucket.data.new_empty(entries.numel(bucket)), SERVER, f"model {bucket.name}")
             entries.mix(bucket, data)
-        await rank.sample("computed", await rank.narrow(kept))
+        await rank.sample("computed", await rank.narrow(kept, self.scaled))
         for _ in range(self.local):
             await rank.forward()
             await rank.backward()
