@@ -25,7 +25,7 @@ from workbench.host import absent
 from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, knobs, members
 from workbench.strategies import Strategy
-from workbench.tasks import Task
+from workbench.tasks import Colwise, Plan, Rowwise, Task
 
 
 class Rows(list):
@@ -194,9 +194,15 @@ def _evaluate(model: nn.Module) -> float:
     return float(mse(model, batch(1000, 0, 0, 64)))
 
 
+def _split(model: nn.Module) -> Plan:
+    """Which features of a Net the next layer alone reads, for strategies that train sub-models."""
+    return {"a": Colwise(), "b": Rowwise()}
+
+
 def toy(optimizer: Any = None, model: Any = net, loss: Any = mse, data: Any = _data, evaluate: Any = _evaluate,
         **rest: Any) -> Task:  # fmt: skip
     """A task that takes a millisecond per step."""
+    rest = {"split": _split, **rest} if model is net else rest
     return Task(model=model, data=data, loss=loss, evaluate=evaluate,
                 optimizer=optimizer or partial(torch.optim.SGD, lr=0.02, momentum=0.9), **rest)
 

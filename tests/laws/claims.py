@@ -34,6 +34,8 @@ SENT: dict[str, Callable[[list[int]], int]] = {
 
 # asynchronous strategies whose messages are coded: a bucket's bytes in one, from those in fp32
 CODED: dict[str, Callable[[int], int]] = {
+    # half of the units of layer a: half of b's columns, and in the other bucket half of a's 576 elements
+    "AsyncDrop": lambda n: n // 2 if n == 4 * 64 * 64 else n - 4 * 576 // 2,
     # of a quarter of the entries indices, and in blocks of equal length, of 64 at most, norms and codes
     "TEASQFed": lambda n: 4 * (k := round(n // 4 / 4)) + (blocks := -(-k // 64)) * (4 + -(-k // blocks)),
 }
@@ -47,7 +49,8 @@ SUMS = {"BoundedStaleness", "Hogwild"}
 # strategies that are not `plain`, and the multiple of the optimizer's rate at which they learn as well as it does
 RATES: dict[str, float] = {
     "AdaAlter": 500.0,  # the task's own is Adam's; here a root that begins near 1 divides
-    "BMUF": 1.0, "DABMD": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "Newton": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
+    "AsyncDrop": 1.0, "BMUF": 1.0, "DABMD": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "Newton": 3.0,
+    "OneBitAdam": 1.0, "QAdam": 1.0,
     "ShadowBMUF": 1.0, "ShadowEASGD": 1.0, "SlowMo": 1.0, "StreamingDiLoCo": 1.0, "TEASQFed": 1.0, "Wavelet": 1.0,
 }  # fmt: skip
 

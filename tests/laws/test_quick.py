@@ -40,7 +40,8 @@ def trained(ranks: int, steps: int, changes: Iterable[Change] = (), **rest: Any)
     models: dict[int, nn.Module] = {}
 
     def loss(model: nn.Module, pair: Any) -> torch.Tensor:
-        if not hasattr(next(model.parameters()), "fake_mode"):  # that only shows what a step will read
+        first = next(model.parameters())
+        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # these only show what will be
             models[id(model)] = model
         return mse(model, pair)
 

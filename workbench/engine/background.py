@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from workbench.engine.setup import Parts
 
 
+STEPS = ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client", "narrow")
+
+
 class Background:
     """One rank's background. Made by all ranks at once, for one strategy's stay, whose wires bear `name`."""
 
@@ -47,6 +50,7 @@ class Background:
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
+            "units": lambda: run.host.narrowing.units,
             "send": self._send, "recv": self._recv, "wait": self.lane.wait,
             "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
         }  # fmt: skip
@@ -152,7 +156,7 @@ class Background:
         do = self._did.get(op.verb)
         if do is not None:
             return do(*op.args) if op.group is None else do(*op.args, group=op.group)
-        if op.verb in ("forward", "backward", "backward_buckets", "update", "grads", "slots", "batch", "client"):
+        if op.verb in STEPS:
             raise StrategyError(f"`{op.verb}` belongs in `step`: a background changes parameters through `params`")
 
         async def child() -> Any:

@@ -32,6 +32,7 @@ class Compute(Stage):
     curvature: Curvature
     layout: Layout
     loss_of: Callable[..., Tensor]
+    narrowing: Any  # its session's
     optimizer: Any
     ledger: Any = None  # its session's
     reading: Any = None  # its session's
@@ -57,7 +58,7 @@ class Compute(Stage):
         self.begin_pass("forward")
         self.at("forward")
         self._stretch = "forward", self.watch.now()
-        self.pace.begin("forward", self.rank.step, self._share)
+        self.pace.begin("forward", self.rank.step, self._share * self.narrowing.share("forward"))
         with self.reading.passing("forward"), self.together.passing(None) if self.together else nullcontext():
             loss = self.loss_of(self.module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -80,6 +81,7 @@ class Compute(Stage):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         if self.piece is not None:
             return self._through_stages(grad, micro, exchanged)
+        self.narrowing.require_awaited(exchanged)
         if exchanged:
             self._listen()
         self.at("backward")
@@ -89,7 +91,8 @@ class Compute(Stage):
         self.begin_pass("backward")
         self.curvature.backward(grad)
         self._stretch = "backward", self.watch.now()
-        self.pace.begin("backward", self.rank.step, self._share, self.again("backward"))
+        share = self._share * self.narrowing.share("backward")
+        self.pace.begin("backward", self.rank.step, share, self.again("backward"))
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
             loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
         if self.fully is not None:
@@ -164,7 +167,7 @@ class Compute(Stage):
         began, since = self.watch.now(), self.clock.now()
         with self.pace.within() if self.computing else nullcontext():
             if bucket is None:
-                self.pace.begin("update", self.rank.step, self._share)
+                self.pace.begin("update", self.rank.step, self._share * self.narrowing.share("update"))
                 self._update_all(by)
             else:
                 self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)
@@ -176,6 +179,11 @@ class Compute(Stage):
         self.stood(began, self.watch.now(), self.clock.now() - since)
 
     def _update_all(self, by: Callable[[], None] | None) -> None:
+        if self.narrowing.narrow:
+            with self.alone:
+                norm = self.narrowing.step(self.clip(), by)
+            self.ledger.part(self.narrowing.trained, self.narrowing.state)
+            return self._sample("grad_norm", norm) if norm is not None else None
         if longest := self.clip():
             of_replica = self._of_replica if self.rank.mesh.inside else float
             norm = self.fully.shorten(longest) if self.fully else clipped(self.layout, longest, of_replica)
@@ -214,6 +222,7 @@ class Compute(Stage):
         return self.layout.params()
 
     def _grads(self) -> list[Bucket]:
+        self.narrowing.require_awaited(True)
         return self.layout.grads()
 
     def _slots(self) -> list[Tensor]:

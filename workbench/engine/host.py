@@ -79,6 +79,7 @@ class Host(Waving):
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
             "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
             "coded": self._coded, "pieces": self._pieces, "rise": self._rise, "fall": self._fall,
+            "units": lambda: self.narrowing.units, "narrow": self._narrow,
             "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
             "client": lambda index, count: self.client(index, count),
             "collect": self.curvature.collect, "factors": self.curvature.factors, "curve": self._curve,

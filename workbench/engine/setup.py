@@ -33,6 +33,7 @@ from workbench.host.layout import Layout
 from workbench.host.ledger import Counted, Ledger
 from workbench.host.life import Life
 from workbench.host.measuring import Measuring
+from workbench.host.narrowing import Narrowing
 from workbench.host.offload import LANES
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
@@ -43,7 +44,7 @@ from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Op, StrategyError
 from workbench.settings import KnobError
-from workbench.tasks import rate
+from workbench.tasks import at_rate, rate
 
 if TYPE_CHECKING:
     from workbench.engine.session import Session
@@ -114,6 +115,12 @@ class Parts(Life):
             params = [p for p in self.model.parameters() if id(p) in here]
         return built(wanted.optimizer, self.learner.optimizer, params, wanted.lr)
 
+    def _made_for(self, params: list[nn.Parameter]) -> Any:
+        """The run's optimizer for these parameters, at the present rate, with nothing that it remembers."""
+        optimizer = self.make_optimizer(self.experiment, params)
+        at_rate(optimizer, self.rank.lr)
+        return optimizer
+
     def example(self, wanted: Experiment) -> Any:
         """A batch, the same on all ranks, that training does not miss."""
         return example(self.learner, wanted, self.session.device)
@@ -134,7 +141,7 @@ class Parts(Life):
         self.watch = seen
         run: Any = self  # a Training is Changing
         self.away = Away(self)
-        counts = Counted(run, lambda: self.host.opened(), lambda: self.host.fully)
+        counts = Counted(run, lambda: self.host.opened(), lambda: self.host.fully, lambda: self.host.narrowing.trained)
         self.ledger = Ledger(run, counts, self.away.kept, self._allocator)
         self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
         self.lane.before = self.tickets.ring
@@ -145,6 +152,7 @@ class Parts(Life):
         self.host.follow = self.peers.follow
         self.host.batches, self.host.coming = self.batches.next, self.batches.coming
         self.host.client, self.host.waves = self.batches.client, Waves(self.model, self.learner)
+        self.host.narrowing = Narrowing(self.model, self.learner, self._made_for, lambda: self.experiment)
         self.flow = self.host.flow
         self.host.partition = lambda: self.experiment.partition
         self.host.flow.steps = lambda: self.experiment.steps

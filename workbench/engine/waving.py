@@ -1,4 +1,4 @@
-"""What a rank computes on the engine piece by piece: batches that rise and fall in turn."""
+"""What a rank computes on the engine of less than a model: batches that rise and fall piece by piece, sub-models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 from workbench.engine.compute import Compute
 from workbench.host.pipelining import pass_name
+from workbench.rank import StrategyError
 
 
 class Waving(Compute):
-    """The part of a Host that does. waves: its session's, once it has a model"""
+    """The part of a Host that does. waves, narrowing: its session's, once it has a model"""
 
     waves: Any = None
     batches: Callable[[], Any]
@@ -46,3 +47,11 @@ class Waving(Compute):
         self._stretch = pass_name(phase, micro, piece, of), self.watch.now()
         again = self.again(phase) if phase == "backward" else 0.0
         self.pace.begin(phase, self.rank.step, self._share * self.waves.share(piece, of), again)
+
+    def _narrow(self, kept: list[torch.Tensor] | None, scaled: bool) -> float:
+        if self._open:
+            raise StrategyError("narrow: a forward is open; ask for its backward first")
+        self.at("narrow")
+        share: float = self.narrowing.to(kept, scaled)
+        self.ledger.part(self.narrowing.trained)
+        return share

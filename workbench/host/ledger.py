@@ -54,11 +54,12 @@ class Counted:
     """Numbers by looking at real tensors.
 
     opened: the losses whose backward is still to come; fully: what torch's fully_shard trains, while it does
+    part:   the parameters of a sub-model that are not the whole model's, while one is trained
     """
 
     def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]],
-                 fully: Callable[[], Any] = lambda: None) -> None:  # fmt: skip
-        self._run, self._opened, self._fully = run, opened, fully
+                 fully: Callable[[], Any] = lambda: None, part: Callable[[], list[Any]] = list) -> None:  # fmt: skip
+        self._run, self._opened, self._fully, self._part = run, opened, fully, part
         self._alive: memory.Alive = []
 
     @property
@@ -81,7 +82,7 @@ class Counted:
         """What hangs on the open losses, without parameters and what was put in."""
         run, fully = self._run, self._fully()
         others = memory.parameters(run.model, run.layout) | memory.storages([inputs, run.flow.versions.kept])
-        others |= memory.storages(fully.whole()) if fully else {}
+        others |= memory.storages(fully.whole()) if fully else memory.storages(self._part())
         kept = memory.saved(self._opened())
         self._alive = memory.watched({where: s for where, s in kept.items() if where not in others})
         return self.activations()
@@ -98,7 +99,9 @@ class Counted:
 
     def gradients(self) -> int:
         fully = self._fully()
-        return fully.gradients() if fully else memory.nbytes(memory.gradients(self._run.layout))
+        if fully:
+            return int(fully.gradients())
+        return memory.nbytes(memory.gradients(self._run.layout) | memory.storages([p.grad for p in self._part()]))
 
     def activations(self) -> int:
         return memory.alive(self._alive)
@@ -207,6 +210,16 @@ class Ledger:
         """So many bytes of parameters are held from now on, by a strategy that shards them. Returns `nbytes`."""
         self._holds, self._held = nbytes, max(self._held or 0, nbytes)
         return nbytes
+
+    def part(self, params: Iterable[Tensor], state: Any = None) -> None:
+        """A sub-model is trained in this step, with such parameters of its own beside the whole model's.
+
+        state: what its optimizer remembers, or in bytes
+        """
+        self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
+        if self.due and state:
+            nbytes = state if isinstance(state, int) else memory.nbytes(memory.storages(dict(state)))
+            self._note("optimizer state", nbytes)
 
     def _note(self, category: str, nbytes: int) -> None:
         self._most[category] = max(self._most.get(category, 0), nbytes)

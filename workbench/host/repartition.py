@@ -29,6 +29,7 @@ from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.host.spread import Spread, placed, spread_of
 from workbench.host.trying import check, check_parts
+from workbench.host.trying_units import require_narrow
 from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
 from workbench.tasks import at_rate, rate
@@ -70,6 +71,7 @@ def able(run: Any, wanted: Experiment) -> None:
     here = {n: p for n, p in run.model.named_parameters() if p.requires_grad and not isinstance(p, absent.Absent)}
     if reason := wanted.strategy.refuses_values({n: p.detach() for n, p in here.items()}):
         raise KnobError(reason)
+    require_narrow(run, wanted)
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _require_tried(run, wanted)

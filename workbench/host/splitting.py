@@ -14,7 +14,7 @@ from workbench.host.sliced import numel_of, shape_of
 from workbench.settings import KnobError
 from workbench.tasks import Colwise, Learner, Partial, Plan, Rowwise, Scatter, Sequence, TaskError, Way, way_of
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     nn.Identity,
     nn.ReLU,
     nn.ReLU6,
@@ -87,7 +87,7 @@ def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False)
 
     sequence: does each rank have its own positions of what lies between two layers?
     """
-    every = dict(_found(model, _plan(model, learner)))
+    every = dict(planned(model, _plan(model, learner)))
     if sequence and not any(isinstance(way, Scatter) for way in every.values()):
         raise KnobError(
             "sequence=true: the plan does not say where positions are dealt out first; let it say Scatter() of the "
@@ -141,36 +141,39 @@ def _plan(model: nn.Module, learner: Learner) -> Plan:
 
 def _pairs(model: nn.Sequential) -> dict[str, Way]:
     """Of a Sequential: pairs of Linears with nothing between but what works element by element."""
-    leaves = [(name, module) for name, module in _leaves(model) if not isinstance(module, _ELEMENTWISE)]
+    layers = [(name, module) for name, module in leaves(model) if not isinstance(module, ELEMENTWISE)]
     found: dict[str, Way] = {}
-    for (one, first), (other, second) in pairwise(leaves):
+    for (one, first), (other, second) in pairwise(layers):
         if one not in found and type(first) is type(second) is nn.Linear and first is not second:
             found |= {one: Colwise(), other: Rowwise()}
     return found
 
 
-def _leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
+def leaves(model: nn.Sequential, before: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a Sequential, also of one in another, with their names."""
     for name, module in model.named_children():
         if isinstance(module, nn.Sequential):
-            yield from _leaves(module, f"{before}{name}.")
+            yield from leaves(module, f"{before}{name}.")
         else:
             yield f"{before}{name}", module
 
 
-def _found(model: nn.Module, plan: Plan) -> Iterator[tuple[str, Way]]:
+def planned(model: nn.Module, plan: Plan, whose: str = "partition=Tensor") -> Iterator[tuple[str, Way]]:
     """By the name of a module how it is dealt out. A pattern that fits none is refused: it is a slip of the pen."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, said in plan.items():
         way = way_of(said)
         if way is None:
             raise _refusal(
-                f"the plan says {said!r} of {pattern}; take Colwise() or Rowwise(), or leave it out: it is whole then"
+                f"the plan says {said!r} of {pattern}; take Colwise() or Rowwise(), or leave it out: it is whole then",
+                whose,
             )
         like = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         if not (fits := [name for name in names if like.fullmatch(name)]):
             raise _refusal(
                 f"the plan names {pattern}, and no module of the model is called so; it has "
-                f"{', '.join(names[:6])}{' ...' if len(names) > 6 else ''}"
+                f"{', '.join(names[:6])}{' ...' if len(names) > 6 else ''}",
+                whose,
             )
         for name in fits:
             yield name, way
@@ -248,8 +251,8 @@ def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[st
             )
 
 
-def _refusal(reason: str) -> KnobError:
-    return KnobError(f"partition=Tensor: {reason}")
+def _refusal(reason: str, whose: str = "partition=Tensor") -> KnobError:
+    return KnobError(f"{whose}: {reason}")
 
 
 def _owners(whole: Mapping[str, int], ways: int) -> dict[str, int]:

@@ -41,7 +41,7 @@ class _Still(TorchFunctionMode):
 
 def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -> None:
     """Raises KnobError where ranks with slices would learn, or say, something else. model: whole, and thrown away"""
-    rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), _to(batch, None)
+    rng, twin, batch = torch.Generator().manual_seed(0), model.cpu().eval(), on_cpu(batch, None)
     with torch.no_grad():
         for p in twin.parameters():
             if p.is_floating_point():
@@ -62,7 +62,7 @@ def _whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[f
     """Whether it computes in double precision; the loss and gradients of the whole; the batch as it was taken."""
     dtypes = [x.dtype for x in (*twin.parameters(), *twin.buffers())]
     try:
-        wide = _to(batch, torch.float64)
+        wide = on_cpu(batch, torch.float64)
         return True, _learned(twin.double(), learner, wide), wide
     except Exception:
         for x, dtype in zip((*twin.parameters(), *twin.buffers()), dtypes, strict=True):
@@ -120,14 +120,14 @@ def _joined(name: str, split: Split, found: list[dict[str, Tensor]], like: Tenso
     return torch.cat([each.get(name, zero).reshape(view) for each in found], made.dim).view(made.shape)
 
 
-def _to(batch: Any, dtype: torch.dtype | None) -> Any:
+def on_cpu(batch: Any, dtype: torch.dtype | None) -> Any:
     """The tensors of a batch on the CPU, and floats as `dtype`."""
     if isinstance(batch, Tensor):
         return batch.to("cpu", dtype if dtype and batch.is_floating_point() else batch.dtype)
     if isinstance(batch, dict):
-        moved = {k: _to(v, dtype) for k, v in batch.items()}
+        moved = {k: on_cpu(v, dtype) for k, v in batch.items()}
         return moved if type(batch) is dict else type(batch)(moved)
     if isinstance(batch, list | tuple):
-        each = [_to(v, dtype) for v in batch]
+        each = [on_cpu(v, dtype) for v in batch]
         return type(batch)(*each) if hasattr(batch, "_fields") else type(batch)(each)
     return copy.copy(batch)

@@ -21,9 +21,12 @@ from workbench.rank.outline import each as each
 from workbench.rank.outline import outlined as outlined
 from workbench.rank.outline import sizes_of as sizes_of
 from workbench.rank.outline import values_of as values_of
+from workbench.rank.units import Cut as Cut
+from workbench.rank.units import Entries as Entries
+from workbench.rank.units import Units as Units
 
 __all__ = [
-    "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Factors", "Forward", "Group", "Handle", "Memory", "Mesh", "Op",
-    "Part", "Rank", "StrategyError", "collective", "each", "message_name", "outlined", "sites", "sizes_of",
-    "values_of",
+    "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Cut", "Entries", "Factors", "Forward", "Group", "Handle", "Memory",
+    "Mesh", "Op", "Part", "Rank", "StrategyError", "Units", "collective", "each", "message_name", "outlined", "sites",
+    "sizes_of", "values_of",
 ]  # fmt: skip

@@ -40,6 +40,8 @@ class Compute(Stage):
     span: Callable[..., None]
     note: Callable[[str, float], None]
     inner: Callable[..., Any]
+    narrowing: Any
+    _step_narrow: Callable[..., float | None]
     _update_on_host: Callable[..., Any]
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class Compute(Stage):
     def seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
         """How long a phase of compute, or a share of it, lasts on this rank in this step, through one of its pieces."""
         e, costs, step = self.experiment, self.world.costs, self.rank.step
-        share *= self.body.share
+        share *= self.body.share * self.narrowing.share(phase)
         again = self.body.again[chunk] if phase == "backward" else 0.0
         asked = e.pace * 1e-3 * (SHARES[phase] + again * SHARES["forward"]) * share
         if costs is not None and costs.parts and phase != "update":
@@ -130,7 +132,7 @@ class Compute(Stage):
         clip, squares, self._squares = self.experiment.clip, self._squares, None
         if clip and self.rank.mesh.inside and squares is None:
             return self.inner(fiber, self._clipped_update(op))
-        norm = self.body.update(bucket, clip, by, squares)
+        norm = self._step_narrow(clip, by) if self.narrowing.narrow else self.body.update(bucket, clip, by, squares)
         if norm is not None:
             self.note("grad_norm", norm)
         return self._compute(fiber, "update", None, share)
@@ -140,6 +142,7 @@ class Compute(Stage):
         grad, micro = op.args
         if self.body.piece is not None:
             return self.inner(fiber, self._through_stages(grad, micro, fiber))
+        self.narrowing.require_awaited(True)
         if self.body.split is not None:
             return self.inner(fiber, self._joint_backward(fiber, grad, micro, True))
         self.body.backward(*op.args, True)
@@ -258,6 +261,7 @@ class Compute(Stage):
 
     def _grads(self, fiber: Fiber, op: Op) -> Any:
         self.body.turn(fiber.origin)
+        self.narrowing.require_awaited(True)
         return self.body.grads()
 
     def _slots(self, fiber: Fiber, op: Op) -> Any:

@@ -65,13 +65,13 @@ class Known:
         return found
 
     def forward(self, inputs: Any) -> int | None:
-        kept = self._body.kept(self._batch())
+        kept = self._kept()
         return None if kept is None else self._open(kept)
 
     @contextmanager
     def backward(self, exchanged: bool) -> Iterator[Callable[[], int]]:
         before, there, layout = self.gradients(), self._body.came is not None, self._body.layout
-        every = self._body.kept(self._batch())
+        every: Any = self._kept()
         kept = every and every[self._body.going]
         others = self._open(every) - kept.nbytes if every else 0
         key = "backward", id(layout), exchanged, there, id(kept), self._body.gradient_shards
@@ -80,7 +80,8 @@ class Known:
                 new = {p.name: p.numel * p.param.element_size() // self._body.gradient_shards for p in layout.order}
                 self.alike[key] = _most(kept, new) + max(bucket.nbytes for bucket in layout.buckets)
             else:
-                new = {p.name: 0 if there else memory.came(p, exchanged) for p in layout.order}
+                part = self._body.narrowing.share("update")
+                new = {p.name: 0 if there else round(memory.came(p, exchanged) * part) for p in layout.order}
                 self.alike[key] = _most(kept, new)
         yield lambda: before + (self.alike[key] + max(0, others) if kept is not None else 0)
 
@@ -94,11 +95,17 @@ class Known:
         if key not in self.alike:
             beyond = 0 if came is None else sum(memory.came(p, came) for p in layout.order)
             self.alike[key] = memory.nbytes(self.standing()["gradients"]) + beyond
-        return int(self.alike[key])
+        return round(self.alike[key] * self._body.narrowing.share("update"))
 
     def activations(self) -> int:
-        kept = self._body.kept(self._batch())
+        kept = self._kept()
         return 0 if kept is None else self._open(kept)
+
+    def _kept(self) -> list[Kept] | None:
+        """By piece what a batch keeps; of a sub-model where one is trained."""
+        with self._body.narrowing.within():
+            found: list[Kept] | None = self._body.kept(self._batch(), self._body.narrowing.counts)
+        return found
 
     def _open(self, kept: Sequence[Kept]) -> int:
         """What all forwards whose backward is to come keep, given what one through each piece does."""

@@ -97,9 +97,12 @@ class Outline:
         self._standing: dict[Any, dict[str, memory.Storages]] = {}
         self.alike: dict[Any, Any] = {}  # what one rank found out of its memory, for the others
 
-    def kept(self, batch: int, count: int, layers: Partition) -> list[Kept] | None:
-        """By piece that lies here what one of `count` micro-batches keeps for its backward; None: nobody can tell."""
-        found = self.passes.kept(self.model, batch, layers, self.split)
+    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
+        """By piece that lies here what one of `count` micro-batches keeps for its backward; None: nobody can tell.
+
+        counts: of hidden units, while the model is a sub-model
+        """
+        found = self.passes.kept(self.model, batch, layers, self.split, counts)
         return None if found is None else [found]
 
     def trial_of(self, layers: Partition) -> Trial:
@@ -191,7 +194,7 @@ class StageOutline(Outline):
         made = self.passes.crossing(self.model, self.stages, batch, count, self.split)
         return made[chunk * len(self.stages) + self.number]
 
-    def kept(self, batch: int, count: int, layers: Partition) -> list[Kept] | None:
+    def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
         """By piece of this stage what one micro-batch keeps; None where nobody can tell."""
         every = self.passes.kept_in(self.model, self.stages, batch, count, layers, self.split)
         here = [each for each in every[self.number :: len(self.stages)] if each is not None]

@@ -43,8 +43,9 @@ class Passes:
         """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
         return self._once(self._seen, ("trial", self._batch, layers.recompute), lambda: self._tried(model, layers))
 
-    def kept(self, model: nn.Module, batch: int, layers: Partition, split: Split | None) -> Kept | None:
-        """What a batch keeps for its backward; None where nobody can tell."""
+    def kept(self, model: nn.Module, batch: int, layers: Partition, split: Split | None,
+             counts: tuple[int, ...] = ()) -> Kept | None:  # fmt: skip
+        """What a batch keeps for its backward; None where nobody can tell. counts: of units, if it is a sub-model"""
 
         def look() -> Kept | None:
             try:
@@ -52,7 +53,7 @@ class Passes:
             except Exception:
                 return None
 
-        return self._once(self._own if split else self._seen, ("kept", batch, layers, split), look)
+        return self._once(self._own if split else self._seen, ("kept", batch, layers, split, counts), look)
 
     def kept_in(self, model: nn.Module, stages: Stages, batch: int, count: int, layers: Partition,
                 split: Split | None) -> list[Kept | None]:  # fmt: skip

@@ -15,6 +15,7 @@ from workbench.host.evaluating import Evaluated
 from workbench.host.ledger import Counted, Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.momentum import stilled
+from workbench.host.narrowing import Narrowing
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.steering import Steering
@@ -25,7 +26,7 @@ from workbench.sim.evaluate import known_evaluated, mean_evaluated
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
 from workbench.sim.known import Known
-from workbench.tasks import rate
+from workbench.tasks import at_rate, rate
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
@@ -45,6 +46,9 @@ class Session(Turnable):
         self.planned = list(world.planned)
         self.state: Any = None
         self.measuring = Measuring()
+        self.narrowing = self.host.narrowing = body.narrowing = Narrowing(
+            body.model, body.learner, self._made_for, lambda: self.experiment, lies=world.real
+        )
         self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts(), body.away)
         self.reading = self.host.reading = body.reading = Reading(self, None, listens=world.real)
         self.background: Fiber | None = None
@@ -61,7 +65,15 @@ class Session(Turnable):
 
     def _counts(self) -> Any:
         """Where this rank's numbers of bytes come from."""
-        return Counted(self, self.body.opened) if self.world.real else Known(self.body, lambda: self.experiment.batch)
+        if self.world.real:
+            return Counted(self, self.body.opened, part=lambda: self.narrowing.trained)
+        return Known(self.body, lambda: self.experiment.batch)
+
+    def _made_for(self, params: list[Any]) -> Any:
+        """The run's optimizer for these parameters, at the present rate, with nothing that it remembers."""
+        optimizer = self.body.made(self.experiment, params)
+        at_rate(optimizer, self.rank.lr)
+        return optimizer
 
     # -- the life of a rank --
 

@@ -235,9 +235,9 @@ class Sizes:
             self.opened[chunk] -= 1
             self.came, self.roomy = exchanged or kept, self.roomy or kept
 
-    def kept(self, batch: int) -> list[Kept] | None:
+    def kept(self, batch: int, counts: tuple[int, ...] = ()) -> list[Kept] | None:
         """By piece what one batch, or a micro-batch of it, keeps for its backward."""
-        return self._outline.kept(batch, self._count if self.piece else 1, self.layers)
+        return self._outline.kept(batch, self._count if self.piece else 1, self.layers, counts)
 
     @property
     def alike(self) -> dict[Any, Any]:

@@ -1,24 +1,29 @@
-"""What one virtual rank computes piece by piece: batches that rise and fall in turn.
+"""What one virtual rank computes of less than a model: batches that rise and fall piece by piece, and sub-models.
 
 With sizes only a piece is taken to keep as much as any other, for what a part keeps is not known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from workbench.host import memory
+from workbench.host.narrowing import Narrowing
 from workbench.host.pipelining import pass_name
 from workbench.host.waves import Waves
-from workbench.rank import Op
+from workbench.rank import Op, StrategyError
 from workbench.sim.compute import Compute
 from workbench.sim.fiber import Fiber
 
 
 class Waving(Compute):
-    """The part of a Host that does."""
+    """The part of a Host that does. narrowing: its session's"""
+
+    narrowing: Narrowing
 
     @cached_property
     def waves(self) -> Waves:
@@ -49,3 +54,22 @@ class Waving(Compute):
 
     def _pass(self, fiber: Fiber, phase: str, value: Any, micro: int, piece: int, of: int) -> Any:
         return self._compute(fiber, phase, value, self.waves.share(piece, of), pass_name(phase, micro, piece, of))
+
+    def _narrow(self, fiber: Fiber, op: Op) -> Any:
+        if self.world.real and self.body.opened():
+            raise StrategyError("narrow: a forward is open; ask for its backward first")
+        share = self.narrowing.to(*op.args)
+        self.ledger.part(self.narrowing.trained)
+        return share
+
+    def _step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
+        """One step of a sub-model's optimizer; the norm of its gradient where that is asked for."""
+        if self.world.real:
+            with torch.enable_grad():
+                norm = self.narrowing.step(clip, by)
+            self.ledger.part(self.narrowing.trained, self.narrowing.state)
+            return norm
+        self.body.came = None
+        kept = memory.nbytes(memory.optimizer_state(self.body.optimizer)) * self.narrowing.share("update")
+        self.ledger.part(self.narrowing.trained, round(kept))
+        return None

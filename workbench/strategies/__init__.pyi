@@ -1,6 +1,7 @@
 # Written by `make tables`, for editors and type checkers.
 from workbench.strategies._base import Strategy as Strategy
 from workbench.strategies.ada_alter import AdaAlter as AdaAlter
+from workbench.strategies.async_drop import AsyncDrop as AsyncDrop
 from workbench.strategies.async_model_average import AsyncModelAverage as AsyncModelAverage
 from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.backup_workers import BackupWorkers as BackupWorkers

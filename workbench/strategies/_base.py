@@ -37,6 +37,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, On
     plain:      on one rank its step is the optimizer's and no more (no outer momentum, no moments of its own)
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     sees_all:   its step goes by all gradients of a replica, or by its examples, so a rank must be a whole replica
+    narrows:    ranks train sub-models (`rank.narrow`), so the task must show of which units they can be
     """
 
     home: ClassVar[str] = "workbench.strategies"
@@ -50,6 +51,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, On
     plain: ClassVar[bool] = True
     opaque: ClassVar[bool] = False
     sees_all: ClassVar[bool] = False
+    narrows: ClassVar[bool] = False
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
         """The mesh in which this strategy arranges the `size` ranks that train, as (name, size), neighbours last.

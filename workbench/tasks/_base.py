@@ -31,7 +31,8 @@ class Learner:
     parts:      (model) -> Modules of its parameters, of which each takes what the one before returns, together what the
                 model computes; None: it can be cut if it is a Sequential, or a decoder of transformers
     split:      (model) -> by module name how it is dealt out over ranks that compute together: Colwise(), Rowwise();
-                None: as the model's own `_tp_plan` says, or where it is a Sequential
+                None: as the model's own `_tp_plan` says, or where it is a Sequential. Of what lies between a Colwise()
+                and a Rowwise() Linear a sub-model can be without some, too
     pure:       these functions, and the model, keep nothing from call to call but parameters and buffers: a step may be
                 looked at beforehand
     """
