@@ -43,6 +43,7 @@ COMMANDS = {
     "shadow_quality": ["tests.bench.shadow_quality"],
     "memory": ["tests.bench.memory"],
     "second_order": ["tests.bench.second_order"],
+    "scale": ["tests.bench.scale"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
     "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],
 }

@@ -47,7 +47,7 @@ class Background:
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
-            "send": self._send, "recv": self._recv, "wait": self.lane.wait,
+            "send": self._send, "recv": self._recv, "wait": self.lane.wait, "work": lambda of, flops, name: of(),
             "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
         }  # fmt: skip
         self._thread = threading.Thread(target=self._serve, name=f"rank {run.rank.id} background", daemon=True)

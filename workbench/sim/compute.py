@@ -18,15 +18,15 @@ from workbench.host.meetings import Planned
 from workbench.host.slots import require_steppable
 from workbench.rank import Op, Rank
 from workbench.settings import KnobError
+from workbench.sim.arithmetic import Arithmetic
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
-from workbench.sim.stage import Stage
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Compute(Stage):
+class Compute(Arithmetic):
     """The part of a Host that computes; its verbs answer at once, or PARK."""
 
     world: World
@@ -57,8 +57,10 @@ class Compute(Stage):
         if costs is not None and costs.parts and phase != "update":
             share *= self._dear(costs.parts, phase, chunk)
         computed = costs.seconds(phase, self.index, step, e.seed) * share if costs is not None else 0.0
-        if again and costs is not None:
-            computed += costs.seconds("forward", self.index, step, e.seed) * share * again
+        if costs is not None:
+            if again:
+                computed += costs.seconds("forward", self.index, step, e.seed) * share * again
+            computed += self._beside_pass(costs, phase, chunk)
         factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
         self._asked, self._took = self._asked + asked, self._took + lasts(asked, computed)
         return lasts(asked, computed, factor)
@@ -262,20 +264,6 @@ class Compute(Stage):
 
     def _slots(self, fiber: Fiber, op: Op) -> Any:
         return optimizer_tensors(self.body.layout, self.body.optimizer)
-
-    def _collect(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.collect()
-
-    def _factors(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.factors()
-
-    def _curve(self, fiber: Fiber, op: Op) -> Any:
-        """A product takes as long as a forward and a backward."""
-        product = self.body.curve(*op.args, self.rank.step)
-        return self._lasting(fiber, "curve", self.seconds("forward") + self.seconds("backward"), product)
-
-    def _value(self, fiber: Fiber, op: Op) -> Any:
-        return self._lasting(fiber, "value", self.seconds("forward"), self.body.value(self.rank.step))
 
     def _hold(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args

@@ -30,6 +30,11 @@ class Costs:
     evaluate: seconds of one evaluation
     parts:    seconds of a forward and of a backward of each part of the model (see `balance`), of which the proportions
               count where it is cut into stages; none: they are as numbers of parameters
+    coder:    by compressor, seconds per byte of an activation that encoding and decoding it take where it crosses
+              between two stages, or between the ranks of one
+    flop:     by name, seconds per floating-point operation of a strategy's own arithmetic (`rank.work`)
+    asked:    seconds of what else a strategy may ask for: "curve", "value" and "factors", and "collect", by which a
+              backward is longer that is listened to; without, a curve takes a forward and a backward, a value a forward
     density:  share of elements that a choice by their values keeps, for simulations with sizes only; 0: not known
 
     Where an experiment states a `pace`, compute takes what the pace says or what is measured, whichever is longer.
@@ -45,6 +50,9 @@ class Costs:
     evaluate: float = 0.0
     parts: tuple[tuple[float, float], ...] = ()
     density: float = 0.0
+    coder: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    flop: Mapping[str, float] = field(default_factory=dict)
+    asked: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for phase in PHASES:
@@ -109,8 +117,14 @@ class Costs:
         """Seconds per byte of each stretch of codec work; () where it costs nothing."""
         return self.codec.get(self.kind(compressor), ())
 
+    def coding(self, compressor: Any, how: str, nbytes: int) -> float:
+        """Seconds that it takes to "encode" or "decode" an activation of so many bytes; 0 where nobody knows."""
+        there, back = self.coder.get(self.kind(compressor), (0.0, 0.0))
+        return (there if how == "encode" else back) * nbytes
+
     kind = staticmethod(kind)
 
     def __or__(self, other: Costs) -> Costs:
-        """These costs with the codecs that `other` knows, too."""
-        return replace(self, codec={**self.codec, **other.codec})
+        """These costs with the codecs, and the arithmetic of strategies, that `other` knows, too."""
+        both = {name: {**getattr(self, name), **getattr(other, name)} for name in ("codec", "coder", "flop", "asked")}
+        return replace(self, **both)

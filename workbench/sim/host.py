@@ -51,6 +51,7 @@ class Host(Waving, Away):
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
             "grads": self._grads, "slots": self._slots,
             "collect": self._collect, "factors": self._factors, "curve": self._curve, "value": self._value,
+            "work": self._work,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
             "client": lambda fiber, op: self.body.client(*op.args),

@@ -19,6 +19,7 @@ from workbench.fabric.load import stretch
 from workbench.record.run import Run
 from workbench.settings import fold
 from workbench.sim.durations import PHASES, Duration, Wire, kind
+from workbench.sim.measure_own import asked, coders, flops
 
 WARM = 2  # steps at the beginning and after a change that are not like the others
 ENOUGH = 200  # steps that a median is taken over; more only cost time
@@ -29,7 +30,7 @@ def measured(run: Run) -> dict[str, Any]:
     about = _Recorded(run)
     durations = {phase: about.durations(phase) for phase in PHASES}
     rest = {"codec": about.codecs(), "wire": about.wire(), "late": about.late(), "between": about.between()}
-    return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
+    return {**durations, **rest, **about.own(), "evaluate": about.evaluation(), "density": about.density()}
 
 
 class _Recorded:
@@ -51,10 +52,12 @@ class _Recorded:
                 f"so nothing can be measured; record some steps with partition=Whole()"
             )
         self.good = good[-ENOUGH:]
+        self.any = np.array([s for s in range(stop) if s not in fresh and s not in aside][-ENOUGH:])
         self.window = Window(run.timeline, self.good[0], stop)
         self.kept = np.isin(self.window.steps, self.good)
         self.spans = self.window.rows
         self.spans = self.spans[np.isin(self.spans.step, self.good)]
+        self.listened = np.unique(self.spans.step[self.spans.equal("name", "factors")])
         self.ranks = sorted(int(r) for r in ranks_of(self.spans))
 
     def at(self, step: int) -> Experiment:
@@ -68,6 +71,7 @@ class _Recorded:
     def durations(self, phase: str) -> tuple[Duration, ...]:
         """Median and spread of a phase on each rank, without what faults stretched."""
         rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
+        rows = rows[~listened] if not (listened := np.isin(rows.step, self.listened)).all() else rows
         seconds = rows.t1 - rows.t0
         for i, (rank, step) in enumerate(zip(rows.rank.tolist(), rows.step.tolist(), strict=True)):
             if faults := self.at(step).fabric.faults:
@@ -99,6 +103,12 @@ class _Recorded:
         return {
             kind: tuple(float(np.median(by.get(n, [0.0]))) for n in range(max(by) + 1)) for kind, by in found.items()
         }
+
+    def own(self) -> dict[str, Any]:
+        """What codecs inside of a model cost, and a strategy's own arithmetic: also where replicas are spread."""
+        rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
+        rows = rows[np.isin(rows.step, self.any)]
+        return {"coder": coders(rows, self.at), "flop": flops(rows, samples), "asked": asked(self.spans)}
 
     def _bucket(self, step: int, name: str) -> int:
         """The bytes of a bucket at a step; 0 if that is no bucket's name."""

@@ -66,11 +66,14 @@ class Ports:
             seconds = message_seconds(fabric, nbytes, self.size, self.seed, source, to, self._messages[source])
         else:
             seconds = self._price(link, fabric.shared, even("send", nbytes, self.size))
-        slow = self.chokes(fabric) if fabric.faults else np.ones(self.size)
-        began, left = leaves(now, float(self.free[source]), seconds * float(slow[source]))
+        out = into = seconds
+        if fabric.faults:
+            slow = self.chokes(fabric)
+            out, into = seconds * float(slow[source]), seconds * float(max(slow[source], slow[to]))
+        began, left = leaves(now, float(self.free[source]), out)
         self.free[source] = left
-        self.taken[to] = comes(began, self.taken[to], seconds * float(max(slow[source], slow[to])))
-        return began, left, self.taken[to]
+        come = self.taken[to] = comes(began, self.taken[to], into)
+        return began, left, come
 
     def path(self, fabric: Fabric, group: Group | None) -> Link:
         """Over which Link a collective of a group, or of all ranks, goes."""

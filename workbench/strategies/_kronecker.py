@@ -30,6 +30,11 @@ class Layer(NamedTuple):
         """Elements of both factors, or of their inverses, as they are sent: each is symmetric, so half is enough."""
         return _triangle(self.inputs) + _triangle(self.outputs)
 
+    @property
+    def products(self) -> int:
+        """Floating-point operations of putting a gradient between the two inverses."""
+        return 2 * self.inputs * self.outputs * (self.inputs + self.outputs)
+
 
 def seen(factors: Iterable[Factors]) -> list[Layer]:
     """The layers that these factors are of."""
@@ -46,6 +51,11 @@ def dealt(layers: Sequence[Layer], size: int) -> dict[str, int]:
         owner[layer.weight] = lightest = load.index(min(load))
         load[lightest] += _cost(layer)
     return owner
+
+
+def cubes(layers: Iterable[Layer]) -> int:
+    """Floating-point operations of inverting the factors of these, about."""
+    return sum(map(_cost, layers))
 
 
 def packed(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

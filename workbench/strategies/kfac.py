@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from workbench.strategies._base import Strategy
 from workbench.strategies._kronecker import (
     Gradients,
     Layer,
+    cubes,
     dealt,
     fold,
     invert,
@@ -149,7 +151,8 @@ class KFAC(Strategy):
         """Every rank inverts its layers' factors; then those that keep them get each other's."""
         keepers, owner = _along(rank, "keepers"), dealt(state.layers, rank.size)
         mine = [layer for layer in state.layers if owner[layer.weight] == rank.index]
-        own = [invert(state.memory, layer, self.damping) for layer in mine]
+        inverted = partial(invert, state.memory, damping=self.damping)
+        own = await rank.work(lambda: list(map(inverted, mine)), cubes(mine), "inverses")
         for name in ("inputs inverse", "outputs inverse"):
             state.memory.drop(name)
         first = rank.index - keepers.index
@@ -172,7 +175,8 @@ class KFAC(Strategy):
         for source in range(receivers.size):
             theirs = [layer for layer in state.layers if owner[layer.weight] // keepers.size == source]
             if source == receivers.index:
-                made |= {layer: preconditioned(state.memory, layer, gradients.of(layer)) for layer in theirs}
+                made |= await rank.work(partial(_through, state.memory, theirs, gradients),
+                                        sum(x.products for x in theirs), "preconditioning")  # fmt: skip
             if theirs and receivers.size > 1:
                 flat = _joined([made[x] for x in theirs]) if source == receivers.index else _room(
                     state, theirs, sum(x.inputs * x.outputs for x in theirs))  # fmt: skip
@@ -196,6 +200,10 @@ def _along(rank: Rank, dim: str) -> Rank:
 def _room(state: _State, layers: list[Layer], n: int) -> Tensor:
     """(n,): where what another rank sends of these layers will be."""
     return state.memory.parts["inputs"][layers[0].weight].new_empty(n)
+
+
+def _through(memory: Memory, layers: list[Layer], gradients: Gradients) -> dict[Layer, Tensor]:
+    return {layer: preconditioned(memory, layer, gradients.of(layer)) for layer in layers}
 
 
 def _joined(matrices: list[Tensor]) -> Tensor:
