@@ -46,6 +46,8 @@ class Compute(Arithmetic):
         self.free: dict[str, float] = {}  # when each worker's device is free again
         self._held: tuple[Any, dict[int, int]] = None, {}  # a layout in buckets, bytes of parameters held by bucket
         self._kept = Kept()
+        self.computes_until = 0.0  # when the pass under way is over, if nothing holds it up
+        self._hindered = 0.0  # seconds that what is computed next lasts longer, for a codec had a part of the core
         self._asked = self._took = 0.0  # seconds that this step's compute was to take, and takes without faults
 
     def seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
@@ -80,10 +82,15 @@ class Compute(Arithmetic):
         asked, took, self._asked, self._took = self._asked, self._took, 0.0, 0.0
         return self._kept.step(self.experiment.pace * 1e-3, asked, took)
 
+    def hinder(self, seconds: float) -> None:
+        """A codec works for so long beside what this rank computes."""
+        if seconds and (costs := self.world.costs) is not None:
+            self._hindered += costs.slows * seconds
+
     def _occupy(self, fiber: Fiber, seconds: float) -> float:
         """The device works for so long, from when it is free; returns when it begins."""
         began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
-        self.free[fiber.origin] = began + seconds
+        self.free[fiber.origin] = self.computes_until = began + seconds
         return began
 
     def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0, name: str = "",
@@ -92,6 +99,7 @@ class Compute(Arithmetic):
 
     def _lasting(self, fiber: Fiber, name: str, seconds: float, value: Any) -> Any:
         """The device works for so many seconds; then the answer is `value`."""
+        seconds, self._hindered = seconds + self._hindered, 0.0
         began = self._occupy(fiber, seconds)
         self.span("compute", name, self.clock.now, began, began + seconds, 0)
         self.clock.at(began + seconds, fiber, value)
@@ -221,8 +229,9 @@ class Compute(Arithmetic):
 
     def _passing(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "",
                  chunk: int = 0) -> Pass:  # fmt: skip
-        began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
-        return Pass(name or phase, began, self.seconds(phase, part, chunk), shares)
+        began, lasts_ = max(self.clock.now, self.free.get(fiber.origin, 0.0)), self.seconds(phase, part, chunk)
+        self.computes_until = began + lasts_
+        return Pass(name or phase, began, lasts_, shares)
 
     def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
         """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""
@@ -233,7 +242,9 @@ class Compute(Arithmetic):
             self._stretch(passing)
             passing.began += free - passing.last
             passing.since = free
+        passing.began, self._hindered = passing.began + self._hindered, 0.0
         last = passing.last = self.free[origin] = passing.began + passing.seconds * share
+        self.computes_until = passing.began + passing.seconds
         return last
 
     def _stretch(self, passing: Pass) -> None:

@@ -23,7 +23,9 @@ class Costs:
 
     forward, backward, update: seconds of one pass on each rank, as numbers or Durations; one value serves all ranks
     codec:    by compressor (`Costs.kind`), seconds per byte of the bucket in each stretch of work between two
-              operations: (encode, decode) for most
+              operations: (encode, decode) for most, while the rank's step waits
+    beside:   the same while the rank computes, with which the codec may share a core; of others that of `codec`
+    slows:    seconds by which the rank computes longer for each second that its codec works meanwhile
     wire:     what a collective costs where the Link is not shaped
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to nothing else
@@ -44,6 +46,8 @@ class Costs:
     backward: tuple[Duration, ...] = (Duration(0.0),)
     update: tuple[Duration, ...] = (Duration(0.0),)
     codec: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    beside: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    slows: float = 0.0
     wire: Wire = Wire()
     late: float = 0.0
     between: float = 0.0
@@ -68,7 +72,8 @@ class Costs:
         """Calibrated from a recorded run, real or simulated, without its first steps and those beside a change.
 
         Fitted: each rank's median and spread (1.4826 MAD) of forward, backward and update, less what faults
-        stretched; per compressor the median seconds per byte of each stretch of codec work; off a Link the wire's
+        stretched; per compressor the seconds per byte of each stretch of codec work until the last rank was through it,
+        in the mean, with compute beside it and without, and by how much such compute was longer; off a Link the wire's
         two numbers by least squares over the medians of each collective's transfer (last arrival to end), on one
         how late collectives end; the median of what a step lasts beyond compute and waiting; the evaluation; the
         median of the Samples "density", which compressors write whose choice depends on the data.
@@ -117,6 +122,10 @@ class Costs:
         """Seconds per byte of each stretch of codec work; () where it costs nothing."""
         return self.codec.get(self.kind(compressor), ())
 
+    def stretches_beside(self, compressor: Any) -> tuple[float, ...]:
+        """The same while the rank computes."""
+        return self.beside.get(self.kind(compressor)) or self.stretches(compressor)
+
     def coding(self, compressor: Any, how: str, nbytes: int) -> float:
         """Seconds that it takes to "encode" or "decode" an activation of so many bytes; 0 where nobody knows."""
         there, back = self.coder.get(self.kind(compressor), (0.0, 0.0))
@@ -126,5 +135,6 @@ class Costs:
 
     def __or__(self, other: Costs) -> Costs:
         """These costs with the codecs, and the arithmetic of strategies, that `other` knows, too."""
-        both = {name: {**getattr(self, name), **getattr(other, name)} for name in ("codec", "coder", "flop", "asked")}
+        names = ("codec", "beside", "coder", "flop", "asked")
+        both: dict[str, Any] = {name: {**getattr(self, name), **getattr(other, name)} for name in names}
         return replace(self, **both)

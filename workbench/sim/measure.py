@@ -18,7 +18,8 @@ from workbench.fabric import traffic
 from workbench.fabric.load import stretch
 from workbench.record.run import Run
 from workbench.settings import fold
-from workbench.sim.durations import PHASES, Duration, Wire, kind
+from workbench.sim.durations import PHASES, Duration, Wire
+from workbench.sim.measure_codecs import By, codecs, slows
 from workbench.sim.measure_own import asked, coders, flops
 
 WARM = 2  # steps at the beginning and after a change that are not like the others
@@ -29,8 +30,10 @@ def measured(run: Run) -> dict[str, Any]:
     """The fields of a run's Costs; see `Costs.measured`. Raises ValueError where too few steps were recorded."""
     about = _Recorded(run)
     durations = {phase: about.durations(phase) for phase in PHASES}
-    rest = {"codec": about.codecs(), "wire": about.wire(), "late": about.late(), "between": about.between()}
-    return {**durations, **rest, **about.own(), "evaluate": about.evaluation(), "density": about.density()}
+    codec, beside = about.codecs()
+    rest = {"wire": about.wire(), "late": about.late(), "between": about.between(), "slows": about.slows}
+    rest |= {"codec": codec, "beside": beside, **about.own()}
+    return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
 
 
 class _Recorded:
@@ -59,6 +62,7 @@ class _Recorded:
         self.spans = self.spans[np.isin(self.spans.step, self.good)]
         self.listened = np.unique(self.spans.step[self.spans.equal("name", "factors")])
         self.ranks = sorted(int(r) for r in ranks_of(self.spans))
+        self.slows, self.least = slows(self.spans, self.at, self._bucket)
 
     def at(self, step: int) -> Experiment:
         """The experiment as it was at a step."""
@@ -72,6 +76,7 @@ class _Recorded:
         """Median and spread of a phase on each rank, without what faults stretched."""
         rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
         rows = rows[~listened] if not (listened := np.isin(rows.step, self.listened)).all() else rows
+        rows = rows[np.isin(rows.step, self.least)] if self.slows else rows
         seconds = rows.t1 - rows.t0
         for i, (rank, step) in enumerate(zip(rows.rank.tolist(), rows.step.tolist(), strict=True)):
             if faults := self.at(step).fabric.faults:
@@ -85,24 +90,9 @@ class _Recorded:
             found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
         return tuple(found) or (Duration(0.0),)
 
-    def codecs(self) -> dict[str, tuple[float, ...]]:
-        """Seconds per byte of each stretch of codec work, by compressor.
-
-        A stretch's number is that of the collectives of its bucket that came before it.
-        """
-        found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        codec, comm = self.spans[self.spans.equal("lane", "codec")], self.spans[self.spans.equal("lane", "comm")]
-        begun: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-        for rank, step, name, t0 in zip(comm.rank, comm.step, comm.name, comm.t0, strict=True):
-            begun[int(rank), int(step), name.split(" ", 1)[-1]].append(t0)
-        for rank, step, name, t0, t1 in zip(codec.rank, codec.step, codec.name, codec.t0, codec.t1, strict=True):
-            nbytes = self._bucket(int(step), name)
-            if nbytes:
-                number = sum(t < t0 for t in begun[int(rank), int(step), name])
-                found[kind(self.at(int(step)).compressor)][number].append((t1 - t0) / nbytes)
-        return {
-            kind: tuple(float(np.median(by.get(n, [0.0]))) for n in range(max(by) + 1)) for kind, by in found.items()
-        }
+    def codecs(self) -> tuple[By, By]:
+        """What work on buckets costs, while the rank's step waits and while it computes."""
+        return codecs(self.spans, self.at, self._bucket)
 
     def own(self) -> dict[str, Any]:
         """What codecs inside of a model cost, and a strategy's own arithmetic: also where replicas are spread."""
