@@ -10,7 +10,7 @@ import torch
 
 from tests.piped import ROWS, WIDTH, piped
 from tests.ranks import batch, experiment, net, run, toy
-from tests.sim.virtual import rows, samples, seconds
+from tests.sim.virtual import rows, samples, seconds, stack
 from tests.split import small, spread
 from tests.unit.test_kfac import Mixed, made
 from tests.unit.test_tensor import parts
@@ -19,7 +19,8 @@ from workbench.compressors import Cast, Dense
 from workbench.experiment import Experiment
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.settings import Change
-from workbench.strategies import DDP, KFAC, Newton
+from workbench.sim import Wire
+from workbench.strategies import DDP, KFAC, AsyncServer, Newton
 
 pytestmark = pytest.mark.ranks
 
@@ -108,6 +109,20 @@ def test_a_product_of_newtons_takes_what_one_took() -> None:
     record = simulate(e, costs=Costs(forward=0.01, backward=0.02, asked=costs.asked))
     assert Costs.measured(record).asked == pytest.approx(costs.asked)
     assert longer(e.set("pace", 1e3), costs) == pytest.approx([0.0] * 6), "a pace says more than that"
+
+
+def test_a_message_off_a_link_takes_what_messages_took() -> None:
+    """Not what a collective of its bytes does, to which ranks come at times of their own, and add up."""
+    task = stack(4)
+    e = experiment(3, 10, task=task, strategy=AsyncServer(), bucket_mb=0.03)
+    given = Costs(forward=0.01, backward=0.02, wire=Wire(1e-3, 5e-8), post=Wire(1e-5, 1e-8))
+    found = Costs.measured(simulate(e, costs=given))
+    assert found.post == pytest.approx(given.post, rel=1e-3)
+    rest: dict[str, Any] = {"forward": 0.01, "backward": 0.02, "wire": given.wire}
+    known, usual, other = (seconds(simulate(e, costs=Costs(**rest, **also)), 1)
+                           for also in ({"post": found.post}, {"post": given.post}, {}))  # fmt: skip
+    assert known.tolist() == pytest.approx(usual.tolist(), rel=1e-3)
+    assert known[4] < 0.8 * other[4]
 
 
 def test_costs_of_two_runs_go_together() -> None:

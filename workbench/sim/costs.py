@@ -27,6 +27,7 @@ class Costs:
     beside:   the same while the rank computes, with which the codec may share a core; of others that of `codec`
     slows:    seconds by which the rank computes longer for each second that its codec works meanwhile
     wire:     what a collective costs where the Link is not shaped
+    post:     the same of a message, between ranks without such a Link; not known: as a collective of its bytes
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to nothing else
     evaluate: seconds of one evaluation
@@ -49,6 +50,7 @@ class Costs:
     beside: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     slows: float = 0.0
     wire: Wire = Wire()
+    post: Wire = Wire()
     late: float = 0.0
     between: float = 0.0
     evaluate: float = 0.0
@@ -137,4 +139,5 @@ class Costs:
         """These costs with the codecs, and the arithmetic of strategies, that `other` knows, too."""
         names = ("codec", "beside", "coder", "flop", "asked")
         both: dict[str, Any] = {name: {**getattr(self, name), **getattr(other, name)} for name in names}
+        both["post"] = self.post if any(self.post) else other.post
         return replace(self, **both)

@@ -7,6 +7,7 @@ of its numbers is found among the spans.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def measured(run: Run) -> dict[str, Any]:
     durations = {phase: about.durations(phase) for phase in PHASES}
     codec, beside = about.codecs()
     rest = {"wire": about.wire(), "late": about.late(), "between": about.between(), "slows": about.slows}
+    rest["post"] = posted(about.spans, about.at)
     rest |= {"codec": codec, "beside": beside, **about.own()}
     return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
 
@@ -166,6 +168,24 @@ class _Recorded:
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
+
+
+def posted(spans: Any, at: Callable[[int], Experiment]) -> Wire:
+    """What a message costs off a Link, from when its rank could send it: by least squares over each size's median."""
+    found: dict[int, list[float]] = defaultdict(list)
+    sent = spans[spans.equal("lane", "comm") & np.array([str(n).startswith("send ") for n in spans.name], bool)]
+    sent = sent[np.array([not at(int(step)).fabric.shaped for step in sent.step], bool)]
+    for rank in np.unique(sent.rank):
+        mine = sent[sent.rank == rank]
+        mine = mine[np.argsort(mine.t1, kind="stable")]
+        before = np.concatenate([[-np.inf], mine.t1[:-1]])  # its messages leave one after the other
+        for nbytes, took in zip(mine.nbytes.tolist(), mine.t1 - np.maximum(mine.t0, before), strict=True):
+            found[nbytes].append(float(took))
+    x, y = np.array([(1.0, nbytes) for nbytes in found]), np.array([np.median(v) for v in found.values()])
+    if not found or not y.any():
+        return Wire()
+    weight = 1.0 / np.maximum(y, 1e-9)
+    return Wire(*_not_negative(x * weight[:, None], y * weight))
 
 
 def _not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
