@@ -6,6 +6,7 @@ Nothing here knows ranks but by number; what is sent to whom is the strategy's t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,11 @@ def dealt(layers: Sequence[Layer], size: int) -> dict[str, int]:
 
     A matrix of n rows costs n^3.
     """
+    return _dealt(tuple(layers), size)
+
+
+@lru_cache(maxsize=16)  # every rank asks it, in every step
+def _dealt(layers: tuple[Layer, ...], size: int) -> dict[str, int]:
     load, owner = [0] * size, {}
     for layer in sorted(layers, key=_cost, reverse=True):
         owner[layer.weight] = lightest = load.index(min(load))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -156,13 +157,11 @@ class KFAC(Strategy):
         for name in ("inputs inverse", "outputs inverse"):
             state.memory.drop(name)
         first = rank.index - keepers.index
-        for source in range(keepers.size):
-            theirs = [layer for layer in state.layers if owner[layer.weight] == first + source]
-            if theirs:
-                flat = packed(own) if source == keepers.index else _room(state, theirs, sum(x.packed for x in theirs))
-                await keepers.broadcast(flat, source, "inverses")
-                for layer, pair in zip(theirs, unpacked(flat, theirs), strict=True):
-                    keep(state.memory, layer, pair)
+        for source, theirs in _by(lambda layer: owner[layer.weight] - first, state.layers, keepers.size):
+            flat = packed(own) if source == keepers.index else _room(state, theirs, sum(x.packed for x in theirs))
+            await keepers.broadcast(flat, source, "inverses")
+            for layer, pair in zip(theirs, unpacked(flat, theirs), strict=True):
+                keep(state.memory, layer, pair)
         state.inverted = state.steps, self.damping, rank.mesh.dims
 
     async def _precondition(self, rank: Rank, state: _State) -> None:
@@ -172,12 +171,11 @@ class KFAC(Strategy):
         keepers, receivers = _along(rank, "keepers"), _along(rank, "receivers")
         owner, gradients = dealt(state.layers, rank.size), Gradients(await rank.grads())
         made: dict[Layer, Tensor] = {}
-        for source in range(receivers.size):
-            theirs = [layer for layer in state.layers if owner[layer.weight] // keepers.size == source]
+        for source, theirs in _by(lambda x: owner[x.weight] // keepers.size, state.layers, receivers.size):
             if source == receivers.index:
                 made |= await rank.work(partial(_through, state.memory, theirs, gradients),
                                         sum(x.products for x in theirs), "preconditioning")  # fmt: skip
-            if theirs and receivers.size > 1:
+            if receivers.size > 1:
                 flat = _joined([made[x] for x in theirs]) if source == receivers.index else _room(
                     state, theirs, sum(x.inputs * x.outputs for x in theirs))  # fmt: skip
                 await receivers.broadcast(flat, source, "preconditioned")
@@ -195,6 +193,14 @@ def _along(rank: Rank, dim: str) -> Rank:
     """This rank along one dimension of the mesh; where these are all ranks, they need no group."""
     group = rank.group(dim)
     return rank if group.size == rank.size else group
+
+
+def _by(who: Callable[[Layer], int], layers: list[Layer], size: int) -> Iterator[tuple[int, list[Layer]]]:
+    """The layers of each of `size` ranks that has some, in the ranks' order."""
+    found: dict[int, list[Layer]] = {}
+    for layer in layers:
+        found.setdefault(who(layer), []).append(layer)
+    return ((source, found[source]) for source in sorted(found) if 0 <= source < size)
 
 
 def _room(state: _State, layers: list[Layer], n: int) -> Tensor:
