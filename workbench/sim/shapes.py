@@ -29,6 +29,11 @@ _NUMBERS = (int, float)
 class Shapes(TorchDispatchMode):
     """Inside, plain arithmetic on plain tensors of the meta device takes the short way."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch wraps what follows, and loads its compiler for it, which costs seconds and half of each call."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHANGED:
             if _alike(args):
