@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-compression netns tables docs torture runs-end mutants lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-compression bench-prediction netns tables docs torture runs-end mutants lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
 	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
+	@echo "make bench-prediction  every strategy and compressor on a Llama, predicted and measured; writes docs/prediction.md (goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make torture  a thousand random live changes (SEED=7 replays)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
@@ -52,6 +53,9 @@ bench-strategies: $(VENV)/.installed-test
 bench-compression: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench.codecs --out docs/data/codecs.json
 	@$(BIN)/python -m tests.bench.compression
+
+bench-prediction: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.bench llama
 
 netns: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench netns

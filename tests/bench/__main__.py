@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import across, page, prediction
+from tests.bench import across, llama, page, prediction
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
@@ -43,6 +43,8 @@ COMMANDS = {
     "shadow_quality": ["tests.bench.shadow_quality"],
     "memory": ["tests.bench.memory"],
     "second_order": ["tests.bench.second_order"],
+    "scale": ["tests.bench.scale"],
+    "llama": ["tests.bench.llama"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
     "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],
 }
@@ -89,6 +91,8 @@ def main() -> None:
         text = prediction.page(json.loads(found.read_text()), machines.get("prediction", {}))
         if (parts := DATA / "across.json").exists():
             text += "\n" + across.page(json.loads(parts.read_text()), machines.get("across", {}))
+        if (parts := DATA / "llama.json").exists():
+            text += "\n" + llama.page(json.loads(parts.read_text()), machines.get("llama", {}))
         (ROOT / "docs" / "prediction.md").write_text(text)
 
 

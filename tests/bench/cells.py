@@ -36,6 +36,7 @@ MEANING = 1  # raised when what is read off a run changes its meaning
 RANKS, SEEDS = 4, (0, 1, 2)
 TASK = ByteGPT(layers=2, width=64, heads=4, context=32)
 STEPS, EVERY = 300, 20  # steps of a cell; steps between two evaluations
+KEPT = ("forward", "backward", "update", "codec", "wire", "late", "between", "evaluate", "parts", "density")  # costs
 LITTLE = 0.01  # of the model's bytes: a step that sends less has not synchronised
 
 
@@ -256,11 +257,14 @@ def keep(cell: Cell, costs: Costs, found: Mapping[str, Any], folder: Path = DATA
 
 
 def costs_as_plain(costs: Costs) -> dict[str, Any]:
-    """Costs as JSON."""
-    return json.loads(json.dumps({**asdict(costs), "codec": dict(costs.codec)}))
+    """Costs as JSON, without what nobody measured, so that a new kind of cost changes nothing that is kept."""
+    usual = asdict(Costs())
+    plain = {k: v for k, v in asdict(costs).items() if k in KEPT or v != usual[k]}
+    return json.loads(json.dumps({**plain, "codec": dict(costs.codec)}))
 
 
 def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
     phases = {k: tuple(Duration(*d) for d in plain[k]) for k in ("forward", "backward", "update")}
-    codec = {k: tuple(v) for k, v in plain["codec"].items()}
-    return Costs(**{**plain, **phases, "codec": codec, "wire": Wire(*plain["wire"])})
+    tuples = {name: {k: tuple(v) for k, v in plain.get(name, {}).items()} for name in ("codec", "beside", "coder")}
+    wires = {name: Wire(*plain[name]) for name in ("wire", "post") if name in plain}
+    return Costs(**{**plain, **phases, **tuples, **wires})

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench import activations
+from tests.bench import activations, scale
 from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
@@ -392,6 +392,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "bound": bound, "live": live, "slow_link": slow_link,
     "netns": netns, "algorithms": algorithms, "record": record, "published": published, "priorities": priorities,
     "shadow": shadow, "shadow_quality": shadow_quality, "memory": memory, "second_order": second_order,
+    "scale": scale.text,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
 from workbench.host.slots import step_shard
-from workbench.rank import Bucket, Op, StrategyError
+from workbench.rank import Bucket, Factors, Op, StrategyError
 
 # what may be asked for inside of torch, while a forward or a backward runs
 INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
@@ -195,6 +195,13 @@ class Compute(Stage):
         self.layout.let_go()
         self.curvature.stepped()
 
+    def _factors(self) -> list[Factors]:
+        self.at("factors")
+        began = self.watch.now()
+        found = self.curvature.factors()
+        self.watch.span(self.rank.step, "factors", began)
+        return found
+
     def _curve(self, vector: list[Tensor]) -> list[Tensor]:
         """A product takes as long as a forward and a backward, where the pace says how long these take."""
         self.at("curve")
@@ -214,6 +221,15 @@ class Compute(Stage):
         value = self.curvature.value(self.rank.step)
         self.paced(1.0)
         self.watch.span(self.rank.step, "value", began)
+        return value
+
+    def _work(self, of: Callable[[], Any], flops: float, name: str) -> Any:
+        """A strategy's own arithmetic, in its step."""
+        self.at(name)
+        began = self.watch.now()
+        value = of()
+        self.watch.span(self.rank.step, name, began)
+        self._sample(f"flops {name}", flops)
         return value
 
     def _params(self) -> list[Bucket]:

@@ -82,8 +82,9 @@ class Host(Waving):
             "units": lambda: self.narrowing.units, "narrow": self._narrow,
             "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
             "client": lambda index, count: self.client(index, count),
-            "collect": self.curvature.collect, "factors": self.curvature.factors, "curve": self._curve,
-            "value": self._value, "recv": self._recv, "slots": self._slots, "drive": self.drive, "stand": self._stand,
+            "collect": self.curvature.collect, "factors": self._factors, "curve": self._curve,
+            "value": self._value, "work": self._work, "recv": self._recv, "slots": self._slots,
+            "drive": self.drive, "stand": self._stand,
             "do": lambda asked: asked(),  # what may wait for others, while nothing of this rank is held
         }
 

@@ -29,6 +29,7 @@ class Joint(StepEnd):
     model: nn.Module
     partition: Callable[[], Partition]  # the experiment's, as it is now
     reading: Any
+    _coded: Callable[[str, Callable[[], Any], int], Any]
     together: Together | None = None
     _perform: Callable[[Op], Any]
     _while_reading: Callable[[Op], Any]
@@ -46,7 +47,9 @@ class Joint(StepEnd):
         self._keep_all()
         if self.together is not None:
             self.together.undo()
-        self.together = None if split is None else Together(self.model, split, index, self._ask, seed=seed)
+        self.together = None
+        if split is not None:
+            self.together = Together(self.model, split, index, self._ask, seed=seed, coded=self._coded)
         self._plan, self._fresh, self.stale = [], True, True
 
     def tune(self, plans: tuple[Plans, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:

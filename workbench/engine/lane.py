@@ -220,6 +220,15 @@ class Lane(Verbs):
             return
         self.span(job.step, "measuring" if job.measures else "codec", job.name, began, began, now, 0)
 
+    def work(self, op: Op, job: Job) -> Any:
+        """A strategy's own arithmetic, in a child."""
+        of, flops, name = op.args
+        began = self.now()
+        value = of()
+        self.span(job.step, "codec", name, began, began, self.now(), 0)
+        self.record.sample(job.step, f"flops {name}", self.clock.now(), float(flops))
+        return value
+
     # -- one collective --
 
     def _issue(self, op: Op, job: Job) -> Flight | None:

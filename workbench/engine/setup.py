@@ -176,6 +176,7 @@ class Parts(Life):
         lane.wireless = name in LANES
         lane.beside = dict.fromkeys(("offload", "fetch", "update"), self._beside)
         lane.beside["wait"] = lambda op, job: self.host.lanes.wait(*op.args)
+        lane.beside["work"] = lane.work
         lane.settings = self.away.settings if lane.wireless else lane.settings
         lane.hop = self.hop
         return lane

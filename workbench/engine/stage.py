@@ -131,11 +131,11 @@ class Stage(Joint):
         self.paced(1.0)
         self._computed()
 
-    def _coded(self, name: str, work: Callable[[], Any]) -> Any:
-        """A codec's own work on what crosses between stages."""
+    def _coded(self, name: str, work: Callable[[], Any], nbytes: int) -> Any:
+        """A codec's own work on so many bytes that cross between stages, or inside of one."""
         began = self.watch.now()
         value = work()
-        self.watch.write(self.rank.step, "codec", name, began, began, self.watch.now(), 0)
+        self.watch.write(self.rank.step, "codec", name, began, began, self.watch.now(), nbytes)
         return value
 
     @property

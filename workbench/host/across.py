@@ -87,7 +87,7 @@ class _Gathering(torch.autograd.Function):
             every = others.ask(again, kept[0])
         else:
             like = kept[0].new_empty(ctx.shape, dtype=ctx.dtype)
-            every = joined(gathered_payload(tuple(kept), others, again), like, again, there)
+            every = joined(gathered_payload(tuple(kept), others, again), like, others, again, there)
         every = every.to(grad.dtype).flatten(0, -2)
         own, _ = crossed(grad @ weight.to(grad.dtype), others, Meeting("scatter", f"gradient {ctx.name}", 1), back)
         if there is not None:

@@ -8,7 +8,7 @@ bits. Where a codec is linear, payloads are added up on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +45,12 @@ class Meeting(NamedTuple):
 
 
 Ask = Callable[[Meeting, Tensor], Tensor]
+Coded = Callable[[str, Callable[[], Any], int], Any]  # does a codec's own work: its name, itself, on how many bytes
+
+
+def plainly(name: str, work: Callable[[], Any], nbytes: int) -> Any:
+    """As it is, and nobody is told."""
+    return work()
 
 
 class Others(NamedTuple):
@@ -53,11 +59,23 @@ class Others(NamedTuple):
     ask:    answers a meeting
     ways:   how many they are
     coding: what crosses in place of activations and of their gradients
+    coded:  does a codec's own work
     """
 
     ask: Ask
     ways: int
     coding: Coding = PLAIN
+    coded: Coded = plainly
+
+    def encode(self, x: Tensor, meeting: Meeting, coder: Coder) -> Payload:
+        """What crosses in place of `x`."""
+        made: Payload = self.coded(f"encode {meeting.name}", lambda: coder.encode(x), x.nbytes)
+        return made
+
+    def decode(self, payload: Payload, like: Tensor, meeting: Meeting, coder: Coder) -> Tensor:
+        """What has crossed in place of a tensor like this one."""
+        made: Tensor = self.coded(f"decode {meeting.name}", lambda: coder.decode(payload, like), like.nbytes)
+        return made
 
 
 def crossed(x: Tensor, others: Others, meeting: Meeting, coder: Coder | None) -> tuple[Tensor, Payload]:
@@ -68,11 +86,11 @@ def crossed(x: Tensor, others: Others, meeting: Meeting, coder: Coder | None) ->
         return others.ask(meeting, x), ()
     if meeting.what == "scatter":
         return _scattered(x, others, meeting, coder)
-    payload = coder.encode(x)
+    payload = others.encode(x, meeting, coder)
     if meeting.what == "sum" and _linear(coder):
         summed = tuple(others.ask(Meeting("sum", name), part) for name, part in _named(meeting, payload))
-        return coder.decode(summed, x), payload
-    return _opened(gathered_payload(payload, others, meeting), x, meeting, coder), payload
+        return others.decode(summed, x, meeting, coder), payload
+    return _opened(gathered_payload(payload, others, meeting), x, others, meeting, coder), payload
 
 
 def gathered_payload(payload: Payload, others: Others, meeting: Meeting) -> list[Payload]:
@@ -81,33 +99,34 @@ def gathered_payload(payload: Payload, others: Others, meeting: Meeting) -> list
     return list(zip(*parts, strict=True))
 
 
-def joined(every: list[Payload], like: Tensor, meeting: Meeting, coder: Coder) -> Tensor:
+def joined(every: list[Payload], like: Tensor, others: Others, meeting: Meeting, coder: Coder) -> Tensor:
     """Every rank's tensor, each like one, one after the other."""
-    return torch.cat([coder.decode(one, like) for one in every], meeting.dim)
+    return torch.cat([others.decode(one, like, meeting, coder) for one in every], meeting.dim)
 
 
-def _opened(every: list[Payload], like: Tensor, meeting: Meeting, coder: Coder) -> Tensor:
-    return joined(every, like, meeting, coder) if meeting.what == "gather" else _added([*every], like, coder)
+def _opened(every: list[Payload], like: Tensor, others: Others, meeting: Meeting, coder: Coder) -> Tensor:
+    how = joined if meeting.what == "gather" else _added
+    return how(every, like, others, meeting, coder)
 
 
-def _added(every: list[Payload], like: Tensor, coder: Coder) -> Tensor:
-    total = coder.decode(every[0], like).clone()
+def _added(every: list[Payload], like: Tensor, others: Others, meeting: Meeting, coder: Coder) -> Tensor:
+    total = others.decode(every[0], like, meeting, coder).clone()
     for one in every[1:]:
-        total += coder.decode(one, like)
+        total += others.decode(one, like, meeting, coder)
     return total
 
 
 def _scattered(x: Tensor, others: Others, meeting: Meeting, coder: Coder) -> tuple[Tensor, Payload]:
     """This rank's part of the sum; the payloads of all parts, one after the other."""
     parts = parts_of(x, others.ways, meeting)
-    payloads = [coder.encode(part) for part in parts]
+    payloads = [others.encode(part, meeting, coder) for part in parts]
     rows = [torch.stack(same) for same in zip(*payloads, strict=True)]
     sent = tuple(part for payload in payloads for part in payload)
     if _linear(coder):
         summed = tuple(others.ask(Meeting("scatter", name, 0), row)[0] for name, row in _named(meeting, tuple(rows)))
-        return coder.decode(summed, parts[0]), sent
+        return others.decode(summed, parts[0], meeting, coder), sent
     came = [others.ask(Meeting("swap", name, 0), row) for name, row in _named(meeting, tuple(rows))]
-    return _added(list(zip(*came, strict=True)), parts[0], coder), sent
+    return _added(list(zip(*came, strict=True)), parts[0], others, meeting, coder), sent
 
 
 def chosen_of(payload: Payload, coding: Coding, count: int) -> Payload:

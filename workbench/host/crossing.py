@@ -65,7 +65,7 @@ class Crossing:
         return x if chosen is None else chosen.decode((x,), x.new_empty(shape))
 
     async def _send(self, x: Tensor, to: int, name: str, coder: Any) -> Any:
-        payload = await Op("coded", name, lambda: coder.encode(x))
+        payload = await Op("coded", f"encode {name}", lambda: coder.encode(x), x.nbytes)
         await self.rank.send(x.new_empty((0, len(payload), *x.shape)), to, f"{name} shape")
         for number, part in enumerate(payload):
             await self.rank.send(part, to, name if not number else f"{name} part {number}")
@@ -77,7 +77,7 @@ class Crossing:
         names = [name, *(f"{name} part {number}" for number in range(1, count))]
         payload = tuple([await received(self.rank, source, each) for each in names])
         like = said.new_empty(shape)
-        return payload, await Op("coded", name, lambda: coder.decode(payload, like))
+        return payload, await Op("coded", f"decode {name}", lambda: coder.decode(payload, like), like.nbytes)
 
     def _note(self, entry: Entry, payload: Any) -> None:
         if self.masks and isinstance(self._there, Codec) and (chosen := self._there.chosen(payload)) is not None:

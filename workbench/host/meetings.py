@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
@@ -41,12 +41,22 @@ class Planned(NamedTuple):
     brings: Tensor
 
 
+class Coded(NamedTuple):
+    """A codec's own work in a pass: "encode" or "decode", of an "activation" or a "gradient", on so many bytes."""
+
+    phase: str
+    how: str
+    what: str
+    nbytes: int
+
+
 class Plans(NamedTuple):
     """The meetings of a pass through a model, or through one piece of it.
 
     forward:  in order; what is computed counts by its floating-point operations
     backward: in order; what is computed counts, as everywhere, by the elements whose gradients have come
     come:     by name of a parameter, the share of a backward after which its gradient has come
+    coded:    what codecs do in both
 
     All ranks of a group compute as much from meeting to meeting, whichever of what they all have each looks after.
     """
@@ -54,6 +64,7 @@ class Plans(NamedTuple):
     forward: tuple[Planned, ...] = ()
     backward: tuple[Planned, ...] = ()
     come: Mapping[str, float] = MappingProxyType({})
+    coded: tuple[Coded, ...] = ()
 
     def of(self, phase: str) -> list[Planned]:
         """The meetings of a phase."""
@@ -99,12 +110,18 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
     Raises what a model raises that does not run on the meta device.
     """
     seen: list[Planned] = []
+    coded: list[Coded] = []
     came: dict[str, float] = {}
     done = 0.0
 
     def ask(meeting: Meeting, x: Tensor) -> Tensor:
         seen.append(Planned(done if turned else counter.get_total_flops(), meeting, x.detach()))
         return answer_like(meeting, x, split.ways)
+
+    def does(name: str, work: Callable[[], Any], nbytes: int) -> Any:
+        how, what, *_ = name.split(" ")
+        coded.append(Coded("backward" if turned else "forward", how, what, nbytes))
+        return work()
 
     def has_come(name: str, p: nn.Parameter) -> None:
         nonlocal done
@@ -115,21 +132,24 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
     hooks = [p.register_post_accumulate_grad_hook(partial(has_come, name)) for name, p in trained]
     found: list[Plans] = []
     try:
-        with computing(part, split, 0, ask, draws=False, coding=layers.inside(Memory())), torch.enable_grad(), \
-             checkpointing(part, learner, layers):  # fmt: skip
+        with computing(part, split, 0, ask, draws=False, coding=layers.inside(Memory()), coded=does), \
+             torch.enable_grad(), checkpointing(part, learner, layers):  # fmt: skip
             ways = Passes(part, learner, stages, micro_batches(batch, count)[0])
             for number in range(ways.count):
                 turned = False
                 with FlopCounterMode(display=False) as counter:
                     ways.forward(number)
-                found.append(Plans(_shared(seen, counter.get_total_flops())))
+                found.append(Plans(_shared(seen, counter.get_total_flops()), coded=tuple(coded)))
                 seen.clear()
+                coded.clear()
             for number in reversed(range(ways.count)):
                 turned, done = True, 0.0
                 ways.backward(number)
                 shares = {name: at / done for name, at in came.items()}
-                found[number] = found[number]._replace(backward=_shared(seen, done), come=shares)
+                also = found[number].coded + tuple(coded)
+                found[number] = found[number]._replace(backward=_shared(seen, done), come=shares, coded=also)
                 seen.clear()
+                coded.clear()
                 came.clear()
     finally:
         for hook in hooks:

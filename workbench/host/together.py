@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from workbench.host.absent import Absent
 from workbench.host.across import gathered, linear_of_all, scattered_ahead, summed_ahead, summed_back, taken
-from workbench.host.coded import Ask, Meeting, Others
+from workbench.host.coded import Ask, Coded, Meeting, Others, plainly
 from workbench.host.sliced import lay
 from workbench.host.splitting import Split
 from workbench.partitions import PLAIN, Coding
@@ -41,11 +41,12 @@ class Together:
     draws: are random numbers inside a pair of layers each rank's own?
     seed:  of all random numbers in a forward, the same on all ranks of the group; each forward has its own
     coding: what crosses in place of activations and of their gradients while it trains; else nothing does
+    coded:  does a codec's own work
     """
 
     def __init__(self, model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True, seed: int = 0,
-                 coding: Coding = PLAIN) -> None:  # fmt: skip
-        self.split, self.index, self.coding = split, index, coding
+                 coding: Coding = PLAIN, coded: Coded = plainly) -> None:  # fmt: skip
+        self.split, self.index, self.coding, self._coded = split, index, coding, coded
         self._model = model
         self._ask, self._draws = ask, draws
         self._seed, self._passes = seed, 0
@@ -89,7 +90,7 @@ class Together:
 
     @property
     def _others(self) -> Others:
-        return Others(self._ask, self.split.ways, self.coding if self._model.training else PLAIN)
+        return Others(self._ask, self.split.ways, self.coding if self._model.training else PLAIN, self._coded)
 
     @property
     def _whole(self) -> Others:
@@ -218,9 +219,9 @@ def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
 
 @contextmanager
 def computing(model: nn.Module, split: Split, index: int, ask: Ask, draws: bool = True,
-              coding: Coding = PLAIN) -> Iterator[Together]:  # fmt: skip
+              coding: Coding = PLAIN, coded: Coded = plainly) -> Iterator[Together]:  # fmt: skip
     """Inside, `model`, which has the slices of rank `index`, computes so."""
-    together = Together(model, split, index, ask, draws, coding=coding)
+    together = Together(model, split, index, ask, draws, coding=coding, coded=coded)
     try:
         yield together
     finally:

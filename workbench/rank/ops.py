@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from workbench.rank.arithmetic import Arithmetic
 from workbench.rank.awaitables import Backward, Forward, Handle, Op, StrategyError
 from workbench.rank.bucket import Bucket, Memory
 from workbench.rank.elsewhere import Elsewhere
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
 
 
-class Rank(Pieces, Elsewhere):
+class Rank(Arithmetic, Pieces, Elsewhere):
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and how many there are, here: in the run, or in a group of it
@@ -131,30 +132,6 @@ class Rank(Pieces, Elsewhere):
         Empty before its first `update`; writing into them in place changes it.
         """
         return Op("slots")
-
-    def collect(self) -> Op:
-        """From the next forward on, this rank's Linear layers are listened to, until `factors` is asked for."""
-        return Op("collect")
-
-    def factors(self) -> Op:
-        """-> a list of Factors: of each Linear layer what the forwards and backwards since `collect` have shown.
-
-        In an order that is the same on all ranks; zero of a layer that was not called. Layers whose parameters another
-        module has, too, are not among them. They are of the loss itself, whatever `backward` multiplied it by.
-        """
-        return Op("factors")
-
-    def curve(self, vector: list[Tensor]) -> Op:
-        """-> the Gauss-Newton matrix of the last forward's batch on this rank times `vector`; (n,) for each bucket.
-
-        Between that forward and the next change of the parameters. Raises StrategyError where the loss does not go by
-        what one call of the model returns.
-        """
-        return Op("curve", vector)
-
-    def value(self) -> Op:
-        """-> the loss of the last forward's batch with the parameters as they are now: no gradient will follow it."""
-        return Op("value")
 
     def hold(self, bucket: Bucket) -> Op:
         """Keeps of a parameter bucket only these elements in memory: a shard's; or all again, which lie in its `data`.

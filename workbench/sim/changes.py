@@ -74,6 +74,7 @@ class Turnable(Life):
         """Children run as on the engine's own thread; what their codec costs is looked up anew."""
         costs, compressor = self.world.costs, self.rank.compressor
         self.host.kinds = costs.stretches(compressor) if costs else ()
+        self.host.kinds_beside = costs.stretches_beside(compressor) if costs else ()
         held = list(inside(compressor))
         taken = "; ".join(dict.fromkeys(f"{type(c).__name__}: {c.assumes}" for c in held if c.assumes))
         if not self.world.real and self.rank.id == 0 and (taken or any(c.varies for c in held)):

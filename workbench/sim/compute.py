@@ -18,15 +18,15 @@ from workbench.host.meetings import Planned
 from workbench.host.slots import require_steppable
 from workbench.rank import Op, Rank
 from workbench.settings import KnobError
+from workbench.sim.arithmetic import Arithmetic
 from workbench.sim.fiber import END, PARK, Fiber
 from workbench.sim.passing import Pass
-from workbench.sim.stage import Stage
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Compute(Stage):
+class Compute(Arithmetic):
     """The part of a Host that computes; its verbs answer at once, or PARK."""
 
     world: World
@@ -48,6 +48,8 @@ class Compute(Stage):
         self.free: dict[str, float] = {}  # when each worker's device is free again
         self._held: tuple[Any, dict[int, int]] = None, {}  # a layout in buckets, bytes of parameters held by bucket
         self._kept = Kept()
+        self.computes_until = 0.0  # when the pass under way is over, if nothing holds it up
+        self._hindered = 0.0  # seconds that what is computed next lasts longer, for a codec had a part of the core
         self._asked = self._took = 0.0  # seconds that this step's compute was to take, and takes without faults
 
     def seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
@@ -59,8 +61,10 @@ class Compute(Stage):
         if costs is not None and costs.parts and phase != "update":
             share *= self._dear(costs.parts, phase, chunk)
         computed = costs.seconds(phase, self.index, step, e.seed) * share if costs is not None else 0.0
-        if again and costs is not None:
-            computed += costs.seconds("forward", self.index, step, e.seed) * share * again
+        if costs is not None:
+            if again:
+                computed += costs.seconds("forward", self.index, step, e.seed) * share * again
+            computed += self._beside_pass(costs, phase, chunk)
         factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
         self._asked, self._took = self._asked + asked, self._took + lasts(asked, computed)
         return lasts(asked, computed, factor)
@@ -80,10 +84,15 @@ class Compute(Stage):
         asked, took, self._asked, self._took = self._asked, self._took, 0.0, 0.0
         return self._kept.step(self.experiment.pace * 1e-3, asked, took)
 
+    def hinder(self, seconds: float) -> None:
+        """A codec works for so long beside what this rank computes."""
+        if seconds and (costs := self.world.costs) is not None:
+            self._hindered += costs.slows * seconds
+
     def _occupy(self, fiber: Fiber, seconds: float) -> float:
         """The device works for so long, from when it is free; returns when it begins."""
         began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
-        self.free[fiber.origin] = began + seconds
+        self.free[fiber.origin] = self.computes_until = began + seconds
         return began
 
     def _compute(self, fiber: Fiber, phase: str, value: Any, share: float = 1.0, name: str = "",
@@ -92,6 +101,7 @@ class Compute(Stage):
 
     def _lasting(self, fiber: Fiber, name: str, seconds: float, value: Any) -> Any:
         """The device works for so many seconds; then the answer is `value`."""
+        seconds, self._hindered = seconds + self._hindered, 0.0
         began = self._occupy(fiber, seconds)
         self.span("compute", name, self.clock.now, began, began + seconds, 0)
         self.clock.at(began + seconds, fiber, value)
@@ -222,8 +232,9 @@ class Compute(Stage):
 
     def _passing(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "",
                  chunk: int = 0) -> Pass:  # fmt: skip
-        began = max(self.clock.now, self.free.get(fiber.origin, 0.0))
-        return Pass(name or phase, began, self.seconds(phase, part, chunk), shares)
+        began, lasts_ = max(self.clock.now, self.free.get(fiber.origin, 0.0)), self.seconds(phase, part, chunk)
+        self.computes_until = began + lasts_
+        return Pass(name or phase, began, lasts_, shares)
 
     def _reach(self, fiber: Fiber, passing: Pass, share: float) -> float:
         """When so much of a pass is computed. It stood still while the strategy waited or computed something else."""
@@ -234,7 +245,9 @@ class Compute(Stage):
             self._stretch(passing)
             passing.began += free - passing.last
             passing.since = free
+        passing.began, self._hindered = passing.began + self._hindered, 0.0
         last = passing.last = self.free[origin] = passing.began + passing.seconds * share
+        self.computes_until = passing.began + passing.seconds
         return last
 
     def _stretch(self, passing: Pass) -> None:
@@ -266,20 +279,6 @@ class Compute(Stage):
 
     def _slots(self, fiber: Fiber, op: Op) -> Any:
         return optimizer_tensors(self.body.layout, self.body.optimizer)
-
-    def _collect(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.collect()
-
-    def _factors(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.factors()
-
-    def _curve(self, fiber: Fiber, op: Op) -> Any:
-        """A product takes as long as a forward and a backward."""
-        product = self.body.curve(*op.args, self.rank.step)
-        return self._lasting(fiber, "curve", self.seconds("forward") + self.seconds("backward"), product)
-
-    def _value(self, fiber: Fiber, op: Op) -> Any:
-        return self._lasting(fiber, "value", self.seconds("forward"), self.body.value(self.rank.step))
 
     def _hold(self, fiber: Fiber, op: Op) -> Any:
         (bucket,) = op.args

@@ -23,13 +23,21 @@ class Costs:
 
     forward, backward, update: seconds of one pass on each rank, as numbers or Durations; one value serves all ranks
     codec:    by compressor (`Costs.kind`), seconds per byte of the bucket in each stretch of work between two
-              operations: (encode, decode) for most
+              operations: (encode, decode) for most, while the rank's step waits
+    beside:   the same while the rank computes, with which the codec may share a core; of others that of `codec`
+    slows:    seconds by which the rank computes longer for each second that its codec works meanwhile
     wire:     what a collective costs where the Link is not shaped
+    post:     the same of a message, between ranks without such a Link; not known: as a collective of its bytes
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to nothing else
     evaluate: seconds of one evaluation
     parts:    seconds of a forward and of a backward of each part of the model (see `balance`), of which the proportions
               count where it is cut into stages; none: they are as numbers of parameters
+    coder:    by compressor, seconds per byte of an activation that encoding and decoding it take where it crosses
+              between two stages, or between the ranks of one
+    flop:     by name, seconds per floating-point operation of a strategy's own arithmetic (`rank.work`)
+    asked:    seconds of what else a strategy may ask for: "curve", "value" and "factors", and "collect", by which a
+              backward is longer that is listened to; without, a curve takes a forward and a backward, a value a forward
     density:  share of elements that a choice by their values keeps, for simulations with sizes only; 0: not known
 
     Where an experiment states a `pace`, compute takes what the pace says or what is measured, whichever is longer.
@@ -39,12 +47,18 @@ class Costs:
     backward: tuple[Duration, ...] = (Duration(0.0),)
     update: tuple[Duration, ...] = (Duration(0.0),)
     codec: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    beside: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    slows: float = 0.0
     wire: Wire = Wire()
+    post: Wire = Wire()
     late: float = 0.0
     between: float = 0.0
     evaluate: float = 0.0
     parts: tuple[tuple[float, float], ...] = ()
     density: float = 0.0
+    coder: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    flop: Mapping[str, float] = field(default_factory=dict)
+    asked: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for phase in PHASES:
@@ -60,7 +74,8 @@ class Costs:
         """Calibrated from a recorded run, real or simulated, without its first steps and those beside a change.
 
         Fitted: each rank's median and spread (1.4826 MAD) of forward, backward and update, less what faults
-        stretched; per compressor the median seconds per byte of each stretch of codec work; off a Link the wire's
+        stretched; per compressor the seconds per byte of each stretch of codec work until the last rank was through it,
+        in the mean, with compute beside it and without, and by how much such compute was longer; off a Link the wire's
         two numbers by least squares over the medians of each collective's transfer (last arrival to end), on one
         how late collectives end; the median of what a step lasts beyond compute and waiting; the evaluation; the
         median of the Samples "density", which compressors write whose choice depends on the data.
@@ -109,8 +124,20 @@ class Costs:
         """Seconds per byte of each stretch of codec work; () where it costs nothing."""
         return self.codec.get(self.kind(compressor), ())
 
+    def stretches_beside(self, compressor: Any) -> tuple[float, ...]:
+        """The same while the rank computes."""
+        return self.beside.get(self.kind(compressor)) or self.stretches(compressor)
+
+    def coding(self, compressor: Any, how: str, nbytes: int) -> float:
+        """Seconds that it takes to "encode" or "decode" an activation of so many bytes; 0 where nobody knows."""
+        there, back = self.coder.get(self.kind(compressor), (0.0, 0.0))
+        return (there if how == "encode" else back) * nbytes
+
     kind = staticmethod(kind)
 
     def __or__(self, other: Costs) -> Costs:
-        """These costs with the codecs that `other` knows, too."""
-        return replace(self, codec={**self.codec, **other.codec})
+        """These costs with the codecs, and the arithmetic of strategies, that `other` knows, too."""
+        names = ("codec", "beside", "coder", "flop", "asked")
+        both: dict[str, Any] = {name: {**getattr(self, name), **getattr(other, name)} for name in names}
+        both["post"] = self.post if any(self.post) else other.post
+        return replace(self, **both)

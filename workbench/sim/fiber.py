@@ -104,17 +104,14 @@ class Child(Fiber):
 
 
 class CodedChild(Child):
-    """A child whose own work between two operations takes the time that its codec is known to take.
+    """A child whose own work between two operations takes the time that its codec is known to take on so many bytes."""
 
-    codec: seconds of each stretch of work, the last one for all further ones
-    """
-
-    __slots__ = ("codec", "measures", "op", "stretch")
+    __slots__ = ("measures", "nbytes", "op", "stretch")
 
     def __init__(self, host: Host, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int, share: float,
-                 codec: tuple[float, ...]) -> None:
+                 nbytes: int) -> None:
         super().__init__(host, coro, name, origin, priority, share)
-        self.codec, self.stretch = codec, 0
+        self.nbytes, self.stretch = nbytes, 0
         self.measures = False  # was what it asked for last a part of measuring? Then what follows is no codec's work
         self.op: Op | None = None
 
@@ -140,7 +137,7 @@ class CodedChild(Child):
 
     def _work(self, then: _Then) -> None:
         """A stretch of own work has been done; it takes its time before `then`."""
-        seconds = 0.0 if self.measures else self.codec[min(self.stretch, len(self.codec) - 1)]
+        seconds = 0.0 if self.measures else self.host.stretch_seconds(self.stretch, self.nbytes)
         self.stretch += 1
         clock = self.host.clock
         if seconds:

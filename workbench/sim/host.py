@@ -43,7 +43,8 @@ class Host(Waving, Away):
         self._ways = Ways()
         self.ended: Callable[[Fiber], None] = lambda fiber: None
         self.steering: Any = None  # its session's
-        self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches
+        self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches,
+        self.kinds_beside: tuple[float, ...] = ()  # and of those beside which the rank computes
         meet = self._collective
         self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
             "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
@@ -51,6 +52,7 @@ class Host(Waving, Away):
             "forward": self._forward, "backward": self._backward, "update": self._update, "params": self._params,
             "grads": self._grads, "slots": self._slots,
             "collect": self._collect, "factors": self._factors, "curve": self._curve, "value": self._value,
+            "work": self._work,
             "backward_buckets": self._backward_buckets, "forward_buckets": self._forward_buckets,
             "next_params": self._next_params, "sample": self._sample, "clock": self._now, "batch": self._batch,
             "client": lambda fiber, op: self.body.client(*op.args),
@@ -85,10 +87,18 @@ class Host(Waving, Away):
         """Children that wait for their turn, or are in it."""
         return [child for lane in self.lanes.values() for child in lane.unfinished()]
 
-    def codec(self, name: str) -> tuple[float, ...]:
-        """Seconds of each stretch of a compressor's own work on the bucket called `name`."""
-        nbytes = self.body.cut.nbytes.get(name, 0)
-        return tuple(per_byte * nbytes for per_byte in self.kinds) if nbytes else ()
+    def stretch_seconds(self, number: int, nbytes: int) -> float:
+        """How long a stretch of the compressor's own work on so many bytes lasts that begins now.
+
+        One that shares a core with what the rank computes meanwhile has a price of its own, and makes that longer.
+        """
+        computes = self.computes_until - self.clock.now
+        for kinds, is_beside in ((self.kinds_beside, True), (self.kinds, False)):
+            seconds = nbytes * kinds[min(number, len(kinds) - 1)]
+            if not is_beside or 2 * computes > seconds:
+                break
+        self.hinder(min(seconds, max(0.0, computes)))
+        return seconds
 
     def _start(self, fiber: Fiber, op: Op) -> Any:
         coro, lane, name, priority, share = op.args
@@ -96,8 +106,8 @@ class Host(Waving, Away):
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.size
         self.met = self.met or (everyone and lane not in LANES)
         handle = Handle(name, lane)
-        if self.kinds and (codec := self.codec(name)):
-            child: Child = CodedChild(self, coro, name, fiber.origin, priority, share, codec)
+        if self.kinds and (nbytes := self.body.cut.nbytes.get(name, 0)):
+            child: Child = CodedChild(self, coro, name, fiber.origin, priority, share, nbytes)
         else:
             child = Child(self, coro, name, fiber.origin, priority, share)
         handle._state = child

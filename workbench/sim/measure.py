@@ -7,6 +7,7 @@ of its numbers is found among the spans.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from workbench.fabric import traffic
 from workbench.fabric.load import stretch
 from workbench.record.run import Run
 from workbench.settings import fold
-from workbench.sim.durations import PHASES, Duration, Wire, kind
+from workbench.sim.durations import PHASES, Duration, Wire
+from workbench.sim.measure_codecs import By, codecs, slows
+from workbench.sim.measure_own import asked, coders, flops
 
 WARM = 2  # steps at the beginning and after a change that are not like the others
 ENOUGH = 200  # steps that a median is taken over; more only cost time
@@ -28,7 +31,10 @@ def measured(run: Run) -> dict[str, Any]:
     """The fields of a run's Costs; see `Costs.measured`. Raises ValueError where too few steps were recorded."""
     about = _Recorded(run)
     durations = {phase: about.durations(phase) for phase in PHASES}
-    rest = {"codec": about.codecs(), "wire": about.wire(), "late": about.late(), "between": about.between()}
+    codec, beside = about.codecs()
+    rest = {"wire": about.wire(), "late": about.late(), "between": about.between(), "slows": about.slows}
+    rest["post"] = posted(about.spans, about.at)
+    rest |= {"codec": codec, "beside": beside, **about.own()}
     return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
 
 
@@ -51,11 +57,14 @@ class _Recorded:
                 f"so nothing can be measured; record some steps with partition=Whole()"
             )
         self.good = good[-ENOUGH:]
+        self.any = np.array([s for s in range(stop) if s not in fresh and s not in aside][-ENOUGH:])
         self.window = Window(run.timeline, self.good[0], stop)
         self.kept = np.isin(self.window.steps, self.good)
         self.spans = self.window.rows
         self.spans = self.spans[np.isin(self.spans.step, self.good)]
+        self.listened = np.unique(self.spans.step[self.spans.equal("name", "factors")])
         self.ranks = sorted(int(r) for r in ranks_of(self.spans))
+        self.slows, self.least = slows(self.spans, self.at, self._bucket)
 
     def at(self, step: int) -> Experiment:
         """The experiment as it was at a step."""
@@ -68,6 +77,8 @@ class _Recorded:
     def durations(self, phase: str) -> tuple[Duration, ...]:
         """Median and spread of a phase on each rank, without what faults stretched."""
         rows = self.spans[self.spans.equal("lane", "compute") & self.spans.phase(phase)]
+        rows = rows[~listened] if not (listened := np.isin(rows.step, self.listened)).all() else rows
+        rows = rows[np.isin(rows.step, self.least)] if self.slows else rows
         seconds = rows.t1 - rows.t0
         for i, (rank, step) in enumerate(zip(rows.rank.tolist(), rows.step.tolist(), strict=True)):
             if faults := self.at(step).fabric.faults:
@@ -81,24 +92,15 @@ class _Recorded:
             found.append(Duration(middle, spread if spread > 1e-9 else 0.0))
         return tuple(found) or (Duration(0.0),)
 
-    def codecs(self) -> dict[str, tuple[float, ...]]:
-        """Seconds per byte of each stretch of codec work, by compressor.
+    def codecs(self) -> tuple[By, By]:
+        """What work on buckets costs, while the rank's step waits and while it computes."""
+        return codecs(self.spans, self.at, self._bucket)
 
-        A stretch's number is that of the collectives of its bucket that came before it.
-        """
-        found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        codec, comm = self.spans[self.spans.equal("lane", "codec")], self.spans[self.spans.equal("lane", "comm")]
-        begun: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-        for rank, step, name, t0 in zip(comm.rank, comm.step, comm.name, comm.t0, strict=True):
-            begun[int(rank), int(step), name.split(" ", 1)[-1]].append(t0)
-        for rank, step, name, t0, t1 in zip(codec.rank, codec.step, codec.name, codec.t0, codec.t1, strict=True):
-            nbytes = self._bucket(int(step), name)
-            if nbytes:
-                number = sum(t < t0 for t in begun[int(rank), int(step), name])
-                found[kind(self.at(int(step)).compressor)][number].append((t1 - t0) / nbytes)
-        return {
-            kind: tuple(float(np.median(by.get(n, [0.0]))) for n in range(max(by) + 1)) for kind, by in found.items()
-        }
+    def own(self) -> dict[str, Any]:
+        """What codecs inside of a model cost, and a strategy's own arithmetic: also where replicas are spread."""
+        rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
+        rows = rows[np.isin(rows.step, self.any)]
+        return {"coder": coders(rows, self.at), "flop": flops(rows, samples), "asked": asked(self.spans)}
 
     def _bucket(self, step: int, name: str) -> int:
         """The bytes of a bucket at a step; 0 if that is no bucket's name."""
@@ -166,6 +168,24 @@ class _Recorded:
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
+
+
+def posted(spans: Any, at: Callable[[int], Experiment]) -> Wire:
+    """What a message costs off a Link, from when its rank could send it: by least squares over each size's median."""
+    found: dict[int, list[float]] = defaultdict(list)
+    sent = spans[spans.equal("lane", "comm") & np.array([str(n).startswith("send ") for n in spans.name], bool)]
+    sent = sent[np.array([not at(int(step)).fabric.shaped for step in sent.step], bool)]
+    for rank in np.unique(sent.rank):
+        mine = sent[sent.rank == rank]
+        mine = mine[np.argsort(mine.t1, kind="stable")]
+        before = np.concatenate([[-np.inf], mine.t1[:-1]])  # its messages leave one after the other
+        for nbytes, took in zip(mine.nbytes.tolist(), mine.t1 - np.maximum(mine.t0, before), strict=True):
+            found[nbytes].append(float(took))
+    x, y = np.array([(1.0, nbytes) for nbytes in found]), np.array([np.median(v) for v in found.values()])
+    if not found or not y.any():
+        return Wire()
+    weight = 1.0 / np.maximum(y, 1e-9)
+    return Wire(*_not_negative(x * weight[:, None], y * weight))
 
 
 def _not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

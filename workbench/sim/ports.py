@@ -65,12 +65,21 @@ class Ports:
         if link.shaped:
             seconds = message_seconds(fabric, nbytes, self.size, self.seed, source, to, self._messages[source])
         else:
-            seconds = self._price(link, fabric.shared, even("send", nbytes, self.size))
-        slow = self.chokes(fabric) if fabric.faults else np.ones(self.size)
-        began, left = leaves(now, float(self.free[source]), seconds * float(slow[source]))
+            seconds = self._posted(link, fabric, nbytes)
+        out = into = seconds
+        if fabric.faults:
+            slow = self.chokes(fabric)
+            out, into = seconds * float(slow[source]), seconds * float(max(slow[source], slow[to]))
+        began, left = leaves(now, float(self.free[source]), out)
         self.free[source] = left
-        self.taken[to] = comes(began, self.taken[to], seconds * float(max(slow[source], slow[to])))
-        return began, left, self.taken[to]
+        come = self.taken[to] = comes(began, self.taken[to], into)
+        return began, left, come
+
+    def _posted(self, link: Link, fabric: Fabric, nbytes: int) -> float:
+        """Seconds of a message off any Link: what one was measured to take; else what a collective would."""
+        if self.costs is not None and any(self.costs.post):
+            return self.costs.post.seconds(nbytes, 1)
+        return self._price(link, fabric.shared, even("send", nbytes, self.size))
 
     def path(self, fabric: Fabric, group: Group | None) -> Link:
         """Over which Link a collective of a group, or of all ranks, goes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -23,6 +23,7 @@ from workbench.sim.evaluate import assembled
 from workbench.sim.outline import Outline, outline
 from workbench.sim.replay import Replay
 from workbench.sim.session import Session
+from workbench.sim.shapes import Shapes
 from workbench.sim.sizes import Sizes
 from workbench.sim.tensors import Tensors
 from workbench.sim.world import World
@@ -84,7 +85,8 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
             sessions = [Session(world, 0, experiment, body)]
             able(sessions[0], experiment)
             sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
-            world.run(sessions)
+            with nullcontext() if real else Shapes():
+                world.run(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in str(error):
                 raise

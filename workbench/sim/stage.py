@@ -55,11 +55,6 @@ class Stage(Joint):
         self._squares = 0.0 if x.is_meta else float(x)
         return await Op("update", *op.args)
 
-    def _coded(self, fiber: Fiber, op: Op) -> Any:
-        """A codec's own work on what crosses between stages; nobody knows how long it takes."""
-        _, work = op.args
-        return work()
-
     def _part(self, chunk: int) -> float:
         """Of a stage's own compute on a batch, that of one micro-batch through one piece."""
         return float(self.body.shares[chunk]) / self._count

@@ -35,8 +35,8 @@ class Push(NamedTuple):
 
 def neighbours(graph: str, size: int, index: int) -> set[int]:
     """The ranks that `index` exchanges with, in the named graphs that are the same in every round."""
-    around = {"ring": {index - 1, index + 1}, "complete": set(range(size)),
-              "hypercube": {index ^ (1 << k) for k in range(bits(size))}}  # fmt: skip
+    if graph == "ring":
+        return {(index - 1) % size, (index + 1) % size} - {index}
     if graph == "chain":
         return {other for other in (index - 1, index + 1) if 0 <= other < size}
     if graph == "torus":
@@ -44,7 +44,8 @@ def neighbours(graph: str, size: int, index: int) -> set[int]:
         row, column = divmod(index, width)
         beside = {row * width + (column + d) % width for d in (-1, 1)}
         return (beside | {(index + d * width) % size for d in (-1, 1)}) - {index}
-    return {other % size for other in around[graph]} - {index}
+    around = range(size) if graph == "complete" else (index ^ (1 << k) for k in range(bits(size)))
+    return {other % size for other in around} - {index}
 
 
 def partner(graph: str, size: int, index: int, number: int) -> int:

@@ -6,6 +6,7 @@ Nothing here knows ranks but by number; what is sent to whom is the strategy's t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,11 @@ class Layer(NamedTuple):
         """Elements of both factors, or of their inverses, as they are sent: each is symmetric, so half is enough."""
         return _triangle(self.inputs) + _triangle(self.outputs)
 
+    @property
+    def products(self) -> int:
+        """Floating-point operations of putting a gradient between the two inverses."""
+        return 2 * self.inputs * self.outputs * (self.inputs + self.outputs)
+
 
 def seen(factors: Iterable[Factors]) -> list[Layer]:
     """The layers that these factors are of."""
@@ -41,11 +47,21 @@ def dealt(layers: Sequence[Layer], size: int) -> dict[str, int]:
 
     A matrix of n rows costs n^3.
     """
+    return _dealt(tuple(layers), size)
+
+
+@lru_cache(maxsize=16)  # every rank asks it, in every step
+def _dealt(layers: tuple[Layer, ...], size: int) -> dict[str, int]:
     load, owner = [0] * size, {}
     for layer in sorted(layers, key=_cost, reverse=True):
         owner[layer.weight] = lightest = load.index(min(load))
         load[lightest] += _cost(layer)
     return owner
+
+
+def cubes(layers: Iterable[Layer]) -> int:
+    """Floating-point operations of inverting the factors of these, about."""
+    return sum(map(_cost, layers))
 
 
 def packed(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +16,7 @@ from workbench.strategies._base import Strategy
 from workbench.strategies._kronecker import (
     Gradients,
     Layer,
+    cubes,
     dealt,
     fold,
     invert,
@@ -149,17 +152,16 @@ class KFAC(Strategy):
         """Every rank inverts its layers' factors; then those that keep them get each other's."""
         keepers, owner = _along(rank, "keepers"), dealt(state.layers, rank.size)
         mine = [layer for layer in state.layers if owner[layer.weight] == rank.index]
-        own = [invert(state.memory, layer, self.damping) for layer in mine]
+        inverted = partial(invert, state.memory, damping=self.damping)
+        own = await rank.work(lambda: list(map(inverted, mine)), cubes(mine), "inverses")
         for name in ("inputs inverse", "outputs inverse"):
             state.memory.drop(name)
         first = rank.index - keepers.index
-        for source in range(keepers.size):
-            theirs = [layer for layer in state.layers if owner[layer.weight] == first + source]
-            if theirs:
-                flat = packed(own) if source == keepers.index else _room(state, theirs, sum(x.packed for x in theirs))
-                await keepers.broadcast(flat, source, "inverses")
-                for layer, pair in zip(theirs, unpacked(flat, theirs), strict=True):
-                    keep(state.memory, layer, pair)
+        for source, theirs in _by(lambda layer: owner[layer.weight] - first, state.layers, keepers.size):
+            flat = packed(own) if source == keepers.index else _room(state, theirs, sum(x.packed for x in theirs))
+            await keepers.broadcast(flat, source, "inverses")
+            for layer, pair in zip(theirs, unpacked(flat, theirs), strict=True):
+                keep(state.memory, layer, pair)
         state.inverted = state.steps, self.damping, rank.mesh.dims
 
     async def _precondition(self, rank: Rank, state: _State) -> None:
@@ -169,11 +171,11 @@ class KFAC(Strategy):
         keepers, receivers = _along(rank, "keepers"), _along(rank, "receivers")
         owner, gradients = dealt(state.layers, rank.size), Gradients(await rank.grads())
         made: dict[Layer, Tensor] = {}
-        for source in range(receivers.size):
-            theirs = [layer for layer in state.layers if owner[layer.weight] // keepers.size == source]
+        for source, theirs in _by(lambda x: owner[x.weight] // keepers.size, state.layers, receivers.size):
             if source == receivers.index:
-                made |= {layer: preconditioned(state.memory, layer, gradients.of(layer)) for layer in theirs}
-            if theirs and receivers.size > 1:
+                made |= await rank.work(partial(_through, state.memory, theirs, gradients),
+                                        sum(x.products for x in theirs), "preconditioning")  # fmt: skip
+            if receivers.size > 1:
                 flat = _joined([made[x] for x in theirs]) if source == receivers.index else _room(
                     state, theirs, sum(x.inputs * x.outputs for x in theirs))  # fmt: skip
                 await receivers.broadcast(flat, source, "preconditioned")
@@ -193,9 +195,21 @@ def _along(rank: Rank, dim: str) -> Rank:
     return rank if group.size == rank.size else group
 
 
+def _by(who: Callable[[Layer], int], layers: list[Layer], size: int) -> Iterator[tuple[int, list[Layer]]]:
+    """The layers of each of `size` ranks that has some, in the ranks' order."""
+    found: dict[int, list[Layer]] = {}
+    for layer in layers:
+        found.setdefault(who(layer), []).append(layer)
+    return ((source, found[source]) for source in sorted(found) if 0 <= source < size)
+
+
 def _room(state: _State, layers: list[Layer], n: int) -> Tensor:
     """(n,): where what another rank sends of these layers will be."""
     return state.memory.parts["inputs"][layers[0].weight].new_empty(n)
+
+
+def _through(memory: Memory, layers: list[Layer], gradients: Gradients) -> dict[Layer, Tensor]:
+    return {layer: preconditioned(memory, layer, gradients.of(layer)) for layer in layers}
 
 
 def _joined(matrices: list[Tensor]) -> Tensor:

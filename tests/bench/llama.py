@@ -1,0 +1,220 @@
+"""Predicted against measured steps of a Llama: every strategy, every compressor, stages and slices, on four real ranks.
+
+    python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list]
+
+The model is transformers', small, built from its configuration and never trained before. Calibrated are: DDP on a Link
+that no setting has; on it each compressor, and each way of spreading or stepping that has arithmetic of its own, once.
+Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
+included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tests.bench import beside
+from tests.bench.cells import costs_as_plain, costs_from_plain
+from tests.bench.methods import method
+from workbench import Experiment, Lab, simulate
+from workbench.compressors import Cast, Compressor, TopK
+from workbench.fabric import Fabric, Link
+from workbench.partitions import Pipeline, Tensor
+from workbench.run import Run
+from workbench.settings import KnobError, members
+from workbench.sim import Costs
+from workbench.strategies import KFAC, Newton, Strategy
+from workbench.tasks import Task
+
+RANKS, SETTLE, COUNTED = 4, 5, 24  # steps that are not counted, and whole rounds of every strategy that are
+PACE = 200.0  # ms of a step's compute on a whole model: four ranks on two cores can keep it
+WORDS, CONTEXT, BATCH = 256, 32, 4
+ASKED, WORST = 0.03, 0.10
+WRAPPERS = {"ErrorFeedback", "WarmUp", "Layers", "Dense"}  # what they are is said by what they wrap
+LINKS = (Link(bandwidth=100, latency=0.5), Link(bandwidth=1000, latency=2.0))
+
+
+def _model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=WORDS, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+    ))  # fmt: skip
+
+
+def _data(rank: int, ranks: int, seed: int) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(1000 * seed + rank)
+    return [torch.randint(0, WORDS, (BATCH, CONTEXT + 1), generator=rng) for _ in range(16)]
+
+
+def _loss(model: Any, text: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(text[:, :-1]).logits.flatten(0, 1), text[:, 1:].flatten())
+
+
+def _optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+KNOWN = Experiment(
+    task=Task(model=_model, data=_data, loss=_loss, optimizer=_optimizer, pure=True), ranks=RANKS, pace=PACE,
+    steps=SETTLE + COUNTED, eval_every=0, bucket_mb=0.5, fabric=Fabric(link=Link(bandwidth=300, latency=0.2)),
+)  # fmt: skip
+BF16 = Cast(to="bf16")
+SPREAD = {
+    "1F1B, 2 stages, bf16 between": Pipeline(stages=2, micros=4, activations=BF16, gradients=BF16),
+    "1F1B, 4 stages, top-k 10 % between": Pipeline(stages=4, micros=8, activations=TopK(density=0.1)),
+    "slices, 2 ways, bf16 inside": Tensor(ways=2, activations=BF16, gradients=BF16),
+}
+
+
+def compressors() -> dict[str, Compressor]:
+    """Each that ships but what only wraps others, as its bare name means it."""
+    found = {name: cls for name, cls in members(Compressor).items() if cls.__module__.startswith("workbench.")}
+    return {name: cls.usual() for name, cls in found.items() if name not in WRAPPERS}
+
+
+def strategies() -> dict[str, Strategy]:
+    """Each that ships and has a simulation, with the knobs that it is measured by."""
+    found = {name: cls for name, cls in members(Strategy).items() if cls.__module__.startswith("workbench.")}
+    return {name: method(name).strategy(method(name).knobs[0]) for name, cls in found.items() if not cls.opaque}
+
+
+def settings() -> Iterator[tuple[str, Experiment]]:
+    """What is predicted, by name; nothing of it is calibrated on."""
+    slow, fast = (replace(KNOWN, fabric=Fabric(link=link), bucket_mb=1.0) for link in LINKS)
+    for name, strategy in strategies().items():
+        codec = method(name).codec()
+        yield f"{name}, {_wire(slow)}", replace(slow, strategy=strategy, compressor=codec)
+    for name, compressor in compressors().items():
+        yield f"DDP, {name}, {_wire(fast)}", replace(fast, compressor=compressor)
+    for name, partition in SPREAD.items():
+        yield f"{name}, {_wire(slow)}", replace(slow, partition=partition, pace=RANKS * PACE)
+    for e in (slow, fast):
+        yield f"DDP, TopK, buckets of 0.25 MB, {_wire(e)}", replace(e, bucket_mb=0.25, compressor=TopK.usual())
+
+
+def calibrations() -> dict[str, Experiment]:
+    """What costs are measured from, by name: each adds what it alone has."""
+    found = {"DDP": KNOWN}
+    found |= {name: replace(KNOWN, compressor=compressor) for name, compressor in compressors().items()}
+    found |= {name: replace(KNOWN, strategy=way) for name, way in (("KFAC", KFAC()), ("Newton", Newton()))}
+    return found
+
+
+def _wire(e: Experiment) -> str:
+    return f"{e.fabric.link.bandwidth:g} Mbit/s, {e.fabric.link.latency:g} ms"
+
+
+class Campaign:
+    """What was measured so far, and the lab that measures what is not there."""
+
+    def __init__(self, out: Path | None, ran: Callable[[Experiment], Run]) -> None:
+        self._out, self._ran = out, ran
+        self.found: dict[str, Any] = {"costs": {}, "rows": []}
+        if out and out.exists():
+            self.found = json.loads(out.read_text())
+
+    def costs(self, needed: Iterable[str] = ()) -> Costs:
+        """Of DDP, and of all calibrations or those that are needed."""
+        wanted = calibrations()
+        known = self.found["costs"]
+        for name in ["DDP", *(needed or wanted)]:
+            if name not in known:
+                known[name] = costs_as_plain(Costs.measured(_longer(self._ran, wanted[name])))
+                self._keep()
+                print(f"calibrated: {name}", flush=True)
+        every = {name: costs_from_plain(plain) for name, plain in known.items()}
+        costs = every["DDP"]
+        for other in every.values():
+            costs = costs | other
+        return costs
+
+    def measure(self, name: str, e: Experiment, costs: Costs, real: bool = False) -> None:
+        """One setting, unless it is there."""
+        if any(row["setting"] == name for row in self.found["rows"]):
+            return
+        try:
+            expected = beside.seconds(simulate(e, costs=costs, real=real))
+            row = {"setting": name, "predicted": expected, "measured": beside.seconds(_done(self._ran(e)))}
+        except KnobError as error:
+            row = {"setting": name, "refused": str(error)}
+        self.found["rows"].append(row)
+        self._keep()
+        off = f"{row['predicted'] / row['measured'] - 1:+.1%}" if "measured" in row else row["refused"]
+        print(f"{name}: {off}", flush=True)
+
+    def _keep(self) -> None:
+        if self._out:
+            self._out.write_text(json.dumps(self.found, indent=1))
+
+
+def _longer(ran: Callable[[Experiment], Run], e: Experiment) -> Run:
+    return _done(ran(replace(e, steps=2 * e.steps)))
+
+
+def _done(run: Run) -> Run:
+    if run.state != "done":
+        raise RuntimeError(f"{run.experiment.strategy}, {run.experiment.compressor} ended as {run.state}")
+    return run
+
+
+def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
+    """The part of docs/prediction.md that is about a model other than ours."""
+    rows = [{**r, "off": r["predicted"] / r["measured"] - 1} for r in found["rows"] if "measured" in r]
+    refused = [r for r in found["rows"] if "refused" in r]
+    errors = [abs(r["off"]) for r in rows]
+    kept = [("median", statistics.median(errors), ASKED), ("worst", max(errors), WORST)]
+    said = [f"{n} error {v:.1%} (asked: at most {most:.0%}{'' if v <= most else ': NOT kept'})" for n, v, most in kept]
+    lines = ["| setting | measured (ms) | predicted (ms) | off by |", "| --- | --- | --- | --- |"]
+    for r in sorted(rows, key=lambda r: -abs(r["off"])):
+        lines.append(f"| {r['setting']} | {r['measured'] * 1e3:.0f} | {r['predicted'] * 1e3:.0f} | {r['off']:+.1%} |")
+    others = "".join(f"\n- {r['setting']}: {r['refused']}" for r in refused)
+    return (
+        f"## A Llama of transformers\n\nWritten by `python -m tests.bench llama` from `docs/data/llama.json`. {RANKS} "
+        f"real ranks, four layers of width 128, {PACE:g} ms of paced compute per step, four times that where a replica "
+        f"is several ranks; buckets of 1 MB, a run for each setting, the mean of {COUNTED} steps. Calibrated on DDP "
+        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there. The worst "
+        f"first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n" + "\n".join(lines) + "\n"
+        + (f"\nNot run:\n{others}\n" if others else "")
+        + f"\n*{machine.get('date')}; {machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; "
+        f"commit {machine.get('commit')}; 15-minute load {machine.get('load', 0):.1f}.*\n"
+    )
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--runs", type=Path, default=Path("runs"))
+    ask.add_argument("--only", nargs="*", default=[], metavar="WORD", help="settings whose names hold one of these")
+    ask.add_argument("--list", action="store_true", help="say what would be measured")
+    a = ask.parse_args()
+    wanted = [(n, e) for n, e in settings() if not a.only or any(word in n for word in a.only)]
+    if a.list:
+        return print("\n".join(name for name, _ in wanted), f"\n{len(wanted)} settings", flush=True)
+    with Lab(ranks=RANKS, name="llama") as lab:
+
+        def ran(e: Experiment) -> Run:
+            return lab.run(e, out=a.runs / f"llama-{time.time():.0f}").wait(900)
+
+        campaign = Campaign(a.out, ran)
+        names = {name for name in calibrations() if any(name in n.replace(",", "").split() for n, _ in wanted)}
+        costs = campaign.costs(sorted(names) if a.only else ())
+        for name, e in wanted:
+            campaign.measure(name, e, costs, method(type(e.strategy).__name__).real)
+    errors = [abs(r["predicted"] / r["measured"] - 1) for r in campaign.found["rows"] if "measured" in r]
+    if errors:
+        print(f"{len(errors)} settings: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main()

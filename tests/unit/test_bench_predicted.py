@@ -1,0 +1,66 @@
+"""The campaign over a Llama, and how long the simulator takes: what they cover, that they go on, what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench import llama, scale
+from tests.ranks import experiment
+from workbench import Costs, simulate
+from workbench.compressors import Compressor
+from workbench.experiment import Experiment
+from workbench.run import Run
+from workbench.settings import members
+from workbench.strategies import Strategy
+
+MACHINE = {"date": "today", "cpu": "one", "system": "Linux", "torch": "2", "commit": "abc", "load": 0.5}
+
+
+def test_every_strategy_and_every_compressor_is_among_the_settings() -> None:
+    names = [name for name, _ in llama.settings()]
+    assert len(names) == len(set(names)) >= 60
+    for family, but in ((Strategy, {"TorchDDP", "TorchFSDP"}), (Compressor, llama.WRAPPERS)):
+        for name, cls in members(family).items():
+            if cls.__module__.startswith("workbench.") and name not in but:
+                assert any(name in each.replace(",", "").split() for each in names), name
+    assert {e for _, e in llama.settings()}.isdisjoint(llama.calibrations().values())
+
+
+@pytest.mark.ranks
+def test_a_campaign_that_was_broken_off_goes_on_and_says_its_errors(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def ran(e: Experiment) -> Run:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(e.steps)
+        return simulate(e, costs=Costs(forward=0.011, backward=0.022))
+
+    every = {f"setting {k}": experiment(2, 12, bucket_mb=0.1 * k) for k in (1, 2, 3)}
+    given = Costs(forward=0.01, backward=0.02)
+    with pytest.raises(KeyboardInterrupt):
+        for name, e in every.items():
+            llama.Campaign(tmp_path / "llama.json", ran).measure(name, e, given)
+    found = json.loads((tmp_path / "llama.json").read_text())
+    assert [row["setting"] for row in found["rows"]] == ["setting 1", "setting 2"]
+    made.clear()
+    again = llama.Campaign(tmp_path / "llama.json", ran)
+    for name, e in every.items():
+        again.measure(name, e, given)
+    assert len(made) == 1 and len(again.found["rows"]) == 3
+    again.measure("refused", experiment(2, 0), given)
+    said = llama.page(again.found, MACHINE)
+    assert "3 settings: median error 9.1% (asked: at most 3%: NOT kept); worst error 9.1%" in said
+    assert "- refused: steps=0" in said
+
+
+@pytest.mark.ranks
+def test_what_the_simulator_takes_is_said_with_what_falls_short() -> None:
+    row = scale.once("DDP", 4, 2)
+    assert row["seconds"] > 0 and row["spans"] > 0
+    rows = {"DDP": {**row, "seconds": 11.0}, "Gossip": {**row, "seconds": 29.0}, "X": {"refused": "cannot be"}}
+    said = scale.text({"ranks": 1024, "steps": 100, "rows": rows})
+    assert "Not kept by DDP." in said and "- X: cannot be" in said and "| Gossip | 29.0 |" in said

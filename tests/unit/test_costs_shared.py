@@ -1,0 +1,95 @@
+"""Codecs that share a core with compute: what they cost beside it, and it beside them, on the virtual clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sim.virtual import paced, rows, seconds, stack
+from workbench import Costs, simulate
+from workbench.compressors import Cast, Dense
+from workbench.experiment import Experiment
+from workbench.settings import Change
+from workbench.sim.measure_codecs import codecs, slows
+from workbench.strategies import DDP, LocalSGD
+
+pytestmark = pytest.mark.ranks
+
+NBYTES = 40_000  # of each of four buckets, full at a quarter of a backward each
+BACK = 0.08  # seconds
+CAST = {"codec": {"Cast": (0.002 / NBYTES, 0.0)}, "beside": {"Cast": (0.004 / NBYTES, 0.0)}}
+
+
+def made(strategy: Any = None, compressor: Any = None, steps: int = 6, **rest: Any) -> Experiment:
+    """Four buckets over wires that take next to no time."""
+    return paced(3, steps, 0.0, 1e6, strategy=strategy or DDP(), compressor=compressor or Cast(to="bf16"),
+                 task=stack(4), bucket_mb=0.03, **rest)  # fmt: skip
+
+
+def test_what_is_encoded_beside_backward_has_a_price_of_its_own() -> None:
+    """Three of four buckets are; only the last one is waited for."""
+    run = simulate(made(), costs=Costs(backward=BACK, **CAST))
+    spans = rows(run, "codec", 0)
+    spans = spans[spans.step == 3]
+    assert (spans.t1 - spans.t0).tolist() == pytest.approx([0.004, 0.004, 0.004, 0.002])
+    assert seconds(run)[3] == pytest.approx(BACK + 0.002, abs=1e-4)
+    alone = rows(simulate(made(LocalSGD(every=1)), costs=Costs(backward=BACK, **CAST)), "codec", 0)
+    assert (alone.t1 - alone.t0).tolist() == pytest.approx([0.002] * len(alone)) and len(alone)
+
+
+def test_a_codec_on_its_core_makes_backward_longer() -> None:
+    """By its share of what was encoded meanwhile; what is encoded once the step waits holds nobody up."""
+    for slow in (0.0, 0.5, 1.0):
+        run = simulate(made(), costs=Costs(backward=BACK, slows=slow, **CAST))
+        spans = rows(run, "compute", 0, "backward")
+        assert (spans.t1 - spans.t0)[3] == pytest.approx(BACK + slow * 3 * 0.004)
+        assert seconds(run)[3] == pytest.approx(BACK + slow * 3 * 0.004 + 0.002, abs=1e-4)
+
+
+def test_both_are_measured_from_steps_with_a_codec_and_steps_without() -> None:
+    """So the same run would be predicted as it was: compute as it is without a codec, and what one adds to it."""
+    given = Costs(backward=BACK, forward=0.01, slows=0.5, **CAST)
+    run = simulate(made(compressor=Dense(), steps=24), costs=given, changes=[Change(12, "compressor", Cast(to="bf16"))])
+    found = Costs.measured(run)
+    assert found.slows == pytest.approx(0.5) and found.backward[0].seconds == pytest.approx(BACK)
+    assert found.codec["Cast"][0] == pytest.approx(CAST["codec"]["Cast"][0])
+    assert found.beside["Cast"][0] == pytest.approx(CAST["beside"]["Cast"][0])
+    np.testing.assert_allclose(seconds(simulate(made(), costs=found))[2:], seconds(simulate(made(), costs=given))[2:],
+                               rtol=1e-3)  # fmt: skip
+    without = Costs.measured(simulate(made(), costs=given))  # nobody knows what backward takes without it
+    assert without.slows == 0.0 and without.backward[0].seconds == pytest.approx(BACK + 0.5 * 3 * 0.004)
+
+
+def test_a_stretch_takes_as_long_as_the_slowest_rank_in_the_mean() -> None:
+    """All wait for it: in every other step one of three ranks is held up and takes five times as long."""
+    e = made(LocalSGD(every=1), steps=20)
+    spans = rows_of(simulate(e, costs=Costs(backward=BACK, codec={"Cast": (0.002 / NBYTES, 0.0)})))
+    held = spans.equal("lane", "codec") & (spans.rank == spans.step % 3) & (spans.step % 2 == 0)
+    spans.columns["t1"][held] += 0.008
+    found, _ = codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0)
+    assert 0.005 < found["Cast"][0] * NBYTES < 0.006  # the mean, less the most disturbed twentieth; the median is 0.002
+
+
+def test_a_stretch_that_is_hardly_ever_written_takes_no_time() -> None:
+    """The engine leaves out what is too short; the few that are there were disturbed."""
+    e = made(LocalSGD(every=1), compressor=Dense(), steps=20)
+    spans = rows_of(simulate(e, costs=Costs(backward=BACK, codec={"Dense": (0.002 / NBYTES, 0.0)})))
+    spans = spans[~spans.equal("lane", "codec") | (spans.step == 7)]
+    assert codecs(spans, lambda step: e, lambda step, name: NBYTES if name.startswith("bucket") else 0) == ({}, {})
+
+
+def test_how_codecs_slow_compute_is_not_told_where_other_things_changed_too() -> None:
+    """A pace that was turned with the compressor would be taken for the codec's doing."""
+    given = Costs(backward=BACK, slows=0.5, **CAST)
+    changes = [Change(12, "compressor", Cast(to="bf16")), Change(12, "pace", 400.0)]
+    run = simulate(made(compressor=Dense(), steps=24), costs=given, changes=changes)
+    before, after = run.experiment, run.experiment.set("compressor", Cast(to="bf16"))
+    spans, at = rows_of(run), lambda step: before if step < 12 else after
+    nbytes = lambda step, name: NBYTES if name.startswith("bucket") else 0  # noqa: E731
+    assert slows(spans, at, nbytes)[0] == 1.0 and Costs.measured(run).slows == 0.0
+
+
+def rows_of(run: Any) -> Any:
+    return run.timeline.spans.rows()

@@ -1,0 +1,39 @@
+"""Arithmetic on sizes by a short way: the shapes that torch would say, and torch's own errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workbench.sim.shapes import Shapes
+
+
+def test_shapes_dtypes_and_errors_are_torchs() -> None:
+    a, b = torch.empty(6, device="meta"), torch.empty(6, device="meta")
+    wide, row, count = (torch.empty(n, device="meta", dtype=d)
+                        for n, d in ((6, torch.float64), (1, torch.float32), (6, torch.int64)))  # fmt: skip
+    ways = [
+        lambda: a * b, lambda: a + 0.5, lambda: a - wide, lambda: a / row, lambda: count * 0.5, lambda: count / count,
+        lambda: -a.view(2, 3).T, lambda: torch.cat([a, b]), lambda: torch.cat([a, wide]),
+        lambda: torch.cat([a.view(2, 3)] * 2, 1), lambda: a.add_(b, alpha=0.5), lambda: a.lerp_(b, 0.1),
+        lambda: a.copy_(wide), lambda: a.mul_(row), lambda: 2.0 * a, lambda: torch.maximum(a, b),
+    ]  # fmt: skip
+    for number, way in enumerate(ways):
+        want = way()
+        with Shapes():
+            found = way()
+        assert (found.shape, found.dtype, found.is_meta) == (want.shape, want.dtype, True), number
+        assert found.stride() == want.stride(), number
+        assert (found is a) == (want is a), number
+    for wrong in (lambda: a * torch.empty(5, device="meta"), lambda: a.add_(torch.empty(2, 6, device="meta"))):
+        with Shapes(), pytest.raises(RuntimeError):
+            wrong()
+
+
+def test_what_is_made_is_new_and_values_are_left_alone() -> None:
+    a, x = torch.empty(6, device="meta"), torch.arange(3.0)
+    with Shapes():
+        made = a * 1.0
+        assert made.untyped_storage()._cdata != a.untyped_storage()._cdata
+        assert (x * 2.0 + x).tolist() == [0.0, 3.0, 6.0] and torch.cat([x, x]).tolist() == [0.0, 1.0, 2.0] * 2
+        assert x.add_(1.0).tolist() == [1.0, 2.0, 3.0]
