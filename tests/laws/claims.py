@@ -48,12 +48,13 @@ SUMS = {"BoundedStaleness", "Hogwild"}
 RATES: dict[str, float] = {
     "AdaAlter": 500.0,  # the task's own is Adam's; here a root that begins near 1 divides
     "BMUF": 1.0, "DABMD": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "Newton": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
-    "ShadowBMUF": 1.0, "ShadowEASGD": 1.0, "SlowMo": 1.0, "StreamingDiLoCo": 1.0, "TEASQFed": 1.0, "Wavelet": 1.0,
+    "ShadowBMUF": 1.0, "ShadowEASGD": 1.0, "ShadowSync": 1.0, "SlowMo": 1.0,
+    "StreamingDiLoCo": 1.0, "TEASQFed": 1.0, "Wavelet": 1.0,
 }  # fmt: skip
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
 # in, end in an outer value that momentum has carried past the mean
-ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "ShadowEASGD", "SlowMo", "StreamingDiLoCo"}
+ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "ShadowEASGD", "ShadowSync", "SlowMo", "StreamingDiLoCo"}
 
 # strategies whose exchanges overtake each other, so that their order depends on which were there to choose from
 URGENT = {"ByteScheduler"}

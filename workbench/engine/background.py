@@ -47,6 +47,7 @@ class Background:
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
+            "update_rows": run.host.update_rows,
             "send": self._send, "recv": self._recv, "wait": self.lane.wait,
             "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
         }  # fmt: skip

@@ -18,6 +18,7 @@ from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
 from workbench.host.slots import step_shard
+from workbench.host.tables import step_rows, taken
 from workbench.rank import Bucket, Op, StrategyError
 
 # what may be asked for inside of torch, while a forward or a backward runs
@@ -43,6 +44,7 @@ class Compute(Stage):
     _sample: Callable[[str, float], None]
     module: Callable[..., Any]  # what forward calls: the model, or torch's wrapper around it
     batches: Callable[[], Any]
+    rows_of: Callable[[Any], dict[str, Tensor]]
     before_update: Callable[[], None]
     clip: Callable[[], float]  # the longest that the gradient may be; 0: any
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
@@ -186,6 +188,17 @@ class Compute(Stage):
         self.optimizer.zero_grad(set_to_none=True)
         self.layout.let_go()
         self.curvature.stepped()
+
+    def _look_up(self) -> tuple[Any, dict[str, Tensor]]:
+        batch = self._batch()
+        return batch, self.rows_of(batch)
+
+    def _row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return taken(self.layout, rows)
+
+    def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+        with self.alone:
+            step_rows(self.layout, self.optimizer, table, rows, grad, lr)
 
     def _curve(self, vector: list[Tensor]) -> list[Tensor]:
         """A product takes as long as a forward and a backward, where the pace says how long these take."""

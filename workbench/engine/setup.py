@@ -39,6 +39,7 @@ from workbench.host.reading import Reading
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
 from workbench.host.steering import Overheard, Steering
+from workbench.host.tables import read
 from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Op, StrategyError
@@ -145,6 +146,7 @@ class Parts(Life):
         self.host.follow = self.peers.follow
         self.host.batches, self.host.coming = self.batches.next, self.batches.coming
         self.host.client, self.host.waves = self.batches.client, Waves(self.model, self.learner)
+        self.host.rows_of = lambda batch: read(self.learner, batch, self.layout)
         self.flow = self.host.flow
         self.host.partition = lambda: self.experiment.partition
         self.host.flow.steps = lambda: self.experiment.steps

@@ -51,6 +51,10 @@ class Training(Turnable):
         return self.session.stopping or self.meeting.over
 
     @property
+    def drawn(self) -> int:
+        return self.batches.taken
+
+    @property
     def met(self) -> bool:
         return self.host.met
 

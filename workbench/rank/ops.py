@@ -10,6 +10,7 @@ from workbench.rank.bucket import Bucket, Memory
 from workbench.rank.elsewhere import Elsewhere
 from workbench.rank.mesh import Group, Mesh
 from workbench.rank.pieces import Pieces
+from workbench.rank.tables import Tables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
 
 
-class Rank(Pieces, Elsewhere):
+class Rank(Pieces, Tables, Elsewhere):
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and how many there are, here: in the run, or in a group of it
@@ -32,6 +33,7 @@ class Rank(Pieces, Elsewhere):
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
     density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
     memory:       the compressor's memory on this rank
+    tables:       where the strategy keeps embedding `tables` on servers, the names of their weights; else none
     phase:        where parameters lie in shards, the pass under way: "forward", "backward" or "evaluation"; else ""
     """
 
@@ -48,6 +50,7 @@ class Rank(Pieces, Elsewhere):
         self.compressor: Any = None
         self.density = 0.01
         self.memory = Memory(seed * 100_003 + index)
+        self.tables: tuple[str, ...] = ()
         self.phase = ""
 
     @property

@@ -57,6 +57,7 @@ class Host(Waving, Away):
             "stage_forward": self._stage_forward, "stage_backward": self._stage_backward,
             "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
             "coded": self._coded, "pieces": self._pieces, "rise": self._rise, "fall": self._fall,
+            "look_up": self._look_up, "row_grads": self._row_grads, "update_rows": self._update_rows,
             "hold": self._hold, "offload": self._offload, "fetch": self._fetch,
             "send": self._send, "recv": self._recv, "again": self.rounds.again,
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,

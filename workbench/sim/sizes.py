@@ -45,6 +45,7 @@ class Sizes:
     """
 
     losses: tuple[()] = ()
+    taken = 0  # batches so far
     ledger: Any = None  # its session's
     reading: Any = None  # its session's
     examples: Callable[[], int] = int  # its session's: how many make a batch
@@ -156,6 +157,7 @@ class Sizes:
 
     def open(self, x: Any, micro: int) -> None:
         """A batch is there, which goes through the stages when its backward is asked for."""
+        self.taken += 1
 
     def begin(self, micro: int, partition: Partition) -> Any:
         """A batch goes through the stages; nobody knows its examples."""
@@ -177,6 +179,7 @@ class Sizes:
 
     def drawn(self, x: Any) -> Any:
         """Nobody knows the examples of a batch."""
+        self.taken += 1
         return ()
 
     def reseed(self, number: int) -> None:
@@ -216,6 +219,18 @@ class Sizes:
     def batch(self) -> Any:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
+    def look_up(self) -> tuple[None, dict[str, torch.Tensor]]:
+        """The rows that one batch reads stand for those of all."""
+        return None, self._whole.rows(self.examples(), self.layout)
+
+    def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        like = {place.name: place.param.data for place in self.layout.order if place.name in rows}
+        return {name: like[name].new_empty(len(mine), like[name].shape[1]) for name, mine in rows.items()}
+
+    def update_rows(self, table: str, rows: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        """Nothing moves; from the first step on the optimizer remembers something."""
+        self.stepped_apart()
+
     def client(self, index: int, count: int) -> None:
         """Nobody knows whose examples a batch has."""
 
@@ -224,6 +239,7 @@ class Sizes:
 
     def forward(self, x: Any, micro: int) -> Any:
         self.opened[0] += 1
+        self.taken += 0 if self.split else 1  # which has `drawn` it
         self.ledger.forward()
         return x
 

@@ -20,6 +20,7 @@ from workbench.host.curvature import Curvature
 from workbench.host.layout import Layout
 from workbench.host.offload import Offloaded
 from workbench.host.slots import step_shard
+from workbench.host.tables import read, step_rows, taken
 from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
@@ -121,6 +122,20 @@ class Tensors(Portion):
 
     def batch(self) -> Any:
         return self.batches.next()
+
+    @property
+    def taken(self) -> int:
+        return self.batches.taken
+
+    def look_up(self) -> tuple[Any, dict[str, Tensor]]:
+        batch = self.batches.next()
+        return batch, read(self.learner, batch, self.layout)
+
+    def row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return taken(self.layout, rows)
+
+    def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+        step_rows(self.layout, self.optimizer, table, rows, grad, lr)
 
     def client(self, index: int, count: int) -> None:
         self.batches.client(index, count)

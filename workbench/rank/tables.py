@@ -1,0 +1,34 @@
+"""The verbs of a Rank about embedding tables, of which a step reads and changes a few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from workbench.rank.awaitables import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Tables:
+    """The part of a Rank that looks up rows of embedding tables and steps them."""
+
+    def look_up(self) -> Op:
+        """-> (batch, rows): the next batch of this rank's data, for `forward(batch)`, and by table which rows it reads.
+
+        (n,) int64 each, distinct, ascending. With sizes only there is no batch, and the rows of one stand for those of
+        all.
+        """
+        return Op("look_up")
+
+    def row_grads(self, rows: dict[str, Tensor]) -> Op:
+        """-> by table the gradient of these rows, (n, width). It is used up: `update` leaves these tables alone."""
+        return Op("row_grads", rows)
+
+    def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> Op:
+        """One step of the optimizer, at the rate `lr`, of these rows of a table, with their gradient (n, width).
+
+        What it remembers of other rows stays as it is, and its step counter is the table's. A background of a rank that
+        only serves may ask for it, too; it takes no time under a pace.
+        """
+        return Op("update_rows", table, rows, grad, lr)
