@@ -15,7 +15,7 @@ from tests.ranks import experiment, run, toy, weights
 from tests.sim.virtual import samples
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
-from workbench.optimizers import LAMB
+from workbench.optimizers import LAMB, AdamW
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, ShadowSync
 from workbench.tasks import ClickThrough, Digits
@@ -154,5 +154,22 @@ def test_what_cannot_be_is_said_in_a_sentence() -> None:
         experiment(3, strategy=ShadowSync(), task=Digits())
     with pytest.raises(KnobError, match="servers=3 leaves none of 3 ranks to train"):
         experiment(3, strategy=ShadowSync(servers=3), task=ClickThrough())
-    with pytest.raises(KnobError, match="LAMB is not known to step each element by itself"):
+    with pytest.raises(KnobError, match="Lamb is not known to step each element by itself"):
         experiment(3, strategy=ShadowSync(), task=ClickThrough(), optimizer=LAMB())
+
+
+def test_tables_that_the_model_has_not_are_refused_when_it_is_chosen_live_too() -> None:
+    task = toy(torch.optim.SGD, Scores, loss, data, evaluated, lookups=lambda batch: {"c.weight": batch[0][:, 0]})
+    e = experiment(2, 4, task=task, pace=2.0)
+    done = simulate(e, changes=[Change(2, "strategy", "ShadowSync")], real=True)
+    (refused,) = done.marks[done.marks["name"] == "refused"].detail
+    assert "'c.weight' is no weight of an embedding that is trained; there are b.weight, a.weight" in str(refused)
+    assert not done.changes and done.state == "done"
+
+
+def test_knobs_turn_while_tables_lie_on_servers() -> None:
+    changes = [Change(3, "strategy.servers", 2), Change(6, "bucket_mb", 0.02), Change(8, "optimizer", AdamW()),
+               Change(10, "strategy.servers", 1), Change(12, "strategy", "DDP")]  # fmt: skip
+    done = simulate(chosen(4, 16, torch.optim.Adam, strategy=ShadowSync()), changes=changes, real=True)
+    assert [c.path for c in done.changes] == [c.path for c in changes], "each hand-over has compared all ranks"
+    assert done.state == "done"

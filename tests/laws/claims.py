@@ -48,8 +48,7 @@ SUMS = {"BoundedStaleness", "Hogwild"}
 RATES: dict[str, float] = {
     "AdaAlter": 500.0,  # the task's own is Adam's; here a root that begins near 1 divides
     "BMUF": 1.0, "DABMD": 1.0, "DiLoCo": 1.0, "EASGD": 1.0, "KFAC": 3.0, "Newton": 3.0, "OneBitAdam": 1.0, "QAdam": 1.0,
-    "ShadowBMUF": 1.0, "ShadowEASGD": 1.0, "ShadowSync": 1.0, "SlowMo": 1.0,
-    "StreamingDiLoCo": 1.0, "TEASQFed": 1.0, "Wavelet": 1.0,
+    "ShadowBMUF": 1.0, "ShadowEASGD": 1.0, "SlowMo": 1.0, "StreamingDiLoCo": 1.0, "TEASQFed": 1.0, "Wavelet": 1.0,
 }  # fmt: skip
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
@@ -97,4 +96,7 @@ WHEN = {
 }
 
 # asynchronous strategies in which one rank may be sent the model more often than another, and why
-AT_NEED = {"BoundedStaleness": "a rank fetches when its copy is too old, not in every step"}
+AT_NEED = {
+    "BoundedStaleness": "a rank fetches when its copy is too old, not in every step",
+    **dict.fromkeys(("ShadowEASGD", "ShadowSync"), "each shadow meets the servers at a pace of its own"),
+}

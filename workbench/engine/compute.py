@@ -48,6 +48,7 @@ class Compute(Stage):
     before_update: Callable[[], None]
     clip: Callable[[], float]  # the longest that the gradient may be; 0: any
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
+    _looked: Any = None  # the batch of the next forward, whose rows were looked up
     _stretch: tuple[str, Any] | None = None  # the pass under way, and since when it has not stood still
 
     def _forward(self, x: Any, micro: int) -> Tensor | None:
@@ -74,7 +75,8 @@ class Compute(Stage):
 
     def _batch(self) -> Any:
         self.at("data iterator")
-        return self.batches()
+        looked, self._looked = self._looked, None
+        return self.batches() if looked is None else looked
 
     def _backward(self, grad: Any, micro: int, exchanged: bool = False) -> None:
         """Gradients of a forward; those that are `exchanged` go into buckets, which are handed out as they fill."""
@@ -189,9 +191,9 @@ class Compute(Stage):
         self.layout.let_go()
         self.curvature.stepped()
 
-    def _look_up(self) -> tuple[Any, dict[str, Tensor]]:
-        batch = self._batch()
-        return batch, self.rows_of(batch)
+    def _look_up(self) -> dict[str, Tensor]:
+        batch = self._looked = self._batch()
+        return self.rows_of(batch)
 
     def _row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         return taken(self.layout, rows)

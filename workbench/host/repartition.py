@@ -27,6 +27,7 @@ from workbench.host.sliced import numel_of, shape_of
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.host.spread import Spread, placed, spread_of
+from workbench.host.tables import tables_of
 from workbench.host.trying import check
 from workbench.rank import Part, StrategyError
 from workbench.settings import KnobError
@@ -69,6 +70,10 @@ def able(run: Any, wanted: Experiment) -> None:
     here = {n: p for n, p in run.model.named_parameters() if p.requires_grad and not isinstance(p, absent.Absent)}
     if reason := wanted.strategy.refuses_values({n: p.detach() for n, p in here.items()}):
         raise KnobError(reason)
+    try:
+        tables_of(run.learner, wanted, run.layout)
+    except StrategyError as error:
+        raise KnobError(f"strategy={type(wanted.strategy).__name__}: {error}") from None
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _require_tried(run, wanted)

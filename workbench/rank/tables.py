@@ -14,10 +14,9 @@ class Tables:
     """The part of a Rank that looks up rows of embedding tables and steps them."""
 
     def look_up(self) -> Op:
-        """-> (batch, rows): the next batch of this rank's data, for `forward(batch)`, and by table which rows it reads.
+        """-> by embedding table which of its rows the batch reads that this worker's next `forward()` is about.
 
-        (n,) int64 each, distinct, ascending. With sizes only there is no batch, and the rows of one stand for those of
-        all.
+        (n,) int64 each, distinct, ascending. With sizes only the rows of one batch stand for those of all.
         """
         return Op("look_up")
 

@@ -295,6 +295,7 @@ class Compute(Stage):
         return self.body.batch()
 
     def _look_up(self, fiber: Fiber, op: Op) -> Any:
+        self.body.turn(fiber.origin)
         return self.body.look_up()
 
     def _row_grads(self, fiber: Fiber, op: Op) -> Any:

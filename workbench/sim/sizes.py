@@ -219,9 +219,9 @@ class Sizes:
     def batch(self) -> Any:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
-    def look_up(self) -> tuple[None, dict[str, torch.Tensor]]:
+    def look_up(self) -> dict[str, torch.Tensor]:
         """The rows that one batch reads stand for those of all."""
-        return None, self._whole.rows(self.examples(), self.layout)
+        return self._whole.rows(self.examples(), self.layout)
 
     def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         like = {place.name: place.param.data for place in self.layout.order if place.name in rows}

@@ -56,6 +56,7 @@ class Tensors(Portion):
         self.reading: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
         self._worker = ""
+        self._looked: dict[str, Any] = {}  # by worker, the batch of its next forward, whose rows were looked up
         self._waves: Waves | None = None
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
@@ -127,9 +128,9 @@ class Tensors(Portion):
     def taken(self) -> int:
         return self.batches.taken
 
-    def look_up(self) -> tuple[Any, dict[str, Tensor]]:
-        batch = self.batches.next()
-        return batch, read(self.learner, batch, self.layout)
+    def look_up(self) -> dict[str, Tensor]:
+        batch = self._looked[self._worker] = self.batches.next()
+        return read(self.learner, batch, self.layout)
 
     def row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
         return taken(self.layout, rows)
@@ -142,7 +143,8 @@ class Tensors(Portion):
 
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_randomness(), torch.enable_grad():
-            inputs = self.batches.next() if x is None else x
+            looked = self._looked.pop(self._worker, None) if x is None else x
+            inputs = self.batches.next() if looked is None else looked
             with self.reading.passing("forward"), self.going_through(None):
                 loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -91,14 +91,14 @@ class ShadowSync(ShadowEASGD):
         return _State(rank, params)
 
     async def step(self, rank: Rank, state: Shadow) -> None:
-        batch, rows = await rank.look_up()
+        rows = await rank.look_up()
         asked = self._by_server(rank, rows) if rank.size > 1 else {}
         for server, its in asked.items():
             await self._ask(rank, server, Ask.LOOK_UP, rank.worker, *(len(r) for r in its.values()), ids=its.values())
         for server, its in asked.items():
             got, _ = await rank.recv(None, server, f"rows {rank.worker}")
             put(tables_in(await rank.params(), its), its, got)
-        await rank.forward(batch)
+        await rank.forward()
         await rank.backward()
         if asked:
             grads = await rank.row_grads({name: r for its in asked.values() for name, r in its.items()})
