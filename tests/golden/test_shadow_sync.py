@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.golden.shadow_sync import Batch, Params, in_turn, served
+from tests.golden.shadow_sync import Batch, Params, gradients, in_turn, served
 from tests.ranks import experiment, run, toy, weights
 from tests.sim.virtual import samples
 from workbench import simulate
@@ -64,9 +63,9 @@ def evaluated(model: nn.Module) -> float:
     return float(loss(model, data(9, 0, 0)[0]))
 
 
-def chosen(ranks: int, steps: int, optimizer: Any, **rest: Any) -> Any:
+def chosen(ranks: int, steps: int, optimizer: Any, lr: float = LR, **rest: Any) -> Any:
     task = toy(optimizer, Scores, loss, data, evaluated, lookups=lookups)
-    return experiment(ranks, steps, task=task, pace=2.0, lr=LR, **rest)
+    return experiment(ranks, steps, task=task, pace=2.0, lr=lr, **rest)
 
 
 @pytest.mark.parametrize("host", ["simulator", "engine"])
@@ -140,13 +139,33 @@ def test_the_evaluated_model_has_the_servers_tables() -> None:
     assert min(abs(samples(done, "held_out", 0)[-1] - x) for x in could) < 1e-9
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_train_on_batches_and_rows_of_their_own(workers: int) -> None:
-    strategy = ShadowSync(servers=1, workers=workers)
-    done = simulate(chosen(3, 20, partial(torch.optim.SGD), strategy=strategy), real=True)
-    rows = done.spans[(done.spans["rank"] == 2) & done.spans.name.str.startswith("send rows")]
-    assert set(rows.name) == {f"send rows {w} to {r}" for w in range(workers) for r in range(2)}
-    assert np.mean(samples(done, "loss", 0)[-5:]) < np.mean(samples(done, "loss", 0)[:5])
+@pytest.mark.parametrize("host", ["simulator", "engine"])
+def test_workers_train_on_batches_and_rows_of_their_own(host: str) -> None:
+    """A worker that reads a batch twice, or another's rows or gradients, would leave the line below."""
+    e = chosen(2, 10, torch.optim.SGD, strategy=ShadowSync(alpha=1.0, workers=3), lr=1e-9)
+    drawn = [gradients(begun(), batches(0, number))[0] for number in range(30)]
+    if host == "engine":
+        sessions = run(e)
+        found, names = sessions[0].record.losses(), {what for _, what, _ in sessions[1].record.comm()}
+    else:
+        done = simulate(e, real=True)
+        found, names = samples(done, "loss", 0), set(done.spans[done.spans["rank"] == 1].name)
+    np.testing.assert_allclose(found, np.reshape(drawn, (10, 3)).mean(1), rtol=1e-6)
+    assert {f"send rows {worker} to 0" for worker in range(3)} <= names
+
+
+def test_on_the_engine_no_workers_update_is_lost_and_it_is_left_with_one_state() -> None:
+    """At a rate so small that gradients stay as they are, what moved is the sum of all gradients in any order."""
+    lr = 1e-7
+    e = chosen(2, 21, torch.optim.SGD, strategy=ShadowSync(alpha=1.0, workers=3))
+    sessions = run(e.set("lr", lr), Change(20, "strategy", "DDP"))
+    assert torch.equal(weights(sessions[0]), weights(sessions[1]))
+    grads = [gradients(begun(), batches(0, number))[1] for number in range(60)]
+    last = [gradients(begun(), batches(rank, 60 * (rank == 0)))[1] for rank in range(2)]
+    moved = {name: sum(g[name] for g in grads) + sum(g[name] for g in last) / 2 for name in SHAPES}
+    for name, param in sessions[0].model.named_parameters():
+        key = name.split(".")[0]
+        np.testing.assert_allclose((begun()[key] - param.detach().numpy()) / lr, moved[key], rtol=1e-3, atol=1e-3)
 
 
 def test_what_cannot_be_is_said_in_a_sentence() -> None:

@@ -212,9 +212,12 @@ class Parts(Life):
                 f"strategy={name}: over {self.session.kind} children run in the order of their start, and it has "
                 f"priorities; take DDP"
             )
-        if strategy.workers == 1:
-            return None
-        return f"strategy={name}: on the engine every rank has one worker; simulate it, or take another strategy"
+        if strategy.workers > 1 and self.session.device != "cpu":
+            return (
+                f"strategy={name}: workers={strategy.workers} have their parameters in the memory of their host, and "
+                f"these are on {self.session.device}; take workers=1, or a lab with device='cpu'"
+            )
+        return None
 
     def able(self, wanted: Experiment) -> Experiment:
         """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""

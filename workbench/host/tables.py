@@ -44,9 +44,14 @@ def read(learner: Learner, batch: Any, layout: Layout) -> dict[str, Tensor]:
 
 def taken(layout: Layout, rows: Rows) -> dict[str, Tensor]:
     """The gradients of these rows, (n, width) by table; those of the whole tables are used up."""
+    return taken_of({name: _place(layout, name).param for name in rows}, rows)
+
+
+def taken_of(params: Mapping[str, nn.Parameter], rows: Rows) -> dict[str, Tensor]:
+    """The same of parameters by name."""
     found = {}
     for name, mine in rows.items():
-        param = _place(layout, name).param
+        param = params[name]
         grad, param.grad = param.grad, None
         if grad is None:
             found[name] = param.data.new_zeros(len(mine), param.shape[1])
