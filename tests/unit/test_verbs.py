@@ -9,7 +9,6 @@ import torch
 
 from tests.ranks import batch, experiment, live, mse, net
 from workbench.rank import Bucket, Part, Rank
-from workbench.settings import Change
 from workbench.strategies import DDP, Strategy
 
 

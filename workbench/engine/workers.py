@@ -1,8 +1,8 @@
 """Several steps of one rank at once: each worker is a thread with a copy of the model over the rank's own parameters.
 
 A copy has gradients of its own; parameters and buffers are the rank's, read and written without locks while others
-compute. The optimizer is one, so its steps are made one at a time. What a worker may ask for is less than a rank may: no collective,
-and no bucket of gradients, for those are the rank's.
+compute. The optimizer is one, so its steps are made one at a time. What a worker may ask for is less than a rank may:
+no collective, and no bucket of gradients, for those are the rank's.
 """
 
 from __future__ import annotations

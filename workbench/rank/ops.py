@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.rank.awaitables import Backward, Forward, Handle, Op, StrategyError
 from workbench.rank.bucket import Bucket, Memory
+from workbench.rank.data import Data
 from workbench.rank.elsewhere import Elsewhere
 from workbench.rank.mesh import Group, Mesh
 from workbench.rank.pieces import Pieces
-from workbench.rank.tables import Tables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
 
 
-class Rank(Pieces, Tables, Elsewhere):
+class Rank(Data, Pieces, Elsewhere):
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and how many there are, here: in the run, or in a group of it
@@ -84,14 +84,6 @@ class Rank(Pieces, Tables, Elsewhere):
         return self.group(*self.mesh.inside)
 
     # compute
-    def batch(self) -> Op:
-        """The next batch of this rank's data, to be looked at before `forward(batch)`."""
-        return Op("batch")
-
-    def client(self, index: int, count: int) -> Op:
-        """Batches are now those of client `index` of `count` on this rank, dealt as to `count` times as many ranks."""
-        return Op("client", index, count)
-
     def forward(self, x: Any = None, micro: int = 0) -> Forward:
         """The loss of the next batch, or of `x`; on a pipeline stage but the last, the activation made of `x`.
 

@@ -290,17 +290,3 @@ class Compute(Stage):
             self._held[1][bucket.index] = bucket.nbytes
             self.ledger.hold(sum(self._held[1].values()))
         return bucket
-
-    def _batch(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.batch()
-
-    def _look_up(self, fiber: Fiber, op: Op) -> Any:
-        self.body.turn(fiber.origin)
-        return self.body.look_up()
-
-    def _row_grads(self, fiber: Fiber, op: Op) -> Any:
-        self.body.turn(fiber.origin)
-        return self.body.row_grads(*op.args)
-
-    def _update_rows(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.update_rows(*op.args)

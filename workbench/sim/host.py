@@ -18,6 +18,7 @@ from workbench.host.slots import settings
 from workbench.rank import Handle, Op, Rank, StrategyError, collective
 from workbench.sim.away import Away
 from workbench.sim.collective import Collective
+from workbench.sim.drawing import Drawing
 from workbench.sim.fiber import PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.rounds import Rounds
 from workbench.sim.waving import Waving
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Host(Waving, Away):
+class Host(Waving, Away, Drawing):
     """One rank on the virtual clock."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:

@@ -21,8 +21,9 @@ from workbench.host.recomputing import recomputed
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
-from workbench.rank import Bucket, Factors, StrategyError
+from workbench.rank import Bucket, Factors
 from workbench.sim.away import Outlined
+from workbench.sim.drawing import Drawn
 from workbench.sim.known import Kept
 from workbench.sim.outline import Outline, StageOutline, ready
 from workbench.tasks import Learner
@@ -38,17 +39,15 @@ class Way(NamedTuple):
     stages: int
 
 
-class Sizes:
+class Sizes(Drawn):
     """What one rank computes with, as sizes only.
 
     piece: which stage of its replica it is, if that lies in stages
     """
 
     losses: tuple[()] = ()
-    taken = 0  # batches so far
     ledger: Any = None  # its session's
     reading: Any = None  # its session's
-    examples: Callable[[], int] = int  # its session's: how many make a batch
     share = 1.0  # of the model that this rank computes
     again: tuple[float, ...] = (0.0,)  # by piece, of its forward what its backward computes again
     fresh = False  # is the next batch the first after a cut?
@@ -215,24 +214,6 @@ class Sizes:
 
     def told(self, loss: torch.Tensor) -> None:
         """Nobody knows a loss here."""
-
-    def batch(self) -> Any:
-        raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
-
-    def look_up(self) -> dict[str, torch.Tensor]:
-        """The rows that one batch reads stand for those of all."""
-        return self._whole.rows(self.examples(), self.layout)
-
-    def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        like = {place.name: place.param.data for place in self.layout.order if place.name in rows}
-        return {name: like[name].new_empty(len(mine), like[name].shape[1]) for name, mine in rows.items()}
-
-    def update_rows(self, table: str, rows: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
-        """Nothing moves; from the first step on the optimizer remembers something."""
-        self.stepped_apart()
-
-    def client(self, index: int, count: int) -> None:
-        """Nobody knows whose examples a batch has."""
 
     def turn(self, worker: str) -> None:
         pass

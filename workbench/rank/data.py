@@ -1,4 +1,4 @@
-"""The verbs of a Rank about embedding tables, of which a step reads and changes a few rows."""
+"""The verbs of a Rank about what it draws, and about embedding tables, of which a batch reads a few rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Tables:
-    """The part of a Rank that looks up rows of embedding tables and steps them."""
+class Data:
+    """The part of a Rank that draws batches, and looks up rows of tables and steps them."""
+
+    def batch(self) -> Op:
+        """The next batch of this rank's data, to be looked at before `forward(batch)`."""
+        return Op("batch")
+
+    def client(self, index: int, count: int) -> Op:
+        """Batches are now those of client `index` of `count` on this rank, dealt as to `count` times as many ranks."""
+        return Op("client", index, count)
 
     def look_up(self) -> Op:
         """-> by embedding table which of its rows the batch reads that this worker's next `forward()` is about.
