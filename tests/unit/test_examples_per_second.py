@@ -11,6 +11,7 @@ from tests.sim.virtual import samples
 from workbench import simulate
 from workbench.analysis import examples_per_second
 from workbench.fabric import Fabric, Slow
+from workbench.settings import Change
 from workbench.strategies import DDP, ShadowMA, ShadowSync
 from workbench.tasks import ClickThrough
 
@@ -39,6 +40,14 @@ def test_ranks_of_uneven_pace_count_by_their_own_time() -> None:
 def test_servers_train_on_nothing_and_workers_each_on_a_batch() -> None:
     done = made(ShadowSync(servers=1, workers=2), real=True)
     assert [samples(done, "examples", r).tolist() for r in range(3)] == [[16], [16], []]
+    assert done.summary()["examples_per_second"] == pytest.approx(2 * 16 / 0.01, rel=0.05), "10 ms are the step's pace"
+
+
+def test_who_serves_from_now_on_counts_no_more() -> None:
+    task = ClickThrough(fields=2, ids=50, width=2, hidden=4)
+    e = experiment(2, 80, task=task, batch=8, strategy=DDP(), pace=10.0, bucket_mb=1)
+    done = simulate(e, changes=[Change(10, "strategy", ShadowSync())])
+    assert done.summary()["examples_per_second"] == pytest.approx(8 / 0.01, rel=0.05)
 
 
 @pytest.mark.ranks

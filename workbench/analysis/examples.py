@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
-from workbench.analysis.window import Window
+from workbench.analysis.window import Window, ranks_of
 from workbench.record.timeline import Timeline
 
 
@@ -28,3 +30,17 @@ def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
             count = np.where(since >= 0, mine.value[since.clip(0)], 0.0)
             total += count.sum() / seconds[made, column].sum()
     return total
+
+
+def recent(tl: Timeline, last: int) -> tuple[int, int]:
+    """[first, stop) of the last so many steps of every rank that trains: servers make none, and ranks may be apart."""
+    rows, marks = tl.spans.rows(), tl.marks.rows()
+    ended = rows[rows.equal("lane", "step")] if len(rows) else rows
+    furthest = {int(rank): int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)}
+    for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
+        for rank in json.loads(marks.detail[at])["serve"]:
+            if furthest.get(rank, 0) < marks.step[at]:  # it has made none since
+                furthest.pop(rank, None)
+    if not furthest:
+        return 0, 0
+    return max(0, min(furthest.values()) + 1 - last), max(furthest.values()) + 1

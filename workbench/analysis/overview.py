@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.analysis.examples import examples_per_second
+from workbench.analysis.examples import examples_per_second, recent
 from workbench.analysis.memory import memory
 from workbench.analysis.steps import bytes_per_step
 from workbench.analysis.window import Window, last_steps, ranks_of, stands_for
@@ -30,7 +30,7 @@ def summary(run: Run) -> dict[str, Any]:
     seconds = w.step_seconds[w.usual | ~w.complete]  # where a rank passed over a step, those that made it count
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
     times = times[~np.isnan(times)]  # a rank may have passed over steps, but the median needs some that were made
-    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, first, stop)
+    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent(tl, RECENT))
     return {
         "name": run.name,
         "state": run.state,
