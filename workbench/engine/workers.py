@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workbench.engine.setup import Parts
 
 
-class Worker:
+class Twin:
     """One of a rank's workers. number: from 0; batches: draws the rank's next batch, for one at a time"""
 
     def __init__(self, run: Parts, number: int, batches: Callable[[], Any]) -> None:
@@ -113,7 +113,7 @@ class Worker:
 class _Phase:
     """A stretch of compute: as long as the pace says, and a span."""
 
-    def __init__(self, worker: Worker, name: str) -> None:
+    def __init__(self, worker: Twin, name: str) -> None:
         self.worker, self.name = worker, name
 
     def __enter__(self) -> None:
@@ -133,7 +133,7 @@ class Workers:
     def __init__(self, run: Parts) -> None:
         self.run = run
         self._lock = threading.Lock()
-        self._all: list[Worker] = []
+        self._all: list[Twin] = []
 
     def _draw(self) -> Any:
         with self._lock:
@@ -143,7 +143,7 @@ class Workers:
         """Every worker makes a step of the strategy; returns when all have. Raises what one failed with."""
         run, strategy = self.run, self.run.experiment.strategy
         while len(self._all) < strategy.workers:
-            self._all.append(Worker(run, len(self._all), self._draw))
+            self._all.append(Twin(run, len(self._all), self._draw))
         threads = []
         for worker in self._all[: strategy.workers]:
             name = f"rank {run.rank.id} worker {worker.number}"
