@@ -41,7 +41,7 @@ class ShadowSync(ShadowEASGD):
     """Embedding tables on servers; all else replicated, trained by workers that wait for rows only, kept by a shadow.
 
         worker:  rows <- look up ids of its batch;   loss of the batch;   push the gradient of rows
-                 params_i <- optimizer_i(params_i, grad_i)                     all but the tables; workers take no lock
+                 params_i <- optimizer_i(params_i, grad_i)                     all but the tables
         server:  table[ids] <- optimizer(table[ids], gradient of rows)         for each push, one by one
         shadow:  as ShadowEASGD, of all but the tables
 
@@ -49,7 +49,8 @@ class ShadowSync(ShadowEASGD):
     with it what the optimizer remembers of it. A push steps its rows alone, as torch's SparseAdam does: momenta of
     other rows rest, and one step counter stands for the whole table. Trainers read and change rows of one table in any
     order, so a row may have moved between look-up and push. `workers` steps go on at once on each trainer, each with a
-    batch and gradients of its own, on the same parameters; a step of the record is one of each.
+    batch and gradients of its own, on the same parameters without a lock; its optimizer steps one by one.
+    A step of the record is one of each worker's.
 
     A worker sends 8 bytes for each distinct row that its batch reads and the bytes of the row's gradient, and gets
     those of the row: 8 r + 4 r w and 4 r w for r rows of w numbers in fp32, and in headings 40 bytes for each server
