@@ -110,9 +110,9 @@ def method(name: str) -> Method:
 
 
 def methods() -> tuple[Method, ...]:
-    """All entries, and each strategy that ships without one."""
+    """All entries, and each strategy that ships without one; but none for tasks with embedding tables alone."""
     listed = {m.name for m in METHODS}
-    ships = [name for name, cls in members(Strategy).items() if found(name) is cls and not cls.opaque]
+    ships = [name for name, cls in members(Strategy).items() if found(name) is cls and not (cls.opaque or cls.tables)]
     return (*METHODS, *(method(name) for name in ships if name not in listed))
 
 

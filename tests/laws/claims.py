@@ -56,7 +56,7 @@ RATES: dict[str, float] = {
 
 # strategies whose exit takes over an outer or centre value instead of the ranks' mean, or whose rounds, while they are
 # in, end in an outer value that momentum has carried past the mean
-ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "ShadowEASGD", "SlowMo", "StreamingDiLoCo"}
+ADOPTS: set[str] = {"BMUF", "DiLoCo", "EASGD", "ShadowEASGD", "ShadowSync", "SlowMo", "StreamingDiLoCo"}
 
 # strategies whose exchanges overtake each other, so that their order depends on which were there to choose from
 URGENT = {"ByteScheduler"}
@@ -99,4 +99,7 @@ WHEN = {
 }
 
 # asynchronous strategies in which one rank may be sent the model more often than another, and why
-AT_NEED = {"BoundedStaleness": "a rank fetches when its copy is too old, not in every step"}
+AT_NEED = {
+    "BoundedStaleness": "a rank fetches when its copy is too old, not in every step",
+    **dict.fromkeys(("ShadowEASGD", "ShadowSync"), "each shadow meets the servers at a pace of its own"),
+}

@@ -106,7 +106,7 @@ def from_sizes(e: Experiment, step: int) -> int:
 
 @pytest.mark.parametrize("name", [n for n, cls in ALL.items() if not cls.lockstep])
 def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str) -> None:
-    for session in run(experiment(4, 8, strategy=ALL[name]())):
+    for session in run(experiment(4, 8, strategy=ALL[name](), pace=5.0)):  # so that backgrounds come to their turn
         sizes = {b.name: b.nbytes for b in session.layout.buckets}
         carried = Counter()
         for _, what, sent in session.record.comm():

@@ -1,4 +1,4 @@
-"""A deadline, workers without locks, servers with workers and a shadow: what each is about, in the simulator."""
+"""A deadline, and workers without locks: what each is about, in the simulator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
 
 from tests.ranks import batch, experiment, mse, net, toy
-from tests.sim.more_shapes import ShadowSync
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
 from workbench.rank import Rank
@@ -90,46 +88,3 @@ def test_workers_add_to_one_vector_without_waiting_for_each_other(ranks: int) ->
         expected = float(mse(model, batch(1000, 0, 0, 64)))
     assert sampled(run, "held_out", 0)[-1] == pytest.approx(expected, rel=1e-5)
 
-
-# -- ShadowSync
-
-
-def clicks(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each of twenty ids is worth has to be learned by its embedding."""
-    rng = torch.Generator().manual_seed(100 * seed + rank)
-    ids = [torch.randint(0, 20, (8,), generator=rng) for _ in range(32)]
-    return [(i, (i.float() / 10 - 1)[:, None]) for i in ids]
-
-
-def tower(model: nn.Module, x: Any) -> torch.Tensor:
-    (_, worth), rows = x
-    return nn.functional.mse_loss(model(rows), worth)
-
-
-def shadowed(steps: int = 30, servers: int = 2, wide: int = 16, **rest: Any) -> Any:
-    dense = partial(net, lambda: nn.Sequential(nn.Linear(4, wide), nn.Tanh(), nn.Linear(wide, 1)))
-    task = toy(model=dense, data=clicks, loss=tower, evaluate=None)
-    strategy = ShadowSync(servers=servers, rows=20, width=4)
-    rest = {"fabric": Fabric(link=LINK), **rest}
-    return simulate(experiment(4, steps, strategy=strategy, pace=10.0, task=task, lr=0.1, **rest), real=True)
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-def test_embeddings_on_servers_learn_with_two_workers_and_a_shadow(servers: int) -> None:
-    run = shadowed(servers=servers)
-    for rank in range(servers, 4):
-        losses = sampled(run, "loss", rank)
-        assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
-    trained = run.spans[run.spans["lane"] == "compute"]
-    assert set(trained["rank"]) == set(range(servers, 4)), "servers do not train"
-    assert len(trained[trained["name"] == "forward"]) == 2 * 30 * (4 - servers), "two workers"
-
-
-def test_the_shadow_averages_as_often_as_the_link_lets_it() -> None:
-    fast, slow = (shadowed(wide=10_000, fabric=Fabric(link=Link(bandwidth=b))) for b in (10_000.0, 100.0))
-    rounds = [
-        run.spans[run.spans["rank"] == 2]["name"].astype(str).str.startswith("send params 0 to ").sum()
-        for run in (fast, slow)
-    ]
-    assert rounds[0] == 30, "one a step"
-    assert 3 < rounds[1] < 20, "less often, on a slow one"

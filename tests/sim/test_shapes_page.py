@@ -10,7 +10,7 @@ import pytest
 from tests.sim import more_shapes
 from workbench.partitions.schedules import OneFOneB
 from workbench.settings import Family
-from workbench.strategies import DABMD, ByteScheduler, Hogwild, Wavelet, ZeRO3
+from workbench.strategies import DABMD, ByteScheduler, Hogwild, ShadowSync, Wavelet, ZeRO3
 
 pytestmark = pytest.mark.ranks
 
@@ -19,7 +19,7 @@ SHOWN = [
     cls
     for _, cls in inspect.getmembers(more_shapes, inspect.isclass)
     if cls.__module__ == more_shapes.__name__ and issubclass(cls, Family)
-] + [DABMD, ByteScheduler, Hogwild, OneFOneB, Wavelet, ZeRO3]  # written there first
+] + [DABMD, ByteScheduler, Hogwild, OneFOneB, ShadowSync, Wavelet, ZeRO3]  # written there first
 
 
 @pytest.mark.parametrize("shape", SHOWN, ids=lambda c: c.__name__)

@@ -20,7 +20,7 @@ from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.settings import NEXT, Change, knob, members, walk
 from workbench.strategies import Strategy
-from workbench.tasks import Task
+from workbench.tasks import ClickThrough, Task
 
 
 class StillLab:
@@ -59,7 +59,7 @@ def paths(controls: Controls) -> list[str]:
 @pytest.mark.parametrize("strategy", members(Strategy))
 @pytest.mark.parametrize("compressor", ["Dense", "Cast", "TopK"])
 def test_every_knob_has_a_control(strategy: str, compressor: str) -> None:
-    e = Experiment().set("strategy", strategy)
+    e = Experiment(task=ClickThrough()).set("strategy", strategy)
     if not members(Strategy)[strategy]().refuses(members(Compressor)[compressor].usual()):
         e = e.set("compressor", compressor)
     made = {r["path"]: r for r in rows(e, Now())}

@@ -9,7 +9,6 @@ import torch
 
 from tests.ranks import batch, experiment, live, mse, net
 from workbench.rank import Bucket, Part, Rank
-from workbench.settings import Change
 from workbench.strategies import DDP, Strategy
 
 
@@ -144,24 +143,13 @@ def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch
     assert "backward of micro-batch 3 was asked for before its forward" in session.error["text"]
 
 
-@pytest.mark.parametrize(("claims", "words"), [
-    ({"workers": 2}, "every rank has one worker"),
-])  # fmt: skip
-def test_the_engine_refuses_claims_that_it_does_not_perform(
-    claims: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in claims.items():
-        monkeypatch.setattr(AsksForTooMuch, name, value)
-    (begun,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
-    assert begun.join(20)
-    assert begun.error is not None
-    assert words in begun.error["text"]
-    assert "simulate it" in begun.error["text"]
-    (turned,) = live(experiment(1, 3), (Change(1, "strategy", "AsksForTooMuch"),))
-    assert turned.join(20)
-    assert turned.phase == "done", "a refused change leaves the run as it is"
-    (refusal,) = turned.record.noted("refused")
-    assert words in refusal[3]
+def test_one_of_several_workers_may_not_ask_for_what_is_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsksForTooMuch, "workers", 2)
+    monkeypatch.setattr(AsksForTooMuch, "asks", staticmethod(lambda rank, params: rank.grads()))
+    (session,) = live(experiment(1, 2, strategy=AsksForTooMuch()))
+    assert session.join(20)
+    assert session.error is not None
+    assert "`grads`: one of several workers cannot ask for it; take workers=1" in session.error["text"]
 
 
 def test_only_a_strategy_that_says_so_has_a_background() -> None:

@@ -17,6 +17,7 @@ from workbench.analysis.compression import ratios as ratios
 from workbench.analysis.effect import Card as Card
 from workbench.analysis.effect import Effect as Effect
 from workbench.analysis.effect import before_after as before_after
+from workbench.analysis.examples import examples_per_second as examples_per_second
 from workbench.analysis.memory import RankMemory as RankMemory
 from workbench.analysis.memory import memory as memory
 from workbench.analysis.memory import readable as readable
@@ -48,6 +49,6 @@ __all__ = [
     "Arrangement", "Arrivals", "BreakEven", "Breakdown", "Bubble", "Card", "Compression", "Effect", "Estimate",
     "Overlap", "RankMemory", "Ratio", "StepTimes", "Stretch", "Trend", "Verdict", "arrangement", "arrivals",
     "before_after", "break_even", "breakdown", "bubble", "bytes_per_step", "change_steps", "compared", "compression",
-    "last_steps", "line", "memory", "overlap", "per_rank", "ratios", "readable", "sendings", "since_met", "spread_at",
-    "stands_for", "step_times", "straggler", "stretches", "summary", "unheeded", "why_silent",
-]
+    "examples_per_second", "last_steps", "line", "memory", "overlap", "per_rank", "ratios", "readable", "sendings",
+    "since_met", "spread_at", "stands_for", "step_times", "straggler", "stretches", "summary", "unheeded", "why_silent",
+]  # fmt: skip

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.analysis.examples import examples_per_second, recent
 from workbench.analysis.memory import memory
 from workbench.analysis.steps import bytes_per_step
 from workbench.analysis.window import Window, last_steps, ranks_of, stands_for
@@ -20,6 +21,7 @@ def summary(run: Run) -> dict[str, Any]:
     """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps.
 
     stands_for: for how many of the ranks each stands that is on the record; 1: all are
+    examples_per_second: of all ranks together; None where the record does not say how many a step has
     memory_peak: bytes, of the rank that held most at a time; None where the record does not say
     """
     tl = run.timeline
@@ -28,7 +30,7 @@ def summary(run: Run) -> dict[str, Any]:
     seconds = w.step_seconds[w.usual | ~w.complete]  # where a rank passed over a step, those that made it count
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
     times = times[~np.isnan(times)]  # a rank may have passed over steps, but the median needs some that were made
-    sent = bytes_per_step(tl, first, stop)
+    sent, eps = bytes_per_step(tl, first, stop), examples_per_second(tl, *recent(tl, RECENT))
     return {
         "name": run.name,
         "state": run.state,
@@ -39,6 +41,7 @@ def summary(run: Run) -> dict[str, Any]:
         "steps": stop,
         "seconds": round(float(tl.spans.rows().t1.max(initial=0.0)), 3),
         "step_s": round(float(np.median(times)), 6) if len(times) else None,
+        "examples_per_second": None if eps is None else round(eps * stands_for(tl), 3),
         "bytes_per_step": float(sent.mean()) if sent.size else None,
         "memory_peak": max((m.peak for m in memory(tl)), default=None),
         "loss": _mean_of_last(run, "loss", stop),

@@ -51,6 +51,7 @@ class Background:
         self._did: dict[str, Callable[..., Any]] = {
             "again": self._again, "params": run.layout.params, "clock": run.clock.now, "sample": self._sample,
             "units": lambda: run.host.narrowing.units, "work": lambda of, flops, name: of(),
+            "update_rows": run.host.update_rows,
             "send": self._send, "recv": self._recv, "wait": self.lane.wait,
             "start": lambda child, lane, name, *_, group=None: self.lane.start(child, name),
         }  # fmt: skip

@@ -18,6 +18,7 @@ from workbench.host.drive import drive
 from workbench.host.layout import Layout
 from workbench.host.momentum import stilled
 from workbench.host.slots import step_shard
+from workbench.host.tables import step_rows, taken
 from workbench.rank import Bucket, Factors, Op, StrategyError
 
 # what may be asked for inside of torch, while a forward or a backward runs
@@ -44,9 +45,11 @@ class Compute(Stage):
     _sample: Callable[[str, float], None]
     module: Callable[..., Any]  # what forward calls: the model, or torch's wrapper around it
     batches: Callable[[], Any]
+    rows_of: Callable[[Any], dict[str, Tensor]]
     before_update: Callable[[], None]
     clip: Callable[[], float]  # the longest that the gradient may be; 0: any
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
+    _looked: Any = None  # the batch of the next forward, whose rows were looked up
     _stretch: tuple[str, Any] | None = None  # the pass under way, and since when it has not stood still
 
     def _forward(self, x: Any, micro: int) -> Tensor | None:
@@ -73,7 +76,8 @@ class Compute(Stage):
 
     def _batch(self) -> Any:
         self.at("data iterator")
-        return self.batches()
+        looked, self._looked = self._looked, None
+        return self.batches() if looked is None else looked
 
     def _backward(self, grad: Any, micro: int, exchanged: bool = False) -> None:
         """Gradients of a forward; those that are `exchanged` go into buckets, which are handed out as they fill."""
@@ -201,6 +205,17 @@ class Compute(Stage):
         found = self.curvature.factors()
         self.watch.span(self.rank.step, "factors", began)
         return found
+
+    def _look_up(self) -> dict[str, Tensor]:
+        batch = self._looked = self._batch()
+        return self.rows_of(batch)
+
+    def _row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return taken(self.layout, rows)
+
+    def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+        with self.alone:
+            step_rows(self.layout, self.optimizer, table, rows, grad, lr)
 
     def _curve(self, vector: list[Tensor]) -> list[Tensor]:
         """A product takes as long as a forward and a backward, where the pace says how long these take."""

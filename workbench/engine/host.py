@@ -54,6 +54,7 @@ class Host(Waving):
         self.clock, self.record = watch.clock, watch.record
         self.module = model
         self.batches = self.before_update = lambda: None
+        self.rows_of: Callable[[Any], dict[str, Tensor]] = lambda batch: {}  # which rows of tables a batch reads
         self.client: Callable[[int, int], None] = lambda index, count: None  # whose batches come from now on
         self.clip = lambda: 0.0
         self.steppable = lambda bucket: None
@@ -82,6 +83,7 @@ class Host(Waving):
             "units": lambda: self.narrowing.units, "narrow": self._narrow,
             "hold": self._hold, "batch": self._batch, "grads": self._grads, "clock": self.clock.now, "send": self._send,
             "client": lambda index, count: self.client(index, count),
+            "look_up": self._look_up, "row_grads": self._row_grads, "update_rows": self.update_rows,
             "collect": self.curvature.collect, "factors": self._factors, "curve": self._curve,
             "value": self._value, "work": self._work, "recv": self._recv, "slots": self._slots,
             "drive": self.drive, "stand": self._stand,

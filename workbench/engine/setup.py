@@ -40,6 +40,7 @@ from workbench.host.reading import Reading
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
 from workbench.host.steering import Overheard, Steering
+from workbench.host.tables import read
 from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Op, StrategyError
@@ -153,6 +154,7 @@ class Parts(Life):
         self.host.batches, self.host.coming = self.batches.next, self.batches.coming
         self.host.client, self.host.waves = self.batches.client, Waves(self.model, self.learner)
         self.host.narrowing = Narrowing(self.model, self.learner, self._made_for, lambda: self.experiment)
+        self.host.rows_of = lambda batch: read(self.learner, batch, self.layout)
         self.flow = self.host.flow
         self.host.partition = lambda: self.experiment.partition
         self.host.flow.steps = lambda: self.experiment.steps
@@ -219,9 +221,12 @@ class Parts(Life):
                 f"strategy={name}: over {self.session.kind} children run in the order of their start, and it has "
                 f"priorities; take DDP"
             )
-        if strategy.workers == 1:
-            return None
-        return f"strategy={name}: on the engine every rank has one worker; simulate it, or take another strategy"
+        if strategy.workers > 1 and self.session.device != "cpu":
+            return (
+                f"strategy={name}: workers={strategy.workers} have their parameters in the memory of their host, and "
+                f"these are on {self.session.device}; take workers=1, or a lab with device='cpu'"
+            )
+        return None
 
     def able(self, wanted: Experiment) -> Experiment:
         """`wanted` if the engine performs what its strategy claims, here and on this model. Or KnobError."""

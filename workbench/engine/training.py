@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
+from workbench.engine.workers import Workers
 from workbench.host import changes, residual
 from workbench.host.evaluating import Evaluated
 from workbench.rank import Bucket, Op
@@ -32,6 +33,7 @@ class Training(Turnable):
         super().__init__(session)
         self.host.before_update = self.before_update
         self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
+        self.workers = Workers(self)
         self._cpu = 0.0
         self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
 
@@ -51,6 +53,10 @@ class Training(Turnable):
         return self.session.stopping or self.meeting.over
 
     @property
+    def drawn(self) -> int:
+        return self.batches.taken
+
+    @property
     def met(self) -> bool:
         return self.host.met
 
@@ -68,7 +74,11 @@ class Training(Turnable):
         self.lane.step = self.rank.step
         host.at("step")
         since, began = self.clock.now(), self._begun()
-        made = await Op("drive", self.measuring.step(self)) or 1
+        if strategy.workers > 1:
+            host.at("workers")
+            made = await Op("do", self.workers.step) or 1
+        else:
+            made = await Op("drive", self.measuring.step(self)) or 1
         host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
         await Op("do", partial(host.close_step, self._not_finite))
         self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip

@@ -84,6 +84,12 @@ class Experiment:
             raise KnobError(reason)
         if reason := good.task.refuses(good.batch):
             raise KnobError(reason)
+        if good.strategy.tables and not good.task.looks_up:
+            raise KnobError(
+                f"task={type(good.task).__name__}: does not say which rows of embedding tables a batch reads, and "
+                f"{type(good.strategy).__name__} keeps these on servers; take ClickThrough, give your own Task "
+                f"`lookups`, or use ShadowEASGD"
+            )
         if good.clip and not good.strategy.clips:
             raise KnobError(
                 f"clip={good.clip:g}: under {type(good.strategy).__name__} no update has all gradients before it, so "

@@ -18,7 +18,7 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
     made: makes `e`'s optimizer for its model; without it nothing is said of a task's own, which shows only then.
     """
     sliced = e.partition.slices > 1
-    if not (e.strategy.shards or sliced) or e.ranks == 1 or (made is None and e.optimizer.of_task):
+    if not (e.strategy.shards or sliced or e.strategy.tables) or e.ranks == 1 or (made is None and e.optimizer.of_task):
         return None
     if elementwise(optimizer := (made or tried(e))()):
         return None
@@ -27,6 +27,12 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
             f"partition={type(e.partition).__name__}: ranks have slices of each matrix, and {type(optimizer).__name__} "
             f"is not known to step each element by itself; take optimizer=AdamW() or SGD(), let the class of your own "
             f"say `elementwise = True`, or take another partition"
+        )
+    if e.strategy.tables:
+        return (
+            f"strategy={type(e.strategy).__name__}: servers step single rows of a table, and "
+            f"{type(optimizer).__name__} is not known to step each element by itself; take optimizer=AdamW() or SGD(), "
+            f"let the class of your own say `elementwise = True`, or use ShadowEASGD"
         )
     return (
         f"strategy={type(e.strategy).__name__}: it shares out the optimizer's state element by element, and "

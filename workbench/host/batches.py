@@ -49,6 +49,7 @@ class Batches:
         self._source: Iterable[Any] = ()
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
+        self.taken = 0  # by `next`, so far
         self._early: deque[Any] = deque()  # drawn before their turn
         self._chance: Chance | None = None
         self._began = 0, 0, 0  # the last restart's arguments
@@ -91,6 +92,7 @@ class Batches:
             self._early = deque()
 
     def next(self) -> Any:
+        self.taken += 1
         return self._early.popleft() if self._early else self._draw()
 
     def coming(self, after: int) -> Any:

@@ -38,12 +38,13 @@ def optimizer_tensors(layout: Layout, optimizer: Any) -> list[Tensor]:
 
 
 def prime(layout: Layout, optimizer: Any) -> None:
-    """Gives an optimizer that has never stepped the state that it would have: on a rank that did not train."""
-    if optimizer.state:
+    """Gives an optimizer the state that it would have of what it has never stepped: on a rank that did not train it."""
+    new = [place.param for place in layout.order if not optimizer.state.get(place.param)]
+    if not new:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
-    for place in layout.order:
-        place.param.grad = torch.zeros_like(place.param)
+    for param in new:
+        param.grad = torch.zeros_like(param)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()

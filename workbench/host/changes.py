@@ -22,6 +22,7 @@ from workbench.host.pipelining import drained
 from workbench.host.recomputing import recomputed
 from workbench.host.repartition import moves, repartition
 from workbench.host.spread import spread_of
+from workbench.host.tables import tables_of
 from workbench.optimizers import carry
 from workbench.rank import MOMENTUM
 from workbench.settings import Change, KnobError, resolve
@@ -140,6 +141,7 @@ def take_role(run: Changing, wanted: Experiment) -> None:
     rank, strategy = run.rank, wanted.strategy
     arrange(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
+    rank.tables = tables_of(run.learner, wanted, run.layout)
     serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.id == 0 else []
     if serve:
         text = f"{rank.size - len(serve)} of {rank.size} ranks train; {len(serve)} serve"

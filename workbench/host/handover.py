@@ -56,6 +56,12 @@ def alike(run: Changing, numbers: list[int]) -> list[int]:
     return numbers if who is None else [numbers[rank] for rank in who.ranks]
 
 
+def owners(run: Changing, strategy: Any) -> dict[str, int]:
+    """By embedding table the rank whose values of it are the run's, where `strategy` lets them lie with one each."""
+    names = run.rank.tables if strategy.tables else ()
+    return {table: strategy.owner(k, run.rank.size) for k, table in enumerate(names)}
+
+
 async def consolidate(run: Changing, strategy: Any) -> None:
     """After `strategy` was left: the mean over the ranks that trained of what each has made beside the parameters.
 
@@ -65,14 +71,16 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     rank, who = run.rank, mesh(strategy, run.rank.size)
     if rank.size == 1 or not (strategy.periodic or len(who.ranks) < rank.size):
         return
-    own = _numel(beside(run))
-    if own < max(alike(run, await run.gather(own))):  # it served, or is yet to make its first step
+    own, apart = _numel(beside(run)), owners(run, strategy)
+    most = max(alike(run, await run.gather(own)))
+    if own < most or (apart and most):  # it served, or is yet to make its first step, or has others' tables
         prime(run.layout, run.optimizer)
     check_same(alike(run, await run.gather(_numel(beside(run)))), "sizes of the optimizer state")
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
-    await averaged(group, [x for x in beside(run).values() if x.numel()], "optimizer state")
+    drifted = [x for name, x in beside(run).items() if x.numel() and name.partition("/")[2] not in apart]
+    await averaged(group, drifted, "optimizer state")
 
 
 async def averaged(group: Rank, drifted: list[torch.Tensor], name: str) -> None:
@@ -97,8 +105,9 @@ async def spread(run: Changing, strategy: Any) -> None:
     here, more = ({name: x for name, x in each.items() if x.numel()} for each in (parameters(run.layout), beside(run)))
     state = {**here, **more}
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
-    was, to = (_placed(sizes, len(here), those, rank.size) for those in (trained, everyone))
-    given = await move(rank, state if rank.id in trained else here, was, to, everyone, state)
+    was = _placed(sizes, len(here), trained, rank.size, tuple(owners(run, strategy).items()))
+    to = _placed(sizes, len(here), everyone, rank.size)
+    given = await move(rank, {name: state[name] for name in was.at(rank.id)}, was, to, everyone, state)
     with torch.no_grad():
         for name, x in state.items():
             if not x.is_meta and given[name] is not x:
@@ -115,10 +124,17 @@ async def check(run: Changing) -> None:
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
-def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int) -> Placement:
-    """The first tensors, so many of them, on every rank; the others on those that trained."""
-    first, others = dict(sizes[:everywhere]), dict(sizes[everywhere:])
-    return Placement.whole(first, range(size)) | Placement.whole(others, trained)
+def _placed(sizes: tuple[tuple[str, int], ...], everywhere: int, trained: tuple[int, ...], size: int,
+            apart: tuple[tuple[str, int], ...] = ()) -> Placement:  # fmt: skip
+    """The first tensors, so many of them, on every rank; the others on those that trained. But tables, and what is
+    remembered of them, lie `apart`, each with one rank.
+    """
+    owner, held = dict(apart), {rank: dict[str, tuple[Slice, ...]]() for rank in range(size)}
+    for number, (name, n) in enumerate(sizes):
+        of = name if number < everywhere else name.partition("/")[2]
+        for rank in (owner[of],) if of in owner else range(size) if number < everywhere else trained:
+            held[rank][name] = (Slice(0, n),)
+    return Placement(dict(sizes), held)
 
 
 def _nbytes(state: State) -> int:

@@ -47,6 +47,7 @@ class Life(Ordering):
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
+    _examples = -1  # of the last step, as the record has it
     _laid = False  # has all come to lie where it belongs?
 
     @property
@@ -141,8 +142,10 @@ class Life(Ordering):
         self.rate.follow(self)
         self.rank.clip = self.experiment.clip
         self.ledger.begin()
+        before = self.drawn
         made = await self.make()
         self.ledger.close()
+        self._note_examples((self.drawn - before) * self.experiment.batch)
         if self.flushing and self.met:
             if self.experiment.strategy.in_flight:
                 await self.experiment.strategy.drain(self.rank.replicas, self.state)
@@ -153,6 +156,13 @@ class Life(Ordering):
         self.rank.step += made
         self.steering.steps += 1
         self.moved(made)
+
+    def _note_examples(self, count: int) -> None:
+        """How many examples this rank's step was about, where that is new; a replica's first rank says it for all."""
+        first = not self.rank.mesh.inside or self.rank.inside.index == 0
+        if first and self.experiment.batch and count != self._examples:
+            self._examples = count
+            self.sample("examples", count)
 
     async def evaluate(self, together: bool) -> None:
         """The held-out loss outside step time: of the mean model, for which ranks meet, or of what this rank knows."""
@@ -186,6 +196,11 @@ class Life(Ordering):
     @abstractmethod
     def now(self) -> float:
         """Seconds since the run began."""
+
+    @property
+    @abstractmethod
+    def drawn(self) -> int:
+        """How many batches this rank has drawn."""
 
     @property
     @abstractmethod

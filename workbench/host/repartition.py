@@ -28,6 +28,7 @@ from workbench.host.sliced import numel_of, shape_of
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.host.spread import Spread, placed, spread_of
+from workbench.host.tables import tables_of
 from workbench.host.trying import check, check_parts
 from workbench.host.trying_units import require_narrow
 from workbench.rank import Part, StrategyError
@@ -72,6 +73,10 @@ def able(run: Any, wanted: Experiment) -> None:
     if reason := wanted.strategy.refuses_values({n: p.detach() for n, p in here.items()}):
         raise KnobError(reason)
     require_narrow(run, wanted)
+    try:
+        tables_of(run.learner, wanted, run.layout)
+    except StrategyError as error:
+        raise KnobError(f"strategy={type(wanted.strategy).__name__}: {error}") from None
     now, way = run.experiment, wanted.partition
     if way.size > 1 and (not run.spread or (way, wanted.batch) != (now.partition, now.batch)):
         _require_tried(run, wanted)

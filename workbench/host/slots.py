@@ -48,7 +48,7 @@ def likes(places: Iterable[Place], optimizer: Any) -> dict[str, Tensor]:
 def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
     small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
     small.grad = torch.zeros_like(small)
-    other = _twin(optimizer)
+    other = twin(optimizer)
     other.param_groups = [{**optimizer.param_groups[number], "params": [small]}]
     other.step()
     tensors = {slot: x for slot, x in sorted(other.state[small].items()) if isinstance(x, Tensor)}
@@ -160,7 +160,7 @@ def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, gr
         made[part.name] = own = nn.Parameter(values[part.start : part.stop].view(shape))
         own.grad = grads[part.start : part.stop].view(shape)
         groups[group_of[id(place.param)]].append(own)
-    other = _twin(optimizer)
+    other = twin(optimizer)
     other.param_groups = [{**said, "params": params} for said, params in zip(by, groups, strict=True)]
     for (name, slot), x in state.items():
         other.state[made[name]][slot] = x
@@ -168,7 +168,7 @@ def step_apart(layout: Layout, optimizer: Any, shard: Bucket, values: Tensor, gr
     return {(name, slot): x for name, param in made.items() for slot, x in other.state[param].items()}
 
 
-def _twin(optimizer: Any) -> Any:
+def twin(optimizer: Any) -> Any:
     """An optimizer of the same class that remembers nothing; a copy by torch's own rules leaves out what a class of
     one's own adds.
     """

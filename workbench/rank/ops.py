@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.rank.arithmetic import Arithmetic
 from workbench.rank.awaitables import Backward, Forward, Handle, Op, StrategyError
 from workbench.rank.bucket import Bucket, Memory
+from workbench.rank.data import Data
 from workbench.rank.elsewhere import Elsewhere
 from workbench.rank.mesh import Group, Mesh
 from workbench.rank.pieces import Pieces
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")  # what an all-reduce can make of the ranks' tensors
 
 
-class Rank(Arithmetic, Pieces, Elsewhere):
+class Rank(Arithmetic, Data, Pieces, Elsewhere):
     """All that a strategy may see and ask for. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and how many there are, here: in the run, or in a group of it
@@ -33,6 +34,7 @@ class Rank(Arithmetic, Pieces, Elsewhere):
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
     density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
     memory:       the compressor's memory on this rank
+    tables:       where the strategy keeps embedding `tables` on servers, the names of their weights; else none
     phase:        where parameters lie in shards, the pass under way: "forward", "backward" or "evaluation"; else ""
     """
 
@@ -49,6 +51,7 @@ class Rank(Arithmetic, Pieces, Elsewhere):
         self.compressor: Any = None
         self.density = 0.01
         self.memory = Memory(seed * 100_003 + index)
+        self.tables: tuple[str, ...] = ()
         self.phase = ""
 
     @property
@@ -82,14 +85,6 @@ class Rank(Arithmetic, Pieces, Elsewhere):
         return self.group(*self.mesh.inside)
 
     # compute
-    def batch(self) -> Op:
-        """The next batch of this rank's data, to be looked at before `forward(batch)`."""
-        return Op("batch")
-
-    def client(self, index: int, count: int) -> Op:
-        """Batches are now those of client `index` of `count` on this rank, dealt as to `count` times as many ranks."""
-        return Op("client", index, count)
-
     def forward(self, x: Any = None, micro: int = 0) -> Forward:
         """The loss of the next batch, or of `x`; on a pipeline stage but the last, the activation made of `x`.
 

@@ -293,6 +293,3 @@ class Compute(Arithmetic):
             self._held[1][bucket.index] = bucket.nbytes
             self.ledger.hold(sum(self._held[1].values()))
         return bucket
-
-    def _batch(self, fiber: Fiber, op: Op) -> Any:
-        return self.body.batch()

@@ -18,6 +18,7 @@ from workbench.host.slots import settings
 from workbench.rank import Handle, Op, Rank, StrategyError, collective
 from workbench.sim.away import Away
 from workbench.sim.collective import Collective
+from workbench.sim.drawing import Drawing
 from workbench.sim.fiber import PARK, Child, CodedChild, Fiber, Lane
 from workbench.sim.rounds import Rounds
 from workbench.sim.waving import Waving
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Host(Waving, Away):
+class Host(Waving, Away, Drawing):
     """One rank on the virtual clock."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
@@ -60,6 +61,7 @@ class Host(Waving, Away):
             "stage_inputs": self._stage_inputs, "stage_weights": self._stage_weights,
             "coded": self._coded, "pieces": self._pieces, "rise": self._rise, "fall": self._fall,
             "units": lambda fiber, op: self.narrowing.units, "narrow": self._narrow,
+            "look_up": self._look_up, "row_grads": self._row_grads, "update_rows": self._update_rows,
             "hold": self._hold, "offload": self._offload, "fetch": self._fetch,
             "send": self._send, "recv": self._recv, "again": self.rounds.again,
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,

@@ -105,6 +105,10 @@ class Outline:
         found = self.passes.kept(self.model, batch, layers, self.split, counts)
         return None if found is None else [found]
 
+    def rows(self, batch: int, layout: Layout) -> dict[str, torch.Tensor]:
+        """Which rows of embedding tables a batch reads."""
+        return self.passes.rows(batch, layout)
+
     def trial_of(self, layers: Partition) -> Trial:
         """What a step reads whose layers are computed so, and in which order its gradients come."""
         return self.passes.trial(self.model, layers) or self.trial

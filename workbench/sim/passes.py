@@ -14,9 +14,11 @@ from workbench.experiment import Experiment
 from workbench.host.batches import Batches
 from workbench.host.checkpointing import checkpointing
 from workbench.host.cutting import Stages, instead, through
+from workbench.host.layout import Layout
 from workbench.host.meetings import answer_like
 from workbench.host.piece import micro_batches
 from workbench.host.splitting import Split
+from workbench.host.tables import read
 from workbench.host.together import computing
 from workbench.host.trial import Listening, Trial
 from workbench.sim.known import Kept, kept_in, kept_of
@@ -74,6 +76,16 @@ class Passes:
         counts = tuple(len(parts) for parts in stages.pieces)
         key = "crossing", counts, batch, count, split
         return self._once(self._own, key, lambda: self._crossed(model, stages, batch, count, split))
+
+    def rows(self, batch: int, layout: Layout) -> dict[str, Tensor]:
+        """Which rows of embedding tables one batch reads."""
+
+        def look() -> dict[str, Tensor]:
+            batches = Batches(self._learner.data, 0, self._ranks, "cpu")
+            batches.restart(batch, self._seed, 0)
+            return read(self._learner, batches.next(), layout)
+
+        return self._once(self._seen, ("rows", batch), look)
 
     def _once(self, known: dict[Any, Any], key: Any, look: Callable[[], Any]) -> Any:
         if key not in known:

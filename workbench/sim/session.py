@@ -93,6 +93,10 @@ class Session(Turnable):
         return self.world.over
 
     @property
+    def drawn(self) -> int:
+        return int(self.body.taken)
+
+    @property
     def met(self) -> bool:
         return self.host.met
 

@@ -21,8 +21,9 @@ from workbench.host.recomputing import recomputed
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
-from workbench.rank import Bucket, Factors, StrategyError
+from workbench.rank import Bucket, Factors
 from workbench.sim.away import Outlined
+from workbench.sim.drawing import Drawn
 from workbench.sim.known import Kept
 from workbench.sim.outline import Outline, StageOutline, ready
 from workbench.tasks import Learner
@@ -38,7 +39,7 @@ class Way(NamedTuple):
     stages: int
 
 
-class Sizes:
+class Sizes(Drawn):
     """What one rank computes with, as sizes only.
 
     piece: which stage of its replica it is, if that lies in stages
@@ -47,7 +48,6 @@ class Sizes:
     losses: tuple[()] = ()
     ledger: Any = None  # its session's
     reading: Any = None  # its session's
-    examples: Callable[[], int] = int  # its session's: how many make a batch
     share = 1.0  # of the model that this rank computes
     again: tuple[float, ...] = (0.0,)  # by piece, of its forward what its backward computes again
     fresh = False  # is the next batch the first after a cut?
@@ -156,6 +156,7 @@ class Sizes:
 
     def open(self, x: Any, micro: int) -> None:
         """A batch is there, which goes through the stages when its backward is asked for."""
+        self.taken += 1
 
     def begin(self, micro: int, partition: Partition) -> Any:
         """A batch goes through the stages; nobody knows its examples."""
@@ -177,6 +178,7 @@ class Sizes:
 
     def drawn(self, x: Any) -> Any:
         """Nobody knows the examples of a batch."""
+        self.taken += 1
         return ()
 
     def reseed(self, number: int) -> None:
@@ -213,17 +215,12 @@ class Sizes:
     def told(self, loss: torch.Tensor) -> None:
         """Nobody knows a loss here."""
 
-    def batch(self) -> Any:
-        raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
-
-    def client(self, index: int, count: int) -> None:
-        """Nobody knows whose examples a batch has."""
-
     def turn(self, worker: str) -> None:
         pass
 
     def forward(self, x: Any, micro: int) -> Any:
         self.opened[0] += 1
+        self.taken += 0 if self.split else 1  # which has `drawn` it
         self.ledger.forward()
         return x
 

@@ -20,6 +20,7 @@ from workbench.host.curvature import Curvature
 from workbench.host.layout import Layout
 from workbench.host.offload import Offloaded
 from workbench.host.slots import step_shard
+from workbench.host.tables import read, step_rows, taken
 from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
@@ -55,6 +56,7 @@ class Tensors(Portion):
         self.reading: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
         self._worker = ""
+        self._looked: dict[str, Any] = {}  # by worker, the batch of its next forward, whose rows were looked up
         self._waves: Waves | None = None
         self._grads: dict[str, list[Tensor | None]] = {}  # the gradients of the workers whose turn it is not
         self._arrival: list[str] | None = None
@@ -122,12 +124,27 @@ class Tensors(Portion):
     def batch(self) -> Any:
         return self.batches.next()
 
+    @property
+    def taken(self) -> int:
+        return self.batches.taken
+
+    def look_up(self) -> dict[str, Tensor]:
+        batch = self._looked[self._worker] = self.batches.next()
+        return read(self.learner, batch, self.layout)
+
+    def row_grads(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        return taken(self.layout, rows)
+
+    def update_rows(self, table: str, rows: Tensor, grad: Tensor, lr: float) -> None:
+        step_rows(self.layout, self.optimizer, table, rows, grad, lr)
+
     def client(self, index: int, count: int) -> None:
         self.batches.client(index, count)
 
     def forward(self, x: Any, micro: int) -> Tensor:
         with self._own_randomness(), torch.enable_grad():
-            inputs = self.batches.next() if x is None else x
+            looked = self._looked.pop(self._worker, None) if x is None else x
+            inputs = self.batches.next() if looked is None else looked
             with self.reading.passing("forward"), self.going_through(None):
                 loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -38,6 +38,7 @@ class Waving(Compute):
         if self.world.real:
             loss = self.body.rise(self.waves, micro, piece, of, falls)
         else:
+            self.body.taken += piece == 0
             self.body.opened[0] += 1 / of
             self.ledger.forward()
         return self._pass(fiber, "forward", loss, micro, piece, of)

@@ -12,7 +12,17 @@ from workbench.rank import Bucket, Rank
 
 
 class Serving:
-    """Some ranks hold parameters and do not train. Law: a switch in and out leaves all ranks with one state."""
+    """Some ranks hold parameters and do not train. Law: a switch in and out leaves all ranks with one state.
+
+    tables: embedding tables, which the task names, lie with one rank each, and with them what the optimizer remembers
+            of them: what other ranks have of them is old
+    """
+
+    tables: ClassVar[bool] = False
+
+    def owner(self, table: int, size: int) -> int:
+        """Where `tables` lie with one rank each: the rank that has number `table` of those that the task names."""
+        return 0
 
     def trains(self, index: int, size: int) -> bool:
         """Does rank `index` of `size` train? One that does not is a server: only its `background` runs."""

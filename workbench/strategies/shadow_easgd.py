@@ -77,9 +77,13 @@ class ShadowEASGD(Strategy):
             await self._meet(rank, state, step)
             await state.synchronised(rank, step)
 
+    async def replica(self, rank: Rank) -> list[Bucket]:
+        """What of the parameters is exchanged with the centre."""
+        return list(await rank.params())
+
     async def _meet(self, rank: Rank, state: Shadow, step: int) -> None:
         """A shadow's round: this rank's parameters and the centre give way to each other."""
-        servers, buckets = self.serving(rank.size), await rank.params()
+        servers, buckets = self.serving(rank.size), await self.replica(rank)
         begun = [bucket.like(bucket.data.clone()) for bucket in buckets]
         for k, server in enumerate(servers):
             if server == rank.index:
@@ -96,15 +100,19 @@ class ShadowEASGD(Strategy):
 
     async def _serve(self, rank: Rank, state: Shadow) -> None:
         """A server's rounds, one for each replica that comes."""
-        servers, rounds = self.serving(rank.size), 0
+        rounds = 0
         while (turn := await told(rank, "turn", 1)) is not None:
-            _, who = turn
-            mine = (await rank.params())[servers.index(rank.index) :: len(servers)]
-            self._give_way(state, await taken(rank, who, "shadow", mine))
-            await post(rank, who, "centre", [bucket.like(state.memory.flat("centre", bucket)) for bucket in mine])
+            await self._met(rank, state, turn[1])
             rounds += 1
             if rank.role == "trainer" and rounds % (rank.size - 1) == 0:
                 await self._meet(rank, state, rank.step)
+
+    async def _met(self, rank: Rank, state: Shadow, who: int) -> None:
+        """The server's part of a round."""
+        servers = self.serving(rank.size)
+        mine = (await self.replica(rank))[servers.index(rank.index) :: len(servers)]
+        self._give_way(state, await taken(rank, who, "shadow", mine))
+        await post(rank, who, "centre", [bucket.like(state.memory.flat("centre", bucket)) for bucket in mine])
 
     def _give_way(self, state: Shadow, replica: list[Bucket]) -> None:
         for bucket in replica:
@@ -114,10 +122,10 @@ class ShadowEASGD(Strategy):
         return [bucket.like(state.memory.flat("centre", bucket)) for bucket in await rank.params()]
 
     async def leave(self, rank: Rank, state: Shadow) -> None:
-        servers, buckets = self.serving(rank.size), await rank.params()
+        servers, buckets = self.serving(rank.size), await self.replica(rank)
         for k, bucket in enumerate(buckets):
             centre = state.memory.flat("centre", bucket)
-            own = self.alpha / (rank.size - self.servers) if rank.role == "trainer" else 0.0
+            own = self.alpha / self.batches(rank.size) if rank.role == "trainer" else 0.0
             bucket.data.mul_(own)
             if rank.index == servers[k % len(servers)]:
                 bucket.data.add_(centre, alpha=1.0 - self.alpha)

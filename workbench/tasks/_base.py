@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +33,8 @@ class Learner:
     split:      (model) -> by module name how it is dealt out over ranks that compute together: Colwise(), Rowwise();
                 None: as the model's own `_tp_plan` says, or where it is a Sequential. Of what lies between a Colwise()
                 and a Rowwise() Linear a sub-model can be without some, too
+    lookups:    (batch) -> by name of an embedding's weight, which of its rows the batch reads: int64 of any shape, and
+                no others are read; all tables are named for every batch. None: it does not say
     pure:       these functions, and the model, keep nothing from call to call but parameters and buffers: a step may be
                 looked at beforehand
     """
@@ -44,6 +46,7 @@ class Learner:
     evaluate: Callable[[nn.Module], float | dict[str, float]] | None = None
     parts: Callable[[nn.Module], list[nn.Module]] | None = None
     split: Callable[[nn.Module], Plan] | None = None
+    lookups: Callable[[Any], Mapping[str, Tensor]] | None = None
     pure: bool = False
 
 
@@ -55,6 +58,7 @@ class TaskBase(Family):
     lr: ClassVar[float] = 1e-3
     batch: ClassVar[int] = 8
     metric: ClassVar[str] = "held-out loss"
+    looks_up: ClassVar[bool] = False  # do its functions say which rows of embedding tables a batch reads?
 
     def build(self) -> Learner:
         """The functions that the engine calls on each rank."""

@@ -35,6 +35,11 @@ class ClickNet(nn.Module):
         return self.head(self.body(torch.cat([*rows, numbers], 1)))[:, 0]
 
 
+def lookups(batch: Batch) -> dict[str, Tensor]:
+    """Which rows of which table a batch reads: (B,) of each."""
+    return {f"tables.{field}.weight": ids for field, ids in enumerate(batch[0].unbind(1))}
+
+
 def log_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean nats per example; clicks may be chances instead of 0 and 1."""
     ids, numbers, clicked = batch

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError
-from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, of_rate
+from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, lookups, of_rate
 
 HELD_OUT = 8192  # examples that the held-out loss is taken over
 FACTORS = 4  # numbers by whose products an id of one field and one of the next act together
@@ -60,6 +60,7 @@ class ClickThrough(TaskBase):
 
     lr: ClassVar[float] = 2e-3
     batch: ClassVar[int] = 64
+    looks_up: ClassVar[bool] = True
 
     def build(self) -> Learner:
         return Learner(
@@ -68,6 +69,7 @@ class ClickThrough(TaskBase):
             loss=log_loss,
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=partial(_evaluated, self._about),
+            lookups=lookups,
             pure=True,
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from workbench.settings import knob
 from workbench.tasks._base import Learner, TaskBase, TaskError, shuffled
-from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, of_rate
+from workbench.tasks._clicks import Batch, ClickNet, auc, log_loss, lookups, of_rate
 
 INTEGERS, CATEGORIES = 13, 26
 COLUMNS = ["label", *(f"I{i}" for i in range(1, INTEGERS + 1)), *(f"C{i}" for i in range(1, CATEGORIES + 1))]
@@ -49,6 +49,7 @@ class CriteoTSV(TaskBase):
 
     lr: ClassVar[float] = 1e-3
     batch: ClassVar[int] = 128
+    looks_up: ClassVar[bool] = True
 
     def build(self) -> Learner:
         return Learner(
@@ -57,6 +58,7 @@ class CriteoTSV(TaskBase):
             loss=log_loss,
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=self._evaluated,
+            lookups=lookups,
             pure=True,
         )
 

@@ -34,6 +34,8 @@ class Task(TaskBase):
                 do decoders of transformers that are built as Llama is
     split:      (model) -> {"blocks.*.up": Colwise(), "blocks.*.down": Rowwise()}: how a Tensor partition deals out
                 layers, `*` standing for one part of a name; a model of transformers, and a Sequential, need none
+    lookups:    (batch) -> {"table.weight": ids}: by name of each embedding's weight, which of its rows a batch reads,
+                and no others; for strategies that keep embedding tables on servers
     pure:       the functions and the model keep nothing from call to call but parameters and buffers (no counter, no
                 cached mask, no data that is there once): then buckets lie in the order in which gradients come from the
                 first step on, else from the second
@@ -48,10 +50,15 @@ class Task(TaskBase):
     evaluate: Function | None = None
     parts: Function | None = None
     split: Function | None = None
+    lookups: Function | None = None
     pure: bool = False
 
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
+
+    @property
+    def looks_up(self) -> bool:  # type: ignore[override]
+        return self.lookups is not None
 
     @classmethod
     def usual(cls) -> Task:
@@ -64,7 +71,7 @@ class Task(TaskBase):
         return Learner(
             model=self._model, data=self._data, loss=self._loss, optimizer=self._optimizer,
             evaluate=self._evaluate if self.evaluate else None, parts=self._parts if self.parts else None,
-            split=self._split if self.split else None, pure=self.pure,
+            split=self._split if self.split else None, lookups=self._lookups if self.lookups else None, pure=self.pure,
         )  # fmt: skip
 
     def refuses(self, batch: int) -> str | None:
@@ -142,6 +149,18 @@ class Task(TaskBase):
             raise TaskError(
                 f"split(model) returned {_kind(found)}: must return a dict of modules' names and Colwise() or Rowwise()"
             )
+        return dict(found)
+
+    def _lookups(self, batch: Any) -> Any:
+        import torch
+
+        assert self.lookups is not None
+        found = self.lookups(batch)
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            raise TaskError(f"lookups(batch) returned {_kind(found)}: must return a dict of weights' names and rows")
+        for name, rows in found.items():
+            if not isinstance(rows, torch.Tensor) or rows.dtype not in (torch.int32, torch.int64):
+                raise TaskError(f"lookups(batch)[{name!r}] is {_kind(rows)}: must be a tensor of whole numbers")
         return dict(found)
 
 

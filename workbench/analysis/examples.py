@@ -1,0 +1,46 @@
+"""How many examples are trained on in a second."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from workbench.analysis.window import Window, ranks_of
+from workbench.record.timeline import Timeline
+
+
+def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
+    """EPS of all ranks together in steps [first, stop): of each the examples of its steps over their time, added up.
+
+    Evaluations and hand-overs between steps do not count, and steps in which something was measured neither. None where
+    the record does not say how many examples a step has: those of a task that makes batches of its own, or of old runs.
+    """
+    w = Window(tl, first, stop)
+    samples = tl.samples.rows()
+    said = samples[samples.equal("name", "examples")] if len(samples) else samples
+    if not len(said):
+        return None
+    seconds = np.where(w.measured[:, None], np.nan, w.step_seconds)
+    total = 0.0
+    for column, rank in enumerate(w.ranks):
+        mine, made = said[said.rank == rank], ~np.isnan(seconds[:, column])
+        if len(mine) and made.any():
+            since = np.searchsorted(mine.step, w.steps[made], side="right") - 1
+            count = np.where(since >= 0, mine.value[since.clip(0)], 0.0)
+            total += count.sum() / seconds[made, column].sum()
+    return total
+
+
+def recent(tl: Timeline, last: int) -> tuple[int, int]:
+    """[first, stop) of the last so many steps of every rank that trains: servers make none, and ranks may be apart."""
+    rows, marks = tl.spans.rows(), tl.marks.rows()
+    ended = rows[rows.equal("lane", "step")] if len(rows) else rows
+    furthest = {int(rank): int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)}
+    for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
+        for rank in json.loads(marks.detail[at])["serve"]:
+            if furthest.get(rank, 0) < marks.step[at]:  # it has made none since
+                furthest.pop(rank, None)
+    if not furthest:
+        return 0, 0
+    return max(0, min(furthest.values()) + 1 - last), max(furthest.values()) + 1
