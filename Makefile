@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-compression bench-prediction netns tables docs torture runs-end mutants lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs torture runs-end mutants lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-gpu  run what wants GPUs; writes docs/gpu.md"
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
+	@echo "make bench-home  each method against its own claim, both tuned; the first part of docs/strategies.md (an hour at a time; goes on where it stopped)"
 	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
 	@echo "make bench-prediction  every strategy and compressor on a Llama, predicted and measured; writes docs/prediction.md (goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
@@ -49,6 +50,9 @@ bench: $(VENV)/.installed-test
 
 bench-strategies: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench.strategies
+
+bench-home: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.bench.home $(if $(MINUTES),--minutes $(MINUTES))
 
 bench-compression: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench.codecs --out docs/data/codecs.json

@@ -25,6 +25,7 @@ from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, Slow, Stumble
 from workbench.optimizers import Optimizer
+from workbench.policies import ByHand, PolicyBase
 from workbench.run import Run
 from workbench.settings import Change, KnobError, from_plain, knobs, to_plain
 from workbench.sim import Costs, Duration, Wire
@@ -60,6 +61,7 @@ class Cell:
     codec: the compressor as plain data where it is not the method's, such as {"TopK": {"density": 0.01}}
     bucket_mb: the size of a bucket
     optimizer: as plain data, where it is not the task's own
+    policy: who changes knobs besides, as plain data where anybody does; batch: per rank, 0 is the task's own
     """
 
     part: str
@@ -79,6 +81,8 @@ class Cell:
     codec: Mapping[str, Any] | str = ""
     bucket_mb: float = 1.0
     optimizer: Mapping[str, Any] | str = "TaskOwn"
+    policy: Mapping[str, Any] | str = "ByHand"
+    batch: int = 0
 
     @property
     def path(self) -> Path:
@@ -101,7 +105,7 @@ class Cell:
         e = Experiment(
             task=self.task, strategy=strategy, fabric=self.fabric, ranks=self.ranks, steps=self.steps, seed=self.seed,
             eval_every=self.every, lr=lr, compressor=codec, bucket_mb=self.bucket_mb,
-            optimizer=optimizer,
+            optimizer=optimizer, policy=from_plain(self.policy, PolicyBase, "policy"), batch=self.batch,
         )  # fmt: skip
         if not self.after:
             return e.checked(), []
@@ -115,10 +119,11 @@ class Cell:
 def key(cell: Cell, costs: Costs) -> str:
     """What the numbers of a cell depend on, as 16 hex digits. Raises KnobError where it cannot be run."""
     experiment, changes = cell.asked()
+    policies = () if experiment.policy == ByHand() else (experiment.policy,)
     what = {
         "experiment": told(experiment), "changes": [[c.at_step, c.path, told(c.value)] for c in changes],
         "costs": costs_as_plain(costs), "real": cell.real, "after": cell.after, "meaning": MEANING,
-        "code": [code(type(x)) for x in (experiment.strategy, *inside(experiment.compressor))],
+        "code": [code(type(x)) for x in (experiment.strategy, *inside(experiment.compressor), *policies)],
     }  # fmt: skip
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -8,18 +8,25 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from tests.bench import home_page
 from tests.bench.cells import DATA, EVERY, FABRICS, RANKS, SEEDS, STEPS, TASK, Cell, Results
 from tests.bench.claims import PARTS, comparable, rows, speed, target, times
 from tests.bench.methods import FAST, LINK, NOT_QUOTED, SLOW, SLOW_RANK, STUMBLE, Claim, Method, methods, tempo
 from tests.bench.outer import OUTER, gained, twin
 from tests.bench.page import table
 from tests.bench.words import low_high, missing, spread
+from workbench.settings import find
+from workbench.strategies import Strategy
 
 HEAD = """# Strategies, measured
 
 Written by `make bench-strategies` from the cells in `docs/data/strategies/`; `python -m tests.bench.strategies --page-only`
-writes it again from them. `python -m tests.bench figures` draws the timelines. A shortfall is said where it stands.
+writes it again from them. The first part is of `make bench-home`. `python -m tests.bench figures` draws the timelines. A shortfall is said where it stands.
 """
+UNTUNED = (
+    "These are the settings of the four tables, which were not tuned: what shows here costs the loss that stands beside it, and what does not may "
+    "still show [on its home ground](#each-on-its-home-ground), where method and baseline were tuned alike."
+)
 APART = 1.05  # the worst seed over the best: where it is more, each is named
 SAID = {
     FAST: "Each rank's port carries 10 Gbit/s, a message takes 0.05 ms more.",
@@ -33,9 +40,9 @@ def text(folder: Path = DATA) -> str:
     """The whole page."""
     found = Results.of(folder)
     about = json.loads((folder / "about.json").read_text()) if (folder / "about.json").exists() else {}
-    parts = [HEAD, _setting(found, about)]
+    parts = [HEAD, home_page.text(folder.parent / "home"), _setting(found, about)]
     parts += [f"## {where[0].upper()}{where[1:]}\n\n{SAID[where]}\n\n{_fabric(found, where)}" for where in FABRICS]
-    parts += [f"## What the papers say, and what was seen\n\n{_papers(found)}"]
+    parts += [f"## What the papers say, and what was seen\n\n{UNTUNED}\n\n{_papers(found)}"]
     parts += [f"## {part.title}\n\n{part.text(found)}" for part in PARTS]
     parts += [f"## On real ranks\n\n{_beside(found)}", _machine(found, about)]
     return "\n".join(parts)
@@ -55,7 +62,7 @@ def _setting(found: Results, about: dict[str, Any]) -> str:
         else ""
     )
     return (
-        f"## How\n\nIn the simulator with real tensors: {RANKS} ranks, {STEPS} steps of "
+        f"## Every strategy on four networks: how\n\nIn the simulator with real tensors: {RANKS} ranks, {STEPS} steps of "
         f"ByteGPT(layers={TASK.layers}, width={TASK.width}, context={TASK.context}), batch {TASK.batch} per rank, buckets of {Cell.bucket_mb:g} MB, evaluated "
         f"every {EVERY} steps, {len(SEEDS)} seeds; all with the task's learning rate, {TASK.lr:g}, unless the row says another."
         f"{took} Numbers are over DDP's of the same fabric and seed: the median of the seeds, lowest to highest in brackets; a seed that never reached "
@@ -96,7 +103,11 @@ def _fabric(found: Results, where: str) -> str:
 
 
 def _lacking(labels: list[str]) -> str:
-    return "\n" + missing(*labels) if labels else ""
+    """What is not in a table; of those whose losses are DDP's by what they claim, that is said."""
+    exact = [label for label, name, _ in rows() if label in labels and find(Strategy, name).exact]
+    others = [label for label in labels if label not in exact]
+    same = f"\nNot in this table, for every step of theirs is DDP's: {', '.join(exact)}; their memory and pace: [benchmarks](benchmarks.md).\n" if exact else ""
+    return same + ("\n" + missing(*others) if others else "")
 
 
 def _row(

@@ -209,6 +209,13 @@ def test_a_page_says_what_is_lacking_and_what_was_refused(folder: Path) -> None:
     assert row(page, "Fast", "ShadowMA")[1] == "1.00 (1.00 to 1.00)"
 
 
+def test_what_makes_ddps_steps_is_not_said_to_be_lacking(folder: Path) -> None:
+    section = strategies_page.text(folder).split("## Fast\n", 1)[1].split("\n## ", 1)[0]
+    lacking = next(line for line in section.splitlines() if line.startswith("Not measured yet:"))
+    assert "ZeRO1" not in lacking and "SelSync" in lacking
+    assert "every step of theirs is DDP's: " in section and "ZeRO1" in section
+
+
 def test_a_loss_that_was_never_reached_is_said(folder: Path) -> None:
     never = [[0, 0.0, 5.0], [STEPS, 1.0, 3.5]]
     for seed in SEEDS:

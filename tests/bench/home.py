@@ -1,0 +1,145 @@
+"""Each method on its home ground: tuned like its baseline, in the regime that its paper speaks of.
+
+    python -m tests.bench.home [--minutes 60] [--only METHOD ...] [--workers 2] [--plan] [--page-only]
+
+On the simulator with real tensors and a virtual clock, so another load on this machine makes it slower and nothing
+else. What was measured is kept cell by cell in docs/data/home/, and a campaign that was broken off goes on there; a
+cell is run again where anything that its numbers depend on is another. The first table of docs/strategies.md is
+written from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from tests.bench import strategies, strategies_page
+from tests.bench.__main__ import machine
+from tests.bench.cells import costs_as_plain, key
+from tests.bench.home_claims import CLAIMS
+from tests.bench.home_looks import Claim, wanted
+from tests.bench.home_page import DATA
+from tests.bench.home_rows import FRESH, SEEDS, Book, Row, Trial, told
+from workbench.settings import KnobError
+from workbench.sim import Costs
+
+Asked = tuple[Row, Trial, int]
+
+
+class Campaign:
+    """Runs what claims need, one claim after the other, and keeps each cell as soon as it is there.
+
+    until: no cell begins later; workers: processes of one thread, each with a cell
+    """
+
+    def __init__(self, costs: Costs, book: Book, until: float, workers: int = 1) -> None:
+        self.costs, self.book, self.until, self.workers = costs, book, until, workers
+        self.failed: set[str] = set()
+        self._keys: dict[str, str] = {}
+        self._about = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
+
+    def key(self, row: Row, trial: Trial, seed: int) -> str:
+        """What a cell's numbers depend on; empty where it cannot be run at all."""
+        name = f"{row.name} {told(trial)} {seed}"
+        if name not in self._keys:
+            try:
+                self._keys[name] = key(row.cell(trial, seed), self.costs)
+            except KnobError:
+                self._keys[name] = ""
+        return self._keys[name]
+
+    def there(self, row: Row, trial: Trial, seed: int) -> bool:
+        """Is a cell kept that would come out the same now, or has it failed in this sitting?"""
+        if f"{row.name} {told(trial)} {seed}" in self.failed:
+            return True
+        line = self.book.line(row, trial, seed)
+        return line is not None and line["key"] == self.key(row, trial, seed)
+
+    def run(self, claims: Iterable[Claim]) -> bool:
+        """All that these claims need; False where time was up before."""
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for claim in claims:
+                while todo := wanted(claim, self.book, self.there):
+                    if not self._batch(pool, todo):
+                        return False
+        return not self.failed
+
+    def _batch(self, pool: ProcessPoolExecutor, todo: list[Asked]) -> bool:
+        under_way: dict[Future[Any], Asked] = {}
+        plain = costs_as_plain(self.costs)
+        while (todo and time.time() < self.until) or under_way:
+            while todo and len(under_way) < self.workers and time.time() < self.until:
+                row, trial, seed = todo.pop(0)
+                under_way[pool.submit(strategies.ran, row.cell(trial, seed), plain)] = row, trial, seed
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                self._take(future, *under_way.pop(future), left=len(todo))
+        return not todo
+
+    def _take(self, future: Future[Any], row: Row, trial: Trial, seed: int, left: int) -> None:
+        cell = row.cell(trial, seed)
+        said = f"{cell.row}, {cell.where}, seed {seed}"
+        if (error := future.exception()) is not None:
+            self.failed.add(f"{row.name} {told(trial)} {seed}")
+            print(f"{said} FAILED: {type(error).__name__}: {error}", flush=True)
+            return
+        found, seconds = future.result()
+        about = {"key": self.key(row, trial, seed), "seconds": round(seconds, 1), **self._about}
+        self.book.keep(row, trial, seed, found, **about)
+        result = found.get("refused") or (found["curve"][-1][2] if found["curve"] else found["samples_per_s"])
+        print(f"{said}: {result} ({seconds:.1f} s; {left} left of these)", flush=True)
+
+
+def rows(claims: Iterable[Claim]) -> Iterator[Row]:
+    """Each row once."""
+    yield from {row.name: row for claim in claims for row in (claim.against, claim.row)}.values()
+
+
+def say_plan(claims: Iterable[Claim], campaign: Campaign) -> None:
+    """How many cells of each row's grid and winner are there."""
+    for row in rows(claims):
+        trials = row.trials()
+        kept = sum(campaign.there(row, trial, seed) for trial in trials for seed in SEEDS)
+        steps = row.regime.ranks * (row.regime.after + row.regime.steps)
+        more = f"{len(FRESH)} more or beyond an edge; {steps} steps of a rank each"
+        print(f"{row.name}: {kept} of {len(trials) * len(SEEDS)} cells of its grid, then {more}")
+
+
+def chosen(only: Iterable[str]) -> list[Claim]:
+    """The claims of these methods in this order, or all. Raises KnobError."""
+    names = list(only)
+    if unknown := [name for name in names if all(name != claim.method for claim in CLAIMS)]:
+        raise KnobError(f"--only {unknown[0]}: no such claim; there are {', '.join(claim.method for claim in CLAIMS)}")
+    return [claim for name in names for claim in CLAIMS if claim.method == name] or list(CLAIMS)
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--minutes", type=float, default=60.0, help="no cell begins later")
+    ask.add_argument("--only", nargs="*", default=[], metavar="METHOD", help="claims as the page names them")
+    ask.add_argument("--workers", type=int, default=strategies.CORES, help="cells at a time, of one thread each")
+    ask.add_argument("--plan", action="store_true", help="say what is there, and run nothing")
+    ask.add_argument("--page-only", action="store_true")
+    a = ask.parse_args()
+    try:
+        claims = chosen(a.only)
+    except KnobError as reason:
+        ask.error(str(reason))
+    if not a.page_only:
+        campaign = Campaign(strategies.calibrated(), Book(DATA), time.time() + 60 * a.minutes, a.workers)
+        if a.plan:
+            say_plan(claims, campaign)
+            return
+        print("all is there" if campaign.run(claims) else "something is left: run it again", flush=True)
+    strategies.PAGE.write_text(strategies_page.text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Claims, what is looked at of them, and what was found to hold: a number over a baseline's, with its interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tests.bench.cells import reached
+from tests.bench.home_rows import FRESH, Book, Regime, Row, Trial, needs, winner
+from tests.bench.page import interval
+
+UNITS = {
+    "time": "times as fast to the goal", "pace": "times the samples/s", "bytes": "times fewer bytes",
+    "burst": "times fewer bytes in the worst step", "loss": "of the baseline's loss over its own",
+    "points": "points of accuracy more",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """One number of a method beside its baseline's, more is better, and the least of it that counts as seen."""
+
+    what: str  # of UNITS
+    least: float
+
+    def value(self, mine: Mapping[str, Any], base: Mapping[str, Any], goals: tuple[float, float]) -> float:
+        """The number, from a run of each with the same seed; a loss that is not a number counts for nothing."""
+        if "refused" in mine or "refused" in base:
+            return 0.0
+        if self.what == "time":
+            return _sooner(mine["curve"], base["curve"], goals)
+        if self.what == "points":
+            return 100.0 * float(mine["accuracy"] - base["accuracy"])
+        if self.what == "loss":
+            ratio = float(base["curve"][-1][2]) / float(mine["curve"][-1][2])
+            return ratio if math.isfinite(ratio) else 0.0
+        name, less = {"pace": ("samples_per_s", False), "bytes": ("bytes", True), "burst": ("largest", True)}[self.what]
+        above, below = (base[name], mine[name]) if less else (mine[name], base[name])
+        return float(above) / float(below) if below else math.inf
+
+
+def _sooner(mine: Any, base: Any, goals: tuple[float, float]) -> float:
+    """Times as fast; 0 where the goal was not reached; a baseline that never reached it took all its time at least."""
+    seconds = reached(mine, goals[0])
+    return 0.0 if seconds is None else (reached(base, goals[1]) or base[-1][1]) / seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Because:
+    """Why a claim does not show, and what proves it: the same winners elsewhere, where it should.
+
+    regime:  where both are run again, with the settings that won
+    against: where the baseline is, if elsewhere: a claim about numbers of ranks has two regimes
+    knobs:   those of the method that are others there
+    """
+
+    words: str
+    regime: Regime
+    against: Regime | None = None
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a paper says of a method, where, and what has to be seen of it.
+
+    source: what of the paper was read: "abstract", "paper", "logs", ...
+    """
+
+    method: str
+    paper: str
+    source: str
+    row: Row
+    against: Row
+    looks: tuple[Look, ...]
+    because: Because | None = None
+
+    def proof(self, book: Book) -> tuple[tuple[Row, Trial], tuple[Row, Trial]] | None:
+        """The two runs that prove the reason; None without winners, or without a reason."""
+        mine, base = winner(self.row, book), winner(self.against, book)
+        if self.because is None or mine is None or base is None:
+            return None
+        there = replace(self.row, regime=self.because.regime)
+        elsewhere = replace(self.against, regime=self.because.against or self.because.regime)
+        return (there, {**mine, **self.because.knobs}), (elsewhere, base)
+
+
+class Seen(NamedTuple):
+    """One look: the median of the seeds, the ends of its 95 % interval, and whether all of it is enough."""
+
+    look: Look
+    median: float
+    low: float
+    high: float
+
+    @property
+    def holds(self) -> bool:
+        return self.low >= self.look.least
+
+    @property
+    def words(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f}) {UNITS[self.look.what]}"
+
+
+def beside(claim: Claim, mine: tuple[Row, Trial], base: tuple[Row, Trial], book: Book) -> list[Seen] | None:
+    """What was seen of a method beside a baseline, seed by seed; None where a seed is lacking."""
+    found = [book.found(row, trial, FRESH) for row, trial in (mine, base)]
+    if found[0] is None or found[1] is None:
+        return None
+    goals = (mine[0].regime.goal, base[0].regime.goal)
+    return [
+        Seen(look, *interval([look.value(a, b, goals) for a, b in zip(found[0], found[1], strict=True)]))
+        for look in claim.looks
+    ]
+
+
+def seen(claim: Claim, book: Book) -> list[Seen] | None:
+    """What was seen of a claim, each side at its best; None as long as anything is lacking."""
+    mine, base = winner(claim.row, book), winner(claim.against, book)
+    return None if mine is None or base is None else beside(claim, (claim.row, mine), (claim.against, base), book)
+
+
+def proven(claim: Claim, book: Book) -> list[Seen] | None:
+    """What was seen where the reason does not hold."""
+    pair = claim.proof(book)
+    return beside(claim, *pair, book) if pair else None
+
+
+def wanted(claim: Claim, book: Book, there: Callable[[Row, Trial, int], bool]) -> list[tuple[Row, Trial, int]]:
+    """The cells that a claim needs next; those of its reason only where it does not show."""
+    for row in (claim.against, claim.row):
+        if todo := needs(row, book, there):
+            return todo
+    result, pair = seen(claim, book), claim.proof(book)
+    if pair is None or result is None or all(one.holds for one in result):
+        return []
+    return [(row, trial, seed) for row, trial in pair for seed in FRESH if not there(row, trial, seed)]
