@@ -30,6 +30,7 @@ COMMANDS = {
     "schedules": ["tests.bench.schedules"],
     "offload": ["tests.bench.offload"],
     "activations": ["tests.bench.activations"],
+    "activations_tuned": ["tests.bench.activations_tuned"],
     "bound": ["tests.bench.bound"],
     "live": ["tests.bench.live"],
     "slow_link": ["tests.bench.slow_link"],

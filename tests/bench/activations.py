@@ -26,6 +26,7 @@ from workbench import Experiment, simulate
 from workbench.compressors import ByteGrad, Cast, Compressor, Dense, Projection, TopK
 from workbench.partitions import Partition, Pipeline, Tensor
 from workbench.rank import Memory
+from workbench.run import Run
 from workbench.tasks import ByteGPT
 
 STEPS, SEEDS, LAST, REPEATS = 200, 3, 20, 50
@@ -66,18 +67,24 @@ def rows() -> list[Row]:
     return found
 
 
+def losses(e: Experiment) -> tuple[float, float, Run]:
+    """The training loss of the last steps of a simulated run, the held-out loss at its end, and the run."""
+    run = simulate(e, real=True)
+    samples = run.timeline.samples.rows()
+    mine = samples[samples.rank == 0]
+    trained, held_out = (mine.value[mine.equal("name", name)].tolist() for name in ("loss", "held_out"))
+    return statistics.fmean(trained[-LAST:]), held_out[-1], run
+
+
 def measured(row: Row, seed: int, steps: int = STEPS) -> dict[str, Any]:
     """One run: losses, and bytes that both ranks send in its last step for activations and for their gradients."""
     e = Experiment(task=TASK, ranks=2, steps=steps, seed=seed, pace=1.0, eval_every=steps, partition=row.partition)
-    run = simulate(e, real=True)
-    spans, samples = run.spans, run.timeline.samples.rows()
+    loss, held_out, run = losses(e)
+    spans = run.spans
     crossing = spans[(spans.lane == "comm") & (spans.step == steps - 1)]
     crossing = crossing[~crossing.name.str.contains("loss|parameters|activation byte|activation head")]
     said = {what: int(crossing[crossing.name.str.contains(what)].nbytes.sum()) for what in ("activation", "gradient")}
-    mine = samples[samples.rank == 0]
-    losses = mine.value[mine.equal("name", "loss")].tolist()
-    held_out = mine.value[mine.equal("name", "held_out")].tolist()
-    return {"loss": statistics.fmean(losses[-LAST:]), "held_out": held_out[-1], **said}
+    return {"loss": loss, "held_out": held_out, **said}
 
 
 def timed() -> dict[str, dict[str, float]]:
@@ -181,7 +188,7 @@ def _about(found: dict[str, Any], seeds: list[int]) -> str:
     return (
         f"## Compressing activations\n\nByteGPT from its beginning, {found['steps']} steps of {TASK.batch} windows on two "
         f"ranks, simulated with real tensors, mean and range of {len(seeds)} seeds; all rows at the task's own learning "
-        f"rate {TASK.lr:g}, none is tuned. Between 2 stages (two micro-batches) each activation and its gradient cross once; "
+        f"rate {TASK.lr:g}, none is tuned (of two the next section is). Between 2 stages (two micro-batches) each activation and its gradient cross once; "
         f"inside of 2 slices each layer's do, what an embedding finds and what the head answers not counted, which "
         f"cross as they are. The training loss is the mean of the last {LAST} steps, with compression; the held-out "
         f"loss is that of the same model computed without. Bytes are those of both ranks in one step, beside their share "

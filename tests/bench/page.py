@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench import activations, scale
+from tests.bench import activations, activations_tuned, scale
 from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
@@ -388,7 +388,7 @@ def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
 
 SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
-    "activations": activations.text,
+    "activations": activations.text, "activations_tuned": activations_tuned.text,
     "bound": bound, "live": live, "slow_link": slow_link,
     "netns": netns, "algorithms": algorithms, "record": record, "published": published, "priorities": priorities,
     "shadow": shadow, "shadow_quality": shadow_quality, "memory": memory, "second_order": second_order,

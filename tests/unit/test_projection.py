@@ -73,6 +73,20 @@ def test_a_gradient_goes_back_along_the_same_directions() -> None:
     torch.testing.assert_close(way.decode(way.encode(grad), grad), x.grad, atol=1e-5, rtol=1e-4)
 
 
+def test_of_a_tensor_that_is_zero_all_has_a_gradient() -> None:
+    """Against finite differences: near zero whatever lies in so many directions crosses, whichever they are."""
+    nothing, by = torch.zeros(4, 50, 40, dtype=torch.float64), Projection(rank=4)
+    spectrum = torch.zeros(40, dtype=torch.float64)
+    spectrum[:4] = 1.0
+    grad = features(spectrum).double()
+    moved = by.decode(by.encode(nothing + 1e-6 * grad), nothing) - by.decode(by.encode(nothing), nothing)
+    chosen = by.chosen(by.encode(nothing))
+    assert chosen is not None
+    way = by.through(chosen)
+    back = way.decode(way.encode(grad), nothing)
+    assert float((back * grad).sum()) == pytest.approx(float((moved / 1e-6 * grad).sum()), rel=1e-4)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("masked", [True, False])
 def test_between_stages_a_gradient_crosses_as_coordinates(masked: bool) -> None:

@@ -242,3 +242,13 @@ def test_a_byte_gpt_learns_with_a_tenth_of_its_activations() -> None:
     e = Experiment(task=task, ranks=2, steps=30, partition=way, pace=1.0, eval_every=0, lr=1e-2)
     losses = sampled(simulate(e, real=True), "loss", 0)
     assert all(map(math.isfinite, losses)) and sum(losses[-5:]) / 5 < losses[0] - 1.0
+
+
+def test_a_layer_that_begins_as_zero_learns_all_of_its_features() -> None:
+    """What a projection of nothing keeps is no choice: a gradient that went through it taught but so many of them."""
+    task = ByteGPT(layers=1, width=32, heads=2, context=16)
+    way = Tensor(activations=Projection(rank=4), gradients=Projection(rank=4))
+    e = Experiment(task=task, ranks=2, steps=4, partition=way, eval_every=0, bucket_mb=0.01)
+    found = together(run(e))
+    for name in ("blocks.0.attention_out.weight", "blocks.0.mlp_out.weight"):
+        assert bool((found[name] != 0).any(1).all()), name

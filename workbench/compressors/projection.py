@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.compressors._base import Codec, Coder, Payload
 from workbench.compressors._low_rank import orthonormal, random_directions
 from workbench.compressors.error_feedback import ErrorFeedback
-from workbench.rank import outlined
+from workbench.rank import outlined, values_of
 from workbench.settings import knob
 
 
@@ -28,7 +28,11 @@ class Projection(Codec):
     by q = `iterations` power iterations, and crosses with it. So it can stand where no place in the model is known, in
     place of an activation; PowerSGD, which goes on from the directions of the step before, cannot.
 
-    The gradient of an activation goes back along the same directions, G V V^T, and between two stages crosses as G V.
+    The gradient of an activation goes back along the same directions, G V V^T, and between two stages crosses as G V:
+    that of a linear map with this V, so what lies across V teaches nobody, and nothing says where V should turn. Of a
+    tensor that is zero any V would do, and one that was taken would stay: a layer whose outputs begin as zero would
+    learn in its directions alone. There the gradient goes back whole, as finite differences of C say.
+
     The linear autoencoder of Bian et al. learns V with the model, sends X V alone and lets all-reduces add it up. This
     is what such an autoencoder could be at best for one tensor, found without learning, at the price of V's bytes.
 
@@ -82,10 +86,13 @@ class Projection(Codec):
         return _Along(payload[1]).decode(payload, like)
 
     def chosen(self, payload: Payload) -> Tensor | None:
-        return payload[1] if len(payload) > 1 else None
+        if len(payload) == 1:
+            return None
+        nothing = not values_of(payload[0].any(), otherwise=1.0)  # then its directions are no choice, and none is told
+        return payload[1].new_empty(0) if nothing else payload[1]
 
     def through(self, chosen: Tensor) -> Coder:
-        return _Along(chosen)
+        return _Along(chosen) if chosen.numel() else _Whole()
 
 
 class _Along:
@@ -103,6 +110,16 @@ class _Along:
         n, m = sides(like)
         made = payload[0].to(wide).view(n, -1) @ self._basis.to(wide).view(m, -1).T
         return made.reshape(-1)[: like.numel()].view(like.shape).to(like.dtype)
+
+
+class _Whole:
+    """A tensor as it is."""
+
+    def encode(self, x: Tensor) -> Payload:
+        return (x.clone(),)
+
+    def decode(self, payload: Payload, like: Tensor) -> Tensor:
+        return payload[0].view(like.shape)
 
 
 def sides(x: Tensor) -> tuple[int, int]:

@@ -216,7 +216,14 @@ class _SizedCodec(_Sized):
 
     def __init__(self, of: Any) -> None:
         super().__init__(of)
-        self.linear, self.chosen, self.through = of.linear, of.chosen, of.through
+        self.linear, self.through, self._chosen = of.linear, of.through, of.chosen
+
+    def chosen(self, payload: tuple[Tensor, ...]) -> Tensor | None:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily():
+            found = self._chosen(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in payload))
+        return None if found is None else payload[0].new_empty(found.shape, dtype=found.dtype)
 
 
 def _sized(coder: Coder | None) -> Coder | None:
