@@ -53,14 +53,14 @@ _STRATEGIES = (
            "begun = [bucket.like(bucket.data.clone()) for", "begun = [bucket.like(bucket.data) for", SHADOWS,
            "steps made during a round are taken back by the correction"),
     Mutant("ShadowEASGD: the centre answers before it has moved", "strategies/shadow_easgd.py",
-           """            self._give_way(state, await taken(rank, who, "shadow", mine))
-            await post(""",
-           """            came = await taken(rank, who, "shadow", mine)
-            await post(""", SHADOWS, "the centre never moves, and what comes back is stale"),
+           """        self._give_way(state, await taken(rank, who, "shadow", mine))
+        await post(""",
+           """        came = await taken(rank, who, "shadow", mine)
+        await post(""", SHADOWS, "the centre never moves, and what comes back is stale"),
     Mutant("ShadowEASGD: rank 0 meets its centre once too rarely", "strategies/shadow_easgd.py",
            "rounds % (rank.size - 1) == 0", "rounds % rank.size == 0", SHADOWS, "rank 0 counts for less than others"),
     Mutant("ShadowEASGD: servers count as trainers when it is left", "strategies/shadow_easgd.py",
-           "self.alpha / (rank.size - self.servers)", "self.alpha / rank.size", SHADOWS,
+           "self.alpha / self.batches(rank.size)", "self.alpha / rank.size", SHADOWS,
            "the parameters shrink by a part of alpha whenever it is left"),
     Mutant("ShadowEASGD: the centre stays behind when it is left", "strategies/shadow_easgd.py",
            "            centre.copy_(bucket.data)\n", "", SHADOWS, "the next round pulls all ranks back"),

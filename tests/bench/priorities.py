@@ -68,7 +68,9 @@ def block(lab: Lab, run: Run, strategy: Strategy) -> float:
 
 def section(d: dict[str, Any]) -> str:
     """The page's section, from the raw numbers."""
-    rows, kept, sizes = [], [], []
+    rows: list[list[str]] = []
+    kept: list[float] = []  # of ByteScheduler, with its sizes tuned where they were
+    sizes: list[str] = []
     for cell in d["cells"]:
         longer = max(1.0, cell["wire"]) * PACE * 1e-3
         for way in cell["blocks"]:
@@ -76,16 +78,17 @@ def section(d: dict[str, Any]) -> str:
             beside = [a / b for a, b in zip(cell["blocks"]["DDP"], cell["blocks"][way], strict=True)]
             rows.append([f"{cell['wire']:g}", way, "{:.3f} ({:.3f} to {:.3f})".format(*interval(over)),
                          "{:.3f} ({:.3f} to {:.3f})".format(*interval(beside))])  # fmt: skip
-            if way == TUNED:
+            if way == (TUNED if "tuned" in cell else "ByteScheduler"):
                 kept.append(statistics.median(over))
+            if way == TUNED:
                 sizes.append("{partition_mb:g} and {credit_mb:g}".format(**cell["tuned"]))
     verdict = "kept" if max(kept) <= ASKED else "NOT kept"
     about = (
         f"{RANKS} ranks, ByteGPT of six layers ({d['nbytes'] / 1e6:.1f} MB of gradients), {PACE:g} ms of paced compute"
         f" per step, buckets of {BUCKET:g} MB, an emulated Link on which an all-reduce of the whole model takes `wire`"
         f" times as long as compute. Pieces of {SLICE:g} MB, credit for two; tuned, by Bayesian optimisation in"
-        f" the simulator calibrated from the first steps, pieces and credit of {'; '.join(sizes)} MB. Switched live in"
-        f" alternating blocks of {STEPS} steps;"
+        f" the simulator calibrated from the first steps, pieces and credit of {'; '.join(sizes) or '(not yet)'} MB."
+        f" Switched live in alternating blocks of {STEPS} steps;"
         f" medians of {len(d['cells'][0]['blocks']['DDP'])} rounds with a 95 % bootstrap interval. Asked of"
         f" it, tuned: at most {ASKED:g} times the longer of both; worst here {max(kept):.3f}: {verdict}."
     )
