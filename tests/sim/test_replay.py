@@ -28,9 +28,13 @@ SLOW = [Slow(rank=1, factor=3.0)]
 
 
 class Asked:
-    """Every operation that a strategy asks for, by rank and by coroutine, in order."""
+    """Every operation that a strategy asks for, by rank and by coroutine, in order.
 
-    def __init__(self, patch: pytest.MonkeyPatch, cls: type[Strategy]) -> None:
+    values: whole numbers that it hands in are told, too, and not only how many they are
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, cls: type[Strategy], values: bool = False) -> None:
+        self.values = values
         self.of: dict[tuple[int, str], list[str]] = defaultdict(list)
         for name in ("step", "background"):
             patch.setattr(cls, name, self._noting(name, getattr(cls, name)))
@@ -48,7 +52,8 @@ class Asked:
                 op = coro.send(answer) if error is None else coro.throw(error)
             except StopIteration as stop:
                 return stop.value
-            log.append(f"{op.verb} {', '.join(map(_told, op.args))}")
+            values = self.values and op.verb != "recv"  # into what a message comes nobody has written yet
+            log.append(f"{op.verb} {', '.join(_told(x, values) for x in op.args)}")
             answer, error = None, None
             try:
                 answer = yield op
@@ -62,9 +67,12 @@ class Asked:
         return out
 
 
-def _told(x: Any) -> str:
+def _told(x: Any, values: bool) -> str:
+    if isinstance(x, list):
+        return f"[{', '.join(_told(each, values) for each in x)}]"
     if isinstance(x, torch.Tensor):
-        return f"{tuple(x.shape)} {x.dtype}"
+        whole = values and not x.is_floating_point() and not x.is_meta
+        return f"{tuple(x.shape)} {x.dtype}{f' {x.tolist()}' if whole else ''}"
     return "child" if isinstance(x, Coroutine) else str(x)
 
 
@@ -82,7 +90,7 @@ def engines(sessions: list[Any]) -> Run:
 def test_in_the_engines_order_of_arrivals_the_simulator_is_asked_the_same(
     name: str, tensors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Asked(monkeypatch, APART[name])
+    asked = Asked(monkeypatch, APART[name], values=tensors == "real")
     e = experiment(4, 16, strategy=APART[name](), pace=4.0).set("faults", SLOW)
     sessions = run(e)
     engine = asked.taken()

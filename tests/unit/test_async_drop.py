@@ -259,7 +259,8 @@ def test_on_real_ranks_it_trains_sub_models_and_is_turned_and_left_live() -> Non
         return mse(model, pair)
 
     wanted = [(2, "strategy.keep", 0.25), (4, "bucket_mb", 0.02), (6, "strategy", "DDP"), (8, "strategy", "AsyncDrop")]
-    e = experiment(3, 10, task=toy(loss=loss), strategy=AsyncDrop(local=2), pace=1.0, clip=1.0)
+    # those ahead are so by some tasks: where all meet they may have passed several changes, but not the end
+    e = experiment(3, 30, task=toy(loss=loss), strategy=AsyncDrop(local=2), pace=1.0, clip=1.0)
     sessions = run(e.set("faults", (Slow(rank=1, factor=3.0),)), *(Change(*change) for change in wanted),
                    Change(9, "strategy", "DDP"))  # fmt: skip
     assert not sessions[0].record.noted("refused") and len(sessions[0].record.noted("change")) == 5

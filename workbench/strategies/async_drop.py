@@ -20,21 +20,21 @@ SERVER = 0
 
 
 class _Task:
-    """What a rank has been given: which entries, in which version, when, and what part of each layer's units."""
+    """What a rank has been given: which entries, in which version, and what part of each layer's units."""
 
-    def __init__(self, entries: Entries, version: int, given: float, keep: float) -> None:
-        self.entries, self.version, self.given, self.keep = entries, version, given, keep
+    def __init__(self, entries: Entries, version: int, keep: float) -> None:
+        self.entries, self.version, self.keep = entries, version, keep
 
 
 class _State:
-    """What one rank remembers: on the server the model, what it was at first, and how long ranks' tasks took."""
+    """What one rank remembers: on the server the model, what it was at first, and how slow ranks are."""
 
     def __init__(self, rank: Rank, params: list[Bucket]) -> None:
         self.memory = copies(params, "model", "first") if rank.index == SERVER else Memory()
         self.chance = Memory(rank.memory.seed + 50_021)
         self.version = 0  # of the model: how often it was mixed
         self.tasks: dict[int, _Task] = {}  # by rank, what it is at work on
-        self.took: dict[int, float] = {}  # by rank, seconds of its tasks for a whole model, by the last ones
+        self.passed: dict[int, float] = {}  # by rank, mixings during a task of its own, for a whole model, of late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,9 @@ class AsyncDrop(Strategy):
 
     So fast ranks train what changes most, slow ones what is stable, and a late push overwrites little of what others
     have learned meanwhile. w_0 is the model as it was when the stay began. With `choose` = "random" units are drawn for
-    each task (the paper's AsyncDrop without heterogeneity). How fast a rank is the server sees by how long its tasks
-    take, for what they keep. q is `keep`; with `slowest` below 1 slower ranks keep less, too.
+    each task (the paper's AsyncDrop without heterogeneity). How slow a rank is the server sees by how many tasks of
+    others come back during one of its own, for what that keeps: an order that is on the record, so that a replay
+    decides the same. q is `keep`; with `slowest` below 1 slower ranks keep less, too.
 
     A unit is a hidden feature, a channel or an attention head: where the task's `split` says Colwise() and Rowwise(),
     or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's columns, so that
@@ -135,13 +136,13 @@ class AsyncDrop(Strategy):
 
     async def _give(self, rank: Rank, state: _State, buckets: list[Bucket], units: list[Units], to: int) -> None:
         """A task: which units, and the entries of the present model that they leave."""
-        order = sorted(range(rank.size), key=lambda r: (state.took.get(r, inf), r))  # none came yet: slow
+        order = sorted(range(rank.size), key=lambda r: (state.passed.get(r, inf), r))  # none came yet: slow
         place, p = order.index(to), rank.size
         keep = self.keep * (1 - (1 - self.slowest) * place / max(1, p - 1))
         counts = [max(1, round(keep * each.size)) for each in units]
         kept = [self._chosen(state, buckets, each, n, place * each.size // p)
                 for each, n in zip(units, counts, strict=True)]  # fmt: skip
-        state.tasks[to] = _Task(Entries(units, kept), state.version, await rank.clock(), keep)
+        state.tasks[to] = _Task(Entries(units, kept), state.version, keep)
         await tell(rank, to, "task", *counts)
         none = [index.new_zeros(each.size, dtype=torch.uint8) for each, index in zip(units, kept, strict=True)]
         masks = [mask.index_fill_(0, index, 1) for mask, index in zip(none, kept, strict=True)]
@@ -163,14 +164,15 @@ class AsyncDrop(Strategy):
     async def _take(self, rank: Rank, state: _State, buckets: list[Bucket], source: int) -> None:
         """Mixes in what a rank has trained; entries that it did not have stay as they are."""
         task = state.tasks.pop(source)
-        await rank.sample("staleness", state.version - task.version)
+        staleness = state.version - task.version
+        await rank.sample("staleness", staleness)
         for bucket in buckets:
             into = bucket.data.new_empty(task.entries.numel(bucket))
             data, _ = await rank.recv(into, source, f"update {bucket.name}")
             task.entries.mix(bucket.like(state.memory.flat("model", bucket)), data, self.mixing)
         state.version += 1
-        took = (await rank.clock() - task.given) / task.keep
-        state.took[source] = 0.5 * (state.took.get(source, took) + took)
+        passed = staleness / task.keep
+        state.passed[source] = 0.5 * (state.passed.get(source, passed) + passed)
 
     async def known(self, rank: Rank, state: _State) -> list[Bucket]:
         buckets = await rank.params()
