@@ -7,9 +7,10 @@ import hashlib
 import importlib
 import math
 import os
+import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -26,6 +27,23 @@ from workbench.rank import Bucket, Memory, Op, Part, Rank
 from workbench.settings import Change, knobs, members
 from workbench.strategies import Strategy
 from workbench.tasks import Colwise, Plan, Rowwise, Task
+
+_CHANCE = threading.RLock()
+
+
+def _one_at_a_time(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def locked(*args: Any) -> Any:
+        with _CHANCE:
+            return ask(*args)
+
+    return locked
+
+
+# Where ranks are threads they share torch's default generator. It is read with its mutex held; if garbage is collected
+# then, torch gives the GIL away, and another thread that holds that and waits for the mutex stops the process for good.
+torch.manual_seed = torch.random.manual_seed = _one_at_a_time(torch.manual_seed)
+torch.get_rng_state = torch.random.get_rng_state = _one_at_a_time(torch.get_rng_state)
+torch.set_rng_state = torch.random.set_rng_state = _one_at_a_time(torch.set_rng_state)
 
 
 class Rows(list):
