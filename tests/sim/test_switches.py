@@ -48,7 +48,7 @@ def test_each_strategy_runs_with_sizes_and_with_tensors_in_the_same_time(name: s
     e = paced(ranks, 9, strategy=fitting(ALL[name], ranks), faults=(Noisy(spread=1.0),), eval_every=3)
     sizes, tensors = simulate(e), simulate(e, real=True)
     assert sizes.state == tensors.state == "done"
-    trainers = e.strategy.batches(ranks)
+    trainers = sum(e.strategy.trains(rank, ranks) for rank in range(ranks))
     assert len(rows(sizes, "step")) == 9 * trainers == len(samples(tensors, "loss"))
     assert rows(sizes, "step").t1.tolist() == rows(tensors, "step").t1.tolist()
     assert same(simulate(e, real=True), tensors)
