@@ -12,7 +12,7 @@ import pytest
 LIMITS = {"slow": 900, "long": 900, "browser": 450, "notebook": 360, "gpu": 360, "netns": 360, "engine": 240,
           "ranks": 180}  # fmt: skip
 # Of a test's cases on real ranks `make test` runs one in so many, and at least one; `make test-long` runs the others.
-ONE_IN = 4
+ONE_IN = 5
 
 
 @pytest.hookimpl(tryfirst=True)

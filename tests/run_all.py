@@ -27,8 +27,8 @@ GROUPS = {
 }  # fmt: skip
 LONG = ("netns", "long", "slow")  # the groups behind `long`: `make test` is to take at most WANTED
 WANTED = 20 * 60  # seconds that `make test` may take on two quiet cores
-BESIDE = ("quick", "ranks", "slow", "long", "engine", "browser")  # several at a time: much of their time they wait
-AT_A_TIME = 2
+# Several at a time, for much of their time they wait: most where ranks are threads.
+BESIDE = {"quick": 2, "ranks": 3, "slow": 2, "long": 2, "engine": 2, "browser": 2}
 NOTHING_FOUND = 5  # pytest's exit code
 
 
@@ -55,7 +55,8 @@ def run(group: str, limit: float) -> Outcome:
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression(group), f"--session-timeout={limit:.0f}"]
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider", "--color=no"]
         command += [] if group == "quick" else ["tests"]
-        command += ["-n", f"{AT_A_TIME}", "--dist", "loadfile"] if group in BESIDE and (os.cpu_count() or 1) > 1 else []
+        if group in BESIDE and (os.cpu_count() or 1) > 1:
+            command += ["-n", f"{BESIDE[group]}", "--dist", "loadfile"]
         try:
             code = subprocess.run(command, cwd=ROOT, timeout=limit + 60, check=False).returncode
         except subprocess.TimeoutExpired:

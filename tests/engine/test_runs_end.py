@@ -72,6 +72,7 @@ def test_the_mix_of_runs_depends_on_its_seed_alone() -> None:
     assert {kind.what for kind in runs_end.kinds(SEED, RUNS, 4)} == {"done", "stop", "nan", "raise"}
 
 
+@pytest.mark.long
 def test_forty_short_runs_all_end_in_the_right_state(lab: Lab) -> None:
     found = runs_end.play(lab, SEED, RUNS)
     assert not found["wrong"] and sum(found["ended"].values()) == RUNS

@@ -68,6 +68,7 @@ def test_a_search_that_breaks_off_leaves_what_was_set(lab: Lab) -> None:
     run.wait(60)
 
 
+@pytest.mark.long
 def test_a_run_that_ends_first_is_said_in_words(lab: Lab) -> None:
     lab.run(SLOW.set("steps", 12))
     with pytest.raises(RunError, match=r"the run ended before step .*; train longer, or take fewer trials"):
