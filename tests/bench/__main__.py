@@ -35,6 +35,7 @@ COMMANDS = {
     "live": ["tests.bench.live"],
     "slow_link": ["tests.bench.slow_link"],
     "netns": ["tests.bench.netns"],
+    "algorithms": ["tests.bench.algorithms"],
     "record": ["tests.bench.record_size"],
     "prediction": ["tests.bench.prediction"],
     "across": ["tests.bench.across"],

@@ -221,9 +221,10 @@ def section(d: list[dict[str, Any]]) -> str:
                          f"{cell['over']:.2f}", f"{cell['off']:.1%}"])  # fmt: skip
     fits = "; ".join("{:.1f} ms and {:.1f} Mbit/s".format(*found["link"]) for found in d if found["link"]) or "none"
     (emulated, of), (real, of_real) = kept[False], kept[True]
+    rounds = min(len(each) for found in d for by in found["took"].values() for each in by.values())
     about = (
         f"All-reduces of {RANKS} ranks, begun together by a common clock and over when the last rank has the sum;"
-        f" medians of {ROUNDS} alternating rounds of {SUMS}. Predicted to be first: by the cost models, from the"
+        f" medians of {rounds} alternating rounds of {SUMS}. Predicted to be first: by the cost models, from the"
         f" emulated Link's own numbers, and on real ports (a network namespace each, tbf) from {fits}, fitted to the"
         f" rings alone. A prediction holds where what is predicted to be first takes at most {CLOSE:g} times as long"
         f" as what is. On emulated Links it holds in {emulated} of {of} cells (asked: {ASKED} of 10), on real ports in"
