@@ -228,7 +228,8 @@ def section(d: list[dict[str, Any]]) -> str:
         f" emulated Link's own numbers, and on real ports (a network namespace each, tbf) from {fits}, fitted to the"
         f" rings alone. A prediction holds where what is predicted to be first takes at most {CLOSE:g} times as long"
         f" as what is. On emulated Links it holds in {emulated} of {of} cells (asked: {ASKED} of 10), on real ports in"
-        f" {real} of {of_real}."
+        f" {real} of {of_real}. There nothing tells the double tree of a latency, so it cuts what it sends into as many"
+        f" pieces as it may, which is not what is predicted of it."
     )
     head = [
         "wires",
