@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Arithmetic:
     """The part of a Rank that computes what is neither a pass of the strategy's nor a codec's work."""
 
-    # compute
+    # curvature and arithmetic
     def collect(self) -> Op:
         """From the next forward on, this rank's Linear layers are listened to, until `factors` is asked for."""
         return Op("collect")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class Data:
     """The part of a Rank that draws batches, and looks up rows of tables and steps them."""
 
+    # data and embedding tables
     def batch(self) -> Op:
         """The next batch of this rank's data, to be looked at before `forward(batch)`."""
         return Op("batch")

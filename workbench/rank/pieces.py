@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class Pieces:
     """The part of a Rank that computes less than the whole model at once."""
 
+    # parts of a model
     def pieces(self, most: int) -> Op:
         """-> into how many pieces `rise` and `fall` can cut the model here, `most` at most; 1 where it cannot be cut.
 
