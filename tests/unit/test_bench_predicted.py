@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,20 +31,33 @@ def test_every_strategy_and_every_compressor_is_among_the_settings() -> None:
 
 
 @pytest.mark.ranks
+def test_those_that_want_more_of_the_task_are_given_it_and_none_warms_up_to_the_end() -> None:
+    for name, e in llama.settings():
+        short = replace(e, steps=1).checked()
+        if e.task in llama.TASKS.values() or e.partition.depth > 2:
+            assert simulate(short).state == "done", name
+        assert getattr(e.strategy, "warmup", 0) < llama.SETTLE, name
+
+
+@pytest.mark.ranks
 def test_a_campaign_that_was_broken_off_goes_on_and_says_its_errors(tmp_path: Path) -> None:
     made: list[int] = []
+    stops: list[BaseException] = [KeyboardInterrupt(), RuntimeError("the ranks are gone")]  # a person's, and a run's
 
     def ran(e: Experiment) -> Run:
         if len(made) == 2:
-            raise KeyboardInterrupt
+            raise stops.pop()
         made.append(e.steps)
         return simulate(e, costs=Costs(forward=0.011, backward=0.022))
 
     every = {f"setting {k}": experiment(2, 12, bucket_mb=0.1 * k) for k in (1, 2, 3)}
     given = Costs(forward=0.01, backward=0.02)
     with pytest.raises(KeyboardInterrupt):
-        for name, e in every.items():
-            llama.Campaign(tmp_path / "llama.json", ran).measure(name, e, given)
+        for _ in stops.copy():
+            campaign = llama.Campaign(tmp_path / "llama.json", ran)
+            for name, e in every.items():
+                campaign.measure(name, e, given)
+            assert campaign.failed == ["setting 3"]  # and those after it had their turn
     found = json.loads((tmp_path / "llama.json").read_text())
     assert [row["setting"] for row in found["rows"]] == ["setting 1", "setting 2"]
     made.clear()
