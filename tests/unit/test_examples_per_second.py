@@ -41,6 +41,8 @@ def test_servers_train_on_nothing_and_workers_each_on_a_batch() -> None:
     done = made(ShadowSync(servers=1, workers=2), real=True)
     assert [samples(done, "examples", r).tolist() for r in range(3)] == [[16], [16], []]
     assert done.summary()["examples_per_second"] == pytest.approx(2 * 16 / 0.01, rel=0.05), "10 ms are the step's pace"
+    assert done.summary()["steps"] == 6 and ", 6 steps in" in repr(done), "of those that train"
+    assert done.summary()["step_s"] == pytest.approx(0.01, rel=0.05) and done.summary()["loss"] is not None
 
 
 def test_who_serves_from_now_on_counts_no_more() -> None:
@@ -48,6 +50,7 @@ def test_who_serves_from_now_on_counts_no_more() -> None:
     e = experiment(2, 80, task=task, batch=8, strategy=DDP(), pace=10.0, bucket_mb=1)
     done = simulate(e, changes=[Change(10, "strategy", ShadowSync())])
     assert done.summary()["examples_per_second"] == pytest.approx(8 / 0.01, rel=0.05)
+    assert done.summary()["steps"] == 80
 
 
 @pytest.mark.ranks

@@ -34,13 +34,20 @@ def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
 
 def recent(tl: Timeline, last: int) -> tuple[int, int]:
     """[first, stop) of the last so many steps of every rank that trains: servers make none, and ranks may be apart."""
-    rows, marks = tl.spans.rows(), tl.marks.rows()
+    rows = tl.spans.rows()
     ended = rows[rows.equal("lane", "step")] if len(rows) else rows
     furthest = {int(rank): int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)}
-    for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
-        for rank in json.loads(marks.detail[at])["serve"]:
-            if furthest.get(rank, 0) < marks.step[at]:  # it has made none since
-                furthest.pop(rank, None)
+    for rank in serving(tl):
+        furthest.pop(rank, None)
     if not furthest:
         return 0, 0
     return max(0, min(furthest.values()) + 1 - last), max(furthest.values()) + 1
+
+
+def serving(tl: Timeline) -> list[int]:
+    """The ranks that serve at the end of what is known, and have made no step since they began to."""
+    rows, marks = tl.spans.rows(), tl.marks.rows()
+    for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
+        ended = rows[rows.equal("lane", "step") & (rows.step >= marks.step[at])] if len(rows) else rows
+        return [rank for rank in json.loads(marks.detail[at])["serve"] if not (ended.rank == rank).any()]
+    return []

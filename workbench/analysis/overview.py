@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.analysis.examples import examples_per_second, recent
+from workbench.analysis.examples import examples_per_second, recent, serving
 from workbench.analysis.memory import memory
 from workbench.analysis.steps import bytes_per_step
 from workbench.analysis.window import Window, last_steps, ranks_of, stands_for
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
+    from workbench.record.timeline import Timeline
 
 RECENT = 50  # steps
 
@@ -20,12 +21,13 @@ RECENT = 50  # steps
 def summary(run: Run) -> dict[str, Any]:
     """What a person asks first: how far, how fast, how good. Times are seconds; recent means the last 50 steps.
 
+    steps:      that have ended on every rank that trains; who serves makes none
     stands_for: for how many of the ranks each stands that is on the record; 1: all are
     examples_per_second: of all ranks together; None where the record does not say how many a step has
     memory_peak: bytes, of the rank that held most at a time; None where the record does not say
     """
     tl = run.timeline
-    first, stop = last_steps(tl, RECENT)
+    first, stop = _trained(tl)
     w = Window(tl, first, stop)
     seconds = w.step_seconds[w.usual | ~w.complete]  # where a rank passed over a step, those that made it count
     times = np.fmax.reduce(seconds, axis=1) if seconds.size else np.empty(0)
@@ -50,6 +52,18 @@ def summary(run: Run) -> dict[str, Any]:
         "missing": run.missing + int(_newest(run, "dropped") or 0),
         "warnings": list(run.warnings),
     }
+
+
+def _trained(tl: Timeline) -> tuple[int, int]:
+    """[first, stop) of the last steps that have ended on every rank, but for those that serve."""
+    first, stop = last_steps(tl, RECENT)
+    if not (servers := serving(tl)):
+        return first, stop
+    rows = tl.spans.rows()
+    ended = rows[rows.equal("lane", "step") & ~np.isin(rows.rank, servers)]
+    furthest = [int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)]
+    stop = max(stop, min(furthest, default=-1) + 1)
+    return max(0, stop - RECENT), stop
 
 
 def line(run: Run) -> str:
