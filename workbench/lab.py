@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from workbench.cluster import launch
-from workbench.cluster.changes import BEFORE, Changes, planned
+from workbench.cluster.changes import BEFORE, Changes
 from workbench.cluster.changes import PendingChange as PendingChange
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.errors import RankError as RankError
@@ -175,7 +175,7 @@ class Lab:
             if experiment is None or wanted in (self.experiment, self._live.began_with):
                 return cast(Run, self._live.run)
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
-        to_come = planned(wanted, given.changes(changes))
+        to_come = given.planned(wanted, given.changes(changes))
         require_memory(wanted)
         self._renew()
         run = launch.open_run(wanted, out, Run)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,9 +15,11 @@ from tests.ranks import experiment
 from tests.sim.virtual import comm, paced, rows, same, samples, seconds, stack
 from workbench import Costs, simulate
 from workbench.analysis import before_after, breakdown, straggler
-from workbench.compressors import TopK
+from workbench.compressors import Cast, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
+from workbench.optimizers import SGD
+from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError
 from workbench.sim import Duration, Wire
 from workbench.strategies import DDP, LocalSGD, TorchDDP
@@ -80,11 +84,65 @@ def test_sizes_and_tensors_take_the_same_time() -> None:
     np.testing.assert_array_equal(rows(sizes, "comm").t1, rows(tensors, "comm").t1)
 
 
-def test_a_change_that_cannot_be_is_refused_in_the_record_and_the_run_goes_on() -> None:
-    run = simulate(paced(2, 4), changes=[Change(1, "bucket_mb", -1.0), Change(2, "strategy", TorchDDP())])
-    reasons = [d["reason"] for _, _, d in run.details("refused")]
-    assert "bucket_mb=-1.0" in reasons[0] and "wall clock" in reasons[1]
+def test_a_change_that_cannot_be_simulated_is_refused_in_the_record_and_the_run_goes_on() -> None:
+    run = simulate(paced(2, 4), changes=[Change(2, "strategy", TorchDDP())])
+    [(_, _, detail)] = run.details("refused")
+    assert "wall clock" in detail["reason"]
     assert run.state == "done" and not run.changes
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (Change(1, "bucket_mb", -1.0), "bucket_mb=-1.0: must be"),
+    (Change(1, "seed", 2), "seed=2: cannot change while a run is live; give it to the experiment"),
+    (Change(1, "every", 2), "no such knob here"),
+])  # fmt: skip
+def test_a_change_that_no_run_could_make_is_refused_before_the_start_as_by_a_lab(change: Change, words: str) -> None:
+    with pytest.raises(KnobError, match=words):
+        simulate(paced(2, 4), changes=[change])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavingDDP(DDP):
+    """Ends the process in its second step."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        if rank.step == 1:
+            raise SystemExit("enough")
+        await super().step(rank, state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavingCast(Cast):
+    """Ends the process when it is to compress."""
+
+    async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Any:
+        raise SystemExit("enough")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavingSGD(SGD):
+    """Ends the process when it is made."""
+
+    def make(self, *args: Any) -> Any:
+        raise SystemExit("enough")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavingTask(ByteGPT):
+    """Ends the process instead of being built."""
+
+    def build(self) -> Any:
+        raise SystemExit("enough")
+
+
+@pytest.mark.parametrize("member", [
+    {"strategy": LeavingDDP()}, {"compressor": LeavingCast(to="bf16")}, {"optimizer": LeavingSGD()},
+    {"task": LeavingTask()},
+], ids=lambda member: next(iter(member)))  # fmt: skip
+def test_a_member_of_a_family_does_not_end_the_process_that_asked(member: dict[str, Any]) -> None:
+    said = r"SystemExit\('enough'\) was raised (on virtual rank \d|before the first step).*must not end the process"
+    with pytest.raises(RuntimeError, match=said):
+        simulate(paced(2, 4, **member), real=True)
 
 
 def test_a_slow_rank_stretches_every_step_of_ddp() -> None:

@@ -14,7 +14,6 @@ from tests.unit import synthetic
 from workbench import simulate
 from workbench.cli import app
 from workbench.cluster import launch
-from workbench.cluster.changes import planned
 from workbench.cluster.place import ClusterError, check_connection
 from workbench.experiment import Experiment, given
 from workbench.experiment.recipes import recipe
@@ -54,7 +53,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "Link(bandwidth)": lambda v: Fabric(link=Link(bandwidth=v)),
     "recipe": recipe,
     "lab.run": lambda v: launch.fitted(given.experiment(v), 2),
-    "lab.run's changes": lambda v: planned(E, given.changes(v)),
+    "lab.run's changes": lambda v: given.planned(E, given.changes(v)),
     "Lab(ranks)": lambda v: Lab(v),
     "Lab(name)": lambda v: given.text(v, "name", "lab"),
     "Lab(device)": given.device,
@@ -95,6 +94,8 @@ def test_nonsense_is_answered_with_one_sentence(door: Callable[[Any], Any]) -> N
         ("lab.run's changes", [5], r"changes\[0\]=5: must be Change\(at_step, path, value\)"),
         ("lab.run's changes", 5, r"changes=5: must be a list"),
         ("lab.run's changes", [(-1, "lr", 1)], r"changes\[0\].at_step=-1: must be an integer in \[0, 1000000000\]"),
+        ("simulate's changes", [(1, "seed", 2)], r"seed=2: cannot change while a run is live; give it"),
+        ("simulate's changes", [(1, "every", 2)], r"every: no such knob here"),
         ("recipe", None, r"recipe=None: must be a recipe's name; there are .*digits"),
         ("Lab(name)", 5, r"name=5: must be text, such as 'lab'"),
         ("Lab(device)", "tpu", r"device='tpu': must be one of auto, cpu, cuda"),

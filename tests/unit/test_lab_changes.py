@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.changes import BEFORE, Changes, PendingChange, classes, planned
-from workbench.experiment import Experiment
+from workbench.cluster.changes import BEFORE, Changes, PendingChange, classes
+from workbench.experiment import Experiment, given
 from workbench.lab import Lab
 from workbench.settings import NEXT, Change, KnobError, to_plain
 from workbench.strategies import DDP, LocalSGD
@@ -81,11 +81,11 @@ def test_classes_of_the_notebook_are_sent_along(changes: Changes) -> None:
 
 
 def test_planned_changes_see_each_other() -> None:
-    found = planned(Experiment(), [Change(9, "every", 2), Change(3, "strategy", "LocalSGD")])
+    found = given.planned(Experiment(), [Change(9, "every", 2), Change(3, "strategy", "LocalSGD")])
     assert found == (Change(3, "strategy", to_plain(LocalSGD())), Change(9, "strategy.every", 2))
     for bad in (Change(-1, "lr", 1), Change(3, "every", 2), Change(3, "seed", 2)):
         with pytest.raises(KnobError):
-            planned(Experiment(), [bad])
+            given.planned(Experiment(), [bad])
 
 
 def test_what_was_called_turn_goes_on_working_and_says_nothing() -> None:

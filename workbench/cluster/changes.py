@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 from workbench.experiment import Experiment
@@ -72,7 +73,7 @@ class Changes:
             full, knob = resolve(wanted, path)
             if not knob.live:
                 raise KnobError(f"{full}={value!r}: cannot change while a run is live; stop it, then set it")
-            given = _at(wanted.set(path, value), full)
+            given = reduce(getattr, full.split("."), wanted.set(path, value))
             number = f"change {next(self._numbers)} {time.time_ns():x}"
             asked = PendingChange(Change(NEXT, full, to_plain(given), number, time.time()))
             send(asked, list(classes(given)))
@@ -110,27 +111,6 @@ class Changes:
             for asked in self._pending:
                 asked.answer(refused=f"{asked.path}={asked.value}: {reason}")
             self._pending.clear()
-
-
-def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, ...]:
-    """Changes to come, in the order of their steps, each checked against what will then be in force."""
-    out = []
-    for change in sorted(changes, key=lambda change: change.at_step):
-        step, value = change.at_step, change.value
-        if step < 0:
-            raise KnobError(f"at_step={step}: must be an integer in [0, 1000000000] steps")
-        full, knob = resolve(experiment, change.path)
-        if not knob.live:
-            raise KnobError(f"{full}={value!r}: cannot change while a run is live")
-        experiment = experiment.set(full, value)
-        out.append(replace(change, path=full, value=to_plain(_at(experiment, full))))
-    return tuple(out)
-
-
-def _at(thing: Any, path: str) -> Any:
-    for part in path.split("."):
-        thing = getattr(thing, part)
-    return thing
 
 
 def classes(value: Any) -> Iterator[type]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from workbench.experiment.experiment import Experiment
-from workbench.settings import Change, KnobError, resolve, short, with_value
+from workbench.settings import Change, KnobError, resolve, short, to_plain, with_value
 
 MAX_RANKS = 64
 LONGEST = 10**9  # steps
@@ -74,6 +76,21 @@ def changes(value: Any) -> tuple[Change, ...]:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LONGEST:
             raise KnobError(f"changes[{number}].at_step={short(step)}: must be an integer in [0, {LONGEST}] steps")
         out.append(change)
+    return tuple(out)
+
+
+def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, ...]:
+    """Changes to come, in the order of their steps, each checked against what will then be in force."""
+    out = []
+    for change in sorted(changes, key=lambda change: change.at_step):
+        step, value = change.at_step, change.value
+        if step < 0:
+            raise KnobError(f"at_step={step}: must be an integer in [0, 1000000000] steps")
+        full, knob = resolve(experiment, change.path)
+        if not knob.live:
+            raise KnobError(f"{full}={value!r}: cannot change while a run is live; give it to the experiment")
+        experiment = experiment.set(full, value)
+        out.append(replace(change, path=full, value=to_plain(reduce(getattr, full.split("."), experiment))))
     return tuple(out)
 
 

@@ -20,6 +20,8 @@ from workbench.host.changes import refused
 from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolve, to_plain
 
+FAILURES = (Exception, SystemExit)  # of a policy; the process is not its to end, but KeyboardInterrupt is a person's
+
 
 @dataclass(frozen=True)
 class Look(Change):
@@ -86,7 +88,7 @@ class Steering:
         """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""
         try:
             at = int(policy.next_look(self.run.experiment, after))
-        except Exception as error:
+        except FAILURES as error:
             name = f"{type(error).__name__}: {error}"
             self._say("next_look", f"its next_look failed with {name}; it looks every {policy.look_every} steps")
             at = max(after, 0) + policy.look_every
@@ -179,7 +181,7 @@ class Steering:
             if not wanted and seen.numbers and all(math.isnan(x) for each in seen.numbers.values() for x in each):
                 self._say("blind", f"no rank has told of {' or '.join(seen.numbers)} yet; it waits until one does")
             return json.dumps(wanted)
-        except Exception as error:
+        except FAILURES as error:
             text = (
                 f"{name} failed at step {seen.step} with {type(error).__name__}: {error}; it is put off, and training "
                 f"goes on without it; policy.paused=false lets it try again"

@@ -58,12 +58,12 @@ class Fiber:
                     return
             else:
                 self.host.world.spins(self, op)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.name_in(error)
             raise
         self.end(value)
 
-    def name_in(self, error: Exception) -> None:
+    def name_in(self, error: BaseException) -> None:
         """Notes in an error where it happened, once."""
         if not getattr(error, "__notes__", None):
             rank, now = self.host.rank, self.host.clock.now
@@ -129,7 +129,7 @@ class CodedChild(Child):
                 self.op = self.coro.send(self.host.verbs["sample"](self, self.op))
         except StopIteration as stop:
             self._work(_Then(self.end, stop.value))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.name_in(error)
             raise
         else:

@@ -51,9 +51,11 @@ def simulate(
               parameter of which it has a piece, and the last may be shorter, so others are off by as little
 
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
-    passes, and StrategyError when they ask for different things.
+    passes, and StrategyError when they ask for different things. What a member raises comes out as it is, but for
+    SystemExit, which ends a rank and not the process that asked: it comes out as a RuntimeError.
     """
     experiment, changes = given.experiment(experiment).checked(), given.changes(changes)
+    given.planned(experiment, changes)  # raises in words, as a lab does
     given.instance(costs, Costs, "costs", "Costs.measured(run)")
     given.instance(replay, Run, "replay", "Run.open('runs/first')")
     if reason := refused(experiment, costs):
@@ -61,7 +63,9 @@ def simulate(
     if not experiment.steps:
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
     first = _first(experiment, costs, real or replay is not None or bool(changes)) if alike else experiment.ranks
-    return _run(experiment, experiment.task.build(), costs, first, None, changes, real, _followed(replay, experiment))
+    followed = _followed(replay, experiment)
+    with _staying():
+        return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed)
 
 
 def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
@@ -69,7 +73,8 @@ def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: boo
     """As `simulate`, with sizes only, of what was checked already. seen: see `Passes`. Raises what `simulate` does."""
     if reason := refused(experiment, costs):
         raise KnobError(reason)
-    return _run(experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen)
+    with _staying():
+        return _run(experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen)
 
 
 def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
@@ -141,6 +146,20 @@ def _tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:
     for other in bodies[1:]:
         other.like(bodies[0])
     return iter(bodies)
+
+
+@contextmanager
+def _staying() -> Iterator[None]:
+    """Who asked for a simulation is not ended by what a member of a family does on a rank."""
+    try:
+        yield
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code)
+        where = ", ".join(getattr(error, "__notes__", ["before the first step"]))
+        raise RuntimeError(
+            f"SystemExit({code}) was raised {where}: a strategy, compressor, optimizer or task must not end the "
+            f"process; let it raise an error that says what is wrong"
+        ) from error
 
 
 @contextmanager
