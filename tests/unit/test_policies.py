@@ -19,7 +19,7 @@ from tests.piped import piped
 from tests.ranks import Rows, batch, experiment, mse, placed, run, together, weights
 from workbench import Costs, Run, plan, simulate
 from workbench.analysis.export import as_python
-from workbench.compressors import ErrorFeedback, TopK, Wangni
+from workbench.compressors import DGC, ErrorFeedback, TopK, Wangni
 from workbench.compressors._gain import Gain
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric
@@ -30,7 +30,7 @@ from workbench.policies import AdaComm, ByHand, Decision, GraVAC, Policy, Seen, 
 from workbench.policies.sync_switch import slower
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError
-from workbench.strategies import DDP, AsyncServer, LocalSGD
+from workbench.strategies import DDP, AsyncServer, ByteScheduler, LocalSGD
 
 pytestmark = pytest.mark.ranks
 
@@ -49,8 +49,10 @@ class Halver(Policy):
 class Clumsy(Policy):
     """Fails at every look."""
 
+    error: ClassVar[type[BaseException]] = ValueError
+
     def decide(self, seen: Seen, state: Any) -> Iterator[Decision]:
-        raise ValueError("no such luck")
+        raise self.error("no such luck")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +232,17 @@ def test_it_waits_where_what_is_sent_is_scaled_up_for_its_squares_say_nothing_of
     assert said(done)[0].startswith("GraVAC: compressor=Wangni sends entries larger than they are")
 
 
+@pytest.mark.parametrize(("change", "words"), [
+    ({"compressor": DGC(density=0.1)}, "compressor=DGC sends sums of gradients that it keeps in a way of its own"),
+    ({"strategy": ByteScheduler()}, "strategy=ByteScheduler does not exchange a step's gradients within that step"),
+])  # fmt: skip
+def test_it_says_where_there_will_never_be_a_gain(change: dict[str, Any], words: str) -> None:
+    top = ErrorFeedback(of=TopK(density=0.1))
+    e = experiment(steps=8, **{"compressor": top, **change}, policy=GraVAC(look_every=3))
+    done = simulate(e, costs=PACED, real=True)
+    assert made(done) == [] and said(done)[0].startswith(f"GraVAC: {words}") and len(said(done)) == 1
+
+
 def test_weighing_what_is_sent_changes_no_bit_of_training() -> None:
     e = experiment(compressor=ErrorFeedback(of=TopK(density=0.1)))
     never = GraVAC(look_every=4, threshold=1.0, most=0.1)
@@ -407,10 +420,14 @@ def test_policy_none_is_nobody_and_can_be_set_live() -> None:
     assert made(done, "Halver") == [(5, "lr", 0.04)]
 
 
-def test_one_that_fails_names_itself_in_a_sentence_and_training_goes_on() -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_one_that_fails_names_itself_in_a_sentence_and_training_goes_on(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Clumsy, "error", error)
     e = experiment(steps=20, policy=Clumsy(look_every=5))
-    wanted = ("Clumsy failed at step 5 with ValueError: no such luck; it is put off, and training goes on without it; "
-              "policy.paused=false lets it try again")  # fmt: skip
+    wanted = (f"Clumsy failed at step 5 with {error.__name__}: no such luck; it is put off, and training goes on "
+              f"without it; policy.paused=false lets it try again")  # fmt: skip
     done = simulate(e, costs=PACED, real=True)
     assert said(done) == [wanted]
     assert made(done) == [(5, "policy.paused", True)]

@@ -12,6 +12,7 @@ from workbench.policies._base import Decision, Policy, Seen
 from workbench.settings import KnobError, knob, resolve
 
 PATH = "compressor.density"
+FEEDS = ("", "residual")  # what is left unsent: nothing is kept of it, or error feedback adds it to the next gradient
 
 
 class _State:
@@ -38,7 +39,8 @@ class GraVAC(Policy):
     longer grows. Here one ratio is in force between two looks, `most` stands for uncompressed, and speed is not asked
     for. Its ratios are 1 / density; its released code takes norms, not their squares.
 
-    Those that send entries larger than they are, to be right on the mean (Wangni, a scaled RandomK), have no such gain.
+    Those that send entries larger than they are, to be right on the mean (Wangni, a scaled RandomK), have no such gain,
+    nor has one that sends what its own momentum has gathered (DGC): the policy says so and waits.
 
     When to use it: with TopK and its like on a slow wire, where nobody knows what density the model bears. The gain is
     measured in every step: two passes over the gradient and no byte. Only where all ranks exchange gradients in the
@@ -64,11 +66,23 @@ class GraVAC(Policy):
             path, _ = resolve(experiment, PATH)
         except KnobError:
             return f"compressor={name} has no density to set; GraVAC waits for one that has, such as TopK"
+        by = experiment.strategy
+        if not by.lockstep or by.in_flight or by.opaque or by.workers > 1:
+            return (
+                f"strategy={type(by).__name__} does not exchange a step's gradients within that step on all ranks, so "
+                f"it cannot be told how much of them is sent; GraVAC waits for one that does, such as DDP"
+            )
         chooses: Any = reduce(getattr, path.split(".")[:-1], experiment)
         if chooses.unbiased or getattr(chooses, "scaled", False):
             return (
                 f"compressor={name} sends entries larger than they are, so their squares do not tell what was left "
                 f"out; GraVAC waits for one that sends them as they are, such as TopK"
+            )
+        if chooses.residual not in FEEDS:
+            return (
+                f"compressor={name} sends sums of gradients that it keeps in a way of its own ({chooses.residual}), so "
+                f"it cannot be told how much of a gradient is sent; GraVAC waits for one under error feedback, such as "
+                f"TopK"
             )
         return None
 
