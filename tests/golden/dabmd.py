@@ -35,10 +35,12 @@ def exponential(ranks: int) -> list[np.ndarray]:
 
 
 def dabmd(problem: Problem, lr: float, batches: list[int], w: list[np.ndarray], rounds: int, mirror: str,
-          weighted: bool, steps: int) -> np.ndarray:  # fmt: skip
+          weighted: bool, steps: int, first: bool = False, decay: float = 0.0) -> np.ndarray:  # fmt: skip
     """Rank i takes batches[i] of its batches in turn in each round; numerators and denominators are mixed apart.
 
     w: the matrices of one mixing after another, over and over again
+    first: what is mixed are the x before the step, which is made from there with the gradient of before
+    decay: the step of round t = 1, 2, ... is lr / t^decay
     """
     x = np.tile(problem.start, (problem.ranks, 1))
     drawn = [0] * problem.ranks
@@ -46,15 +48,18 @@ def dabmd(problem: Problem, lr: float, batches: list[int], w: list[np.ndarray], 
     b = np.array(batches if weighted else [1] * problem.ranks, dtype=float)[:, None]
     seen = [x.copy()]
     for step in range(steps):
-        y = np.empty_like(x)
-        for i in range(problem.ranks):
-            at = [(drawn[i] + k) % have for k in range(batches[i])]
-            drawn[i] += batches[i]
-            g = np.mean([gradient(problem.x[i, t], problem.y[i, t], x[i]) for t in at], axis=0)
-            y[i] = (euclidean if mirror == "euclidean" else entropic)(x[i], g, lr)
+        y, g = np.empty_like(x), np.empty_like(x)
         through = np.eye(problem.ranks)
         for k in range(rounds):
             through = w[(step * rounds + k) % len(w)] @ through
-        x = through @ (b * y) / (through @ b)
+        for i in range(problem.ranks):
+            at = [(drawn[i] + k) % have for k in range(batches[i])]
+            drawn[i] += batches[i]
+            g[i] = np.mean([gradient(problem.x[i, t], problem.y[i, t], x[i]) for t in at], axis=0)
+        if first:
+            x = through @ (b * x) / (through @ b)
+        for i in range(problem.ranks):
+            y[i] = (euclidean if mirror == "euclidean" else entropic)(x[i], g[i], lr / (step + 1) ** decay)
+        x = y if first else through @ (b * y) / (through @ b)
         seen.append(x.copy())
     return np.stack(seen)

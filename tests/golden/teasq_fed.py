@@ -20,11 +20,14 @@ class Knobs(NamedTuple):
     proximal: float
 
 
-def teasq_fed(problem: Problem, lr: float, knobs: Knobs, order: list[int]) -> tuple[np.ndarray, list[int], int]:
+def teasq_fed(problem: Problem, lr: float, knobs: Knobs, order: list[int],
+              batches: dict[int, int] | None = None) -> tuple[np.ndarray, list[int], int]:  # fmt: skip
     """order: by message at the server the rank it came from, which asks, pushes, asks, ... in turn.
 
     Of `problem.ranks` clients, those of rank r are r * clients, r * clients + 1, ... and take turns. Returns the model,
     with what the cache held mixed in at the end, the staleness of each update and the most tasks at once.
+
+    batches: by rank how many of them a deadline lets its tasks take, for as much of which an update then counts
     """
     w, version, cached, stale = problem.start.copy(), 0, [], []
     allowed = ceil(knobs.share * problem.ranks)
@@ -35,9 +38,9 @@ def teasq_fed(problem: Problem, lr: float, knobs: Knobs, order: list[int]) -> tu
     most = 0
 
     def mixed() -> np.ndarray:
-        weights = np.array([(1 + t) ** -knobs.staleness for _, t in cached])
-        u = sum(s * x for s, (x, _) in zip(weights, cached, strict=True)) / weights.sum()
-        alpha = knobs.mixing * (1 + np.mean([t for _, t in cached])) ** -knobs.staleness
+        weights = np.array([n * (1 + t) ** -knobs.staleness for _, t, n in cached])
+        u = sum(s * x for s, (x, _, _) in zip(weights, cached, strict=True)) / weights.sum()
+        alpha = knobs.mixing * (1 + np.mean([t for _, t, _ in cached])) ** -knobs.staleness
         return alpha * u + (1 - alpha) * w
 
     for rank in order:
@@ -46,11 +49,12 @@ def teasq_fed(problem: Problem, lr: float, knobs: Knobs, order: list[int]) -> tu
             client = rank * knobs.clients + turns.get(rank, 0) % knobs.clients
             turns[rank] = turns.get(rank, 0) + 1
             x = base.copy()
-            for _ in range(knobs.local):
+            done = batches[rank] if batches else knobs.local
+            for _ in range(done):
                 g = problem.grad(client, drawn[client] % problem.x.shape[1], x) + knobs.proximal * (x - base)
                 drawn[client] += 1
                 x = x - lr * g
-            cached.append((x, version - of))
+            cached.append((x, version - of, done))
             stale.append(version - of)
             if len(cached) == knobs.cache:
                 w, version, cached = mixed(), version + 1, []

@@ -85,6 +85,16 @@ def test_it_is_its_papers_algorithm(mirror: str, graph: str, edges: Any, mixings
         np.testing.assert_allclose(sums, np.broadcast_to([30.0, 80.0, 1.0, 200.0], sums.shape), rtol=1e-12)
 
 
+@pytest.mark.parametrize("mirror", ["euclidean", "entropic"])
+def test_mixing_may_come_first_and_steps_may_shrink(mirror: str) -> None:
+    problem = Problem(4) if mirror == "euclidean" else on_simplex(Problem(4))
+    chosen = DABMD(window=20.0, mirror=mirror, rounds=2, order="mix, step", decay=0.5)
+    batches, got = rounds(problem, chosen, 0.05)
+    want = dabmd(problem, 0.05, batches, [metropolis(4, RING)], 2, mirror, True, ROUNDS, first=True, decay=0.5)
+    assert np.abs(want[-1] - want[0]).max() > 0.05
+    assert np.abs(got - want).max() <= NEAR * np.abs(want).max()
+
+
 def test_on_a_complete_graph_it_steps_by_the_mean_gradient_of_all_examples() -> None:
     problem = Problem(3)
     batches, got = rounds(problem, DABMD(window=20.0, graph="complete"), 0.1)

@@ -69,9 +69,23 @@ def test_given_the_order_of_arrivals_it_is_its_papers_server(ranks: int, knobs: 
     want, stale, most = teasq_fed(problem, lr, knobs, sampled(run, "recv client"))
     assert np.abs(want - problem.start).max() > 0.1
     assert np.abs(got - want).max() <= NEAR * np.abs(want).max(), "Dense crosses as it is, in float64"
+    early = len(stale) % knobs.cache
+    said = f"the server mixed in {early} update{'s' * (early > 1)} without waiting for {knobs.cache}"
+    assert [d["text"] for _, _, d in run.details("left")] == [said] * (early > 0)
     assert sampled(run, "staleness") == stale and len(stale) > 12
     assert max(sampled(run, "active")) == most
     assert knobs.cache > 3 or max(stale) > 0, "somebody is late"
+
+
+def test_an_update_counts_for_as_much_as_it_was_trained_on() -> None:
+    knobs = Knobs(clients=2, share=1.0, cache=3, local=10, mixing=0.8, staleness=0.5, proximal=0.1)
+    problem, chosen = Problem(6), replace(PLAIN, **knobs._asdict(), deadline=12.0, weighted=True)
+    got, run = trained(problem, chosen, 3, 0.05)
+    order = sampled(run, "recv client")
+    want, _, _ = teasq_fed(problem, 0.05, knobs, order, {0: 3, 1: 1, 2: 3})
+    assert np.abs(got - want).max() <= NEAR * np.abs(want).max()
+    plain, again = trained(problem, replace(chosen, weighted=False), 3, 0.05)
+    assert sampled(again, "recv client") == order and np.abs(plain - got).max() > 1e-3
 
 
 def test_what_crosses_is_a_fraction_of_the_model_and_what_is_left_out_comes_later() -> None:

@@ -221,6 +221,8 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
             if not (stays and "parameters" in wanted.strategy.shards):
                 await run.reading.unshard()
             await run.leave(was.strategy)
+            if said := was.strategy.left(run.state):
+                run.mark("left", {"strategy": type(was.strategy).__name__, "text": said})
             if not stays:
                 await handover.reshard(run, lies, None)
             await handover.consolidate(run, was.strategy)

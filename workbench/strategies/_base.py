@@ -74,6 +74,10 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, On
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes what is under way, so that the mean of the ranks is the canonical state."""
 
+    def left(self, state: Any) -> str | None:
+        """After `leave`, what it cut short on this rank, in words for the record; or None."""
+        return None
+
     def refuses_size(self, size: int) -> str | None:
         """Why it cannot run on `size` ranks, in a sentence that says what would do; or None."""
         return None

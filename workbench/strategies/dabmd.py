@@ -16,6 +16,7 @@ from workbench.strategies._base import Strategy
 from workbench.strategies._graph import GRAPHS, Round, hops, mixing_round, refused
 
 MAPS = ("euclidean", "entropic")
+ORDERS = ("step, mix", "mix, step")
 SLACK = 1e-6  # seconds: a batch that ends just at the deadline is in time
 
 
@@ -34,6 +35,12 @@ class DABMD(Strategy):
         y_i = s x_i exp(-lr g_i) / sum(x_i exp(-lr g_i))
 
     It takes parameters that are all above zero, which then remain so; others are refused. The run's optimizer rests.
+    With `decay` = a the step of the run's round t is lr / t^a, for which gradients are multiplied by t^-a (an optimizer
+    that is free of scale, such as Adam, does not heed that); the regret bounds of mirror descent want a = 1/2.
+
+    `order` "step, mix" is what stands above. With "mix, step" it is x_i that is mixed, and the step is made from there,
+    with the gradient at the x_i of before: x_i <- sum_j W_ij x_j - lr g_i in the Euclidean case, as in D-PSGD. Ranks
+    then differ after a round even on "complete", by their last gradients.
 
     W has Metropolis weights on any graph of Gossip's, also such as change from round to round. Weighted by b, a rank
     that has seen few examples counts for little: on "complete", or with many `rounds`, the result is the step with the
@@ -49,8 +56,9 @@ class DABMD(Strategy):
     for the slowest, and beside AsyncServer no gradient is stale.
 
     Of the paper its abstract and this project's notes were at hand: fixed computing time, primal averaging once or
-    several times, time-varying graphs. Mixing after the step, and the weights b (those of Anytime Minibatch, Ferdinand
-    et al., ICLR 2019, https://arxiv.org/abs/2006.05752), are taken from there.
+    several times, time-varying graphs. Which of the orders is the paper's is not known here, hence both; the weights b
+    (those of Anytime Minibatch, Ferdinand
+    et al., ICLR 2019, https://arxiv.org/abs/2006.05752) are taken from there.
 
     Reference: Eshraghi and Liang, "Distributed Online Optimization over a Heterogeneous Network with Any-Batch Mirror
     Descent", ICML 2020, https://icml.cc/virtual/2020/poster/6727
@@ -63,6 +71,8 @@ class DABMD(Strategy):
     edges: str = knob("", doc="a graph of your own instead, '0-1 1-2 2-0', or rows of weights, '0.5 0.5; 0.5 0.5'")
     rounds: int = knob(1, 1, 64, log=True, doc="K: mixings with the neighbours per step")
     weighted: bool = knob(True, doc="are neighbours mixed by how many batches they have done?")
+    order: str = knob(ORDERS[0], choices=ORDERS, doc="what comes first in a round, the own step or the mixing")
+    decay: float = knob(0.0, 0.0, 1.0, doc="a: the step of round t is lr / t^a; 0: lr")
 
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
@@ -93,15 +103,26 @@ class DABMD(Strategy):
 
     async def step(self, rank: Rank, state: Any) -> None:
         done = await self._compute(rank)
-        grads = await rank.grads()
-        for bucket in grads:
-            bucket.data.div_(done)
-        if self.mirror == "entropic":
-            await rank.update(by=partial(_multiply, await rank.params(), grads, rank.lr))
-        else:
-            await rank.update()
+        for bucket in await rank.grads():
+            bucket.data.div_(done * (rank.step + 1) ** self.decay)
         await rank.sample("batches", done)
         weight = float(done if self.weighted else 1)
+        if self.order == ORDERS[0]:
+            await self._descend(rank)
+            await self._agree(rank, weight)
+        else:
+            await self._agree(rank, weight)
+            await self._descend(rank)
+
+    async def _descend(self, rank: Rank) -> None:
+        """The own step, from where the parameters are."""
+        if self.mirror == "entropic":
+            await rank.update(by=partial(_multiply, await rank.params(), await rank.grads(), rank.lr))
+        else:
+            await rank.update()
+
+    async def _agree(self, rank: Rank, weight: float) -> None:
+        """The round's mixings. weight: how much this rank counts for."""
         for k in range(self.rounds):
             number = rank.step * self.rounds + k
             part = mixing_round(self.edges or self.graph, 1.0, rank.size, rank.index, number)

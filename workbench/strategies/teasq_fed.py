@@ -36,6 +36,7 @@ class _State:
         self.waiting: deque[int] = deque()  # ranks with an idle client that no task was given to
         self.cached = 0  # updates in "cache", which is the sum of S w by the sum of S: `weight`
         self.weight = self.stale = 0.0
+        self.early = 0  # updates that were mixed in before there were enough, on leaving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ class TEASQFed(Strategy):
     Digits(shards="dirichlet") each sees digits of its own. n is how many all ranks have, C is `share`. No more than
     one client of a rank is at work at once, so C limits anything only below 1 / `clients`. A step of the run is a task.
     With `deadline` a client begins no batch after so many ms and pushes what it has, one batch at least; the Sample
-    "batches" says how many. All clients are as large, so updates are not weighted by their examples.
+    "batches" says how many. With `weighted` an update counts for as much as the batches that it was trained on, S(t) n
+    in place of S(t), as in FedAvg; without a deadline all clients train on as many, and it changes nothing.
 
     Both ways what a model differs by from what the other side knows crosses the wire, `density` of its entries in
     `bits` bits each: at 1 and 32, as it is. What a client does not push is lost; what the server does not send it
@@ -84,6 +86,7 @@ class TEASQFed(Strategy):
     proximal: float = knob(0.01, 0.0, 100.0, doc="mu: how strongly a client is held to the model that it was sent")
     density: float = knob(0.25, 0.0001, 1.0, log=True, doc="fraction of the entries that cross the wire")
     bits: int = knob(8, choices=(2, 4, 8, 32), doc="of each entry that crosses; 32: as it is")
+    weighted: bool = knob(False, doc="does an update count for as much as it was trained on?")
     relax: int = knob(0, 0, 4096, unit="mixings", doc="after which twice as many entries cross; 0: never")
 
     lockstep: ClassVar[bool] = False
@@ -101,7 +104,7 @@ class TEASQFed(Strategy):
         buckets = await rank.params()
         await rank.client(state.turn % self.clients, self.clients)
         state.turn += 1
-        await tell(rank, SERVER, "client", ASK, 0)
+        await tell(rank, SERVER, "client", ASK, 0, 0)
         got = await told(rank, "task", 1, SERVER)
         if got is None:
             raise StrategyError("a client's task did not come: the server has ended")
@@ -110,8 +113,9 @@ class TEASQFed(Strategy):
             known = state.memory.flat("known", bucket)
             known.add_(await self._come(rank, SERVER, bucket.like(known), version, "model"))
             bucket.data.copy_(known)
-        await rank.sample("batches", await self._train(rank, state.memory))
-        await tell(rank, SERVER, "client", PUSH, version)
+        done = await self._train(rank, state.memory)
+        await rank.sample("batches", done)
+        await tell(rank, SERVER, "client", PUSH, version, done)
         coder = self._coder(version, state.chance)
         for bucket in buckets:
             moved = bucket.data - state.memory.flat("known", bucket)
@@ -136,13 +140,13 @@ class TEASQFed(Strategy):
         if rank.index != SERVER:
             return
         buckets = await rank.params()
-        while (got := await told(rank, "client", 2)) is not None:
-            (what, version), source = got
+        while (got := await told(rank, "client", 3)) is not None:
+            (what, version, done), source = got
             if what == ASK:
                 state.waiting.append(source)
             else:
                 state.running -= 1
-                await self._cache(rank, state, buckets, source, version)
+                await self._cache(rank, state, buckets, source, version, done)
             while state.waiting and state.running < ceil(self.share * self.clients * rank.size):
                 state.running += 1
                 await rank.sample("active", state.running)
@@ -158,11 +162,12 @@ class TEASQFed(Strategy):
             sent.add_(opened(coder, message, sent))
             await rank.send(message, to, f"model {bucket.name}")
 
-    async def _cache(self, rank: Rank, state: _State, buckets: list[Bucket], source: int, version: int) -> None:
-        """Takes in an update, and mixes once there are enough."""
+    async def _cache(self, rank: Rank, state: _State, buckets: list[Bucket], source: int, version: int,
+                     done: int) -> None:  # fmt: skip
+        """Takes in an update that was trained on so many batches, and mixes once there are enough."""
         stale = state.version - version
         await rank.sample("staleness", stale)
-        share = (1 + stale) ** -self.staleness
+        share = (1 + stale) ** -self.staleness * (done if self.weighted else 1)
         for bucket in buckets:
             sent = state.memory.flat(f"sent {source}", bucket)
             update = await self._come(rank, source, bucket.like(sent), version, "update")
@@ -200,8 +205,9 @@ class TEASQFed(Strategy):
         return [bucket.like(state.memory.flat(name, bucket)) for bucket in await rank.params()]
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        """Updates that wait for others are mixed in; everybody gets the server's model."""
+        """Updates that wait for others are mixed in, which a Mark says; everybody gets the server's model."""
         buckets = await rank.params()
+        state.early = state.cached
         if state.cached:
             self._mix(state, buckets)
         for bucket in buckets:
@@ -209,3 +215,8 @@ class TEASQFed(Strategy):
                 bucket.data.copy_(state.memory.flat("model", bucket))
             await rank.broadcast(bucket.data, SERVER, bucket.name)
         await rank.client(0, 1)
+
+    def left(self, state: _State) -> str | None:
+        if not state.early:
+            return None
+        return f"the server mixed in {state.early} update{'s' * (state.early > 1)} without waiting for {self.cache}"
