@@ -33,7 +33,7 @@ from workbench.record.store import write_atomically
 from workbench.run import Run
 from workbench.settings import KnobError, members
 from workbench.sim import Costs
-from workbench.strategies import KFAC, Newton, Strategy
+from workbench.strategies import KFAC, Strategy
 from workbench.tasks import Colwise, Rowwise, Task
 
 RANKS, SETTLE, COUNTED = 4, 5, 24  # steps that are not counted, and whole rounds of every strategy that are
@@ -94,6 +94,7 @@ SPREAD = {
 
 WARM = 4  # steps of those that begin with others, where their usual number is longer than all that is measured
 SHORTER: dict[str, dict[str, Any]] = {name: {"warmup": WARM} for name in ("OneBitAdam", "PostLocalSGD", "QAdam")}
+SHORTER["Newton"] = {"iterations": 3}  # each takes as long as a pass of another method's
 TASKS = {"AsyncDrop": replace(KNOWN.task, split=_split), "ShadowSync": replace(KNOWN.task, lookups=_lookups)}
 
 
@@ -129,8 +130,8 @@ def calibrations() -> dict[str, Experiment]:
     """What costs are measured from, by name: each adds what it alone has."""
     found = {"DDP": KNOWN}
     found |= {name: replace(KNOWN, compressor=compressor) for name, compressor in compressors().items()}
-    found |= {name: replace(KNOWN, strategy=way) for name, way in (("KFAC", KFAC()), ("Newton", Newton()))}
-    return found
+    ways = {"KFAC": KFAC(), "Newton": strategies()["Newton"]}
+    return found | {name: replace(KNOWN, strategy=way) for name, way in ways.items()}
 
 
 def _wire(e: Experiment) -> str:
