@@ -36,6 +36,7 @@ COMMANDS = {
     "slow_link": ["tests.bench.slow_link"],
     "netns": ["tests.bench.netns"],
     "algorithms": ["tests.bench.algorithms"],
+    "between": ["tests.bench.between"],
     "record": ["tests.bench.record_size"],
     "prediction": ["tests.bench.prediction"],
     "across": ["tests.bench.across"],

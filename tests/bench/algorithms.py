@@ -111,15 +111,18 @@ class AtOnce(Strategy):
     async def step(self, rank: Rank, state: Any) -> None:
         x = torch.ones(self.numel)
         begin = torch.tensor([(time.time() // self.slot + 2) * self.slot], dtype=torch.float64)
-        await rank.broadcast(
-            begin, 0, "when"
-        )  # rank 0's: others may look at the clock on another side of a slot's edge
+        await rank.broadcast(begin, 0, "when")  # rank 0's: others' clocks may be past a slot's edge already
         while (left := float(begin) - time.time()) > 0:
             time.sleep(min(left, 1e-3))
         late = -left
-        await rank.all_reduce(x, name="x")
+        await self.exchange(rank, x)
         await rank.sample("took", time.time() - float(begin))
-        assert float(x[0]) == rank.size and late < 0.5 * self.slot
+        assert late < 0.5 * self.slot
+
+    async def exchange(self, rank: Rank, x: torch.Tensor) -> None:
+        """What is timed."""
+        await rank.all_reduce(x, name="x")
+        assert float(x[0]) == rank.size
 
 
 def task() -> Task:
@@ -139,16 +142,13 @@ def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int],
     cell = Cell(**{**asked, "wires": Wires(**asked["wires"])})
     e = Experiment(task=task(), ranks=size, eval_every=0, strategy=AtOnce(numel=cell.numel, slot=cell.slot),
                    fabric=cell.wires.fabric(ALL[cell.way]))  # fmt: skip
-    session = Session(
-        e,
-        rank=rank,
-        size=size,
-        store=store,
-        generation=generation,
-        secret=b"ours",
-        epoch=time.time(),
-        loopback=not cell.wires.real,
-    )
+    return timed(e, rank, store, generation, loopback=not cell.wires.real)
+
+
+def timed(e: Experiment, rank: int, store: tuple[str, int], generation: str, loopback: bool) -> list[float]:
+    """What one rank's steps say that they took, but for the first."""
+    session = Session(e, rank=rank, size=e.ranks, store=store, generation=generation, secret=b"ours",
+                      epoch=time.time(), loopback=loopback)  # fmt: skip
     session.record.close()
     session.record = rows = Rows()
     training = session.set_up()

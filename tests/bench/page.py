@@ -353,6 +353,13 @@ def algorithms(d: list[dict[str, Any]]) -> str:
     return section(d)
 
 
+def between(d: list[dict[str, Any]]) -> str:
+    """Sums of two sites, whole and compressed."""
+    from tests.bench.between import section
+
+    return section(d)
+
+
 def priorities(d: dict[str, Any]) -> str:
     """ByteScheduler beside DDP's order."""
     from tests.bench.priorities import section
@@ -390,7 +397,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
     "activations": activations.text, "activations_tuned": activations_tuned.text,
     "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "algorithms": algorithms, "record": record, "published": published, "priorities": priorities,
+    "netns": netns, "algorithms": algorithms, "between": between, "record": record, "published": published, "priorities": priorities,
     "shadow": shadow, "shadow_quality": shadow_quality, "memory": memory, "second_order": second_order,
     "scale": scale.text,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench import between
 from tests.bench.algorithms import CLOSE, EMULATED, RANKS, Wires, cells, fitted, predicted, section
 from workbench.fabric import Fabric, Link
 from workbench.fabric.algorithms import Ring
@@ -38,3 +39,15 @@ def test_a_prediction_holds_where_what_it_names_is_about_as_quick_as_the_quickes
     assert (large["chosen"], large["first"]) == (chosen["256000"], other) and large["over"] > CLOSE
     assert large["off"] == pytest.approx(1 - 1 / 1.1)
     assert "On emulated Links it holds in 1 of 2 cells" in " ".join(section([found]).split())
+
+
+def test_compression_between_sites_is_foretold_from_the_links_numbers_and_told_beside_what_was_measured() -> None:
+    kept = between.predicted(between.SLOW, "compressed between sites", 16_000)
+    inside, across = 16_000 * 32e-6 / 200, 8 * 800 * 8e-6 / 10  # s of all of it, and of a twentieth with its places
+    assert inside < kept < 0.5 * between.predicted(between.SLOW, "whole, in two levels", 16_000)
+    assert kept > across + 0.01
+    found = {"about": "wires", "numel": 1000, "predicted": dict(zip(between.WAYS, (0.4, 0.3, 0.2, 0.1), strict=True)),
+             "took": dict(zip(between.WAYS, ([0.5], [0.3], [0.2], [0.1]), strict=True))}  # fmt: skip
+    said = between.section([found])
+    assert "| wires | 4 | 500 (400) | 300 (300) | 200 (200) | 100 (100) | compressed between sites |" in said
+    assert "is so in 1 of 1 cells; predictions are off by 0.0% in the median, 20.0% at most" in said

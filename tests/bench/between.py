@@ -1,0 +1,146 @@
+"""All-reduces of two sites, whole, compressed by every rank, and compressed between the sites alone.
+
+Six ranks in two sites begin a sum together, by their common clock; it is over when the last of them has it. The three
+ways in turn, in alternating rounds, on emulated Links that are slow between the sites, so that what is sent decides and
+not how busy the cores are. Beside each what the simulator says of it from the Link's own numbers; it is told nothing of
+what encoding takes.
+
+    python -m tests.bench.between --out docs/data/between.json          (about six minutes; goes on where it stopped)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.bench.algorithms import RANKS, ROUNDS, AtOnce, Cell, Wires, seconds, task, timed
+from tests.bench.netns import Ranks, rank_main
+from tests.bench.page import table
+from workbench import simulate
+from workbench.compressors import BetweenSites, Compressor, Dense, TopK
+from workbench.experiment import Experiment
+from workbench.fabric.algorithms import Algorithm, Ring, TwoLevel
+from workbench.rank import Bucket, Memory, Rank
+from workbench.record.store import write_atomically
+
+DENSITY = 0.05
+SITE = 3
+WAYS: dict[str, tuple[Algorithm, Compressor]] = {
+    "whole, in one ring": (Ring(), Dense()),
+    "whole, in two levels": (TwoLevel(), Dense()),
+    "compressed by every rank": (Ring(), TopK(density=DENSITY)),
+    "compressed between sites": (Ring(), BetweenSites(of=TopK(density=DENSITY), site=SITE)),
+}
+SIZES = (16_000, 64_000, 256_000)  # elements of float32
+SLOW = Wires(mbit=200.0, latency=2.0, site=SITE, between_mbit=10.0, between_latency=10.0)
+WIRES = {
+    SLOW: SIZES,
+    replace(SLOW, between_mbit=50.0): SIZES,
+    replace(SLOW, mbit=20.0, between_mbit=20.0): SIZES,  # hardly slower between the sites than inside
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedAtOnce(AtOnce):
+    """One sum in each step as the run's compressor makes it, which all ranks begin at a time of the clock."""
+
+    async def exchange(self, rank: Rank, x: torch.Tensor) -> None:
+        if rank.compressor.immediate:
+            await rank.all_reduce(x, name="x")
+        else:
+            await rank.compressor.reduce(rank, Bucket(0, x, (), 0), Memory())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedNow(CodedAtOnce):
+    """The same where all ranks begin their first step at one time anyway, in the simulator."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        began = await rank.clock()
+        await self.exchange(rank, torch.ones(self.numel))
+        await rank.sample("took", await rank.clock() - began)
+
+
+def experiment(cell: Cell, strategy: AtOnce) -> Experiment:
+    """A run of sums by the cell's way. A strategy that steps by itself is as good as any about compressors."""
+    algorithm, compressor = WAYS[cell.way]
+    return Experiment(task=task(), ranks=RANKS, eval_every=0, strategy=strategy, compressor=compressor, pace=1.0,
+                      fabric=cell.wires.fabric(algorithm))  # fmt: skip
+
+
+def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
+    """One rank's seconds of each sum."""
+    cell = Cell(**{**asked, "wires": Wires(**asked["wires"])})
+    e = experiment(cell, CodedAtOnce(numel=cell.numel, slot=cell.slot))
+    return timed(e, rank, store, generation, loopback=True)
+
+
+def predicted(wires: Wires, way: str, numel: int) -> float:
+    """Seconds until the last rank has the sum, by the simulator."""
+    cell = Cell(wires=wires, way=way, numel=numel, slot=1.0)
+    run = simulate(replace(experiment(cell, CodedNow(numel=numel)), steps=1), real=True)
+    took = run.samples[run.samples.name == "took"]
+    return float(took.value.max())
+
+
+def cell_of(wires: Wires, numel: int, ranks: Ranks, rounds: int) -> dict[str, Any]:
+    """All ways on the same wires, in alternating rounds."""
+    said = {way: predicted(wires, way, numel) for way in WAYS}
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            cell = Cell(wires=wires, way=way, numel=numel, slot=round(1.5 * said[way] + 0.15, 2))
+            took[way].append(seconds(ranks, cell))
+    return {"wires": asdict(wires), "about": str(wires), "numel": numel, "predicted": said, "took": took}
+
+
+def section(d: list[dict[str, Any]]) -> str:
+    """The page's section, from the raw numbers."""
+    rows, right, off = [], 0, []
+    for found in d:
+        took = {way: statistics.median(each) for way, each in found["took"].items()}
+        said, first = found["predicted"], min(took, key=lambda way: took[way])
+        chosen = min(said, key=lambda way: said[way])
+        right += chosen == first
+        off += [abs(said[way] / took[way] - 1) for way in took]
+        each = [f"{took[way] * 1e3:.0f} ({said[way] * 1e3:.0f})" for way in WAYS]
+        rows.append([found["about"], f"{4 * found['numel'] / 1e3:g}", *each, first])
+    rounds = min((len(each) for found in d for each in found["took"].values()), default=0)
+    about = (
+        f"Sums of {RANKS} ranks in two sites, begun together by a common clock and over when the last rank has the sum;"
+        f" ms, medians of {rounds} alternating rounds, and in brackets what the simulator says from the Link's own"
+        f" numbers, without what encoding takes. Compressed is TopK(density={DENSITY:g}); between sites it is"
+        f" BetweenSites of that, whole inside. What is predicted to be first is so in {right} of {len(d)} cells;"
+        f" predictions are off by {statistics.median(off):.1%} in the median, {max(off):.1%} at most."
+    )
+    return f"## Compression between sites\n\n{about}\n\n{table(['wires', 'kB', *WAYS, 'first'], rows)}"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--rank", nargs=3, default=None, help=argparse.SUPPRESS)
+    ask.add_argument("--out", type=Path, default=None)
+    ask.add_argument("--rounds", type=int, default=ROUNDS)
+    a = ask.parse_args()
+    if a.rank:
+        return rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2], measure)
+    out = json.loads(a.out.read_text()) if a.out and a.out.exists() else []
+    there = {(found["about"], found["numel"]) for found in out}
+    left = [(w, n) for w, sizes in WIRES.items() for n in sizes if (str(w), n) not in there]
+    with Ranks(RANKS, module="tests.bench.between") as ranks:
+        for wires, numel in left:
+            out.append(cell_of(wires, numel, ranks, a.rounds))
+            print(f"{wires}, {4 * numel / 1e3:g} kB", flush=True)
+            if a.out:
+                write_atomically(a.out, json.dumps(out))
+    print(section(out))
+
+
+if __name__ == "__main__":
+    main()
