@@ -11,6 +11,7 @@ from typing import Any
 from tests.bench import home_page
 from tests.bench.cells import DATA, EVERY, FABRICS, RANKS, SEEDS, STEPS, TASK, Cell, Results
 from tests.bench.claims import PARTS, comparable, rows, speed, target, times
+from tests.bench.home_claims import CLAIMS
 from tests.bench.methods import FAST, LINK, NOT_QUOTED, SLOW, SLOW_RANK, STUMBLE, Claim, Method, methods, tempo
 from tests.bench.outer import OUTER, gained, twin
 from tests.bench.page import table
@@ -147,8 +148,14 @@ def _papers(found: Results) -> str:
     lines = []
     for m in methods():
         mine = [label for label, name, _ in rows() if name == m.name]
-        lines.append([m.name, m.paper, " ".join(_seen(found, m, label) for label in mine) or "the yardstick"])
+        lines.append([m.name, _headline(m), " ".join(_seen(found, m, label) for label in mine) or "the yardstick"])
     return table(["strategy", "the paper's headline", "seen here"], lines)
+
+
+def _headline(m: Method) -> str:
+    """What the paper claims; where these tables quote nothing, what is looked for on its home ground."""
+    at_home = next((c for c in CLAIMS if c.method.split(",")[0] == m.name), None)
+    return m.paper if m.paper != NOT_QUOTED or at_home is None else f"{at_home.paper} ({at_home.source})"
 
 
 def _seen(found: Results, m: Method, label: str) -> str:
@@ -157,7 +164,8 @@ def _seen(found: Results, m: Method, label: str) -> str:
         return ""
     pairs = {where: found.pairs("table", label, "DDP", where) for where in FABRICS}
     if not any(pairs.values()):
-        return f"{label}: {found.refused.get(('table', label), 'not measured yet')}."
+        same = "every step is DDP's, so it has no row" if find(Strategy, m.name).exact else "not measured yet"
+        return f"{label}: {found.refused.get(('table', label), same)}."
     best = max((statistics.median(times(found, label, w) or [0.0]), w) for w in FABRICS if pairs[w] and comparable(m.name, w))
     said = (
         f"{label}{tempo(m.name)}: at best {best[0]:.2f} times as fast to the loss ({best[1]})"

@@ -246,7 +246,7 @@ def test_a_number_that_is_no_headline_of_the_paper_is_not_said_to_show(folder: P
     assert "10.00 with +12.0% of loss, ShadowMA ending at 2.800 with 9% of the bytes, LocalSGD(every=20)" in said
     assert "LocalSGD(every=20) ending at 2.500 with 5% of the bytes. The paper's claim is how throughput grows" in said
     easgd = row(page, "What the papers say", "EASGD")
-    assert "not quoted" in easgd[1] and easgd[2].endswith("10.00 with +0.0% of loss.")
+    assert "Zhang et al., 2015" in easgd[1] and easgd[2].endswith("10.00 with +0.0% of loss.")
     assert not any("show" in words.replace("shows up", "") for words in (said, easgd[2]))
 
 
