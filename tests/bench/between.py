@@ -5,7 +5,7 @@ ways in turn, in alternating rounds, on emulated Links that are slow between the
 not how busy the cores are. Beside each what the simulator says of it from the Link's own numbers; it is told nothing of
 what encoding takes.
 
-    python -m tests.bench.between --out docs/data/between.json          (about six minutes; goes on where it stopped)
+    python -m tests.bench.between --out docs/data/between.json          (about seven minutes; goes on where it stopped)
 """
 
 from __future__ import annotations
