@@ -255,7 +255,7 @@ def test_what_is_left_unsent_is_a_sum() -> None:
     """A law of the family: nothing else keeps the books."""
     for cls in members(Compressor).values():
         one = cls.usual()
-        assert set(one.own.values()) <= {"sum", "mean"}
+        assert set(one.own.values()) <= {"sum", "mean", "keep", "drop"}
         assert not one.residual or one.own[one.residual] == "sum"
 
 

@@ -66,6 +66,7 @@ class Zen(Compressor):
     varies: ClassVar[bool] = True
     pools: ClassVar[str] = "zen pools"  # by parameter, the share of its units among which ranks seem to choose
     maps: ClassVar[str] = "zen maps"  # by the first parameter of a bucket, who owns what in it
+    drops: ClassVar[tuple[str, ...]] = (pools, maps)
     kind: ClassVar[str] = "sparse"
 
     @property

@@ -46,6 +46,7 @@ class SlowMo(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
+    own: ClassVar[dict[str, str]] = {"momentum": "keep", "anchor": "drop", "rates": "drop", "since": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> Round:
         return Round(params)
