@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -91,10 +92,13 @@ def imports(path: Path) -> Iterator[str]:
             todo += ast.iter_child_nodes(node)
 
 
-IMPORTS = {module(p): sorted(set(imports(p))) for p in SOURCES}
+@cache
+def importing() -> dict[str, list[str]]:
+    """By module what it imports; found when first asked for, since every group of tests collects this file."""
+    return {module(p): sorted(set(imports(p))) for p in SOURCES}
 
 
-MODULES = set(IMPORTS)
+MODULES = {module(p) for p in SOURCES}
 
 
 def room(name: str) -> str:
@@ -105,7 +109,7 @@ def room(name: str) -> str:
 def arrows() -> dict[tuple[str, str], str]:
     """Every pair of different rooms of workbench of which one imports the other, and one module that does."""
     found = {}
-    for name, every in IMPORTS.items():
+    for name, every in importing().items():
         for target in every if within(name, "workbench") else ():
             pair = room(name), room(target)
             if within(target, "workbench") and pair[0] and pair[1] in ROOMS and pair[0] != pair[1]:
@@ -140,12 +144,13 @@ def test_no_imports_go_in_a_circle() -> None:
     assert circle({who: set(what.split()) for who, what in ROOMS.items()}) == []
     packages = {name for name in MODULES if any(within(other, name) for other in MODULES - {name})}
     inner = MODULES - packages  # what a package's own __init__ offers is among these; between rooms see above
-    targets = {name: {t if t in MODULES else t.rpartition(".")[0] for t in every} for name, every in IMPORTS.items()}
+    every = importing().items()
+    targets = {name: {t if t in MODULES else t.rpartition(".")[0] for t in its} for name, its in every}
     assert circle({name: (targets[name] & inner) - {name} for name in inner}) == []
 
 
 def test_pictures_know_only_what_a_notebook_knows() -> None:
-    found = {room(what) for name, every in IMPORTS.items() if within(name, "widgets") for what in every
+    found = {room(what) for name, every in importing().items() if within(name, "widgets") for what in every
              if within(what, "workbench")}  # fmt: skip
     assert found - set(PICTURES.split()) <= {name for name in found if name not in ROOMS}
 
@@ -154,7 +159,7 @@ def test_pictures_know_only_what_a_notebook_knows() -> None:
 def test_libraries_stay_in_their_rooms(who: str, what: str, but: str) -> None:
     against = [
         f"{name} imports {found}"
-        for name, every in IMPORTS.items()
+        for name, every in importing().items()
         if within(name, who) and not (but and within(name, but))
         for found in every
         if within(found, what)
@@ -164,7 +169,7 @@ def test_libraries_stay_in_their_rooms(who: str, what: str, but: str) -> None:
 
 def test_ipython_belongs_to_the_widgets_and_to_lab_where_it_asks_for_its_kernel() -> None:
     allowed = {"widgets", "workbench.cluster"}
-    who = {name for name, every in IMPORTS.items() for found in every if within(found, "IPython")}
+    who = {name for name, every in importing().items() for found in every if within(found, "IPython")}
     assert not [name for name in who if not any(within(name, a) for a in allowed)]
 
 
@@ -179,7 +184,7 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 300
     if text.strip():
-        assert ast.get_docstring(ast.parse(text)), "no module docstring"
+        assert described(path)[0], "no module docstring"
 
 
 def public(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -188,10 +193,17 @@ def public(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.As
             yield node
 
 
+@cache
+def described(path: Path) -> tuple[str | None, dict[str, str | None]]:
+    """The docstrings of a file and, by name, of its public classes."""
+    tree = ast.parse(path.read_text())
+    classes = [n for n in public(tree) if isinstance(n, ast.ClassDef)]
+    return ast.get_docstring(tree), {n.name: ast.get_docstring(n) for n in classes}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_every_public_class_says_what_it_is(path: Path) -> None:
-    classes = [n for n in public(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
-    assert not [n.name for n in classes if not ast.get_docstring(n)]
+    assert not [name for name, said in described(path)[1].items() if not said]
 
 
 IN_FAMILIES = ("workbench.compressors", "workbench.strategies", "workbench.optimizers")
@@ -209,6 +221,7 @@ def test_no_room_compares_a_members_name() -> None:
     compared = [
         f"{module(p)}: {ast.unparse(n)}"
         for p in SOURCES
+        if ".__name__" in p.read_text()
         for n in ast.walk(ast.parse(p.read_text()))
         if isinstance(n, ast.Compare) and any(".__name__" in ast.unparse(one) for one in (n.left, *n.comparators))
     ]
@@ -227,27 +240,33 @@ def test_only_one_room_of_the_engine_knows_of_gpus_and_no_step_gives_memory_back
 
 def test_no_class_is_called_by_a_refused_noun() -> None:
     found = [
-        f"{module(p)}.{n.name}"
+        f"{module(p)}.{name}"
         for p in SOURCES
-        for n in public(ast.parse(p.read_text()))
-        if isinstance(n, ast.ClassDef) and any(n.name.endswith(noun) for noun in REFUSED)
+        for name in described(p)[1]
+        if any(name.endswith(noun) for noun in REFUSED)
     ]
     assert not found
 
 
+@cache
 def functions(path: Path) -> dict[str, str]:
     """A file's functions as text, by name."""
-    return {n.name: ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)}
+    text = path.read_text()
+    lines = text.splitlines()
+    every = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    return {n.name: "\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in every}
 
 
-ASSERTING = {f"{module(p)}.{name}" for p in TESTS for name, words in functions(p).items() if "assert " in words}
+@cache
+def asserting() -> set[str]:
+    return {f"{module(p)}.{name}" for p in TESTS for name, words in functions(p).items() if "assert " in words}
 
 
 @pytest.mark.parametrize("path", TESTS, ids=module)
 def test_no_test_asserts_nothing(path: Path) -> None:
     claims = ["assert ", "assert_", "raises(", "expect("]
-    helpers = {name for name in functions(path) if f"{module(path)}.{name}" in ASSERTING}
-    helpers |= {name.rpartition(".")[2] for name in imports(path) if name in ASSERTING}
+    helpers = {name for name in functions(path) if f"{module(path)}.{name}" in asserting()}
+    helpers |= {name.rpartition(".")[2] for name in imports(path) if name in asserting()}
     claims += [f"{name}(" for name in helpers if not name.startswith("test_")]
     for name, words in functions(path).items():
         if name.startswith("test_"):

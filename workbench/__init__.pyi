@@ -52,7 +52,7 @@ from workbench.fabric.algorithms.two_level import TwoLevel as TwoLevel
 from workbench.fabric.freeze import Freeze as Freeze
 from workbench.fabric.noisy import Noisy as Noisy
 from workbench.fabric.slow import Slow as Slow
-from workbench.fabric.stumble import Stumble as Stumble
+from workbench.fabric.transient_straggler import TransientStraggler as TransientStraggler
 from workbench.lab import Lab as Lab
 from workbench.optimizers import Optimizer as Optimizer
 from workbench.optimizers.adam import Adam as Adam

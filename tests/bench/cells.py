@@ -23,12 +23,12 @@ from tests.bench.source import code
 from workbench import analysis, simulate
 from workbench.compressors import Compressor, inside
 from workbench.experiment import Experiment
-from workbench.fabric import Fabric, Link, Slow, Stumble
+from workbench.fabric import Fabric, Link, Slow, TransientStraggler
 from workbench.optimizers import Optimizer
 from workbench.policies import ByHand, PolicyBase
 from workbench.run import Run
 from workbench.settings import Change, KnobError, from_plain, knobs, to_plain
-from workbench.sim import Costs, Duration, Wire
+from workbench.sim import AlphaBeta, Costs, Duration
 from workbench.strategies import DDP
 from workbench.tasks import ByteGPT, TaskBase
 
@@ -44,7 +44,8 @@ LITTLE = 0.01  # of the model's bytes: a step that sends less has not synchronis
 def fabric(where: str, seed: int) -> Fabric:
     """The networks and faults of the tables, by name."""
     link = Link(bandwidth=100.0, latency=5.0) if where == LINK else Link(bandwidth=10_000.0, latency=0.05)
-    faults = {SLOW: (Slow(rank=SLOW_RANK, factor=2.0),), STUMBLE: (Stumble(probability=0.1, factor=5.0, seed=seed),)}
+    often = TransientStraggler(probability=0.1, factor=5.0, seed=seed)
+    faults = {SLOW: (Slow(rank=SLOW_RANK, factor=2.0),), STUMBLE: (often,)}
     return Fabric(link=link, faults=faults.get(where, ()))
 
 
@@ -271,5 +272,5 @@ def costs_as_plain(costs: Costs) -> dict[str, Any]:
 def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
     phases = {k: tuple(Duration(*d) for d in plain[k]) for k in ("forward", "backward", "update")}
     tuples = {name: {k: tuple(v) for k, v in plain.get(name, {}).items()} for name in ("codec", "beside", "coder")}
-    wires = {name: Wire(*plain[name]) for name in ("wire", "post") if name in plain}
+    wires = {name: AlphaBeta(*plain[name]) for name in ("wire", "post") if name in plain}
     return Costs(**{**plain, **phases, **tuples, **wires})

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.ranks import exchange, placed
 from workbench import simulate
 from workbench.compressors import Compressor, Zen
-from workbench.compressors._schemes import SCHEMES, Load, expected
+from workbench.compressors._schemes import SCHEMES, Sparsity, expected
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.lab import Lab
@@ -171,7 +171,7 @@ def said(density: float, model: int, scheme: str, p: int = RANKS) -> int:
     """Bytes that a rank is expected to send, by the formula for rows, of which all are as likely."""
     n, width = model // 4, 64
     units = n / width
-    return expected(scheme, Load(density * units, density * n, round(units), n, 4, units), p)
+    return expected(scheme, Sparsity(density * units, density * n, round(units), n, 4, units), p)
 
 
 def crossing(low: str, high: str, p: int, took: Callable[[str, int, float], float]) -> float:

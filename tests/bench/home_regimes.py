@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.bench.home_rows import Regime
-from workbench.fabric import Fabric, Link, Slow, Stumble
+from workbench.fabric import Fabric, Link, Slow, TransientStraggler
 from workbench.tasks import ByteGPT, ClickThrough, Digits
 
 GPT = ByteGPT(layers=1, width=32, heads=4, context=32)
@@ -39,7 +39,7 @@ NARROW = Regime(
     fabric=Fabric(link=Link(bandwidth=10.0, latency=0.1)),
 )
 STUMBLING = Regime(name="stumbles", words="ByteGPT, 8 ranks, 10 Gbit/s; a rank computes five times as long in a random tenth of its steps", task=GPT, ranks=8, steps=240, goal=2.3,
-                   fabric=Fabric(link=FASTEST, faults=(Stumble(probability=0.1, factor=5.0),)))  # fmt: skip
+                   fabric=Fabric(link=FASTEST, faults=(TransientStraggler(probability=0.1, factor=5.0),)))  # fmt: skip
 UNEVEN = Regime(name="one slow rank", words="ByteGPT, 4 ranks, 10 Gbit/s; one computes four times as long", task=GPT, goal=2.3,
                 fabric=Fabric(link=FASTEST, faults=(Slow(rank=1, factor=4.0),)))  # fmt: skip
 SKEWED = Regime(name="skewed shards", words="Digits, 8 ranks of which each sees two or three digits (Dirichlet, 0.1), 100 Mbit/s and 5 ms",

@@ -20,7 +20,7 @@ from typing import Any
 from tests.bench.cells import Cell, reached
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
-from workbench.fabric import Fabric, Stumble
+from workbench.fabric import Fabric, TransientStraggler
 from workbench.policies import PolicyBase
 from workbench.settings import Knob, find, knobs
 from workbench.strategies import Strategy
@@ -58,7 +58,7 @@ class Regime:
         """The task and the network, whose shards and stumbles are other ones with each seed."""
         skewed = isinstance(self.task, Digits) and self.task.shards != "iid"
         task = replace(self.task, shard_seed=seed) if skewed else self.task
-        faults = tuple(replace(f, seed=seed) if isinstance(f, Stumble) else f for f in self.fabric.faults)
+        faults = tuple(replace(f, seed=seed) if isinstance(f, TransientStraggler) else f for f in self.fabric.faults)
         return task, replace(self.fabric, faults=faults)
 
     def score(self, found: Mapping[str, Any]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.compressors import Compressor, Dense
-from workbench.fabric import Fault, Slow, Stumble
+from workbench.fabric import Fault, Slow, TransientStraggler
 from workbench.settings import KnobError, checked, describe, find, members
 from workbench.strategies import Strategy
 
@@ -118,7 +118,7 @@ def methods() -> tuple[Method, ...]:
 
 _ONE_SLOW = {"faults": (Slow(rank=2, factor=2.0),), "fault": "rank 2 computes 2 times as long"}
 _STUMBLING = {
-    "faults": (Stumble(probability=0.2, factor=3.0, seed=5),),
+    "faults": (TransientStraggler(probability=0.2, factor=3.0, seed=5),),
     "fault": "in a random fifth of its steps a rank computes 3 times as long",
 }
 _SMALL = "A model of 0.1 M parameters on four ranks gives a large batch little to lose and a slow start much."

@@ -20,10 +20,12 @@ from tests.ranks import experiment, fitting, joined, mse, shipped, toy
 from tests.sim.virtual import comm, samples
 from workbench import simulate
 from workbench.compressors import Compressor, inside
+from workbench.host.remembered import UNDECLARED
 from workbench.optimizers import Optimizer
+from workbench.rank import Rank
 from workbench.run import Run
 from workbench.settings import Change, KnobError, knobs
-from workbench.strategies import Strategy
+from workbench.strategies import DDP, Strategy
 
 STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has
 COMPRESSORS = shipped(Compressor)
@@ -57,6 +59,8 @@ def test_a_strategy_trains_is_left_and_the_ranks_agree(name: str) -> None:
     losses = samples(done, "loss", 0)
     assert len(losses) and all(map(math.isfinite, losses))
     assert all(torch.equal(one, found[0]) for one in found)
+    said = [detail["rules"] for _, _, detail in done.details("own")]
+    assert not any(UNDECLARED in rules.values() for rules in said), f"what ranks remember has a rule in `own`: {said}"
 
 
 @claiming("lockstep")
@@ -101,7 +105,17 @@ def test_a_strategy_takes_a_compressor_or_refuses_it_in_words(name: str, compres
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_compressors_result_is_the_same_on_all_ranks(name: str) -> None:
-    done, found = trained(RANKS, 5, compressor=COMPRESSORS[name].usual())
+    kept: set[str] = set()
+
+    class Noting(DDP):
+        """What compressors remember."""
+
+        async def step(self, rank: Rank, state: Any) -> None:
+            await super().step(rank, state)
+            kept.update(rank.memory.buffers, rank.memory.parts)
+
+    done, found = trained(RANKS, 5, compressor=COMPRESSORS[name].usual(), strategy=Noting())
+    assert kept <= {named for one in inside(COMPRESSORS[name].usual()) for named in one.own}
     assert len(found) == RANKS and all(torch.equal(one, found[0]) for one in found)
     assert all(map(math.isfinite, samples(done, "loss", 0)))
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from workbench import simulate
 from workbench.compressors import DGC, Compressor, Dense, TopK
 from workbench.experiment import Experiment
-from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow, Stumble
+from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow, TransientStraggler
 from workbench.lab import Lab
 from workbench.optimizers import SGD, Optimizer
 from workbench.run import Run
@@ -59,7 +59,8 @@ def plans() -> dict[str, Plan]:
     sparse = of(Compressor, "TopK", "SampledTopK", "Threshold", "RandomK", "SIDCo", "Wangni", "GTopK", "OkTopK",
                 "ScaleCom")  # fmt: skip
     others = of(Compressor, "PowerSGD", "ACPSGD", "Accordion", "LGreCo", "Layers", "WarmUp", "ErrorFeedback", "Zen")
-    faults = [(Slow(rank=1, factor=2.0),), (Noisy(spread=0.5),), (Freeze(rank=0, seconds=0.3),), (Stumble(),), ()]
+    faults = [(Slow(rank=1, factor=2.0),), (Noisy(spread=0.5),), (Freeze(rank=0, seconds=0.3),),
+              (TransientStraggler(),), ()]  # fmt: skip
     learning = [("lr_scaled", True), ("lr_warmup", 10), ("clip", 1.0), ("batch", 8), ("clip", 0.0)]
     return {
         "averaging": Plan(Experiment(task=digits, **small), turns("strategy", together)),

@@ -21,7 +21,7 @@ from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
 from workbench.optimizers import SGD
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError
-from workbench.sim import Duration, Wire
+from workbench.sim import AlphaBeta, Duration
 from workbench.strategies import DDP, LocalSGD, TorchDDP
 from workbench.tasks import ByteGPT
 
@@ -234,7 +234,8 @@ def test_refused_where_real_tensors_would_not_fit_with_the_number_that_would(mon
 
 def test_costs_measured_of_a_simulated_run_are_its_costs() -> None:
     given = Costs(
-        forward=(0.010, 0.012, 0.011), backward=0.02, update=0.002, wire=Wire(1e-4, 1e-8), between=0.001, evaluate=0.05,
+        forward=(0.010, 0.012, 0.011), backward=0.02, update=0.002, wire=AlphaBeta(1e-4, 1e-8),
+        between=0.001, evaluate=0.05,
         codec={"ErrorFeedback(TopK)": (2e-7, 1e-7, 3e-7)},
     )  # fmt: skip
     for compressor in (None, TopK.usual()):

@@ -18,12 +18,13 @@ from workbench.strategies import DDP, LocalSGD
 class Watched:
     """A run of four ranks whose clock and answers are made up."""
 
-    def __init__(self, run: Run | None = None) -> None:
+    def __init__(self, run: Run | None = None, fresh: bool = False) -> None:
         self.now, self.slept, self.notes = 100.0, 0.0, []
         self.run = run or Run({}, live=True)
         self.attention = Attention(self.run, range(4), self.notes, lambda: self.now, lambda: self.slept)
         self.step = 0
-        self.trained()
+        if not fresh:
+            self.trained()
 
     def trained(self) -> None:
         """Every rank ends one more step of 50 ms."""
@@ -128,8 +129,7 @@ def test_the_first_step_and_an_evaluation_may_take_longer() -> None:
     for _ in range(60):
         w.second(0, op="evaluate", mute=False)
     assert w.notes == []
-    fresh = Watched()
-    fresh.attention._lengths.clear()
+    fresh = Watched(fresh=True)
     for _ in range(25):
         fresh.second(2)
     assert fresh.notes == []
@@ -190,8 +190,7 @@ def test_a_rank_that_died_was_in_the_step_in_which_the_others_missed_it(strategy
 
 
 def test_what_hangs_in_set_up_is_named_too() -> None:
-    w = Watched()
-    w.attention._lengths.clear()
+    w = Watched(fresh=True)
     for _ in range(40):
         w.second(2, op="set-up", mute=False, state="starting")
     assert "rank 2 has been in set-up" in w.attention.holdup and "0, 1, 3 wait" in w.attention.holdup

@@ -18,7 +18,7 @@ from tests.bench.home_claims import CLAIMS
 from tests.bench.home_looks import Because, Claim, Look, seen, wanted
 from tests.bench.home_rows import FRESH, MOST, SEEDS, Book, Regime, Row, Trial, best, needs, tried, winner
 from workbench.experiment import Experiment
-from workbench.fabric import Fabric, Stumble
+from workbench.fabric import Fabric, TransientStraggler
 from workbench.sim import Costs
 from workbench.strategies import LocalSGD
 from workbench.tasks import Digits
@@ -81,7 +81,7 @@ def test_who_reaches_the_goal_beats_who_never_does_and_a_refused_trial_is_the_wo
 
 def test_each_seed_has_shards_and_stumbles_of_its_own() -> None:
     task = Digits(shards="dirichlet")
-    regime = replace(HOME, task=task, fabric=Fabric(faults=(Stumble(),)))
+    regime = replace(HOME, task=task, fabric=Fabric(faults=(TransientStraggler(),)))
     (one, there), (other, _) = regime.seeded(3), regime.seeded(4)
     assert (one.shard_seed, there.faults[0].seed) == (3, 3) and one != other  # type: ignore[attr-defined]
 

@@ -17,12 +17,13 @@ from tests.bench.methods import FAST, LINK, METHODS, SLOW, STUMBLE, Method
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, Slow
-from workbench.sim import Costs, Duration, Wire
+from workbench.sim import AlphaBeta, Costs, Duration
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import Digits
 
 pytestmark = pytest.mark.ranks
-COSTS = Costs(forward=(Duration(0.004, 0.1), Duration(0.005, 0.1)), backward=0.008, update=0.002, wire=Wire(1e-4, 1e-9))
+WIRE = AlphaBeta(1e-4, 1e-9)
+COSTS = Costs(forward=(Duration(0.004, 0.1), Duration(0.005, 0.1)), backward=0.008, update=0.002, wire=WIRE)
 TINY = Digits(width=4, hidden=16)
 
 

@@ -64,7 +64,7 @@ def test_a_model_that_does_not_fit_trains_under_what_needs_less(fits: int, memor
 
 
 def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved() -> None:
-    e = lesson(strategy=ZeROInfinity(), memory_mb=14.5)
+    e = lesson(strategy=ZeROInfinity(), memory_mb=15.0)
     require_memory(e, "lr", 1e-4)
     require_memory(e, "batch", 3)
     for path, value in (("strategy", DDP()), ("batch", 16), ("memory_mb", 6.0)):

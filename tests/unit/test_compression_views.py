@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.unit.encoded import DENSE, QUICK, SLOW, TOPK, WHOLE, Author, compressed
 from widgets.boxes import KINDS
@@ -102,16 +103,18 @@ def test_it_begins_with_the_first_compression_and_goes_on_when_it_is_off_again()
     assert "Nothing is compressed" in said(author.run)
 
 
-def test_a_live_panel_follows_at_its_own_pace_and_says_nothing_twice() -> None:
+def test_a_live_panel_follows_at_its_own_pace_and_says_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     author, view = Author(TOPK, measure_every=5), Pays()
     author.run.live = True
     author.steps(20, SLOW, 5)
     assert "40 ms" in str(view.update(author.run).html)
     author.steps(1, SLOW)
     assert view.update(author.run).html is None, "too soon"
-    view._at -= 10
+    now[0] += 10
     assert "steps 2-20" in str(view.update(author.run).html)
-    view._at -= 10
+    now[0] += 10
     assert view.update(author.run).html is None, "nothing is new"
 
 

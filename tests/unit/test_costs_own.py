@@ -19,7 +19,7 @@ from workbench.compressors import Cast, Dense
 from workbench.experiment import Experiment
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.settings import Change
-from workbench.sim import Wire
+from workbench.sim import AlphaBeta
 from workbench.strategies import DDP, KFAC, AsyncServer, Newton
 
 pytestmark = pytest.mark.ranks
@@ -115,7 +115,7 @@ def test_a_message_off_a_link_takes_what_messages_took() -> None:
     """Not what a collective of its bytes does, to which ranks come at times of their own, and add up."""
     task = stack(4)
     e = experiment(3, 10, task=task, strategy=AsyncServer(), bucket_mb=0.03)
-    given = Costs(forward=0.01, backward=0.02, wire=Wire(1e-3, 5e-8), post=Wire(1e-5, 1e-8))
+    given = Costs(forward=0.01, backward=0.02, wire=AlphaBeta(1e-3, 5e-8), post=AlphaBeta(1e-5, 1e-8))
     found = Costs.measured(simulate(e, costs=given))
     assert found.post == pytest.approx(given.post, rel=1e-3)
     rest: dict[str, Any] = {"forward": 0.01, "backward": 0.02, "wire": given.wire}

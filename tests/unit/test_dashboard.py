@@ -163,12 +163,12 @@ def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_timer_runs_beside_and_ends_with_the_dashboard() -> None:
+    others = threading.enumerate()
     dashboard = Dashboard(StillLab())
-    name = "dashboard refresh"
-    assert any(t.name == name for t in threading.enumerate())
+    (timer,) = (t for t in threading.enumerate() if t not in others and t.name == "dashboard refresh")
     dashboard.close()
-    assert dashboard.timer.errors == []
-    assert dashboard.timer._thread is None or not dashboard.timer._thread.is_alive()
+    timer.join(10)
+    assert dashboard.timer.errors == [] and not timer.is_alive()
 
 
 def test_a_lab_is_watched_while_a_page_shows_its_dashboard_and_for_some_minutes_after(

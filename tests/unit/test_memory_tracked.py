@@ -92,11 +92,7 @@ def both(name: str, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 @pytest.mark.parametrize("name", ["ByteGPT", "MLP 8 M"])
 def test_a_step_of_ddp_takes_what_torch_counts_within_two_percent(name: str, tmp_path: Path) -> None:
-    """An optimizer's state once its step is over: in it MemTracker counts temporaries as state, too.
-
-    The peak leaves out what lives inside one call of torch: in ByteGPT's backward the gradient of the logits, 4 %.
-    """
+    """An optimizer's state once its step is over: in it MemTracker counts temporaries as state, too."""
     ours, theirs = both(name, tmp_path)
-    for category in ("parameters", "gradients", "optimizer state", "activations"):
+    for category in ("parameters", "gradients", "optimizer state", "activations", "peak"):
         assert ours[category] == pytest.approx(theirs[category], rel=0.02), category
-    assert 0.95 * theirs["peak"] <= ours["peak"] <= theirs["peak"]

@@ -60,6 +60,7 @@ RULES = {
     "evaluation": ("host/evaluating.py", "numbers distance"),
     "memory": ("host/ledger.py", "begin forward backward close"),
     "a pipeline's messages": ("host/pipelining.py", "one_batch"),
+    "a pipeline's evaluation": ("host/pipelining.py", "evaluated _answer _answered"),
     "measuring": ("host/measuring.py", "step"),
     "a pace": ("fabric/pace.py", "lasts"),
     "faults": ("fabric/load.py", "stretch choke"),

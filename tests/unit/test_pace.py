@@ -15,7 +15,7 @@ from widgets.views.asked import Asked
 from workbench import Costs, simulate
 from workbench.analysis import unheeded
 from workbench.engine.shaping import Pace
-from workbench.fabric import Fault, Freeze, Link, Noisy, Slow, Stumble
+from workbench.fabric import Fault, Freeze, Link, Noisy, Slow, TransientStraggler
 from workbench.fabric.pace import Kept, lasts
 from workbench.settings import Change
 from workbench.sim import Duration
@@ -83,7 +83,7 @@ def test_slices_of_backward_end_in_proportion_and_a_wait_among_them_does_not_cou
 
 
 def test_stumbling_multiplies_what_is_computed_and_only_in_the_steps_drawn() -> None:
-    fault = Stumble(probability=0.4, factor=3.0)
+    fault = TransientStraggler(probability=0.4, factor=3.0)
     pace, busy = made(10.0, fault)
     for step in range(20):
         began = busy.t
@@ -158,7 +158,7 @@ def test_what_is_said_follows_the_pace_and_one_slow_step_is_not_news() -> None:
 @pytest.mark.parametrize(("fault", "why"), [
     (Slow(rank=1, phase="link"), "no network is emulated"),
     (Slow(rank=1, factor=1.0), "a factor of 1"),
-    (Stumble(probability=0.0), "probability 0"),
+    (TransientStraggler(probability=0.0), "probability 0"),
     (Noisy(spread=0.0), "spread 0"),
     (Freeze(seconds=0.0), "0 s is no pause"),
 ])  # fmt: skip

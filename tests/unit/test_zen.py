@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.bench.compression_studies import by_formula
 from tests.ranks import experiment, placed, run, together, toy, weights
 from workbench import Costs, simulate
 from workbench.compressors import Compressor, Zen
-from workbench.compressors._schemes import SCHEMES, Load, pool
-from workbench.compressors._units import Owned, Units, bitmap, flags, message, opened
-from workbench.fabric import Fabric, Link, even, uneven
-from workbench.fabric import Load as Carried
+from workbench.fabric import Fabric, Link, Load, even, uneven
+from workbench.host.memory import nbytes, storages
 from workbench.rank import Bucket, Memory, Op, Part, Rank
-from workbench.settings import Change
+from workbench.settings import Change, knobs
 
 pytestmark = pytest.mark.ranks
 
+SCHEMES = [scheme for scheme in next(k for k in knobs(Zen) if k.name == "scheme").choices if scheme != "auto"]
 PARTS = placed((60, 7), (33,), (4, 5, 6), (), (50, 1))  # rows of several lengths, vectors, a number
 N = PARTS[-1].stop
+FEW = placed((6, 7), (5,), (2, 3, 4), (), (4, 1))
 KINDS = ["random", "clustered", "alike", "one rank only", "full", "nothing", "every seventh"]
 ANY = [("auto", "auto"), *((scheme, rows) for scheme in ("auto", *SCHEMES) for rows in ("rows", "elements"))]
 
@@ -73,7 +72,7 @@ def exchanged(
     return [b.data for b in buckets], seen
 
 
-def carried(ops: list[Op], p: int, rank: int) -> list[Carried]:
+def carried(ops: list[Op], p: int, rank: int) -> list[Load]:
     """What each collective asks of the ports."""
     out = []
     for op in (op for op in ops if op.verb != "sample"):
@@ -88,6 +87,30 @@ def carried(ops: list[Op], p: int, rank: int) -> list[Carried]:
 def sent(ops: list[Op], p: int) -> list[int]:
     """Bytes by rank."""
     return [sum(load.sent for load in carried(ops, p, r)) for r in range(p)]
+
+
+def pushed(ops: list[Op]) -> list[list[int]]:
+    """By rank and owner, what was sent where only an owner adds up."""
+    table: list[list[int]] = next(op for op in ops if op.verb == "all_to_allv").args[1]
+    return table
+
+
+def units(parts: list[Part], rows: bool) -> list[range]:
+    """What has an index of its own: the elements of each row of a matrix, or each element."""
+    widths = [(p, math.prod(p.shape[1:]) if rows else 1) for p in parts]
+    return [range(at, at + width) for p, width in widths for at in range(p.start, p.stop, width)]
+
+
+def owners_of(every: list[range], p: int, parts: list[Part], rows: str) -> list[int]:
+    """By unit, who adds it up: each rank has one of them alone, and sends it there."""
+    found = []
+    for at in range(0, len(every), p):
+        g = torch.zeros(p, parts[-1].stop)
+        for r, places in enumerate(every[at : at + p]):
+            g[r, places] = 1.0
+        sent = pushed(exchanged(Zen(scheme="owners", rows=rows), g, parts)[1])
+        found += [next((j for j in range(p) if j != r and row[j]), r) for r, row in enumerate(sent)]
+    return found[: len(every)]
 
 
 def scheme_of(ops: list[Op]) -> str:
@@ -145,6 +168,13 @@ def test_what_ranks_contribute_is_all_they_have() -> None:
 LONG = 1_000_000
 
 
+def balanced(sent: list[list[int]]) -> None:
+    """Each rank sends about as much to each of the others."""
+    for r, row in enumerate(sent):
+        others = [n for j, n in enumerate(row) if j != r]
+        assert max(others) <= 1.1 * sum(others) / len(others)
+
+
 @pytest.mark.parametrize("p", [2, 8])
 @pytest.mark.parametrize("kind", ["random", "clustered", "every p-th", "every 1024th block"])
 def test_owners_carry_the_same_load_for_any_support_where_slices_do_not(kind: str, p: int) -> None:
@@ -159,107 +189,81 @@ def test_owners_carry_the_same_load_for_any_support_where_slices_do_not(kind: st
         case _:
             mask.view(-1, 1000)[::10] = True
     assert int(mask.sum()) / p >= 9_900
+    g = mask.float().expand(p, LONG)
     for parts in (placed((LONG,)), placed((LONG // 10, 1), (LONG // 10 * 9,))):
-        owner = Units(bucket_of(mask, parts), rows=True).owners(p)[mask]
-        load = torch.bincount(owner, minlength=p)
-        assert float(load.max() / load.double().mean()) <= 1.1
+        balanced(pushed(exchanged(Zen(scheme="owners"), g, parts)[1]))
     if kind == "clustered":
         slices = mask.view(p, -1).sum(1)
         assert float(slices.max() / slices.double().mean()) == p
 
 
 def test_rows_of_a_table_are_spread_over_owners_as_well() -> None:
-    units = Units(bucket_of(torch.zeros(100_000 * 4), placed((100_000, 4))), rows=True)
-    load = torch.bincount(units.owners(4)[:40_000], minlength=4)
-    assert units.count == 100_000 and float(load.max() / load.double().mean()) <= 1.1
-
-
-@pytest.mark.parametrize("rows", [True, False])
-@pytest.mark.parametrize("p", [1, 3, 7, 4096])
-def test_each_unit_has_one_owner_and_is_in_its_list(rows: bool, p: int) -> None:
-    units = Units(bucket_of(torch.zeros(N)), rows)
-    owned = Owned.among(units, p)
-    assert torch.equal(owned.order.sort().values, torch.arange(units.count, dtype=torch.int32))
-    for o, places in enumerate(owned.lists()):
-        assert bool((owned.owner[places.long()] == o).all()) and bool((places.diff() > 0).all())
+    g = torch.zeros(4, 100_000, 4)
+    g[:, :40_000] = 1.0
+    balanced(pushed(exchanged(Zen(scheme="owners", rows="rows"), g.flatten(1), placed((100_000, 4)))[1]))
 
 
 @pytest.mark.parametrize("rows", ["rows", "elements"])
 def test_nothing_is_lost_when_one_owner_has_it_all(rows: str) -> None:
     """Every pair collides in the owner's memory; a table with a slot for each by hash would lose some."""
-    p, g = 4, torch.zeros(4, N)
-    units = Units(bucket_of(g[0]), rows == "rows")
-    places = units.elements(Owned.among(units, p).lists()[2].long())
-    g[:, places] = whole(1, p)[:, places]
-    data, ops = exchanged(Zen(scheme="owners", rows=rows), g)
-    assert all(torch.equal(x, g.sum(0)) for x in data)
-    pushed = next(op for op in ops if op.verb == "all_to_allv").args[1]
-    assert all(n == 0 for row in pushed for j, n in enumerate(row) if j != 2) and min(row[2] for row in pushed) > 0
+    p, parts = 4, FEW
+    g = torch.zeros(p, parts[-1].stop)
+    its = units(parts, rows == "rows")
+    for places, owner in zip(its, owners_of(its, p, parts, rows), strict=True):
+        if owner == 2:
+            g[:, places] = whole(1, p, len(places))
+    data, ops = exchanged(Zen(scheme="owners", rows=rows), g, parts)
+    assert bool(g.any()) and all(torch.equal(x, g.sum(0)) for x in data)
+    sent = pushed(ops)
+    assert all(n == 0 for row in sent for j, n in enumerate(row) if j != 2)
+    assert all(row[2] > 0 for r, row in enumerate(sent) if r != 2)
 
 
 def test_who_owns_a_place_does_not_change_with_the_buckets() -> None:
     a, b = Part("a", (30,), 0, 30), Part("b", (20, 3), 30, 90)
-    both = Units(Bucket(0, torch.zeros(90), (a, b), 500), True).owners(8)
-    alone = Units(Bucket(3, torch.zeros(60), (Part("b", (20, 3), 0, 60),), 0), True).owners(8)
-    assert torch.equal(both[30:], alone)
-    other = Units(Bucket(3, torch.zeros(60), (Part("c", (20, 3), 0, 60),), 0), True).owners(8)
-    assert not torch.equal(alone, other)
+
+    def owners(parts: list[Part], start: int) -> list[int]:
+        return owners_of([range(at, at + 3) for at in range(start, start + 60, 3)], 8, parts, "rows")
+
+    both, alone = owners([a, b], 30), owners([Part("b", (20, 3), 0, 60)], 0)
+    assert both == alone != owners([Part("c", (20, 3), 0, 60)], 0)
 
 
-def test_who_owns_what_is_computed_once_and_anew_for_other_buckets() -> None:
+def test_sums_stay_exact_when_buckets_change_and_nothing_is_kept_for_those_that_are_no_more() -> None:
     g, memories = supported("random", 2), [Memory(), Memory()]
+
+    def kept() -> int:
+        return nbytes(storages(memories[0].parts))
+
     exchanged(Zen(scheme="owners"), g, PARTS, memories)
-    before = memories[0].parts[Zen.maps]["p0"][1]
-    exchanged(Zen(scheme="owners"), g, PARTS, memories)
-    assert memories[0].parts[Zen.maps]["p0"][1] is before
+    before = kept()
     for group in (PARTS[:2], PARTS[2:]):
         lo, hi = group[0].start, group[-1].stop
         moved = [Part(p.name, p.shape, p.start - lo, p.stop - lo) for p in group]
         assert torch.equal(exchanged(Zen(scheme="owners"), g[:, lo:hi], moved, memories)[0][1], g[:, lo:hi].sum(0))
-    assert set(memories[0].parts[Zen.maps]) == {"p0", "p2"}
-    exchanged(Zen(scheme="owners"), g, PARTS, memories)
-    assert set(memories[0].parts[Zen.maps]) == {"p0"}, "nothing is kept for buckets that are no more"
-
-
-@pytest.mark.parametrize("m", [0, 1, 7, 8, 9, 64, 1001])
-def test_a_bitmap_is_a_bit_for_each_place_and_comes_back(m: int) -> None:
-    has = torch.rand(m, generator=rng(m)) < 0.3
-    bits = bitmap(has)
-    assert bits.shape == (math.ceil(m / 8),) and bits.dtype == torch.uint8
-    assert torch.equal(flags(bits, m), has)
-
-
-@pytest.mark.parametrize("rows", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_message_is_its_count_its_units_and_their_values_and_comes_back(rows: bool, dtype: torch.dtype) -> None:
-    x = whole(1, 1)[0].to(dtype)
-    units = Units(bucket_of(x), rows)
-    index = torch.tensor([0, 3, 59, 60, units.count - 1])
-    sent = message(units, x, index)
-    found, elements, values = opened(sent, units, dtype)
-    assert sent.numel() == 4 + 4 * 5 + dtype.itemsize * len(elements)
-    assert torch.equal(found, index) and torch.equal(values, x[elements])
-    if rows:
-        assert elements[:14].tolist() == [*range(7), *range(21, 28)] and len(elements) == 3 * 7 + 1 + 1
-    assert message(units, x, index[:0]).numel() == 0
+    for _ in range(2):
+        assert torch.equal(exchanged(Zen(scheme="owners"), g, PARTS, memories)[0][0], g.sum(0))
+        assert kept() == before > 0
 
 
 # -- bytes --
 
 
-def plain_sent(scheme: str, sets: list[set[int]], units: Units, p: int) -> list[int]:
-    """Bytes by rank that a scheme sends after the counts are told, from sets of units; p is a power of two."""
-    lie = [int(units.elements(torch.tensor([u])).numel()) for u in range(units.count)]
+def plain_sent(scheme: str, sets: list[set[int]], lie: list[int], owner: list[int]) -> list[int]:
+    """Bytes by rank that a scheme sends after the counts are told; the number of ranks is a power of two.
+
+    sets: by rank, which units it has;  lie: by unit, its elements;  owner: by unit, who adds it up
+    """
+    p, count = len(sets), len(lie)
 
     def pairs(s: set[int]) -> int:
         return 4 + sum(4 + 4 * lie[u] for u in s) if s else 0
 
     told, out = 8 * (p - 1), []
-    owner = units.owners(p).tolist()
     for r in range(p):
         match scheme:
             case "dense":
-                out.append(2 * (p - 1) * 4 * units.numel // p)
+                out.append(2 * (p - 1) * 4 * sum(lie) // p)
             case "gather":
                 out.append((p - 1) * pairs(sets[r]))
             case "tree":
@@ -267,7 +271,7 @@ def plain_sent(scheme: str, sets: list[set[int]], units: Units, p: int) -> list[
                 groups = [set().union(*each) for each in near]
                 out.append(sum(told + pairs(group) for group in groups))
             case "ring":
-                cuts = [units.count * c // p for c in range(p + 1)]
+                cuts = [count * c // p for c in range(p + 1)]
                 n = 0
                 for turn in range(p):
                     c = (r - turn) % p if turn < p - 1 else (r + 1) % p
@@ -283,17 +287,22 @@ def plain_sent(scheme: str, sets: list[set[int]], units: Units, p: int) -> list[
     return out
 
 
+@cache
+def owners(p: int, rows: str) -> list[int]:
+    """Who adds up each unit of FEW."""
+    return owners_of(units(FEW, rows == "rows"), p, FEW, rows)
+
+
 @pytest.mark.parametrize("rows", ["rows", "elements"])
 @pytest.mark.parametrize("kind", ["random", "clustered", "one rank only"])
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_each_scheme_sends_what_follows_from_the_counted_units(p: int, kind: str, rows: str) -> None:
-    g = supported(kind, p)
-    units = Units(bucket_of(g[0]), rows == "rows")
-    sets = [set(units.touched(x != 0).nonzero().flatten().tolist()) for x in g]
+    g, its = supported(kind, p, FEW[-1].stop), units(FEW, rows == "rows")
+    sets = [{u for u, places in enumerate(its) if bool(x[places].any())} for x in g]
     for scheme in SCHEMES:
         counts = 0 if scheme == "dense" else 16 * (p - 1)
-        want = [counts + n for n in plain_sent(scheme, sets, units, p)]
-        assert sent(exchanged(Zen(scheme=scheme, rows=rows), g)[1], p) == want, scheme
+        want = [counts + n for n in plain_sent(scheme, sets, [len(places) for places in its], owners(p, rows))]
+        assert sent(exchanged(Zen(scheme=scheme, rows=rows), g, FEW)[1], p) == want, scheme
 
 
 def test_rows_are_taken_where_they_send_less_and_elements_where_not() -> None:
@@ -342,13 +351,17 @@ def test_what_ranks_have_in_common_is_learnt_from_the_last_sum() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
-def test_the_pool_is_found_again_from_the_sum(share: float) -> None:
-    p, n = 8, 200_000
+def test_a_second_sum_over_places_of_a_pool_sends_within_a_hundredth_of_the_least(share: float) -> None:
+    """Ranks choose among the same places; how many those are shows in the first sum."""
+    p, n = 8, 40_000
     among = torch.randperm(n, generator=rng(1))[: int(share * n)]
-    picks = [among[torch.randperm(len(among), generator=rng(r))[:4000]] for r in range(p)]
-    k = float(len(picks[0]))
-    found = pool(Load(k, k, n, n, 4, float(n)), p, len(torch.cat(picks).unique()))
-    assert found == pytest.approx(share * n, rel=0.1)
+    g, parts = torch.zeros(p, n), placed((n,))
+    for r in range(p):
+        g[r, among[torch.randperm(len(among), generator=rng(r))[:800]]] = 1.0
+    least = min(sum(sent(exchanged(Zen(scheme=scheme), g, parts)[1], p)) for scheme in SCHEMES)
+    memories = [Memory() for _ in range(p)]
+    second = [exchanged(Zen(), g, parts, memories)[1] for _ in range(2)][1]
+    assert sum(sent(second, p)) <= 1.01 * least + 32 * p * (p - 1)
 
 
 def test_all_ranks_choose_alike_when_one_has_much_and_others_little() -> None:
@@ -429,6 +442,21 @@ def test_on_a_slow_link_a_step_takes_what_its_busiest_ports_carry(scheme: str) -
     _, ops = exchanged(Zen(scheme=scheme), g, [Part("tables.0", (57, 8), 0, 456)])  # owners go by name
     want = sum(link.seconds(load.busiest, load.messages) for load in carried(ops, 4, 0))
     assert comm_seconds(simulate(e, real=True).spans, 1) == pytest.approx(want, rel=1e-9)
+
+
+def by_formula(scheme: str, p: int, d: float) -> float:
+    """Bytes for each element where each rank has a share d of all elements, at places that are independent."""
+
+    def together(j: int) -> float:
+        return 1 - (1 - d) ** j
+
+    return {
+        "dense": 8 * (p - 1) / p,
+        "gather": 8 * d * (p - 1),
+        "tree": 8 * sum(together(2**i) for i in range(p.bit_length() - 1)),
+        "ring": 8 * (sum(map(together, range(1, p))) + (p - 1) * together(p)) / p,
+        "owners": (p - 1) / p * (8 * d + 4 * together(p) + 1 / 8),
+    }[scheme]
 
 
 BIG = 2**22  # elements; sizes only

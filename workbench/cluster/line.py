@@ -23,7 +23,7 @@ class Silence(ClusterError):
     """An engine did not answer in time."""
 
 
-class _Wire:
+class _Channel:
     """One engine's wire: a question at a time, an answer that comes too late is dropped."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -40,11 +40,11 @@ class Line:
         self._context = zmq.Context()
         self._wires = {rank: self._connect(address, keys) for rank, address in addresses.items()}
 
-    def _connect(self, address: str, keys: Keys) -> _Wire:
+    def _connect(self, address: str, keys: Keys) -> _Channel:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         keys.reach(socket, address)
-        return _Wire(socket)
+        return _Channel(socket)
 
     def ask(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
         """What rank's engine answers to `what`: (plain value, blob). Raises Silence or ClusterError."""
@@ -69,19 +69,19 @@ class Line:
             for _, wire in wires:
                 wire.lock.release()
 
-    def _answer_or_error(self, rank: int, wire: _Wire, what: str, until: float) -> Any:
+    def _answer_or_error(self, rank: int, wire: _Channel, what: str, until: float) -> Any:
         try:
             return self._receive(rank, wire, what, max(until - time.monotonic(), 0.01))[0]
         except ClusterError as error:
             return error
 
-    def _send(self, wire: _Wire, what: str, blob: bytes, rest: dict[str, Any]) -> None:
+    def _send(self, wire: _Channel, what: str, blob: bytes, rest: dict[str, Any]) -> None:
         wire.expects = next(wire.numbers)
         message = [json.dumps({"number": wire.expects, "what": what, **rest}).encode(), blob]
         with contextlib.suppress(zmq.Again):  # an engine that takes nothing in will not answer either
             wire.socket.send_multipart(message, zmq.NOBLOCK)
 
-    def _receive(self, rank: int, wire: _Wire, what: str, timeout: float) -> tuple[Any, bytes]:
+    def _receive(self, rank: int, wire: _Channel, what: str, timeout: float) -> tuple[Any, bytes]:
         while wire.socket.poll(int(timeout * 1000)):
             head, blob = wire.socket.recv_multipart()
             answer = json.loads(head)

@@ -58,6 +58,7 @@ class Compressor(Family):
     alike:       do all ranks send and receive alike? Then one may stand for others among thousands
     residual:    the buffer of its Memory that holds what it has not sent yet; "" where it remembers nothing
     kind:        one of `kinds`, by which a list of compressors is grouped; what holds another is a wrapper
+    drops:       what of its Memory begins anew where ranks come to hold another part of the model (see `own`)
     starter:     one of the few to begin with: well known, and good on its own
 
     `strays` is a number that follows from the knobs: under error feedback what is left unsent shrinks by that factor
@@ -77,6 +78,7 @@ class Compressor(Family):
     kinds: ClassVar[tuple[str, ...]] = ("none", "casts", "quantised", "sparse", "low rank", "wrappers")
     kind: ClassVar[str] = ""
     starter: ClassVar[bool] = False
+    drops: ClassVar[tuple[str, ...]] = ()
 
     @property
     def carries(self) -> bool:
@@ -85,13 +87,15 @@ class Compressor(Family):
 
     @property
     def own(self) -> dict[str, str]:
-        """What becomes of each rank's own buffers of its Memory where ranks come to hold another part of the model.
+        """What becomes of all that a rank remembers in its Memory where ranks come to hold another part of the model.
 
         "sum": it is a part of what all ranks have together, so that stays what it was: who holds an element no longer
         adds its part to that of one who does, who newly does begins at zero. "mean": of one value in shares all take
-        the mean, in shares of as many as there are then. What is not named begins anew.
+        the mean, in shares of as many as there are then. "keep": the rank's and not the model's, it stays. "drop": it
+        means nothing afterwards and begins anew, as what is not named does.
         """
-        return {self.residual: "sum"} if self.residual else {}
+        named = {self.residual: "sum"} if self.residual else {}
+        return named | {"generator": "keep"} | dict.fromkeys(self.drops, "drop")
 
     @property
     def lossless(self) -> bool:

@@ -47,6 +47,7 @@ class Fitted(Levels):
     samples: int = knob(50, 1, 10_000, unit="blocks", doc="how many blocks levels are fitted to")
 
     buffer: ClassVar[str] = "levels"
+    drops: ClassVar[tuple[str, ...]] = ("levels",)
 
     @property
     def strays(self) -> float:

@@ -30,6 +30,7 @@ class _Leaving(Compressor):
     linear: ClassVar[bool] = True
     residual: ClassVar[str] = ErrorFeedback.residual
     asked: ClassVar[str] = "leaving"
+    drops: ClassVar[tuple[str, ...]] = (asked,)
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         residual = memory.flat(ErrorFeedback.residual, bucket, wide(bucket.data.dtype))

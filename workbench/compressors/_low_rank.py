@@ -42,6 +42,7 @@ class LowRank(Compressor):
 
     linear: ClassVar[bool] = True
     kind: ClassVar[str] = "low rank"
+    drops: ClassVar[tuple[str, ...]] = (LEFT, RIGHT, LEFT_IS_NEWER, DRAWS)
 
     @classmethod
     def usual(cls) -> Any:

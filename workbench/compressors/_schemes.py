@@ -19,7 +19,7 @@ from workbench.rank import Rank
 SCHEMES = ("gather", "tree", "owners", "ring", "dense")  # of two that cost the same the first is taken
 
 
-class Load(NamedTuple):
+class Sparsity(NamedTuple):
     """What ranks have to add up: on average k of `units` units with v of n values, of `width` bytes each.
 
     pool: the units among which each rank is taken to choose at random; fewer than all where ranks choose alike
@@ -37,7 +37,7 @@ class Load(NamedTuple):
         return size(k * share, self.v * k / self.k * share, self.width)
 
 
-class Round(NamedTuple):
+class Exchange(NamedTuple):
     """One exchange of a scheme as it is expected: bytes to every other rank, or to one; before, lengths are told."""
 
     told: int  # lengths that each rank tells all others
@@ -49,7 +49,7 @@ class Round(NamedTuple):
         return WIDTH * self.told * (p - 1) + self.nbytes * (p - 1 if self.many else 1)
 
 
-def unions(load: Load, p: int) -> list[float]:
+def unions(load: Sparsity, p: int) -> list[float]:
     """By j, how many units 1 to p ranks are expected to have together: pool * (1 - (1 - k / pool)^j).
 
     Products only, which come out the same on every machine, for all ranks have to choose alike.
@@ -61,7 +61,7 @@ def unions(load: Load, p: int) -> list[float]:
     return out
 
 
-def pool(load: Load, p: int, together: int) -> float:
+def pool(load: Sparsity, p: int, together: int) -> float:
     """The pool out of which p ranks that choose k units each have `together` of them in all."""
     low, high = max(load.k, 1.0), float(load.units)
     for _ in range(50):
@@ -70,36 +70,36 @@ def pool(load: Load, p: int, together: int) -> float:
     return high
 
 
-def rounds(scheme: str, load: Load, p: int) -> list[Round]:
+def rounds(scheme: str, load: Sparsity, p: int) -> list[Exchange]:
     """What a scheme is expected to send; none for "dense"."""
     u = unions(load, p)
     match scheme:
         case "gather":
-            return [Round(0, load.message(u[0]), True)]
+            return [Exchange(0, load.message(u[0]), True)]
         case "tree":
             stages = range(p.bit_length() - 1)
-            out = [Round(1, load.message(u[2**i - 1]), False) for i in stages]
+            out = [Exchange(1, load.message(u[2**i - 1]), False) for i in stages]
             if 2 ** len(stages) < p:  # the ranks beyond a power of two hand in theirs before, and are told after
-                out = [Round(1, load.message(u[0]), False), *out, Round(1, load.message(u[-1]), False)]
+                out = [Exchange(1, load.message(u[0]), False), *out, Exchange(1, load.message(u[-1]), False)]
             return out
         case "ring":
-            first = [Round(1, load.message(k, 1 / p), False) for k in u[:-1]]
-            return [*first, Round(1, load.message(u[-1], 1 / p), True)]
+            first = [Exchange(1, load.message(k, 1 / p), False) for k in u[:-1]]
+            return [*first, Exchange(1, load.message(u[-1], 1 / p), True)]
         case "owners":
             bits = math.ceil(load.units / p / 8)
             back = bits + round(load.width * load.v * u[-1] / load.k / p)
-            return [Round(p, load.message(u[0], 1 / p), True), Round(1, back, True)]
+            return [Exchange(p, load.message(u[0], 1 / p), True), Exchange(1, back, True)]
     return []
 
 
-def expected(scheme: str, load: Load, p: int) -> int:
+def expected(scheme: str, load: Sparsity, p: int) -> int:
     """Bytes that a rank is expected to send."""
     if scheme == "dense":
         return 2 * (p - 1) * load.n * load.width // p
     return sum(r.sent(p) for r in rounds(scheme, load, p))
 
 
-async def exchanged(scheme: str, load: Load, rank: Rank, x: Tensor, name: str) -> None:
+async def exchanged(scheme: str, load: Sparsity, rank: Rank, x: Tensor, name: str) -> None:
     """A scheme's exchanges as sizes only."""
     p = rank.size
     if scheme == "dense":

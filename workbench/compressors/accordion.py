@@ -63,6 +63,7 @@ class Accordion(Compressor):
 
     assumes: ClassVar[str] = "norms do not change: gentle until the second check, harsh from there on"
     buffer: ClassVar[str] = "accordion"
+    drops: ClassVar[tuple[str, ...]] = ("accordion",)
 
     @classmethod
     def usual(cls) -> Any:

@@ -71,7 +71,7 @@ class DGC(Sparse):
 
     @property
     def own(self) -> dict[str, str]:
-        return {self.residual: "sum", MOMENTUM: "sum"}
+        return super().own | {MOMENTUM: "sum"}
 
     def whole(self) -> Compressor:
         return replace(self, density=1.0, masking=False)

@@ -69,6 +69,7 @@ class LGreCo(Compressor):
 
     assumes: ClassVar[str] = "all layers keep one ratio"
     buffer: ClassVar[str] = "l_greco"
+    drops: ClassVar[tuple[str, ...]] = ("l_greco",)
 
     @classmethod
     def usual(cls) -> Any:

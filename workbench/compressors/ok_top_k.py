@@ -64,6 +64,7 @@ class OkTopK(Compressor):
 
     varies: ClassVar[bool] = True
     buffer: ClassVar[str] = "ok_top_k"
+    drops: ClassVar[tuple[str, ...]] = ("ok_top_k",)
     kind: ClassVar[str] = "sparse"
 
     @classmethod

@@ -51,6 +51,7 @@ class RandomK(Compressor):
 
     linear: ClassVar[bool] = True
     buffer: ClassVar[str] = "random_k"
+    drops: ClassVar[tuple[str, ...]] = ("random_k",)
     kind: ClassVar[str] = "sparse"
 
     @classmethod

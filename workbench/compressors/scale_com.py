@@ -43,6 +43,7 @@ class ScaleCom(Compressor):
 
     residual: ClassVar[str] = ErrorFeedback.residual
     buffer: ClassVar[str] = "scale_com"
+    drops: ClassVar[tuple[str, ...]] = ("scale_com",)
     kind: ClassVar[str] = "sparse"
 
     def whole(self) -> Compressor:

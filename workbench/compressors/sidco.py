@@ -58,6 +58,7 @@ class SIDCo(Sparse):
 
     contraction: ClassVar[bool] = True
     buffer: ClassVar[str] = "sidco"
+    drops: ClassVar[tuple[str, ...]] = ("sidco",)
 
     @classmethod
     def usual(cls) -> Any:

@@ -52,7 +52,7 @@ class SignSGD(Compressor):
 
     @property
     def own(self) -> dict[str, str]:
-        return {self.buffer: "mean"}
+        return super().own | {self.buffer: "mean"}
 
     async def reduce(self, rank: Rank, bucket: Bucket, memory: Memory) -> Tensor | None:
         n, size = bucket.data.numel(), rank.size

@@ -48,6 +48,7 @@ class WarmUp(Compressor):
     stages: int = knob(5, 1, 1000, doc="under exponential: densities on the way, of equally many steps")
 
     buffer: ClassVar[str] = "warm_up"
+    drops: ClassVar[tuple[str, ...]] = ("warm_up",)
 
     @classmethod
     def usual(cls) -> Any:

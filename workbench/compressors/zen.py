@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.compressors._base import Compressor
-from workbench.compressors._schemes import SCHEMES, Load, exchanged, expected, gather, owners, pool, ring, tree
+from workbench.compressors._schemes import SCHEMES, Sparsity, exchanged, expected, gather, owners, pool, ring, tree
 from workbench.compressors._uneven import lengths_of
 from workbench.compressors._units import Owned, Units, size
 from workbench.rank import Bucket, Memory, Rank, outlined
@@ -66,6 +66,7 @@ class Zen(Compressor):
     varies: ClassVar[bool] = True
     pools: ClassVar[str] = "zen pools"  # by parameter, the share of its units among which ranks seem to choose
     maps: ClassVar[str] = "zen maps"  # by the first parameter of a bucket, who owns what in it
+    drops: ClassVar[tuple[str, ...]] = (pools, maps)
     kind: ClassVar[str] = "sparse"
 
     @property
@@ -79,7 +80,7 @@ class Zen(Compressor):
             return await self._added(rank, bucket)
         units = Units(bucket, self._kinds[0])
         k, v = (max(1, round(rank.density * n)) for n in (units.count, units.numel))
-        load = Load(k, v, units.count, units.numel, x.element_size(), units.count)
+        load = Sparsity(k, v, units.count, units.numel, x.element_size(), units.count)
         await rank.all_gather(x.new_empty(2 * len(self._kinds), dtype=torch.int64), bucket.name)
         await exchanged(self._chosen(load, p), load, rank, x, bucket.name)
 
@@ -132,12 +133,12 @@ class Zen(Compressor):
         if bucket.data.numel() and rank.size > 1:
             await rank.all_reduce(bucket.data, "sum", bucket.name)
 
-    def _load(self, each: list[tuple[int, ...]], units: Units, width: int, memory: Memory) -> Load:
+    def _load(self, each: list[tuple[int, ...]], units: Units, width: int, memory: Memory) -> Sparsity:
         k, v = (sum(row[i] for row in each) / len(each) for i in (0, 1))
         share = memory.parts.get(self.pools, {}).get(units.blocks[0].name, 1.0)
-        return Load(k, v, units.count, units.numel, width, max(k, share * units.count))
+        return Sparsity(k, v, units.count, units.numel, width, max(k, share * units.count))
 
-    def _chosen(self, load: Load, p: int) -> str:
+    def _chosen(self, load: Sparsity, p: int) -> str:
         if self.scheme != "auto":
             return self.scheme
         return min(SCHEMES, key=lambda scheme: expected(scheme, load, p))

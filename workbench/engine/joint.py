@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workbench.engine.step_end import StepEnd
 from workbench.host.across import met
 from workbench.host.checkpointing import Checkpointed
-from workbench.host.coded import Meeting
+from workbench.host.coded import Combining
 from workbench.host.drive import drive
 from workbench.host.meetings import Planned, Plans
 from workbench.host.pipelining import same_batch
@@ -95,7 +95,7 @@ class Joint(StepEnd):
         self._met = 0
         self._plan = self._plans[chunk].of(phase) if chunk < len(self._plans) else []
 
-    def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
+    def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
         """Meets the others of the group. Called inside of torch, and for a GPU's backward on autograd's thread."""
         number, self._met = self._met, self._met + 1
         with self.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():

@@ -13,4 +13,4 @@ from workbench.fabric.link import traffic as traffic
 from workbench.fabric.link import uneven as uneven
 from workbench.fabric.noisy import Noisy as Noisy
 from workbench.fabric.slow import Slow as Slow
-from workbench.fabric.stumble import Stumble as Stumble
+from workbench.fabric.transient_straggler import TransientStraggler as TransientStraggler

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from workbench.host.coded import (
-    Meeting,
+    Combining,
     Others,
     back_through,
     chosen_of,
@@ -25,14 +25,14 @@ from workbench.host.coded import (
 )
 from workbench.rank import Rank
 
-NOTHING = Meeting("", "")
+NOTHING = Combining("", "")
 
 
 class _Across(torch.autograd.Function):
     """A tensor on its way from one module to another, where ranks meet: forward so, and backward so."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, others: Others, ahead: Meeting, back: Meeting) -> Tensor:
+    def forward(ctx: Any, x: Tensor, others: Others, ahead: Combining, back: Combining) -> Tensor:
         ctx.others, ctx.ahead, ctx.back = others, ahead, back
         made, payload = crossed(x, others, ahead, others.coding.there)
         ctx.save_for_backward(*chosen_of(payload, others.coding, others.ways if ahead.what == "scatter" else 1))
@@ -45,24 +45,24 @@ class _Across(torch.autograd.Function):
         return back_through(came, ctx.saved_tensors, others.coding, ctx.ahead.dim), None, None, None
 
 
-def _across(x: Tensor, others: Others, ahead: Meeting, back: Meeting) -> Tensor:
+def _across(x: Tensor, others: Others, ahead: Combining, back: Combining) -> Tensor:
     made: Tensor = _Across.apply(x, others, ahead, back)
     return made
 
 
 def summed_ahead(x: Tensor, others: Others, name: str) -> Tensor:
     """g: what all ranks have added up, of which each gets the same gradient."""
-    return _across(x, others, Meeting("sum", f"activation {name}"), NOTHING)
+    return _across(x, others, Combining("sum", f"activation {name}"), NOTHING)
 
 
 def summed_back(x: Tensor, others: Others, name: str) -> Tensor:
     """f: the same `x` on all ranks, whose gradients are added up."""
-    return _across(x, others, NOTHING, Meeting("sum", f"gradient {name}"))
+    return _across(x, others, NOTHING, Combining("sum", f"gradient {name}"))
 
 
 def gathered(x: Tensor, others: Others, name: str) -> Tensor:
     """The features of all ranks one after the other, on each; of the gradient every rank takes its own part."""
-    return _across(x, others, Meeting("gather", f"activation {name}"), Meeting("own", f"gradient {name}"))
+    return _across(x, others, Combining("gather", f"activation {name}"), Combining("own", f"gradient {name}"))
 
 
 class _Gathering(torch.autograd.Function):
@@ -75,21 +75,21 @@ class _Gathering(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: Others, name: str) -> Tensor:
         ctx.others, ctx.name, ctx.biased = others, name, bias is not None
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        every, payload = crossed(x, others, Meeting("gather", f"activation {name}", 1), others.coding.there)
+        every, payload = crossed(x, others, Combining("gather", f"activation {name}", 1), others.coding.there)
         ctx.save_for_backward(weight, *(payload or (x,)))
         return F.linear(every, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         (weight, *kept), others = ctx.saved_tensors, ctx.others
-        (there, back, _), again = others.coding, Meeting("gather", f"activation {ctx.name} again", 1)
+        (there, back, _), again = others.coding, Combining("gather", f"activation {ctx.name} again", 1)
         if there is None:
             every = others.ask(again, kept[0])
         else:
             like = kept[0].new_empty(ctx.shape, dtype=ctx.dtype)
             every = joined(gathered_payload(tuple(kept), others, again), like, others, again, there)
         every = every.to(grad.dtype).flatten(0, -2)
-        own, _ = crossed(grad @ weight.to(grad.dtype), others, Meeting("scatter", f"gradient {ctx.name}", 1), back)
+        own, _ = crossed(grad @ weight.to(grad.dtype), others, Combining("scatter", f"gradient {ctx.name}", 1), back)
         if there is not None:
             own = back_through(own, chosen_of(tuple(kept), others.coding, 1), others.coding, 1)
         flat = grad.flatten(0, -2)
@@ -105,15 +105,15 @@ def linear_of_all(x: Tensor, module: Any, others: Others, name: str) -> Tensor:
 
 def scattered_ahead(x: Tensor, others: Others, name: str) -> Tensor:
     """What all ranks have added up of this rank's own positions; the gradients of all come together again."""
-    return _across(x, others, Meeting("scatter", f"activation {name}", 1), Meeting("gather", f"gradient {name}", 1))
+    return _across(x, others, Combining("scatter", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
 def taken(x: Tensor, others: Others, name: str) -> Tensor:
     """Of what all ranks have this rank's own positions; the gradients of all come together again."""
-    return _across(x, others, Meeting("own", f"activation {name}", 1), Meeting("gather", f"gradient {name}", 1))
+    return _across(x, others, Combining("own", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
 
 
-async def met(rank: Rank, meeting: Meeting, x: Tensor) -> Tensor:
+async def met(rank: Rank, meeting: Combining, x: Tensor) -> Tensor:
     """What a meeting of the ranks of a group answers this one."""
     if meeting.what == "own":
         return parts_of(x, rank.size, meeting)[rank.index].clone()

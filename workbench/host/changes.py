@@ -20,6 +20,7 @@ from workbench.host.checkpointing import units_of
 from workbench.host.momentum import move_momentum
 from workbench.host.pipelining import drained
 from workbench.host.recomputing import recomputed
+from workbench.host.remembered import names, tell
 from workbench.host.repartition import moves, repartition
 from workbench.host.spread import spread_of
 from workbench.host.tables import tables_of
@@ -209,7 +210,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
 
     What both strategies share out alike stays where it is, so that no rank needs room for the whole.
     """
-    moved, lies = moves(was, wanted), handover.cut(run, was.strategy)
+    moved, lies, remembered = moves(was, wanted), handover.cut(run, was.strategy), names(run.state)
     stays = not moved and lies is not None and lies == handover.cut(run, wanted.strategy)  # in the shards where it is
     with run.switching(was, wanted):
         if wanted.lr_warmup and not in_step(was):
@@ -236,6 +237,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
             await handover.reshard(run, None, handover.cut(run, wanted.strategy))
         run.enter(was, wanted)
         wanted.strategy.takes(run.rank.replicas, run.state, momentum)
+        tell(run, was, wanted, remembered, momentum is not None)
         if not run.reading.sharded:
             await handover.check(run)
         if wanted.strategy.opaque:

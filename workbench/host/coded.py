@@ -30,7 +30,7 @@ class Chooses(Coder, Protocol):
     def through(self, chosen: Tensor) -> Coder: ...
 
 
-class Meeting(NamedTuple):
+class Combining(NamedTuple):
     """How the ranks' tensors become one answer for each.
 
     what: "sum", over all of them; "gather", one after the other along a dimension; "own", of a tensor that all have,
@@ -44,7 +44,7 @@ class Meeting(NamedTuple):
     dim: int = -1
 
 
-Ask = Callable[[Meeting, Tensor], Tensor]
+Ask = Callable[[Combining, Tensor], Tensor]
 Coded = Callable[[str, Callable[[], Any], int], Any]  # does a codec's own work: its name, itself, on how many bytes
 
 
@@ -67,18 +67,18 @@ class Others(NamedTuple):
     coding: Coding = PLAIN
     coded: Coded = plainly
 
-    def encode(self, x: Tensor, meeting: Meeting, coder: Coder) -> Payload:
+    def encode(self, x: Tensor, meeting: Combining, coder: Coder) -> Payload:
         """What crosses in place of `x`."""
         made: Payload = self.coded(f"encode {meeting.name}", lambda: coder.encode(x), x.nbytes)
         return made
 
-    def decode(self, payload: Payload, like: Tensor, meeting: Meeting, coder: Coder) -> Tensor:
+    def decode(self, payload: Payload, like: Tensor, meeting: Combining, coder: Coder) -> Tensor:
         """What has crossed in place of a tensor like this one."""
         made: Tensor = self.coded(f"decode {meeting.name}", lambda: coder.decode(payload, like), like.nbytes)
         return made
 
 
-def crossed(x: Tensor, others: Others, meeting: Meeting, coder: Coder | None) -> tuple[Tensor, Payload]:
+def crossed(x: Tensor, others: Others, meeting: Combining, coder: Coder | None) -> tuple[Tensor, Payload]:
     """The answer of a meeting to which `x` comes in payloads, and these."""
     if not meeting.what:
         return x.view_as(x), ()
@@ -88,44 +88,44 @@ def crossed(x: Tensor, others: Others, meeting: Meeting, coder: Coder | None) ->
         return _scattered(x, others, meeting, coder)
     payload = others.encode(x, meeting, coder)
     if meeting.what == "sum" and _linear(coder):
-        summed = tuple(others.ask(Meeting("sum", name), part) for name, part in _named(meeting, payload))
+        summed = tuple(others.ask(Combining("sum", name), part) for name, part in _named(meeting, payload))
         return others.decode(summed, x, meeting, coder), payload
     return _opened(gathered_payload(payload, others, meeting), x, others, meeting, coder), payload
 
 
-def gathered_payload(payload: Payload, others: Others, meeting: Meeting) -> list[Payload]:
+def gathered_payload(payload: Payload, others: Others, meeting: Combining) -> list[Payload]:
     """Every rank's."""
-    parts = [others.ask(Meeting("gather", name, 0), part[None]) for name, part in _named(meeting, payload)]
+    parts = [others.ask(Combining("gather", name, 0), part[None]) for name, part in _named(meeting, payload)]
     return list(zip(*parts, strict=True))
 
 
-def joined(every: list[Payload], like: Tensor, others: Others, meeting: Meeting, coder: Coder) -> Tensor:
+def joined(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
     """Every rank's tensor, each like one, one after the other."""
     return torch.cat([others.decode(one, like, meeting, coder) for one in every], meeting.dim)
 
 
-def _opened(every: list[Payload], like: Tensor, others: Others, meeting: Meeting, coder: Coder) -> Tensor:
+def _opened(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
     how = joined if meeting.what == "gather" else _added
     return how(every, like, others, meeting, coder)
 
 
-def _added(every: list[Payload], like: Tensor, others: Others, meeting: Meeting, coder: Coder) -> Tensor:
+def _added(every: list[Payload], like: Tensor, others: Others, meeting: Combining, coder: Coder) -> Tensor:
     total = others.decode(every[0], like, meeting, coder).clone()
     for one in every[1:]:
         total += others.decode(one, like, meeting, coder)
     return total
 
 
-def _scattered(x: Tensor, others: Others, meeting: Meeting, coder: Coder) -> tuple[Tensor, Payload]:
+def _scattered(x: Tensor, others: Others, meeting: Combining, coder: Coder) -> tuple[Tensor, Payload]:
     """This rank's part of the sum; the payloads of all parts, one after the other."""
     parts = parts_of(x, others.ways, meeting)
     payloads = [others.encode(part, meeting, coder) for part in parts]
     rows = [torch.stack(same) for same in zip(*payloads, strict=True)]
     sent = tuple(part for payload in payloads for part in payload)
     if _linear(coder):
-        summed = tuple(others.ask(Meeting("scatter", name, 0), row)[0] for name, row in _named(meeting, tuple(rows)))
+        summed = tuple(others.ask(Combining("scatter", name, 0), row)[0] for name, row in _named(meeting, tuple(rows)))
         return others.decode(summed, parts[0], meeting, coder), sent
-    came = [others.ask(Meeting("swap", name, 0), row) for name, row in _named(meeting, tuple(rows))]
+    came = [others.ask(Combining("swap", name, 0), row) for name, row in _named(meeting, tuple(rows))]
     return _added(list(zip(*came, strict=True)), parts[0], others, meeting, coder), sent
 
 
@@ -152,12 +152,12 @@ def _linear(coder: Coder) -> bool:
     return isinstance(coder, Chooses) and coder.linear
 
 
-def _named(meeting: Meeting, payload: Payload) -> list[tuple[str, Tensor]]:
+def _named(meeting: Combining, payload: Payload) -> list[tuple[str, Tensor]]:
     names = [meeting.name, *(f"{meeting.name} part {number}" for number in range(1, len(payload)))]
     return list(zip(names, payload, strict=True))
 
 
-def parts_of(x: Tensor, count: int, meeting: Meeting) -> list[Tensor]:
+def parts_of(x: Tensor, count: int, meeting: Combining) -> list[Tensor]:
     """`x` in so many equal parts along the dimension of a meeting. Raises StrategyError where it cannot be cut so."""
     if x.shape[meeting.dim] % count:
         raise StrategyError(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.host.coded import Meeting, parts_of
+from workbench.host.coded import Combining, parts_of
 
-Work = Callable[[Callable[[Meeting, Tensor], Tensor]], Any]
+Work = Callable[[Callable[[Combining, Tensor], Tensor]], Any]
 
 
 class _Left(BaseException):
@@ -27,7 +27,7 @@ class _Member:
 
     def __init__(self, work: Work) -> None:
         self.turn, self.rest = threading.Semaphore(0), threading.Semaphore(0)
-        self.asked: tuple[Meeting, Tensor] | None = None
+        self.asked: tuple[Combining, Tensor] | None = None
         self.answer: Tensor | None = None
         self.value: Any = None
         self.error: BaseException | None = None
@@ -62,7 +62,7 @@ class _Member:
         self.over, self.asked = True, None
         self.rest.release()
 
-    def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
+    def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
         self.asked = meeting, x.detach()
         self.rest.release()
         self.turn.acquire()
@@ -102,7 +102,7 @@ def _answer(members: list[_Member]) -> None:
         member.asked, member.answer = None, answer
 
 
-def answered(meeting: Meeting, xs: list[Tensor]) -> list[Tensor]:
+def answered(meeting: Combining, xs: list[Tensor]) -> list[Tensor]:
     """What each rank is answered, given what each brings."""
     if meeting.what == "own":
         return [parts_of(x, len(xs), meeting)[k].clone() for k, x in enumerate(xs)]

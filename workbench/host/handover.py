@@ -24,6 +24,7 @@ from workbench.host.checksum import MASK, checksum
 from workbench.host.layout import Layout
 from workbench.host.move import State, move
 from workbench.host.placement import Held, Placement
+from workbench.host.remembered import rule
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put, slots
 from workbench.rank import Part, Rank
@@ -79,7 +80,11 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
-    drifted = [x for name, x in beside(run).items() if x.numel() and name.partition("/")[2] not in apart]
+    drifted = []
+    for name, x in beside(run).items():
+        slot, _, of = name.rpartition("/")
+        if x.numel() and of not in apart:
+            drifted.append(x.zero_() if slot and rule(run.experiment.optimizer.own, slot) == "drop" else x)
     await averaged(group, drifted, "optimizer state")
 
 

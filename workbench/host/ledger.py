@@ -6,7 +6,8 @@ keeps there. What stays from step to step is counted where something may have ch
 the first steps, after a change and then in one step of EVERY, for looking costs time.
 
 A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
-What lives inside one call of torch (a layer's temporaries, an optimizer's, gloo's) is not seen, nor are batches.
+Gradients between two nodes of the graph count, what lives inside one node or call of torch (an optimizer's, gloo's)
+does not, nor do batches.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from workbench.host.budget import require_fits
 from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
 from workbench.host.offload import Offloaded
+from workbench.host.passing import Hooks, Passing
 from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
@@ -61,6 +63,7 @@ class Counted:
                  fully: Callable[[], Any] = lambda: None, part: Callable[[], list[Any]] = list) -> None:  # fmt: skip
         self._run, self._opened, self._fully, self._part = run, opened, fully, part
         self._alive: memory.Alive = []
+        self._hooks = Hooks()
 
     @property
     def alike(self) -> dict[Any, Any]:
@@ -83,7 +86,9 @@ class Counted:
         run, fully = self._run, self._fully()
         others = memory.parameters(run.model, run.layout) | memory.storages([inputs, run.flow.versions.kept])
         others |= memory.storages(fully.whole()) if fully else memory.storages(self._part())
-        kept = memory.saved(self._opened())
+        opened = list(self._opened())
+        self._hooks.follow(opened)
+        kept = memory.saved(opened)
         self._alive = memory.watched({where: s for where, s in kept.items() if where not in others})
         return self.activations()
 
@@ -94,7 +99,7 @@ class Counted:
             with fully.looked(self.activations) as most:
                 yield most
             return
-        with memory.Passing(layout, self._alive, memory.coming(layout, exchanged)) as passing:
+        with self._hooks.heard(Passing(layout, self._alive, memory.coming(layout, exchanged))) as passing:
             yield lambda: before + passing.most
 
     def gradients(self) -> int:

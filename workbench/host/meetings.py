@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from workbench.experiment import Experiment
 from workbench.host.batches import example, to_device
 from workbench.host.checkpointing import checkpointing
-from workbench.host.coded import Meeting, parts_of
+from workbench.host.coded import Combining, parts_of
 from workbench.host.cutting import Stages, cut
 from workbench.host.layout import Layout
 from workbench.host.meta import outline
@@ -37,7 +37,7 @@ class Planned(NamedTuple):
     """
 
     share: float
-    meeting: Meeting
+    meeting: Combining
     brings: Tensor
 
 
@@ -114,7 +114,7 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
     came: dict[str, float] = {}
     done = 0.0
 
-    def ask(meeting: Meeting, x: Tensor) -> Tensor:
+    def ask(meeting: Combining, x: Tensor) -> Tensor:
         seen.append(Planned(done if turned else counter.get_total_flops(), meeting, x.detach()))
         return answer_like(meeting, x, split.ways)
 
@@ -189,7 +189,7 @@ class Passes:
             self._grad = self._ways[stage].backward(self._grad, 0, chunk)
 
 
-def answer_like(meeting: Meeting, x: Tensor, ways: int) -> Tensor:
+def answer_like(meeting: Combining, x: Tensor, ways: int) -> Tensor:
     """A tensor of the answer's shape."""
     if meeting.what == "gather":
         return torch.cat([x] * ways, meeting.dim)

@@ -21,7 +21,7 @@ from workbench.rank import Handle, Memory
 
 Storages = dict[int, Any]  # storages by what tells them apart while they live
 Alive = list[tuple[Callable[[], Any], int]]  # weak references to storages, and their bytes
-LOOKS = 8  # at most so often a backward is looked at
+LOOKS = 8  # at most so often in a backward gradients are counted anew, where buckets give theirs back
 _BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # hold nothing
 _SAVED = "_raw_saved_"
 _slots: dict[type, list[str]] = {}  # the names under which a kind of node keeps tensors
@@ -65,13 +65,14 @@ def _inside(x: Any) -> Iterable[Any]:
 
 def storages(thing: Any) -> Storages:
     """Every storage that a tensor in `thing` lies in."""
-    found = {}
-    for x in tensors(thing):
-        x = getattr(x, "_local_tensor", x)  # torch's DTensor: what of it is here
-        if x.layout == torch.strided:
-            storage = x.untyped_storage()
-            found[storage._cdata] = storage
-    return found
+    every = map(storage_of, tensors(thing))
+    return {storage._cdata: storage for storage in every if storage is not None}
+
+
+def storage_of(x: Tensor) -> Any:
+    """Where it lies; None for one that lies nowhere, as what is sparse."""
+    x = getattr(x, "_local_tensor", x)  # torch's DTensor: what of it is here
+    return x.untyped_storage() if x.layout == torch.strided else None
 
 
 def nbytes(found: Storages) -> int:
@@ -112,9 +113,8 @@ def optimizer_state(optimizer: Any) -> Storages:
     return storages(dict(optimizer.state))
 
 
-def saved(losses: Iterable[Tensor]) -> Storages:
-    """What autograd keeps for the backward of `losses`."""
-    found: Storages = {}
+def nodes(losses: Iterable[Tensor]) -> Iterator[Any]:
+    """The graph that `losses` hang on, each node once."""
     todo, seen = [loss.grad_fn for loss in losses], set()
     while todo:
         node = todo.pop()
@@ -122,6 +122,13 @@ def saved(losses: Iterable[Tensor]) -> Storages:
             continue
         seen.add(node)
         todo += [before for before, _ in node.next_functions]
+        yield node
+
+
+def saved(losses: Iterable[Tensor]) -> Storages:
+    """What autograd keeps for the backward of `losses`."""
+    found: Storages = {}
+    for node in nodes(losses):
         for kept in _kept(node):
             if isinstance(kept, Tensor | list | tuple | dict):
                 found |= storages(kept)
@@ -140,47 +147,6 @@ def _kept(node: Any) -> Iterator[Any]:
                 yield one.data
         except RuntimeError:  # its backward has run already
             continue
-
-
-class Passing:
-    """Listens to one backward: what activations and gradients take together, while the first go and the others come.
-
-    activations:  (weak reference, bytes) of what the backward will free
-    comes:        bytes that the gradient of a Place takes when it comes, beyond what is there before the backward
-    looks:        (gradients that have come, bytes of activations left) at up to LOOKS times
-    most:         bytes that came and are left, together, at the worst of these times
-
-    Where buckets give their memory back during the backward, what gradients take is counted anew at each look.
-    """
-
-    def __init__(self, layout: Layout, activations: Alive, comes: Callable[[Place], int]) -> None:
-        self._layout, self._activations, self._comes = layout, activations, comes
-        self._came = 0
-        self._every = every(layout)
-        self._removers: list[Any] = []
-        self.names: list[str] = []  # whose gradients came, in this order
-        self.looks: list[tuple[int, int]] = []
-        self.most = 0
-
-    def __enter__(self) -> Passing:
-        self._before = nbytes(gradients(self._layout))
-        for place in self._layout.order:
-            hook = place.param.register_post_accumulate_grad_hook(lambda _, place=place: self._take(place))
-            self._removers.append(hook)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for remover in self._removers:
-            remover.remove()
-
-    def _take(self, place: Place) -> None:
-        self._came += self._comes(place)
-        self.names.append(place.name)
-        if len(self.names) % self._every == 0:
-            left = alive(self._activations)
-            self.looks.append((len(self.names), left))
-            came = nbytes(gradients(self._layout)) - self._before if self._layout.gives_back else self._came
-            self.most = max(self.most, came + left)
 
 
 def every(layout: Layout) -> int:

@@ -24,11 +24,13 @@ from workbench.host.handover import summed
 from workbench.host.move import State, move, seen
 from workbench.host.placement import Placement
 from workbench.host.plan import plan
+from workbench.host.remembered import UNDECLARED
 from workbench.host.sliced import numel_of
 from workbench.host.slices import Slice, refine
 from workbench.host.spread import Spread, placed
 
 Named = tuple[tuple[str, int], ...]  # the trained parameters of one kind, in the model's order, and their elements
+MOVED = ("sum", "mean")  # rules by which something goes with the parameters
 
 
 async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
@@ -39,8 +41,10 @@ async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
     memory, nbytes = run.rank.memory, 0
     rules = {buffer: rule for of in (run.rank.compressor, run.experiment.compressor) for one in inside(of)
              for buffer, rule in one.own.items()}  # fmt: skip
+    here = {*memory.buffers, *memory.parts, *(["generator"] if memory.draws else [])}
+    stays = {name for name in here if rules.get(name) == "keep"}
     kept: dict[str, dict[str, Tensor]] = {}
-    for buffer, rule in sorted(rules.items()):
+    for buffer, rule in sorted((buffer, rule) for buffer, rule in rules.items() if rule in MOVED):
         if not any(await run.gather(int(buffer in memory.buffers))):  # some may have exchanged nothing yet
             continue
         pieces = memory.buffers.get(buffer, {})
@@ -53,17 +57,20 @@ async def carry(run: Changing, was: Spread | None, to: Spread | None) -> None:
                 found, sent = await _dealt(run, pieces, named, like, (was, to))
             kept[buffer] |= found
             nbytes += sent
-    lost = sorted({*memory.buffers, *memory.parts} - kept.keys())
-    memory.clear()
+    lost = sorted(here - kept.keys() - stays - {"generator"})
+    for name in {*kept, *lost}:
+        memory.drop(name)
     memory.buffers.update(kept)
     if run.rank.id == 0 and (kept or lost):
-        run.mark("own", _told({name: rules[name] for name in kept}, lost, nbytes))
+        run.mark("own", _told({name: rules.get(name, UNDECLARED) for name in (*kept, *stays, *lost)}, nbytes))
 
 
-def _told(kept: dict[str, str], lost: list[str], nbytes: int) -> dict[str, Any]:
-    said = [f"{name} went with the parameters ({rule} over ranks)" for name, rule in kept.items()]
+def _told(rules: dict[str, str], nbytes: int) -> dict[str, Any]:
+    said = [f"{name} went with the parameters ({rule} over ranks)" for name, rule in rules.items() if rule in MOVED]
+    stays = [name for name, rule in rules.items() if rule == "keep"]
+    lost = [name for name, rule in rules.items() if rule not in (*MOVED, "keep")]
+    said += [f"{', '.join(stays)} stayed"] if stays else []
     said += [f"{', '.join(lost)} began anew"] if lost else []
-    rules = {**kept, **dict.fromkeys(lost, "drop")}
     return {"rules": rules, "nbytes": nbytes, "text": f"of what compression remembers, {'; '.join(said)}"}
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from workbench.host.absent import Absent
 from workbench.host.across import gathered, linear_of_all, scattered_ahead, summed_ahead, summed_back, taken
-from workbench.host.coded import Ask, Coded, Meeting, Others, plainly
+from workbench.host.coded import Ask, Coded, Combining, Others, plainly
 from workbench.host.sliced import lay
 from workbench.host.splitting import Split
 from workbench.partitions import PLAIN, Coding
@@ -99,7 +99,7 @@ class Together:
 
     def _added(self, name: str, grad: Tensor) -> Tensor:
         """The gradient of a parameter that sees each rank's own positions: that of all."""
-        return self._ask(Meeting("sum", f"gradient {name}"), grad)
+        return self._ask(Combining("sum", f"gradient {name}"), grad)
 
     def _scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
         own = taken(x, self._others, name)

@@ -20,10 +20,14 @@ class Optimizer(Family):
 
     The knobs are live: after a turn the optimizer is made anew and takes over what means the same (see `carry`).
 
+    own:     what becomes of what each rank's remembers of a parameter, by the name under which torch's object has it or
+             by a pattern, where ranks that trained apart agree: "mean" (of whole numbers the first rank's), or "drop",
+             for which it is zero
     of_task: `make` gives the task's own, so that what it is shows only once there is a model
     """
 
     home: ClassVar[str] = "workbench.optimizers"
+    own: ClassVar[dict[str, str]] = {"*": "mean"}
     of_task: ClassVar[bool] = False
 
     @abstractmethod

@@ -83,6 +83,11 @@ class Memory:
         self._joined: dict[tuple[str, str], Tensor] = {}
         self._generator: dict[str, Generator] = {}
 
+    @property
+    def draws(self) -> bool:
+        """Has it drawn random numbers?"""
+        return bool(self._generator)
+
     def generator(self, device: Any = "cpu") -> Generator | None:
         """Random numbers for tensors on `device`: other ones on every rank, the same in every run of one seed.
 

@@ -68,6 +68,9 @@ def find(base: type[M], name: str) -> type[M]:
         raise KnobError(f"{base.__name__.lower()}={short(name)}: must be a name; there are {', '.join(every)}")
     if name in every:
         return every[name]
+    for cls in every.values():  # what runs that were recorded earlier say
+        if name in getattr(cls, "formerly_called", ()):
+            return cls
     near = difflib.get_close_matches(name, every, n=1, cutoff=0.3)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
     raise KnobError(f"{base.__name__.lower()}={short(name)}: no such {base.__name__.lower()}; {hint}")

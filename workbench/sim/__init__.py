@@ -3,8 +3,8 @@
 from workbench.sim.collective import Mismatch as Mismatch
 from workbench.sim.costs import Costs as Costs
 from workbench.sim.deadlock import Deadlock as Deadlock
+from workbench.sim.durations import AlphaBeta as AlphaBeta
 from workbench.sim.durations import Duration as Duration
-from workbench.sim.durations import Wire as Wire
 from workbench.sim.simulate import simulate as simulate
 
-__all__ = ["Costs", "Deadlock", "Duration", "Mismatch", "Wire", "simulate"]
+__all__ = ["AlphaBeta", "Costs", "Deadlock", "Duration", "Mismatch", "simulate"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from workbench.sim.durations import PHASES, Duration, Wire, kind
+from workbench.sim.durations import PHASES, AlphaBeta, Duration, kind
 from workbench.sim.measure import measured
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Costs:
     codec: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     beside: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     slows: float = 0.0
-    wire: Wire = Wire()
-    post: Wire = Wire()
+    wire: AlphaBeta = AlphaBeta()
+    post: AlphaBeta = AlphaBeta()
     late: float = 0.0
     between: float = 0.0
     evaluate: float = 0.0

@@ -21,8 +21,8 @@ class Duration(NamedTuple):
         return self.seconds * max(0.5, 1.0 + self.spread * Random(key).gauss(0.0, 1.0))
 
 
-class Wire(NamedTuple):
-    """A collective off any Link: seconds per message one after the other, and seconds per byte that a rank sends."""
+class AlphaBeta(NamedTuple):
+    """What a collective takes off any Link: alpha, seconds per message one after the other, and beta, per byte sent."""
 
     message: float = 0.0
     byte: float = 0.0

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections import defaultdict, deque
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from workbench.host.canonical import buffers
 from workbench.host.coded import Ask
 from workbench.host.crew import together
-from workbench.host.cutting import instead, through
+from workbench.host.cutting import instead
+from workbench.host.drive import Later, drive
 from workbench.host.evaluating import Evaluated, distance, holding, numbers
+from workbench.host.pipelining import evaluated
 from workbench.host.spread import Spread
-from workbench.rank import Bucket
+from workbench.rank import Bucket, Op, Rank
 from workbench.sim.tensors import Tensors
 
 
@@ -69,11 +73,8 @@ def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
 
     def forward(*inputs: Any, **named: Any) -> Any:
         pieces = [rank.piece.pieces for rank in stages if rank.piece is not None]
-        first, *rest = [each[number] for number in range(len(pieces[0])) for each in pieces]
-        x = through(first, *inputs, **named)
-        for parts in rest:
-            x = through(parts, x)
-        return x
+        count = len(pieces)
+        return _passed_on([evaluated(Rank(k, count), its, *inputs, **named) for k, its in enumerate(pieces)])[0]
 
     first = stages[0]
     for rank in stages:
@@ -85,6 +86,29 @@ def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
     finally:
         for rank in stages:
             rank.model.train()
+
+
+def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]]) -> list[Any]:
+    """What each stage's coroutine returns, one running after the other; a message waits until it is asked for."""
+    letters: dict[tuple[int, int, str], deque[Tensor]] = defaultdict(deque)
+    waits, found = dict[int, tuple[int, int, str]](), dict[int, Any]()
+
+    def perform(me: int, op: Op) -> Any:
+        if op.verb == "do":
+            return op.args[0]()
+        if op.verb == "send":
+            return letters[me, op.args[1], op.args[2]].append(op.args[0])
+        waits[me] = op.args[1], me, op.args[2]
+        if letters[waits[me]]:
+            return letters[waits.pop(me)].popleft(), op.args[1]
+        raise Later
+
+    while ready := [k for k in range(len(stages)) if k not in found and (k not in waits or letters[waits[k]])]:
+        for k in ready:
+            came = (letters[where := waits.pop(k)].popleft(), where[0]) if k in waits else None
+            with suppress(Later):
+                found[k] = drive(stages[k], partial(perform, k), value=came)
+    return [found[k] for k in range(len(stages))]
 
 
 def assembled(ranks: list[Tensors], here: Tensors) -> None:

@@ -23,6 +23,7 @@ from workbench.host.cutting import parts_of
 from workbench.host.layout import Layout
 from workbench.host.meetings import answer_like
 from workbench.host.meta import like, put_on_cpu
+from workbench.host.passing import Hooks, Passing
 from workbench.host.piece import Piece
 from workbench.host.splitting import Split
 from workbench.host.together import computing
@@ -189,7 +190,9 @@ def _looked_at(layout: Layout, fake: nn.Module, x: Any, forward: Callable[[], Te
     alive = memory.watched({where: s for where, s in found.items() if where not in others})
     nbytes = memory.alive(alive)
     del found
-    with memory.Passing(layout, alive, lambda place: 0) as passing:
+    hooks = Hooks()
+    hooks.follow([loss])
+    with hooks.heard(Passing(layout, alive, lambda place: 0)) as passing:
         loss.backward(torch.ones_like(loss))
     return Kept(nbytes, passing.looks, passing.names)
 

@@ -19,7 +19,7 @@ from workbench.fabric import traffic
 from workbench.fabric.load import stretch
 from workbench.record.run import Run
 from workbench.settings import fold
-from workbench.sim.durations import PHASES, Duration, Wire
+from workbench.sim.durations import PHASES, AlphaBeta, Duration
 from workbench.sim.measure_codecs import By, codecs, slows
 from workbench.sim.measure_own import asked, coders, flops
 
@@ -118,12 +118,12 @@ class _Recorded:
         sent = np.array([str(n).startswith("send ") or n == "send" for n in c.name], bool)
         return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
 
-    def wire(self) -> Wire:
+    def wire(self) -> AlphaBeta:
         """What a collective costs off a Link: by least squares over the median transfer of each kind and size."""
         c, which = self._collectives(shaped=False)
         p = len(self.ranks)
         if not which.any() or p < 2:
-            return Wire()
+            return AlphaBeta()
         end = np.max(c.t1, axis=1)
         before = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
         took = end - np.maximum(c.last, np.where(before < end, before, -np.inf))
@@ -135,7 +135,7 @@ class _Recorded:
         y = np.array([np.median(v) for v in found.values()])
         weight = 1.0 / np.maximum(y, 1e-9)  # relative errors count alike, or the largest bucket would decide alone
         best = _not_negative(x * weight[:, None], y * weight)
-        return Wire(*best)
+        return AlphaBeta(*best)
 
     def late(self) -> float:
         """How late a collective ends on a Link, against its own description."""
@@ -170,7 +170,7 @@ class _Recorded:
         return float(np.median(kept)) if len(kept) else 0.0
 
 
-def posted(spans: Any, at: Callable[[int], Experiment]) -> Wire:
+def posted(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
     """What a message costs off a Link, from when its rank could send it: by least squares over each size's median."""
     found: dict[int, list[float]] = defaultdict(list)
     sent = spans[spans.equal("lane", "comm") & np.array([str(n).startswith("send ") for n in spans.name], bool)]
@@ -183,9 +183,9 @@ def posted(spans: Any, at: Callable[[int], Experiment]) -> Wire:
             found[nbytes].append(float(took))
     x, y = np.array([(1.0, nbytes) for nbytes in found]), np.array([np.median(v) for v in found.values()])
     if not found or not y.any():
-        return Wire()
+        return AlphaBeta()
     weight = 1.0 / np.maximum(y, 1e-9)
-    return Wire(*_not_negative(x * weight[:, None], y * weight))
+    return AlphaBeta(*_not_negative(x * weight[:, None], y * weight))
 
 
 def _not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

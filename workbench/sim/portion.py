@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from workbench.experiment import Experiment
 from workbench.host.batches import Batches
 from workbench.host.checkpointing import Checkpointed, units_of
-from workbench.host.coded import Ask, Meeting
+from workbench.host.coded import Ask, Combining
 from workbench.host.flow import Flow
 from workbench.host.layout import Layout
 from workbench.host.piece import Piece
@@ -115,7 +115,7 @@ class Portion:
         """Inside, a forward runs, of what the stage before has made, if there is one."""
         return nullcontext() if self._together is None else self._together.passing(x)
 
-    def _ask(self, meeting: Meeting, x: Tensor) -> Tensor:
+    def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
         return self.ask(meeting, x)
 
     def drawn(self, x: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from workbench.record.timeline import Timeline
 
 
-class Round(NamedTuple):
+class Asked(NamedTuple):
     """One time that a background asked whether to go on."""
 
     steps: int  # that its rank had made by then
@@ -27,11 +27,11 @@ class Replay:
     def __init__(self, timeline: Timeline, ranks: int) -> None:
         rows = timeline.samples.rows()
         self._senders: dict[tuple[int, str], deque[int]] = {}
-        self._rounds: list[deque[Round]] = [deque() for _ in range(ranks)]
+        self._rounds: list[deque[Asked]] = [deque() for _ in range(ranks)]
         for i in np.argsort(rows.t, kind="stable"):
             name, rank = str(rows.name[i]), int(rows.rank[i])
             if name == "again":
-                self._rounds[rank].append(Round(int(rows.step[i]) + 1, bool(rows.value[i])))
+                self._rounds[rank].append(Asked(int(rows.step[i]) + 1, bool(rows.value[i])))
             elif name.split()[0] == "recv":
                 self._senders.setdefault((rank, name[5:]), deque()).append(int(rows.value[i]))
 
@@ -44,9 +44,9 @@ class Replay:
         """Nothing came any more: `rank` takes that message when it asks the next time."""
         self._senders[rank, kind].appendleft(sender)
 
-    def round(self, rank: int) -> Round:
+    def round(self, rank: int) -> Asked:
         """The round that a rank's background comes to next."""
-        return self._rounds[rank][0] if self._rounds[rank] else Round(0, False)
+        return self._rounds[rank][0] if self._rounds[rank] else Asked(0, False)
 
     def rounds(self) -> list[int]:
         """All ranks have come to their next round: its answers, by rank; they go on to the round after."""
@@ -54,5 +54,5 @@ class Replay:
 
     def answer(self, rank: int) -> int:
         """`rank` has come to its next round: the step that it hears, or 0; it goes on to the one after."""
-        round = self._rounds[rank].popleft() if self._rounds[rank] else Round(0, False)
+        round = self._rounds[rank].popleft() if self._rounds[rank] else Asked(0, False)
         return round.steps if round.again else 0

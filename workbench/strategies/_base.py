@@ -15,6 +15,7 @@ from workbench.strategies._capabilities import (
     InPieces,
     OneMemory,
     Outer,
+    Remembering,
     Serving,
     Sharding,
     Unfinished,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, OneMemory, Family):
+class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Remembering, OneMemory, Family):
     """How ranks agree: knobs, `init` for what is remembered, and one coroutine that is one step.
 
     Claims are class variables; the laws in tests/laws check each.

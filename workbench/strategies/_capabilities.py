@@ -157,6 +157,25 @@ class Outer:
     def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
         """After `init`: what the strategy before `hands_on`, which one with an outer momentum goes on with."""
 
+    @property
+    def has_outer(self) -> bool:
+        """Would it go on with an outer momentum?"""
+        return type(self).takes is not Outer.takes
+
+
+class Remembering:
+    """What a rank remembers beside the parameters is its own. Law: what it remembers when it is left has a rule.
+
+    own: by name, what becomes of it then: names of buffers and parts of a Memory, and of attributes of its state, or
+         patterns of them ("sent *")
+
+    "sum": a part of what is owed or travels, which `leave` brings to those whom it is for. "mean": a replica of one
+    value, of which `leave` makes the ranks' mean. "keep": goes on under a next strategy that `takes` it. "drop": of no
+    meaning afterwards.
+    """
+
+    own: ClassVar[dict[str, str]] = {}
+
 
 class OneMemory:
     """Several steps at once on one vector of parameters. Law: no update of one is lost where they do not meet.

@@ -46,6 +46,9 @@ class MomentExchange(Strategy):
     exchanges: ClassVar[str] = "moments"
     clips: ClassVar[bool] = False
     plain: ClassVar[bool] = False
+    own: ClassVar[dict[str, str]] = {
+        "m": "drop", "v": "drop", "m_weight": "drop", "v_weight": "drop", "scaled": "drop", "steps": "drop",
+    }  # fmt: skip
 
     @property
     @abstractmethod

@@ -40,7 +40,7 @@ class Outer(NamedTuple):
             anchor.add_(momentum, alpha=self.rate)
 
 
-class Round:
+class OuterState:
     """What one rank remembers: how long it has trained alone, and in slots "anchor" and "momentum" the outer state."""
 
     def __init__(self, params: list[Bucket]) -> None:
@@ -71,7 +71,7 @@ def taken(memory: Memory, momentum: dict[str, Tensor] | None, unit: float) -> No
         memory.buffers["momentum"] = {name: piece / unit for name, piece in momentum.items()}
 
 
-async def outer_step(rank: Rank, state: Round, outer: Outer | None) -> None:
+async def outer_step(rank: Rank, state: OuterState, outer: Outer | None) -> None:
     """All ranks tell each other how far they have got, make the same outer step and begin again from its anchor.
 
     Without an outer optimizer they go to their mean, and the momentum is left as it is.

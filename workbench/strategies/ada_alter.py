@@ -58,6 +58,7 @@ class AdaAlter(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
+    own: ClassVar[dict[str, str]] = {"agreed": "mean", "own": "mean", "since": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()

@@ -88,6 +88,9 @@ class AsyncDrop(Strategy):
     plain: ClassVar[bool] = False
     narrows: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
+    own: ClassVar[dict[str, str]] = {
+        "model": "drop", "first": "drop", "passed": "drop", "tasks": "drop", "version": "drop",
+    }  # fmt: skip
 
     def refuses(self, compressor: Any) -> str | None:
         return dense_only("AsyncDrop", compressor)

@@ -42,6 +42,7 @@ class AsyncModelAverage(Strategy):
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
+    own: ClassVar[dict[str, str]] = {"correction": "sum", "mean": "drop"}
 
     def propagation_in(self, size: int, step: int) -> int:
         return int(step < self.warmup)

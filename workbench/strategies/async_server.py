@@ -65,6 +65,10 @@ class AsyncServer(Strategy):
     in_flight: ClassVar[bool] = True
     waits: ClassVar[bool] = False  # does the server answer only when every trainer has asked?
     old: ClassVar[tuple[str, ...]] = ("synchronous",)
+    own: ClassVar[dict[str, str]] = {
+        "pushed": "sum", "owed": "sum", "base": "drop", "centre": "drop", "velocity": "drop", "since_*": "drop",
+        "version*": "drop",
+    }  # fmt: skip
 
     @classmethod
     def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -50,6 +50,7 @@ class BackupWorkers(Strategy):
 
     lockstep: ClassVar[bool] = False
     exchanges: ClassVar[str] = "gradients"
+    own: ClassVar[dict[str, str]] = {"come": "drop", "means": "drop", "version": "drop", "wanting": "drop"}
 
     def propagation(self, size: int) -> int:
         return 1

@@ -57,6 +57,9 @@ class BoundedStaleness(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     in_flight: ClassVar[bool] = True
+    own: ClassVar[dict[str, str]] = {
+        "base": "drop", "centre": "drop", "asked": "drop", "clock*": "drop", "seen": "drop",
+    }  # fmt: skip
 
     @property
     def free(self) -> bool:

@@ -55,6 +55,7 @@ class ByteScheduler(Strategy):
     in_flight: ClassVar[bool] = True
     late_update: ClassVar[bool] = True
     exchanges: ClassVar[str] = "gradients"
+    own: ClassVar[dict[str, str]] = {"by bucket": "sum"}
 
     def refuses(self, compressor: Any) -> str | None:
         if compressor.carries:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from workbench.rank import Bucket, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
-from workbench.strategies._outer import Outer, Round, handed, outer_step, taken
+from workbench.strategies._outer import Outer, OuterState, handed, outer_step, taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,12 @@ class DiLoCo(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
+    own: ClassVar[dict[str, str]] = {"momentum": "keep", "anchor": "drop", "rates": "drop", "since": "drop"}
 
-    def init(self, rank: Rank, params: list[Bucket]) -> Round:
-        return Round(params)
+    def init(self, rank: Rank, params: list[Bucket]) -> OuterState:
+        return OuterState(params)
 
-    async def step(self, rank: Rank, state: Round) -> None:
+    async def step(self, rank: Rank, state: OuterState) -> None:
         await rank.forward()
         await rank.backward()
         await rank.update()
@@ -63,12 +64,12 @@ class DiLoCo(Strategy):
             ahead = self.form == "nesterov"
             await outer_step(rank, state, Outer(self.outer_momentum, rate=self.outer_lr, nesterov=ahead))
 
-    async def leave(self, rank: Rank, state: Round) -> None:
+    async def leave(self, rank: Rank, state: OuterState) -> None:
         if state.since:
             await outer_step(rank, state, None)
 
-    def hands_on(self, rank: Rank, state: Round) -> Any:
+    def hands_on(self, rank: Rank, state: OuterState) -> Any:
         return handed(state.memory, 1.0)
 
-    def takes(self, rank: Rank, state: Round, momentum: Any) -> None:
+    def takes(self, rank: Rank, state: OuterState, momentum: Any) -> None:
         taken(state.memory, momentum, 1.0)

@@ -59,6 +59,7 @@ class EASGD(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
+    own: ClassVar[dict[str, str]] = {"centre": "drop", "since": "drop"}
 
     def refuses_size(self, size: int) -> str | None:
         limit = 2 * size / (size + 1)

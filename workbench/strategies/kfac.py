@@ -82,6 +82,10 @@ class KFAC(Strategy):
 
     plain: ClassVar[bool] = False
     sees_all: ClassVar[bool] = True
+    own: ClassVar[dict[str, str]] = {
+        "inputs*": "drop", "outputs*": "drop", "folded": "drop", "inverted": "drop", "layers": "drop",
+        "steps": "drop",
+    }  # fmt: skip
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
         keepers = max(g for g in range(1, size + 1) if size % g == 0 and g <= max(1.0, self.fraction * size + 1e-9))

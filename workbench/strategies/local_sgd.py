@@ -51,6 +51,7 @@ class LocalSGD(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     old: ClassVar[tuple[str, ...]] = LOCAL_SGD
+    own: ClassVar[dict[str, str]] = {"anchor": "drop", "since*": "drop", "steps": "drop", "alone": "drop"}
 
     @classmethod
     def formerly(cls, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -55,6 +55,7 @@ class LowPrecisionDecentralized(Strategy):
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
+    own: ClassVar[dict[str, str]] = {"[0-9]*": "drop"}
 
     def propagation(self, size: int) -> int:
         return hops("ring", size) * self.every

@@ -68,6 +68,7 @@ class Newton(Strategy):
     plain: ClassVar[bool] = False
     clips: ClassVar[bool] = False
     sees_all: ClassVar[bool] = True
+    own: ClassVar[dict[str, str]] = {"conjugate": "drop", "direction": "drop", "residual": "drop", "start": "drop"}
 
     def refuses(self, compressor: Any) -> str | None:
         if not all(c.lossless for c in inside(compressor)):

@@ -72,6 +72,7 @@ class SelSync(Strategy):
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
     sees_all: ClassVar[bool] = True
+    own: ClassVar[dict[str, str]] = {"before": "drop", "changes": "drop", "norms": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()

@@ -46,6 +46,7 @@ class ShadowBMUF(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
+    own: ClassVar[dict[str, str]] = {"W": "drop", "delta": "drop", "last": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> Shadow:
         return Shadow(rank, copies(params, "W"))

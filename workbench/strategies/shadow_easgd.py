@@ -49,6 +49,7 @@ class ShadowEASGD(Strategy):
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "parameters"
     in_flight: ClassVar[bool] = True  # what a server holds goes by bucket
+    own: ClassVar[dict[str, str]] = {"centre": "drop", "last": "drop", "asked": "drop"}
 
     def trains(self, index: int, size: int) -> bool:
         return index < size - self.servers

@@ -37,6 +37,7 @@ class ShadowMA(Strategy):
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
+    own: ClassVar[dict[str, str]] = {"mean": "drop", "last": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> Shadow:
         return Shadow(rank, Memory())

@@ -64,6 +64,7 @@ class StochasticGradientPush(Strategy):
 
     periodic: ClassVar[bool] = True
     exchanges: ClassVar[str] = "parameters"
+    own: ClassVar[dict[str, str]] = {"arrived": "sum", "weight": "sum", "owed": "sum"}
 
     def propagation(self, size: int) -> int:
         late = self.overlap // self.every  # rounds

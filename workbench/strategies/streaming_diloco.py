@@ -87,6 +87,7 @@ class StreamingDiLoCo(Strategy):
     plain: ClassVar[bool] = False
     in_flight: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
+    own: ClassVar[dict[str, str]] = {"momentum": "keep", "flying": "sum", "anchor": "drop", "steps": "drop"}
 
     def refuses_model(self, parts: list[Part]) -> str | None:
         most = len(layers(parts))

@@ -93,6 +93,10 @@ class TEASQFed(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
+    own: ClassVar[dict[str, str]] = {
+        "cache*": "drop", "known": "drop", "model": "drop", "sent *": "drop", "running": "drop", "stale": "drop",
+        "turn": "drop", "version": "drop", "waiting": "drop", "weight": "drop",
+    }  # fmt: skip
 
     def refuses(self, compressor: Any) -> str | None:
         return dense_only("TEASQFed", compressor)

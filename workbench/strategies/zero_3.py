@@ -48,6 +48,7 @@ class ZeRO3(ZeRO2):
     prefetch: int = knob(1, 0, 64, unit="buckets", doc="gathered ahead of what is read: less waiting, more memory")
 
     shards: ClassVar[frozenset[str]] = frozenset({"optimizer state", "gradients", "parameters"})
+    own: ClassVar[dict[str, str]] = {"by bucket": "drop", "seconds": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> dict[int, Handle]:
         return {}  # bucket -> its gathering, under way

@@ -60,6 +60,7 @@ class ZeROInfinity(ZeRO3):
     on: str = knob("disk", choices=("host", "disk"), doc="where shards of parameters and optimizer state live")
 
     offloads: ClassVar[bool] = True
+    own: ClassVar[dict[str, str]] = {"away": "sum", "coming": "drop", "gathering": "drop", "slots": "drop"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
         return _State()

@@ -51,6 +51,7 @@ class ZeROOffload(ZeRO2):
 
     in_flight: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
+    own: ClassVar[dict[str, str]] = {"shards": "sum", "updates": "sum"}
 
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()

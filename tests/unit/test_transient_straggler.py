@@ -7,19 +7,19 @@ import pytest
 from tests.sim.virtual import paced, rows
 from workbench import simulate
 from workbench.engine.shaping import Pace
-from workbench.fabric import Stumble
+from workbench.fabric import TransientStraggler
 from workbench.settings import KnobError
 from workbench.strategies import LocalSGD
 
 STEPS = 2000
 
 
-def slow_steps(fault: Stumble, rank: int) -> set[int]:
+def slow_steps(fault: TransientStraggler, rank: int) -> set[int]:
     return {s for s in range(STEPS) if fault.stretch(rank, s, "forward") > 1}
 
 
 def test_a_tenth_of_the_steps_is_five_times_as_long_in_every_phase() -> None:
-    fault = Stumble()
+    fault = TransientStraggler()
     slow = slow_steps(fault, 0)
     assert len(slow) / STEPS == pytest.approx(0.1, abs=0.02)
     for phase in ("forward", "backward", "update"):
@@ -28,26 +28,26 @@ def test_a_tenth_of_the_steps_is_five_times_as_long_in_every_phase() -> None:
 
 
 def test_ranks_stumble_at_steps_of_their_own_and_the_same_seed_draws_the_same() -> None:
-    fault = Stumble()
-    assert slow_steps(fault, 0) == slow_steps(Stumble(), 0) != slow_steps(fault, 1)
-    assert slow_steps(Stumble(seed=1), 0) != slow_steps(fault, 0)
+    fault = TransientStraggler()
+    assert slow_steps(fault, 0) == slow_steps(TransientStraggler(), 0) != slow_steps(fault, 1)
+    assert slow_steps(TransientStraggler(seed=1), 0) != slow_steps(fault, 0)
     both = slow_steps(fault, 0) & slow_steps(fault, 1)
     assert len(both) / STEPS == pytest.approx(0.01, abs=0.008)
 
 
 def test_one_rank_alone_can_stumble_and_never_or_always_can_be_asked_for() -> None:
-    fault = Stumble(rank=2, probability=1.0, factor=3.0)
+    fault = TransientStraggler(rank=2, probability=1.0, factor=3.0)
     assert [fault.stretch(r, 0, "update") for r in range(4)] == [1.0, 1.0, 3.0, 1.0]
-    assert not slow_steps(Stumble(probability=0.0), 0)
+    assert not slow_steps(TransientStraggler(probability=0.0), 0)
 
 
 def test_it_is_refused_of_a_rank_that_is_not_there() -> None:
     with pytest.raises(KnobError, match="rank=7: there are ranks 0 to 2"):
-        paced(faults=(Stumble(rank=7),)).checked()
+        paced(faults=(TransientStraggler(rank=7),)).checked()
 
 
 def test_the_simulator_stretches_those_steps_and_no_others() -> None:
-    fault = Stumble(probability=0.3, factor=4.0, seed=3)
+    fault = TransientStraggler(probability=0.3, factor=4.0, seed=3)
     run = simulate(paced(3, 20, pace=10.0, faults=(fault,), strategy=LocalSGD(every=20)))
     for rank in range(3):
         forward = rows(run, "compute", rank, "forward")
@@ -71,7 +71,7 @@ class _Slept:
 
 
 def test_the_engine_stretches_the_same_steps() -> None:
-    fault, naps = Stumble(probability=0.3, factor=4.0, seed=3), _Slept()
+    fault, naps = TransientStraggler(probability=0.3, factor=4.0, seed=3), _Slept()
     pace = Pace(1, naps)  # type: ignore[arg-type]
     pace.seconds, pace.faults = 0.01, (fault,)
     for step in range(20):

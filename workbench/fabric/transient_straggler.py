@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 from workbench.fabric._base import Fault
 from workbench.settings import knob
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stumble(Fault):
+class TransientStraggler(Fault):
     """Now and then a rank is slow for one step; each rank's slow steps are drawn on their own, and can be repeated.
 
     `probability` = 0.1 and `factor` = 5: in a random tenth of its steps a rank computes five times as long. Over many
@@ -20,9 +21,11 @@ class Stumble(Fault):
     made for.
     """
 
+    formerly_called: ClassVar[tuple[str, ...]] = ("Stumble",)
+
     probability: float = knob(0.1, 0.0, 1.0, doc="share of a rank's steps that are slow")
     factor: float = knob(5.0, 1.0, 100.0, doc="how many times longer all compute of such a step lasts")
-    rank: int = knob(-1, -1, 4095, doc="which rank stumbles; -1: each of them, at steps of its own")
+    rank: int = knob(-1, -1, 4095, doc="which rank is slow now and then; -1: each of them, at steps of its own")
     seed: int = knob(0, 0, 2**31 - 1, doc="seed of the draws, so that a run can be repeated")
 
     def idle(self, is_shaped: bool) -> str | None:
@@ -32,4 +35,5 @@ class Stumble(Fault):
     def stretch(self, rank: int, step: int, phase: str) -> float:
         if self.rank not in (-1, rank):
             return 1.0
+        # the draws are those of runs that were recorded under the name of before
         return self.factor if Random(f"stumble {self.seed}/{rank}/{step}").random() < self.probability else 1.0
