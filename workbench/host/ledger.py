@@ -154,7 +154,7 @@ class Ledger:
         return bool(self._counts.standing()["optimizer state"])
 
     def built(self) -> None:
-        """The model was made, in the host's memory, and what of it is this rank's lies where it belongs."""
+        """Between two steps: of the model no more is here than this rank keeps; it was made in the host's memory."""
         self._held = self._holds
 
     def begin(self) -> None:
