@@ -6,7 +6,8 @@ keeps there. What stays from step to step is counted where something may have ch
 the first steps, after a change and then in one step of EVERY, for looking costs time.
 
 A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
-What lives inside one call of torch (a layer's temporaries, an optimizer's, gloo's) is not seen, nor are batches.
+A batch is the last one drawn. What lives inside one call of torch (a layer's temporaries, an optimizer's, gloo's) is
+not seen, nor is what an evaluation computes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from workbench.host.changing import Changing
 from workbench.host.offload import Offloaded
 from workbench.rank import Memory
 
-CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
-              "buffers in flight")  # fmt: skip
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
+              "compressor state", "buffers in flight")  # fmt: skip
 PASSING = ("gradients", "activations")  # which are there in a step only
 EVERY = 32  # steps between two in which activations are looked at
 FRESH = 3  # steps that are looked at in any case, at the start and after a change
@@ -48,18 +49,20 @@ class Counts(Protocol):
     def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # gives what it took at most
     def gradients(self) -> int: ...
     def activations(self) -> int: ...  # bytes kept for the backwards that are still to come
+    def batch(self) -> int: ...  # bytes of the batch that a forward is of
 
 
 class Counted:
     """Numbers by looking at real tensors.
 
-    opened: the losses whose backward is still to come; fully: what torch's fully_shard trains, while it does
+    opened: the losses whose backward is still to come; batch: bytes of the batch that was drawn last
+    fully:  what torch's fully_shard trains, while it does
     part:   the parameters of a sub-model that are not the whole model's, while one is trained
     """
 
-    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]],
+    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
                  fully: Callable[[], Any] = lambda: None, part: Callable[[], list[Any]] = list) -> None:  # fmt: skip
-        self._run, self._opened, self._fully, self._part = run, opened, fully, part
+        self._run, self._opened, self.batch, self._fully, self._part = run, opened, batch, fully, part
         self._alive: memory.Alive = []
 
     @property
@@ -189,6 +192,7 @@ class Ledger:
         """A forward is over; `inputs` went in."""
         if self.due:
             self._inputs.append(inputs)
+            self._note("batches", self._counts.batch())
             kept = self._counts.forward(self._inputs)
             if kept is not None:
                 self._note("activations", kept)
