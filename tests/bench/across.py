@@ -2,8 +2,10 @@
 
     python -m tests.bench.across --out docs/data/across.json
 
-The simulator is calibrated from one run under DDP on a Link that no setting has: how late collectives end, and what a
-step lasts beside compute and waiting. Compute is paced, so that ranks on few cores behave like devices.
+The simulator is calibrated from a run under DDP on a Link that no setting has: how late collectives end, and what a
+step lasts beside compute and waiting; and from one more for each codec, and for K-FAC: what their arithmetic takes.
+Compute is paced, so that ranks on few cores behave like devices. What was measured is kept in the file: a campaign goes
+on where it was broken off, and one that has got more settings measures these alone.
 """
 
 from __future__ import annotations
@@ -12,21 +14,34 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.bench.cells import costs_as_plain, costs_from_plain
 from workbench import Experiment, Lab, analysis, simulate
+from workbench.compressors import Cast, TopK
 from workbench.fabric import Fabric, Link
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import GPipe, Interleaved, OneFOneB, PipeDream, PipeDream2BW, ZeroBubble
 from workbench.run import Run
 from workbench.sim import Costs
-from workbench.strategies import HSDP, LocalSGD, ZeRO1, ZeRO2, ZeRO3, ZeROInfinity, ZeROOffload
+from workbench.strategies import (
+    HSDP,
+    KFAC,
+    HierarchicalLocalSGD,
+    HpZ,
+    LocalSGD,
+    ZeRO1,
+    ZeRO2,
+    ZeRO3,
+    ZeROInfinity,
+    ZeROOffload,
+)
 from workbench.tasks import ByteGPT
 
 RANKS, SETTLE, STEPS = 4, 4, 12  # steps that are not counted, and whole rounds of every strategy that are
@@ -54,6 +69,27 @@ CUTS = {
     "slices, 4 ways": Tensor(ways=4),
     "1F1B of slices, 2 stages, m = 4": Pipeline(stages=2, micros=4, of=Tensor(ways=2)),
 }
+SITES = Fabric(link=Link(bandwidth=1000, latency=0.2), site=2, between_bandwidth=120, between_latency=4, host=0.4)
+ON_SITES: dict[str, Any] = {
+    "ZeRO1": ZeRO1(), "ZeRO3": ZeRO3(), "HSDP, shards in a site": HSDP(group=2), "hpZ, second shards in a site": HpZ(),
+    "HierarchicalLocalSGD": HierarchicalLocalSGD(group=2, group_every=2, every=4),
+    "1F1B, 4 stages, m = 8": CUTS["1F1B, 4 stages, m = 8"], "1F1B, 2 stages, m = 4": CUTS["1F1B, 2 stages, m = 4"],
+    "interleaved, 2 stages, m = 4": CUTS["interleaved, 2 stages, m = 4"], "slices, 2 ways": Tensor(ways=2),
+    "slices, 4 ways": Tensor(ways=4),
+    "1F1B of slices, 2 stages, m = 4": CUTS["1F1B of slices, 2 stages, m = 4"],
+}  # fmt: skip
+BF16 = Cast(to="bf16")
+CODED = {
+    "1F1B, 4 stages, m = 8, bf16 between": Pipeline(stages=4, micros=8, activations=BF16, gradients=BF16),
+    "1F1B, 2 stages, m = 4, top-k 10 % between": Pipeline(stages=2, micros=4, activations=TopK(density=0.1)),
+    "slices, 2 ways, bf16 inside": Tensor(ways=2, activations=BF16, gradients=BF16),
+}
+
+
+def calibrations() -> dict[str, Experiment]:
+    """What costs are measured from, by name: each adds what it alone has."""
+    coded = {name: replace(KNOWN, compressor=codec) for name, codec in (("bf16", BF16), ("top-k", TopK.usual()))}
+    return {"DDP": KNOWN, **coded, "KFAC": replace(KNOWN, strategy=KFAC())}
 
 
 def settings() -> Iterator[tuple[str, Experiment]]:
@@ -67,6 +103,16 @@ def settings() -> Iterator[tuple[str, Experiment]]:
             yield f"{name}, {wire}", replace(e, partition=partition, pace=CUT)
         between = replace(e, strategy=LocalSGD(every=4), partition=Pipeline(stages=2, micros=4), pace=CUT)
         yield f"LocalSGD between 2 pipelines, {wire}", between
+        yield f"KFAC, {wire}", replace(e, strategy=KFAC())
+    for name, partition in CODED.items():  # on the slower wire, where they are worth something
+        slow = replace(KNOWN.fabric, link=LINKS[0])
+        yield f"{name}, {LINKS[0].bandwidth:g} Mbit/s", replace(KNOWN, fabric=slow, partition=partition, pace=CUT)
+    there = replace(KNOWN, fabric=SITES)
+    for name, way in ON_SITES.items():
+        cut = isinstance(way, Pipeline | Tensor)
+        yield f"{name}, two sites", replace(there, partition=way, pace=CUT) if cut else replace(there, strategy=way)
+    between = replace(there, strategy=LocalSGD(every=4), partition=Pipeline(stages=2, micros=4), pace=CUT)
+    yield "LocalSGD between 2 pipelines, one on each of two sites", between
 
 
 def seen(run: Run) -> dict[str, Any]:
@@ -112,38 +158,98 @@ def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
     return (
         f"## Models across ranks\n\nWritten by `python -m tests.bench across` from `docs/data/across.json`. "
         f"{found['ranks']} real ranks, ByteGPT of six layers, a run for each setting; {WHOLE:g} ms of paced compute "
-        f"per step where a replica is one rank, {CUT:g} where it is several. The simulator was calibrated from one "
-        f"other run: DDP on 500 Mbit/s. Measured: the mean of {found['steps']} steps. A bubble is the share of the "
-        f"passes' time for which stages stand still; a peak is the most memory of a rank, of which the one that is "
-        f"predicted worst is shown. Sizes only.\n\n"
-        f"{len(rows)} settings: steps are off by {statistics.median(step):.1%} in the median ({asked}), by "
-        f"{max(step):.1%} at worst; peaks by {statistics.median(peak):.1%} and {max(peak):.1%}; the {len(cuts)} "
-        f"bubbles by {statistics.median(bubble):.3f} and {max(bubble):.3f}.\n\n{table}\n\n*{machine.get('date')}; "
-        f"{machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; commit "
+        f"per step where a replica is one rank, {CUT:g} where it is several. The simulator was calibrated from other "
+        f"runs: DDP on 500 Mbit/s{_also(found)}. Measured: the mean of {found['steps']} steps. A bubble is the share "
+        f"of the passes' time for which stages stand still; a peak is the most memory of a rank, of which the one that "
+        f"is predicted worst is shown. Sizes only.\n\n"
+        f"{len(rows)} settings{_on_sites(rows)}: steps are off by {statistics.median(step):.1%} in the median "
+        f"({asked}), by {max(step):.1%} at worst; peaks by {statistics.median(peak):.1%} and {max(peak):.1%}; the "
+        f"{len(cuts)} bubbles by {statistics.median(bubble):.3f} and {max(bubble):.3f}.\n\n{table}\n\n"
+        f"*{machine.get('date')}; {machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; commit "
         f"{machine.get('commit')}; 15-minute load {machine.get('load', 0):.1f}.*\n"
     )
+
+
+def _also(found: dict[str, Any]) -> str:
+    also = [name for name in found.get("costs", ()) if name != "DDP"]
+    return f", and {', '.join(also)} there" if also else ""
+
+
+def _on_sites(rows: list[dict[str, Any]]) -> str:
+    """How many have sites, and how far off these are alone."""
+    if not (there := [r for r in rows if "two sites" in r["setting"]]):
+        return ""
+    off = [abs(x) for x in errors(there)["step"]]
+    fabric, link = SITES, SITES.link
+    return (
+        f", {len(there)} of them on two sites of {fabric.site} ranks (inside {link.bandwidth:g} Mbit/s and "
+        f"{link.latency:g} ms, between {fabric.between_bandwidth:g} and {fabric.between_latency:g}; steps off by "
+        f"{statistics.median(off):.1%} in the median there, {max(off):.1%} at worst)"
+    )
+
+
+class Campaign:
+    """What was measured so far, and what measures the rest."""
+
+    def __init__(self, out: Path | None, ran: Callable[[Experiment], Run]) -> None:
+        self._out, self._ran = out, ran
+        self.found: dict[str, Any] = {"ranks": RANKS, "steps": STEPS, "costs": {}, "rows": []}
+        if out and out.exists():
+            self.found |= json.loads(out.read_text())
+
+    def costs(self) -> Costs:
+        """Of all calibrations together; each is run once."""
+        known = self.found["costs"]
+        for name, e in calibrations().items():
+            if name not in known:
+                known[name] = costs_as_plain(Costs.measured(self._ran(e)))
+                self._keep()
+                print(f"calibrated: {name}", flush=True)
+        first, *others = (costs_from_plain(known[name]) for name in calibrations())
+        for other in others:
+            first = first | other
+        return first
+
+    def measure(self, every: Iterable[tuple[str, Experiment]]) -> None:
+        """Those settings that are not there yet."""
+        there = {row["setting"] for row in self.found["rows"]}
+        if not (left := [(name, e) for name, e in every if name not in there]):
+            return
+        costs = self.costs()
+        for name, e in left:
+            expected, found = seen(simulate(e, costs=costs)), seen(self._ran(e))
+            self.found["rows"].append({"setting": name, "measured": found, "predicted": expected})
+            self._keep()
+            print(f"{name}: {found['step'] * 1e3:.0f} ms, predicted {expected['step'] * 1e3:.0f}", flush=True)
+
+    def _keep(self) -> None:
+        if self._out:
+            self._out.write_text(json.dumps(self.found, indent=1))
+
+
+def minutes(every: Iterable[Experiment]) -> float:
+    """What running these takes, about: the steps as paced, a fifth for wires, and five seconds for a start."""
+    return sum(1.2 * e.pace * 1e-3 * e.steps + 5.0 for e in every) / 60
 
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--out", type=Path, default=None)
     ask.add_argument("--runs", type=Path, default=Path("runs"))
+    ask.add_argument("--only", nargs="*", default=[], metavar="WORD", help="settings whose names hold one of these")
+    ask.add_argument("--list", action="store_true", help="say what would be measured")
     a = ask.parse_args()
-    rows: list[dict[str, Any]] = []
+    wanted = [(n, e) for n, e in settings() if not a.only or any(word in n for word in a.only)]
+    if a.list:
+        took = minutes([*calibrations().values(), *(e for _, e in wanted)])
+        return print("\n".join(n for n, _ in wanted), f"\n{len(wanted)} settings, about {took:.0f} minutes")
     with Lab(ranks=RANKS, name="across") as lab:
-
-        def measured(e: Experiment) -> Run:
-            return lab.run(e, out=a.runs / f"across-{time.time():.0f}").wait(600)
-
-        costs = Costs.measured(measured(KNOWN))
-        for name, e in settings():
-            found, expected = seen(measured(e)), seen(simulate(e, costs=costs))
-            rows.append({"setting": name, "measured": found, "predicted": expected})
-            print(f"{name}: {found['step'] * 1e3:.0f} ms, predicted {expected['step'] * 1e3:.0f}", flush=True)
-    for kind, off in errors(rows).items():
-        print(f"{kind}: off by {statistics.median(map(abs, off)):.3f} in the median, {max(map(abs, off)):.3f} at worst")
-    if a.out:
-        a.out.write_text(json.dumps({"ranks": RANKS, "steps": STEPS, "rows": rows}, indent=1))
+        campaign = Campaign(a.out, lambda e: lab.run(e, out=a.runs / f"across-{time.time():.0f}").wait(600))
+        campaign.measure(wanted)
+    for kind, off in errors(campaign.found["rows"]).items():
+        if off:
+            middle, worst = statistics.median(map(abs, off)), max(map(abs, off))
+            print(f"{kind}: off by {middle:.3f} in the median, {worst:.3f} at worst")
 
 
 if __name__ == "__main__":

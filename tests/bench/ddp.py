@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from workbench.engine.collectives import Wire, host_store
-from workbench.engine.fully_sharded import units
 from workbench.engine.session import Session
+from workbench.engine.units import units
 from workbench.experiment import Experiment
 from workbench.tasks import ByteGPT, Task
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.bench import llama, scale
+from tests.bench import across, llama, scale
 from tests.ranks import experiment
 from workbench import Costs, simulate
 from workbench.compressors import Compressor
@@ -78,3 +79,25 @@ def test_what_the_simulator_takes_is_said_with_what_falls_short() -> None:
     rows = {"DDP": {**row, "seconds": 11.0}, "Gossip": {**row, "seconds": 29.0}, "X": {"refused": "cannot be"}}
     said = scale.text({"ranks": 1024, "steps": 100, "rows": rows})
     assert "Not kept by DDP." in said and "- X: cannot be" in said and "| Gossip | 29.0 |" in said
+
+
+@pytest.mark.ranks
+def test_models_across_ranks_on_sites_with_codecs_are_measured_once_each(tmp_path: Path, monkeypatch: Any) -> None:
+    every = dict(across.settings())
+    assert sum(e.fabric.site > 0 for e in every.values()) >= 8
+    assert "KFAC" in {type(e.strategy).__name__ for e in every.values()}
+    assert {e.fabric.link for e in across.calibrations().values()}.isdisjoint({e.fabric.link for e in every.values()})
+    made: list[Experiment] = []
+
+    def ran(e: Experiment) -> Run:
+        made.append(e)
+        return simulate(e, costs=Costs(forward=0.011, backward=0.022))
+
+    known, few = experiment(2, 16), {f"{k}, two sites": experiment(2, 16, bucket_mb=0.1 * k) for k in (1, 2)}
+    monkeypatch.setattr(across, "calibrations", lambda: {"DDP": known})
+    for count in (1, 2, 2):  # broken off after one, and then begun again
+        across.Campaign(tmp_path / "across.json", ran).measure(list(few.items())[:count])
+    assert made == [known, *few.values()]
+    found = json.loads((tmp_path / "across.json").read_text())
+    found["rows"][0]["measured"]["bubble"] = found["rows"][0]["predicted"]["bubble"] = 0.1
+    assert "2 settings, 2 of them on two sites of 2 ranks" in across.page(found, MACHINE)

@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.ranks import ended, live, run
-from tests.unit.test_zero_3 import seen
+from tests.ranks import ended, live, run, weights
+from tests.unit.test_zero_3 import many, seen
 from workbench import KnobError, simulate
 from workbench.experiment import Experiment
 from workbench.host.budget import OutOfMemory
 from workbench.optimizers import AdamW
 from workbench.run import require_memory
 from workbench.settings import Change
-from workbench.strategies import DDP, DiLoCo, TorchDDP, ZeRO3, ZeROInfinity, ZeROOffload
+from workbench.strategies import DDP, HSDP, DiLoCo, TorchDDP, ZeRO3, ZeROInfinity, ZeROOffload
 from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
@@ -71,7 +72,25 @@ def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved()
         with pytest.raises(KnobError, match=r"needs [\d.]+ MB"):
             require_memory(e, path, value)
     with pytest.raises(KnobError, match=r"rank \d needs .* between two steps .*what moves"):
-        require_memory(lesson(strategy=ZeRO3(), memory_mb=22.5), "bucket_mb", 0.05)
+        require_memory(lesson(strategy=ZeRO3(), memory_mb=22.5), "optimizer", AdamW(beta1=0.8))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "limit"), [(ZeRO3(), 2, 22.5), (ZeROInfinity(), 2, 14.5), (HSDP(), 4, 22.5)], ids=str
+)
+def test_buckets_are_cut_anew_where_the_whole_model_has_no_room(strategy: Any, ranks: int, limit: float) -> None:
+    """It took 23.8 MB between two steps when shards came together for it; a rank keeps 11.7 and moves buckets."""
+    changes = [Change(2, "bucket_mb", 0.05), Change(4, "bucket_mb", 0.1)]
+    e = lesson(strategy=strategy, ranks=ranks, memory_mb=limit)
+    require_memory(e, "bucket_mb", 0.05)
+    sessions, model = run(e, *changes), simulate(e, changes=changes)
+    peaks = model.samples[(model.samples.name == "memory peak") & (model.samples["rank"] == 0)].value
+    for found in (seen(sessions[0], "memory peak"), list(peaks)):
+        assert max(found) < limit * 1e6
+        assert any(peak == pytest.approx(12.0e6, rel=0.03) for peak in found), "between two steps"
+    ours, plain = run(many(ranks, strategy=strategy), *changes), run(many(ranks, strategy=strategy))
+    assert all(torch.equal(weights(one), weights(other)) for one, other in zip(ours, plain, strict=True))
+
 
 
 def test_from_shards_on_the_device_to_shards_elsewhere_nothing_is_assembled() -> None:

@@ -90,6 +90,14 @@ def test_optimizer_state_is_what_each_optimizer_is_known_to_take() -> None:
     assert adam["optimizer state"] == 2 * model + counters
 
 
+def test_a_batch_is_counted_and_grows_with_its_examples() -> None:
+    """Eight images of 8 x 8 floats, and what they show; the peak has them, too."""
+    one, more = (simulate(Experiment(task=Digits(), ranks=2, steps=3, pace=5.0, batch=batch)) for batch in (8, 4096))
+    assert held(one)["batches"] == 8 * (64 * 4 + 8) and held(more)["batches"] == 512 * held(one)["batches"]
+    beside = sum(held(more)[name] for name in CATEGORIES if name not in ("gradients", "activations", "batches"))
+    assert more.memory()[0].peak >= beside + held(more)["activations"] + held(more)["batches"]
+
+
 def test_what_is_remembered_between_steps_is_known_too() -> None:
     ddp, topk, outer, local = (held(sized(**settings)) for settings in (
         {}, {"compressor": TopK.usual()}, {"strategy": DiLoCo(every=4)}, {"strategy": LocalSGD(every=4)},

@@ -221,3 +221,25 @@ def test_ranks_whose_examples_reach_other_parameters_learn_what_ddp_learns() -> 
     theirs, ours = run(e.set("strategy", TorchFSDP())), run(e)
     for s in theirs:
         torch.testing.assert_close(weights(s), weights(ours[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", [1, 3])
+def test_experts_that_are_units_and_that_some_ranks_skip_are_refused_in_words(which: int) -> None:
+    """torch gathers unit by unit: ranks that go to unlike experts ended the process, or waited for ever."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(8, 40), nn.Linear(40, 4)
+            self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(which))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.first(x))
+            return self.out(self.experts[int(x[0, 0].abs() * 10) % which](y) if x[0, 0] > 0 else y)
+
+    e = experiment(2, 12, task=toy(model=partial(net, Skipping)), strategy=TorchFSDP(), bucket_mb=0.01)
+    said = r"TorchFSDP: rank 0 (gathers|sums) .* where rank 1 (gathers|sums) .*; take ZeRO2, or a bucket_mb above 0\.0"
+    with pytest.raises(AssertionError, match=said):
+        run(e, within=30.0)
+    for s in run(e.set("bucket_mb", 0.02)):  # with which they are units no longer, nor is the list that holds them
+        assert torch.isfinite(weights(s)).all()

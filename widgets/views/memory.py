@@ -19,6 +19,7 @@ PARTS = (
     ("gradients", theme.ORANGE, "/"),
     ("optimizer state", theme.GREEN, "x"),
     ("activations", theme.SKY, ""),
+    ("batches", theme.SKY, "/"),
     ("strategy state", theme.PURPLE, "."),
     ("compressor state", theme.VERMILLION, "-"),
     ("buffers in flight", theme.GREY, "|"),
@@ -35,11 +36,11 @@ class Memory(View):
     name: ClassVar[str] = "memory"
     title: ClassVar[str] = "What fills the memory"
     about: ClassVar[str] = (
-        "A stacked bar per rank: bytes of parameters, gradients, optimizer state, activations kept for backward, what "
-        "strategy and compressor remember, and buffers in flight; of each the most in a step, in the last 20 steps. "
-        "Not all are at their most at once: a stroke marks the peak of all together, a diamond what a GPU's allocator "
-        "says. What is kept away from the device is no part of the bar: a triangle up is so many bytes in the host's "
-        "memory, a triangle down so many on disk."
+        "A stacked bar per rank: bytes of parameters, gradients, optimizer state, activations kept for backward, "
+        "batches, what strategy and compressor remember, and buffers in flight; of each the most in a step, in the "
+        "last 20 steps. Not all are at their most at once: a stroke marks the peak of all together, a diamond what a "
+        "GPU's allocator says. What is kept away from the device is no part of the bar: a triangle up is so many bytes "
+        "in the host's memory, a triangle down so many on disk."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
     order: ClassVar[int] = 51

@@ -18,7 +18,7 @@ class RankMemory(NamedTuple):
     most:           by category, the most that it held in a step; not all of them need be at their most at once
     peak:           the most of all categories together at a time; at least that of the largest, at most their sum
     allocated:      what the allocator of a GPU had given out at the end of a step, and at most since its process began;
-                    None where there is no GPU. It also counts what no category does: temporaries and batches
+                    None where there is no GPU. It also counts what no category does: temporaries
     """
 
     rank: int

@@ -14,7 +14,7 @@ into torch's table of groups under a name of its own until `end`. That is the on
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 
 from workbench.engine.collectives import Wire
 from workbench.engine.lane import Lane
+from workbench.engine.units import SameUnit, units
 from workbench.host import absent
 from workbench.host.layout import Place
 from workbench.rank import Op, StrategyError
@@ -36,8 +37,6 @@ from workbench.tasks import at_rate, rate
 
 if TYPE_CHECKING:
     from workbench.engine.changes import Turnable
-
-HALF = 0.5  # of a bucket's size: a module from there on is gathered and freed by itself
 
 
 class FullySharded:
@@ -59,11 +58,12 @@ class FullySharded:
         self._frozen = {p for p in self.module.parameters() if not p.requires_grad}
         self._name: Any = f"fully_shard {id(self)}"
         self._mesh = _mesh(wire, self._name)
-        gather, reduce = _Gather(self), _Reduce(self)
+        self.same = SameUnit(run, self.module)
         for unit in [*units(self.module, run.experiment.bucket_mb), self.module]:
             sharded: Any = fully_shard(unit, mesh=self._mesh, ignored_params=self._frozen)
-            sharded.set_custom_all_gather(gather)
-            sharded.set_custom_reduce_scatter(reduce)
+            number = self.same.number(unit)
+            sharded.set_custom_all_gather(_Gather(self, number))
+            sharded.set_custom_reduce_scatter(_Reduce(self, number))
         if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
             said(True)  # a parameter that this rank's examples do not reach has a gradient on others
         self._shards = {n: p for n, p in self.module.named_parameters() if n in names}
@@ -219,10 +219,10 @@ class FullySharded:
 
 
 class _Room:
-    """What torch asks for room to send from or to receive into."""
+    """What torch asks for room to send from or to receive into, for one unit."""
 
-    def __init__(self, of: FullySharded) -> None:
-        self._of = of
+    def __init__(self, of: FullySharded, unit: int) -> None:
+        self._of, self._unit = of, unit
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -232,6 +232,7 @@ class _Gather(_Room):
     """What `set_custom_all_gather` takes."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self._of.same(self._unit, "gathers")
         self._of.all_gather(output_tensor, input_tensor)
 
 
@@ -240,28 +241,8 @@ class _Reduce(_Room):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any,
                  async_op: bool = False) -> None:  # fmt: skip
+        self._of.same(self._unit, "sums")
         self._of.reduce_scatter(output_tensor, input_tensor, op)
-
-
-def units(model: nn.Module, bucket_mb: float) -> list[nn.Module]:
-    """What is sharded together: the blocks, and modules of half a bucket or more none of whose children is as large.
-
-    That is what is a bucket of its own with us. A module that shares a parameter with another stays with the rest.
-    """
-    found: list[nn.Module] = list(getattr(model, "blocks", []))
-    inside = {id(m) for unit in found for m in unit.modules()}
-    for module in model.modules():
-        if module is not model and id(module) not in inside and _mb(module.parameters()) >= HALF * bucket_mb:
-            if not any(_mb(child.parameters()) >= HALF * bucket_mb for child in module.children()):
-                found.append(module)
-    return [unit for unit in found if _alone(unit, model)]
-
-
-def _alone(unit: nn.Module, model: nn.Module) -> bool:
-    """Is no parameter of `unit` used outside of it, too?"""
-    own, inside = {id(p) for p in unit.parameters()}, {id(m) for m in unit.modules()}
-    others = [m for m in model.modules() if id(m) not in inside]
-    return not any(id(p) in own for m in others for p in m._parameters.values())
 
 
 def _mesh(wire: Wire, name: Any) -> DeviceMesh:
@@ -291,7 +272,3 @@ def _local(x: Any) -> Tensor:
 
 async def _asked(op: Op) -> Any:
     return await op
-
-
-def _mb(params: Iterable[nn.Parameter]) -> float:
-    return sum(p.numel() * p.element_size() for p in params) / 1e6

@@ -142,7 +142,8 @@ class Parts(Life):
         self.watch = seen
         run: Any = self  # a Training is Changing
         self.away = Away(self)
-        counts = Counted(run, lambda: self.host.opened(), lambda: self.host.fully, lambda: self.host.narrowing.trained)
+        counts = Counted(run, lambda: self.host.opened(), lambda: self.batches.nbytes, lambda: self.host.fully,
+                         lambda: self.host.narrowing.trained)  # fmt: skip
         self.ledger = Ledger(run, counts, self.away.kept, self._allocator)
         self.lane = self.open_lane("comm", Line(peers.data, Shaper(self.port, peers.arrival_table()), peers.arrivals))
         self.lane.before = self.tickets.ring

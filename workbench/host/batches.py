@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
+from workbench.host.memory import tensors
 from workbench.rank import StrategyError
 from workbench.tasks import Learner, TaskError
 
@@ -41,6 +42,11 @@ class Chance:
         return was
 
 
+def nbytes_of(batch: Any) -> int:
+    """Bytes of a batch's tensors, wherever they are views of."""
+    return sum(x.numel() * x.element_size() for x in tensors(batch))
+
+
 class Batches:
     """What one rank learns from: read again from its beginning when it ends; running out is said in words."""
 
@@ -50,6 +56,7 @@ class Batches:
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
         self.taken = 0  # by `next`, so far
+        self.nbytes = 0  # of the last one's tensors
         self._early: deque[Any] = deque()  # drawn before their turn
         self._chance: Chance | None = None
         self._began = 0, 0, 0  # the last restart's arguments
@@ -93,7 +100,9 @@ class Batches:
 
     def next(self) -> Any:
         self.taken += 1
-        return self._early.popleft() if self._early else self._draw()
+        batch = self._early.popleft() if self._early else self._draw()
+        self.nbytes = nbytes_of(batch)
+        return batch
 
     def coming(self, after: int) -> Any:
         """The batch that `next` gives after so many others."""

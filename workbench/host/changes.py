@@ -20,6 +20,7 @@ from workbench.host.checkpointing import units_of
 from workbench.host.momentum import move_momentum
 from workbench.host.pipelining import drained
 from workbench.host.recomputing import recomputed
+from workbench.host.recut import recut
 from workbench.host.remembered import names, tell
 from workbench.host.repartition import moves, repartition
 from workbench.host.spread import spread_of
@@ -111,7 +112,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
     if wanted.batch != was.batch or wanted.replicas != was.replicas:
         run.restart_data()
     if wanted.bucket_mb != was.bucket_mb:
-        await handover.recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
+        await recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
     if wanted.partition != was.partition and not moves(was, wanted):
         run.tuned()
     if moves(was, wanted) or needs_switch(was.strategy, wanted.strategy, run.rank.size):

@@ -7,7 +7,6 @@ listened to, and nothing of the model changed, but while a strategy asks for it.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from workbench.host.factored import Layer, fed, layers, named, sizes, slopes
 from workbench.host.layout import Layout
 from workbench.rank import Factors, StrategyError
 
@@ -45,55 +45,32 @@ def _twice_differentiable() -> Iterator[None]:
                 _OPEN.pop()  # not the first one's, which holds the setting
 
 
-def layers(model: nn.Module, trained: set[str]) -> dict[str, nn.Linear]:
-    """The Linear layers that have factors, by name: those whose parameters are all trained, and no other module's, too.
-
-    Not those of a class derived from Linear, which may compute something else.
-    """
-    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    found = {}
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            own = [f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters()]
-            if trained.issuperset(own) and all(owners[id(p)] == 1 for p in module.parameters()):
-                found[name] = module
-    return found
-
-
-def named(name: str, layer: nn.Linear) -> tuple[str, str]:
-    """A layer's weight and bias as the model names them."""
-    return f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".") if layer.bias is not None else ""
-
-
 def outlined_factors(model: nn.Module, layout: Layout) -> list[Factors]:
     """The same as `Collecting.factors`, as sizes only."""
     found = []
     for name, layer in layers(model, {place.name for place in layout.order}).items():
         kind = torch.promote_types(layer.weight.dtype, torch.float32)
-        wide = layer.in_features + (layer.bias is not None)
-        inputs = torch.empty(wide, wide, dtype=kind, device="meta")
-        outputs = torch.empty(layer.out_features, layer.out_features, dtype=kind, device="meta")
-        found.append(Factors(*named(name, layer), inputs, outputs))
+        pair = (torch.empty(n, n, dtype=kind, device="meta") for n in sizes(layer))
+        found.append(Factors(*named(name, layer), *pair))
     return found
 
 
 class _Sums:
-    """What one layer has seen: sums of a a^T and of g g^T, and over how many rows."""
+    """What one layer has seen: sums of a a^T and of g g^T, over how many terms of the loss and how many slopes."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: Layer) -> None:
         kind, like = torch.promote_types(layer.weight.dtype, torch.float32), layer.weight
-        wide = layer.in_features + (layer.bias is not None)
-        self.inputs = torch.zeros(wide, wide, dtype=kind, device=like.device)
-        self.outputs = torch.zeros(layer.out_features, layer.out_features, dtype=kind, device=like.device)
-        self.rows = self.terms = 0
+        self.inputs, self.outputs = (torch.zeros(n, n, dtype=kind, device=like.device) for n in sizes(layer))
+        self.terms = self.slopes = 0
 
 
 class Collecting:
-    """Listens to Linear layers, from the next forward on until `factors` is asked for.
+    """Listens to Linear layers and convolutions, from the next forward on until `factors` is asked for.
 
-    A loss is taken to be the mean over the rows that a layer sees: of N rows, each row's own gradient is N times what
-    autograd brings. Rows of all batches count alike. A layer that is called again within a pass adds rows of inputs,
-    and gradients of the same N terms.
+    A loss is taken to be the mean over the N rows that a Linear layer sees, or the N images that a convolution does:
+    the gradient of each one's own loss is N times what autograd brings. A convolution's inputs are added up over the T
+    places of an image, its slopes are a mean over them. All batches count alike. A layer that is called again within a
+    pass adds rows of inputs, and gradients of the same N terms.
 
     scale: what the backward under way multiplies the loss by
     """
@@ -114,27 +91,25 @@ class Collecting:
         found = []
         for name, layer in self._layers.items():
             sums = self._sums[name]
-            inputs, outputs = sums.inputs / max(1, sums.rows), sums.outputs / max(1, sums.terms)
+            inputs, outputs = sums.inputs / max(1, sums.terms), sums.outputs / max(1, sums.slopes)
             found.append(Factors(*named(name, layer), inputs, outputs))
         return found
 
-    def _fed(self, name: str, layer: nn.Linear, given: tuple[Tensor, ...], made: Tensor) -> None:
+    def _fed(self, name: str, layer: Layer, given: tuple[Tensor, ...], made: Tensor) -> None:
         if not made.requires_grad:  # an evaluation, or a pass that is computed again for its backward
             return
         sums = self._sums[name]
         with torch.no_grad():
-            a = given[0].detach().reshape(-1, layer.in_features).to(sums.inputs.dtype)
-            if layer.bias is not None:
-                a = torch.cat([a, a.new_ones(len(a), 1)], 1)
-            sums.inputs.addmm_(a.T, a)
-        sums.rows += len(a)
-        sums.terms += 0 if name in self._called else len(a)
+            rows, terms = fed(layer, given[0], sums.inputs.dtype)
+            sums.inputs.addmm_(rows.T, rows)
+        sums.terms += terms
+        sums.slopes += 0 if name in self._called else len(rows)
         self._called.add(name)
-        made.register_hook(partial(self._came, sums, len(a)))
+        made.register_hook(partial(self._came, sums, layer, terms))
 
-    def _came(self, sums: _Sums, rows: int, grad: Tensor) -> None:
-        g = grad.detach().reshape(rows, -1).to(sums.outputs.dtype)
-        sums.outputs.addmm_(g.T, g, alpha=(rows / self.scale) ** 2)
+    def _came(self, sums: _Sums, layer: Layer, terms: int, grad: Tensor) -> None:
+        g = slopes(layer, grad, sums.outputs.dtype)
+        sums.outputs.addmm_(g.T, g, alpha=(terms / self.scale) ** 2)
 
 
 class Products:

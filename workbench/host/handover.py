@@ -11,7 +11,7 @@ counter "step/NAME". Frozen parameters are not in it, since nothing makes them d
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -162,16 +162,6 @@ def cut(run: Changing, strategy: Any) -> Cut | None:
     return Cut(tuple(bucket.parts for bucket in run.layout.buckets), groups)
 
 
-async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
-    """Buckets are cut anew by `anew`: what lies in shards of them under `strategy` comes to lie in those of the new."""
-    await strategy.recall(run.rank.replicas, run.state)
-    await run.reading.unshard()
-    before = cut(run, strategy)
-    await anew()
-    await reshard(run, before, cut(run, strategy))
-    await run.reading.shard()
-
-
 async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
     """The optimizer's state, which lies in shards as `was` says (None: whole on every rank), comes to lie as `to` says:
     one `move`, of what each rank lacks. Where it is whole and comes to lie in shards, nothing is sent.
@@ -189,7 +179,7 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
         if run.ledger.remembers:
             run.ledger.surge(sum(n * like[name].element_size() for name, n in _counts(dict(sizes), slots_of).items()))
         return run.sharded(to)
-    lies, comes = (_in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
+    lies, comes = (in_shards(sizes, slots_of, one, rank.size) for one in (was, to))
     if layout.order[0].param.is_meta:  # one optimizer stands for those of all ranks, and stays as it is
         here = {name: like[name].new_empty(lies.numel(rank.id, name)) for name in lies.at(rank.id)}
     before = await summed(run, here, lies)
@@ -205,12 +195,17 @@ async def reshard(run: Changing, was: Cut | None, to: Cut | None) -> None:
 
 async def summed(run: Changing, state: State, lies: Placement) -> int:
     """The hash of what all ranks hold together, replicas counted once, by the first that has them."""
-    me, own = run.rank.id, 0
-    if not run.layout.order[0].param.is_meta:
-        mine = {name: slices for name, slices in lies.at(me).items()
-                if not any(lies.at(r).get(name) == slices for r in range(me))}  # fmt: skip
-        own = checksum({name: state[name] for name in mine}, mine)
-    return sum(await run.gather(own)) & MASK
+    return sum(await run.gather(hashed(run, state, lies))) & MASK
+
+
+def hashed(run: Changing, state: State, lies: Placement) -> int:
+    """This rank's part of that hash; parts add up."""
+    me = run.rank.id
+    if run.layout.order[0].param.is_meta:
+        return 0
+    mine = {name: slices for name, slices in lies.at(me).items()
+            if not any(lies.at(r).get(name) == slices for r in range(me))}  # fmt: skip
+    return checksum({name: state[name] for name in mine}, mine)
 
 
 def kept_bytes(layout: Layout, optimizer: Any, cut: Cut, rank: int) -> int:
@@ -234,7 +229,7 @@ async def kept_slots(run: Changing, like: State, here: State) -> list[str]:
 
 
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
-def _in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: Cut | None,
+def in_shards(sizes: tuple[tuple[str, int], ...], kept: tuple[tuple[str, bool], ...], cut: Cut | None,
                size: int) -> Placement:  # fmt: skip
     """Where slots lie: whole on every rank, or each bucket's in shards; what cannot be cut lies beside what is."""
     numel = dict(sizes)

@@ -48,6 +48,7 @@ class Layout:
             raise ValueError("the model has no trainable parameters")
         self.bucket_mb = bucket_mb
         self.order = [Place(n, p) for n, p in reversed(named)]
+        self._slices: list[Bucket] = []
         self.weights: list[Tensor] = []
         self.begins: list[int] = []  # by bucket, the element of it with which the vector in `weights` begins
         self.held = 0  # bytes of the parameters that have memory here
@@ -75,7 +76,8 @@ class Layout:
         self._place()
 
     def _place(self) -> None:
-        """Moves the parameters into a vector for each bucket."""
+        """Moves the parameters into a vector for each bucket; of what lies in shards nothing is held then."""
+        shards = any(own.numel() < b.data.numel() for own, b in zip(self.weights, self._slices, strict=True))
         self._slices, self.buckets, self.roomy = [], [], False
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: it as a whole, and each parameter of it
         for place in self.order:
@@ -84,20 +86,21 @@ class Layout:
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
             dtype, parts = _dtype(group), tuple(_parts(group))
-            whole = torch.empty(_numel(group), dtype=dtype, device=group[0].param.device)
+            n, gone = _numel(group), shards and not self.keeps_values
+            whole = torch.full((1 if gone else n,), torch.nan, dtype=dtype, device=group[0].param.device).expand(n)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
-                view.copy_(place.param.data)
-                place.param.data = view
-                place.bucket = index
+                if not gone:
+                    view.copy_(place.param.data)
+                place.param.data, place.bucket = view, index
             offset = at.get(dtype, 0)
             at[dtype] = offset + whole.numel()
             self._slices.append(Bucket(index, whole, parts, offset))
             self.buckets.append(Bucket(index, self._stand_in(group), parts, offset))
             self.buckets[-1].forget = partial(self._give_back, index)
-        self.weights = [bucket.data for bucket in self._slices]
+        self.weights = [b.data.new_empty(0) if shards else b.data for b in self._slices]
         self.begins = [0] * len(self.weights)
-        self.held = sum(bucket.nbytes for bucket in self._slices)
+        self.held = sum(own.numel() * own.element_size() for own in self.weights)
         self.lying = {w.untyped_storage()._cdata: index for index, w in enumerate(self.weights)}
 
     def hold(self, wanted: Bucket) -> Bucket:

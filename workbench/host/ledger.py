@@ -6,8 +6,8 @@ keeps there. What stays from step to step is counted where something may have ch
 the first steps, after a change and then in one step of EVERY, for looking costs time.
 
 A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
-Gradients between two nodes of the graph count, what lives inside one node or call of torch (an optimizer's, gloo's)
-does not, nor do batches.
+A batch is the last one drawn. Gradients between two nodes of the graph count; what lives inside one node or call of
+torch (a layer's temporaries, an optimizer's, gloo's) is not seen, nor is what an evaluation computes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from workbench.host.offload import Offloaded
 from workbench.host.passing import Hooks, Passing
 from workbench.rank import Memory
 
-CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "strategy state", "compressor state",
-              "buffers in flight")  # fmt: skip
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
+              "compressor state", "buffers in flight")  # fmt: skip
 PASSING = ("gradients", "activations")  # which are there in a step only
 EVERY = 32  # steps between two in which activations are looked at
 FRESH = 3  # steps that are looked at in any case, at the start and after a change
@@ -50,18 +50,20 @@ class Counts(Protocol):
     def backward(self, exchanged: bool) -> AbstractContextManager[Callable[[], int]]: ...  # gives what it took at most
     def gradients(self) -> int: ...
     def activations(self) -> int: ...  # bytes kept for the backwards that are still to come
+    def batch(self) -> int: ...  # bytes of the batch that a forward is of
 
 
 class Counted:
     """Numbers by looking at real tensors.
 
-    opened: the losses whose backward is still to come; fully: what torch's fully_shard trains, while it does
+    opened: the losses whose backward is still to come; batch: bytes of the batch that was drawn last
+    fully:  what torch's fully_shard trains, while it does
     part:   the parameters of a sub-model that are not the whole model's, while one is trained
     """
 
-    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]],
+    def __init__(self, run: Changing, opened: Callable[[], Iterable[Tensor]], batch: Callable[[], int],
                  fully: Callable[[], Any] = lambda: None, part: Callable[[], list[Any]] = list) -> None:  # fmt: skip
-        self._run, self._opened, self._fully, self._part = run, opened, fully, part
+        self._run, self._opened, self.batch, self._fully, self._part = run, opened, batch, fully, part
         self._alive: memory.Alive = []
         self._hooks = Hooks()
 
@@ -159,7 +161,7 @@ class Ledger:
         return bool(self._counts.standing()["optimizer state"])
 
     def built(self) -> None:
-        """The model was made, in the host's memory, and what of it is this rank's lies where it belongs."""
+        """Between two steps: of the model no more is here than this rank keeps; it was made in the host's memory."""
         self._held = self._holds
 
     def begin(self) -> None:
@@ -194,6 +196,7 @@ class Ledger:
         """A forward is over; `inputs` went in."""
         if self.due:
             self._inputs.append(inputs)
+            self._note("batches", self._counts.batch())
             kept = self._counts.forward(self._inputs)
             if kept is not None:
                 self._note("activations", kept)

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.host import handover
 from workbench.host.reading import Reading
+from workbench.host.recut import recut
 from workbench.rank import Rank
 
 
@@ -49,7 +49,7 @@ class Ordering(ABC):
             return
         if strategy.in_flight:
             await strategy.drain(self.rank.replicas, self.state)
-        await handover.recut(self, strategy, partial(self.relay_in, names))  # type: ignore[arg-type]
+        await recut(self, strategy, partial(self.relay_in, names))  # type: ignore[arg-type]
 
     @abstractmethod
     async def agreed(self, names: list[str]) -> list[str]:

@@ -107,6 +107,11 @@ class Reading:
             self._offered.clear()  # their numbers may be others' when shards are next
         self.sharded = self.learning = False
 
+    def recut(self) -> None:
+        """Between steps: buckets were cut anew, and nothing of them is here yet."""
+        self.whole.clear()
+        self._offered.clear()  # their numbers are others' now
+
     async def forget(self) -> None:
         """Between steps: a step may read otherwise from now on."""
         self.trial, self._plans = None, (None, {})

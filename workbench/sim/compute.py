@@ -289,7 +289,8 @@ class Compute(Arithmetic):
             self.ledger.hold(layout.held)
         else:  # one layout stands for those of all ranks
             if self._held[0] is not layout.buckets:
-                self._held = layout.buckets, {b.index: b.nbytes for b in self.body.params()}
+                here = self.reading.whole
+                self._held = layout.buckets, {b.index: b.nbytes for b in self.body.params() if b.index in here}
             self._held[1][bucket.index] = bucket.nbytes
             self.ledger.hold(sum(self._held[1].values()))
         return bucket

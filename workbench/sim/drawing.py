@@ -50,6 +50,10 @@ class Drawn:
     def batch(self) -> Any:
         raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
 
+    def batch_nbytes(self, batch: int) -> int:
+        """Of the tensors of a batch of so many examples."""
+        return int(self._whole.passes.nbytes(batch))
+
     def client(self, index: int, count: int) -> None:
         """Nobody knows whose examples a batch has."""
 

@@ -102,6 +102,9 @@ class Known:
         kept = self._kept()
         return 0 if kept is None else self._open(kept)
 
+    def batch(self) -> int:
+        return int(self._body.batch_nbytes(self._batch()))
+
     def _kept(self) -> list[Kept] | None:
         """By piece what a batch keeps; of a sub-model where one is trained."""
         with self._body.narrowing.within():

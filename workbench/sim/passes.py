@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.experiment import Experiment
-from workbench.host.batches import Batches
+from workbench.host.batches import Batches, nbytes_of
 from workbench.host.checkpointing import checkpointing
 from workbench.host.cutting import Stages, instead, through
 from workbench.host.layout import Layout
@@ -76,6 +76,13 @@ class Passes:
         counts = tuple(len(parts) for parts in stages.pieces)
         key = "crossing", counts, batch, count, split
         return self._once(self._own, key, lambda: self._crossed(model, stages, batch, count, split))
+
+    def nbytes(self, batch: int) -> int:
+        """Of a batch's tensors; 0 where nobody can tell."""
+        try:
+            return nbytes_of(self._drawn(batch))
+        except Exception:
+            return 0
 
     def rows(self, batch: int, layout: Layout) -> dict[str, Tensor]:
         """Which rows of embedding tables one batch reads."""

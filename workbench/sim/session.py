@@ -66,7 +66,8 @@ class Session(Turnable):
     def _counts(self) -> Any:
         """Where this rank's numbers of bytes come from."""
         if self.world.real:
-            return Counted(self, self.body.opened, part=lambda: self.narrowing.trained)
+            drawn = self.body.batches
+            return Counted(self, self.body.opened, lambda: drawn.nbytes, part=lambda: self.narrowing.trained)
         return Known(self.body, lambda: self.experiment.batch)
 
     def _made_for(self, params: list[Any]) -> Any:

@@ -114,11 +114,11 @@ class Gradients:
         self._of = {p.name: b.data[p.start : p.stop].view(p.shape) for b in buckets for p in b.parts}
 
     def of(self, layer: Layer) -> Tensor:
-        weight = self._of[layer.weight]
+        weight = self._of[layer.weight].flatten(1)
         return torch.cat([weight, self._of[layer.bias][:, None]], 1) if layer.bias else weight
 
     def put(self, layer: Layer, gradient: Tensor) -> None:
-        weight = self._of[layer.weight]
+        weight = self._of[layer.weight].flatten(1)  # of a convolution: a row for each channel
         weight.copy_(gradient[:, : weight.shape[1]])
         if layer.bias:
             self._of[layer.bias].copy_(gradient[:, -1])

@@ -1,4 +1,4 @@
-"""K-FAC: a Linear layer's gradient goes through the inverses of two small matrices, whose making ranks share."""
+"""K-FAC: a layer's gradient goes through the inverses of two small matrices, whose making ranks share."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ class KFAC(Strategy):
         D = G^-1 grad A^-1,   grad = (1/p) sum_i grad_i
         params <- optimizer(params, nu D),   nu = min(1, sqrt(kl_clip / (lr^2 sum D . grad)))
 
-    a is what a Linear layer is fed, with a 1 behind it where it has a bias, g the gradient of a row's own loss with
-    respect to what the layer made of it, pi^2 the ratio of the mean eigenvalues of A and G: A (x) G stands for the
-    layer's block of the Fisher matrix. g is that of the data's own labels (the empirical Fisher), as in KAISA, and the
-    rows of a sequence count as examples. Everything else (convolutions, embeddings, norms), and layers whose parameters
-    another module has, too, goes by the plain gradient; the Sample "preconditioned" is the share of parameters that
-    does not. Ranks do the same arithmetic, and are equal after every step.
+    a is what a layer is fed, with a 1 behind it where it has a bias, g the gradient of a row's own loss with respect to
+    what the layer made of it, pi^2 the ratio of the mean eigenvalues of A and G: A (x) G stands for the layer's block
+    of the Fisher matrix. g is that of the data's own labels (the empirical Fisher), as in KAISA, and the rows of a
+    sequence count as examples. A convolution is a Linear layer of patches (KFC): A is the sum of a a^T over an image's
+    T places, G the mean of g g^T over them, as if slopes at unlike places were independent of each other and of what
+    was fed. A patch of c channels has i = c k^2 elements. Everything else (embeddings, norms, convolutions in groups),
+    and layers whose parameters another module has, too, goes by the plain gradient; the Sample "preconditioned" is the
+    share of parameters that does not. Ranks do the same arithmetic, and are equal after every step.
 
     Layers are dealt out: the dearest, by i^3 + o^3, first, each to the rank that has the least to invert. Of p ranks
     g = `fraction` p keep a layer's inverses and make D of its gradient; where g < p they send it to the others in every
@@ -66,9 +68,10 @@ class KFAC(Strategy):
     the plain gradient at that very rate. Inverses of layers of thousands of features take seconds.
 
     Reference: Martens and Grosse, "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML
-    2015, https://arxiv.org/abs/1503.05671; Pauloski et al., "KAISA: An Adaptive Second-Order Optimizer Framework for
-    Deep Neural Networks", SC 2021, https://arxiv.org/abs/2107.01739; for sequences Eschenhagen et al., NeurIPS 2023,
-    https://arxiv.org/abs/2311.00636
+    2015, https://arxiv.org/abs/1503.05671; Grosse and Martens, "A Kronecker-factored Approximate Fisher Matrix for
+    Convolution Layers", ICML 2016, https://arxiv.org/abs/1602.01407; Pauloski et al., "KAISA: An Adaptive Second-Order
+    Optimizer Framework for Deep Neural Networks", SC 2021, https://arxiv.org/abs/2107.01739; for sequences Eschenhagen
+    et al., NeurIPS 2023, https://arxiv.org/abs/2311.00636
     """
 
     factors_every: int = knob(5, 1, 1000, unit="steps", log=True, doc="how often A and G are made and agreed upon")

@@ -20,7 +20,8 @@ class TorchFSDP(Strategy):
     optimizer, the size of buckets or the fabric makes the copy anew.
 
     Ranks may reach other parameters of a unit in a step than others do, but each has to compute all units: torch
-    gathers and sums unit by unit, and ranks that skip one (an expert of its own) no longer ask for the same.
+    gathers and sums unit by unit, and a rank that skips one (an expert of its own) no longer asks for the same. Where a
+    model looks at values, ranks tell each other which unit they have come to, and it ends the run in words.
 
     On gloo its collectives are waited for and its reduce-scatter moves an all-reduce's bytes: 4 (p-1)/p of the model's
     bytes per step where ZeRO3 sends 3 (p-1)/p, less the units that stay whole from forward to backward. They are on the

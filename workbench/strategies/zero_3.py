@@ -36,9 +36,9 @@ class ZeRO3(ZeRO2):
     too: every rank computes it. What is gathered then is in the lane "measuring".
 
     When to use it: parameters are in the way, too. Every rank must read them in the same order, which is looked at in
-    the first steps and then in one of 32. Not yet for a model that no rank can hold: each makes it whole, and holds
-    all of it for a moment when the size of buckets changes; frozen parameters stay whole.
-    FSDP (`fully_shard`) is the same with layers in the place of buckets.
+    the first steps and then in one of 32. When the size of buckets changes, shards are dealt out anew bucket by bucket,
+    and nobody holds the model for it. Not yet for a model that no rank can hold: each makes it whole at the start;
+    frozen parameters stay whole. FSDP (`fully_shard`) is the same with layers in the place of buckets.
 
     Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020,
     https://arxiv.org/abs/1910.02054, section 5.3; Zhao et al., "PyTorch FSDP", VLDB 2023,

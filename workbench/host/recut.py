@@ -1,0 +1,180 @@
+"""Buckets are cut anew, and what lies in shards of them stays in shards: no rank comes to hold the whole model for it.
+
+Where parameters lie in shards, each new bucket in its turn is one `move`, of this rank's shard of its parameters and
+of what the optimizer remembers of them. An old bucket's shard goes once all of it has moved. So a rank holds its
+shards and a few buckets' shares besides, and is sent what it lacks, where assembling took all of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.host.canonical import Disagreement
+from workbench.host.changing import Changing
+from workbench.host.checksum import MASK
+from workbench.host.handover import Cut, cut, hashed, in_shards, kept_slots, reshard
+from workbench.host.layout import Layout
+from workbench.host.move import State, move
+from workbench.host.placement import Placement
+from workbench.host.slots import likes, put, slots
+from workbench.rank import Bucket
+
+Sizes = tuple[tuple[str, int], ...]  # elements of each parameter
+Kept = tuple[tuple[str, bool], ...]  # what moves: "exp_avg/NAME", and "/NAME" for the parameter; has it one element?
+
+
+async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
+    """Buckets are cut anew by `anew`: what lies in shards of them under `strategy` comes to lie in those of the new."""
+    await strategy.recall(run.rank.replicas, run.state)
+    before = cut(run, strategy)
+    if run.reading.sharded and before is not None:
+        return await _by_buckets(run, strategy, before, anew)
+    await run.reading.unshard()
+    await anew()
+    await reshard(run, before, cut(run, strategy))
+    await run.reading.shard()
+
+
+class _Old(NamedTuple):
+    """What this rank holds before. sizes, kept: of all ranks; state: by name, this rank's; like: a tensor of each"""
+
+    sizes: Sizes
+    kept: Kept
+    state: State
+    like: State
+
+
+async def _by_buckets(run: Changing, strategy: Any, was: Cut, anew: Callable[[], Awaitable[None]]) -> None:
+    run.ledger.built()  # between two steps nothing is whole, as it was in the last one
+    old = await _held(run, was)
+    room, sums, given = _Room(was, old.state), [0, 0], dict[str, Tensor]()
+    await anew()
+    to = cut(run, strategy)
+    assert to is not None
+    run.reading.recut()
+    for bucket in run.layout.params():
+        mine = await _bucket(run, old, (was, to), bucket, sums)
+        shard = _joined(run, bucket, mine)
+        room.moved(mine, {name: old.state.pop(name) for name in _names(old.kept, bucket) if name in old.state}, shard)
+        given |= {name: x for name, x in mine.items() if not name.startswith("/")}
+        await run.rank.hold(shard)
+        await run.reading.by.reshard(run.rank, run.state, run.layout.lies(bucket.index))
+    run.ledger.surge(room.surge)
+    before, after = [await run.gather(own & MASK) for own in sums]
+    if (sum(before) - sum(after)) & MASK:
+        raise Disagreement("parameters and the optimizer's state are not what they were before buckets were cut anew")
+    if not _sizes_only(run.layout):
+        put(run.layout, run.optimizer, given, old.like)
+    run.sharded(to)
+
+
+async def _held(run: Changing, was: Cut) -> _Old:
+    """What is to move; the layout and the optimizer hold it no longer than the answer does."""
+    layout, rank = run.layout, run.rank
+    some = {place.name for place in layout.order if place.numel}
+    both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
+    like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
+    known = [name for name in await kept_slots(run, like, here) if name in like]
+    sizes = tuple((place.name, place.numel) for place in layout.order)
+    kept = (*((f"/{name}", False) for name, n in sizes if n), *((name, bool(like[name].numel())) for name in known))
+    like |= {f"/{part.name}": layout.weights[b.index][:0] for b in layout.params() for part in b.parts}
+    if _sizes_only(layout):
+        lies = in_shards(sizes, kept, was, rank.size)
+        return _Old(sizes, kept, {n: like[n].new_empty(lies.numel(rank.id, n)) for n in lies.at(rank.id)}, like)
+    state = _pieces(layout) | {name: here[name] for name in known if name in here}
+    for place in layout.order:
+        run.optimizer.state.pop(place.param, None)
+    return _Old(sizes, kept, state, like)
+
+
+def _pieces(layout: Layout) -> State:
+    """By "/NAME", what is here of each parameter."""
+    found = dict[str, Tensor]()
+    for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
+        for part in bucket.parts:
+            low, high = max(part.start, begin), min(part.stop, begin + own.numel())
+            if low < high:
+                found[f"/{part.name}"] = own[low - begin : high - begin]
+    return found
+
+
+async def _bucket(run: Changing, old: _Old, cuts: tuple[Cut, Cut], bucket: Bucket, sums: list[int]) -> State:
+    """What this rank is to hold of one new bucket; `sums` is what all hash to before and after."""
+    rank, names = run.rank, _names(old.kept, bucket)
+    lies, comes = (_of_bucket(old.sizes, old.kept, each, rank.size, names) for each in cuts)
+    here = {name: old.state[name] for name in lies.at(rank.id)}
+    given = await move(rank, here, lies, comes, range(rank.size), {name: old.like[name] for name in names})
+    sums[0] += hashed(run, here, lies)
+    sums[1] += hashed(run, given, comes)
+    return given
+
+
+def _names(kept: Kept, bucket: Bucket) -> tuple[str, ...]:
+    """What of it belongs to the parameters of a bucket."""
+    here = {part.name for part in bucket.parts}
+    return tuple(name for name, _ in kept if name.partition("/")[2] in here)
+
+
+@lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
+def _of_bucket(sizes: Sizes, kept: Kept, cut: Cut, size: int, names: tuple[str, ...]) -> Placement:
+    """Where these lie."""
+    whole, wanted = in_shards(sizes, kept, cut, size), set(names)
+    held = {rank: {name: slices for name, slices in whole.at(rank).items() if name in wanted} for rank in whole.ranks}
+    return Placement({name: whole.sizes[name] for name in names}, held)
+
+
+def _joined(run: Changing, bucket: Bucket, given: State) -> Bucket:
+    """This rank's shard of a new bucket, of what it was given of each parameter."""
+    own = [given[f"/{part.name}"] for part in bucket.parts if f"/{part.name}" in given]
+    shard = bucket.shard(*_place(run))
+    return shard.like(torch.cat(own) if own else bucket.data.new_empty(0))
+
+
+def _place(run: Changing) -> tuple[int, int]:
+    """Which of the sharers this rank is, of how many."""
+    sharers = run.reading.by.among(run.rank).sharers
+    return sharers.index, sharers.size
+
+
+def _sizes_only(layout: Layout) -> bool:
+    return bool(layout.order[0].param.is_meta)
+
+
+class _Room:
+    """Bytes that a rank holds at once while buckets move, beside what it holds in the end."""
+
+    def __init__(self, was: Cut, state: State) -> None:
+        self._bucket = {f"/{part.name}": index for index, parts in enumerate(was.buckets) for part in parts}
+        here = [name for name in state if name in self._bucket]
+        self._left = Counter(self._bucket[name] for name in here)  # parameters that an old bucket still holds
+        self._nbytes = Counter[int]()
+        for name in here:
+            self._nbytes[self._bucket[name]] += _nbytes([state[name]])
+        self.now = self.most = _nbytes(state.values())
+
+    @property
+    def surge(self) -> int:
+        return self.most - self.now
+
+    def moved(self, given: State, gone: State, shard: Bucket) -> None:
+        """A bucket's shard was made of what was `given`, for what has `gone`."""
+        new = [x for name, x in given.items() if gone.get(name) is not x]
+        self.most = max(self.most, self.now + _nbytes(new) + shard.nbytes)
+        self.now += shard.nbytes + _nbytes(x for name, x in given.items() if name not in self._bucket)
+        for name, x in gone.items():
+            if name not in self._bucket:
+                self.now -= _nbytes([x])
+            else:
+                self._left[self._bucket[name]] -= 1
+                if not self._left[self._bucket[name]]:
+                    self.now -= self._nbytes[self._bucket[name]]
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
