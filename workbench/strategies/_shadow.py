@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from workbench.rank import Bucket, Memory, Rank
+from workbench.strategies._base import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shadowing(Strategy):
+    """A strategy with a shadow."""
+
+    async def replica(self, rank: Rank) -> list[Bucket]:
+        """What of the parameters the shadow keeps together."""
+        return list(await rank.params())
 
 
 class Shadow:

@@ -1,0 +1,125 @@
+"""ShadowSync with averaging and with block momentum against their formulas, on the simulator and on real ranks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.golden.shadow_sync import averaged
+from tests.golden.test_shadow_sync import LR, Scores, batches, begun, data, lookups
+from tests.ranks import experiment, run, toy, weights
+from tests.sim.virtual import samples
+from workbench import simulate
+from workbench.fabric import Fabric, Link, Slow
+from workbench.rank import Bucket, Rank
+from workbench.settings import Change
+from workbench.strategies import ShadowSync, ShadowSyncBMUF, ShadowSyncMA, shadow_bmuf, shadow_ma
+from workbench.strategies._shadow import Shadow, ranks_mean
+from workbench.tasks import ClickThrough
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 30  # before the switch
+
+
+class Noted:
+    """What happens to the trainers' parameters, in an order in which it could happen; each notes it while it has them.
+
+    Between two operations a coroutine has its rank to itself, so what it notes there happened at that place. A forward
+    reads while a shadow may write: here it takes all that its gradient depends on at one moment.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, int]] = []
+        self._whose: dict[int, int] = {}
+        self._writes = [threading.Lock() for _ in range(3)]
+        self._synchronised = Shadow.synchronised
+        for module in (shadow_ma, shadow_bmuf):
+            patch.setattr(module, "ranks_mean", self._looks)
+        patch.setattr(Shadow, "synchronised", lambda state, rank, step: self._corrected(state, rank, step))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        ids, wanted, who = batch
+        self._whose[id(model.w)] = who
+        with self._writes[who]:
+            self.events.append(("forward", who))
+            w = model.w.clone()
+        return (torch.cat([model.a(ids[:, 0]), model.b(ids[:, 1])], 1) @ w - wanted).square().mean() / 2
+
+    def optimizer(self, params: Any, lr: float = LR) -> torch.optim.Optimizer:
+        noted = self
+
+        class SGD(torch.optim.SGD):
+            elementwise = True
+
+            def step(self, closure: Any = None) -> Any:
+                for param in self.param_groups[0]["params"]:
+                    if id(param) in noted._whose:  # and not rows of a table, which a server steps
+                        noted.events.append(("update", noted._whose[id(param)]))
+                return super().step(closure)
+
+        return SGD(params, lr)
+
+    async def _looks(self, rank: Rank, bucket: Bucket) -> Any:
+        self.events.append(("look", rank.id))
+        found = await ranks_mean(rank, bucket)
+        self._writes[rank.id].acquire()
+        return found
+
+    async def _corrected(self, state: Shadow, rank: Rank, step: int) -> None:
+        self.events.append(("correct", rank.id))
+        self._writes[rank.id].release()
+        await self._synchronised(state, rank, step)
+
+
+def with_rank(rank: int, ranks: int, seed: int) -> list[Any]:
+    return [(*batch, rank) for batch in data(rank, ranks, seed)]
+
+
+@pytest.mark.parametrize(("strategy", "block"), [
+    (ShadowSyncMA(alpha=0.6), (0.6, 0.0, 1.0)), (ShadowSyncBMUF(alpha=0.8, eta=0.6, zeta=0.7), (0.8, 0.6, 0.7)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("host", ["simulator", "engine"])
+def test_trainers_filter_their_mean_beside_the_steps_and_it_goes_on(
+    host: str, strategy: Any, block: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Noted(monkeypatch)
+    fabric = Fabric(link=Link(bandwidth=1.0, latency=0.3), faults=(Slow(rank=1, factor=1.6),))
+    task = toy(noted.optimizer, Scores, noted.loss, with_rank, None, lookups=lookups)
+    e = experiment(3, STEPS + 1, task=task, pace=3.0, lr=LR, strategy=strategy, fabric=fabric)
+    change = Change(STEPS, "strategy", "DDP")
+    if host == "engine":
+        sessions = run(e, change)
+        found = [s.record.losses() for s in sessions[:2]]
+        heard = [value for _, name, _, value in sessions[2].record.samples if name == "recv turn"]
+        assert torch.equal(weights(sessions[0]), weights(sessions[1]))
+        assert torch.equal(weights(sessions[0]), weights(sessions[2])), "the server has what trainers have"
+    else:
+        done = simulate(e, changes=[change], real=True)
+        found, heard = [samples(done, "loss", r).tolist() for r in range(2)], samples(done, "recv turn", 2)
+    together = [i for i, (what, who) in enumerate(noted.events) if (what, who) == ("forward", 2)]
+    events = [event for event in noted.events[: together[0]] if event[1] < 2]
+    while events[-1][0] == "forward":  # a trainer's first under DDP: none is without its update before that
+        events.pop()
+    want, first = averaged(begun(), LR, batches, block, events, [int(who) for who in heard])
+    for mine, its in zip(found, want, strict=True):
+        np.testing.assert_allclose(mine[: len(its)], its, rtol=1e-9)
+    assert abs(found[0][len(want[0])] - first) <= 1e-9 * first
+    rounds = sum(what == "correct" for what, _ in events) / 2
+    assert rounds > 5 and abs(want[0][0] - want[0][-1]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", [ShadowSync, ShadowSyncMA, ShadowSyncBMUF])
+def test_the_record_has_examples_per_second_the_gap_and_the_normalised_entropy(kind: Any) -> None:
+    task = ClickThrough(fields=2, ids=50, width=2, hidden=4)  # 45 numbers beside the tables
+    e = experiment(4, 40, task=task, batch=8, strategy=kind(workers=2), pace=10.0, eval_every=20,
+                   fabric=Fabric(link=Link(bandwidth=0.1)))  # fmt: skip
+    done = simulate(e, real=True)
+    assert done.summary()["examples_per_second"] > 0
+    assert len(samples(done, "held_out:normalised entropy", 0)) == 3
+    assert [len(samples(done, "sync gap", r)) > 0 for r in range(4)] == [True, True, True, False]
