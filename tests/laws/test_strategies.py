@@ -118,7 +118,8 @@ def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str
                 carried[what] += 1
             else:
                 assert sent <= 64, f"{what} is more than a heading"
-        assert bool(carried) != (name in SILENT) or session.rank.role == "server", "nothing was exchanged, or more than nothing by a silent one"
+        if session.rank.role == "trainer":  # a server may answer in rows of tables alone
+            assert bool(carried) != (name in SILENT), "nothing was exchanged, or more than nothing by a silent one"
         of_one = [carried]
         if name in AT_NEED:
             kinds = {re.sub(r"\d+", "", what, count=1) for what in carried}
