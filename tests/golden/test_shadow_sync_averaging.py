@@ -65,9 +65,9 @@ class Noted:
 
         return SGD(params, lr)
 
-    async def _looks(self, rank: Rank, bucket: Bucket) -> Any:
+    async def _looks(self, rank: Rank, bucket: Bucket, piece_kb: float) -> Any:
         self.events.append(("look", rank.id))
-        found = await ranks_mean(rank, bucket)
+        found = await ranks_mean(rank, bucket, piece_kb)
         self._writes[rank.id].acquire()
         return found
 
@@ -123,3 +123,17 @@ def test_the_record_has_examples_per_second_the_gap_and_the_normalised_entropy(k
     assert done.summary()["examples_per_second"] > 0
     assert len(samples(done, "held_out:normalised entropy", 0)) == 3
     assert [len(samples(done, "sync gap", r)) > 0 for r in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", [ShadowSyncMA, ShadowSyncBMUF])
+def test_rows_wait_for_a_piece_of_the_round_and_not_for_all_of_it(kind: Any) -> None:
+    task = ClickThrough(fields=1, ids=50, width=2, numbers=0, hidden=100)  # 10,000 of 10,401 numbers are one parameter
+    link = Fabric(link=Link(bandwidth=8e-6 * 4 * 10401 * 4 / 3 / 0.1))  # a round lasts as long as ten steps
+    last = []
+    for piece_kb in (64.0, 1.0):
+        e = experiment(4, 40, task=task, batch=2, strategy=kind(piece_kb=piece_kb), pace=10.0, fabric=link)
+        done = simulate(e)
+        last.append(done.spans[(done.spans.lane == "step") & (done.spans["rank"] < 3)].t1.max())
+        sent = done.spans[done.spans.name.str.startswith("all_reduce shadow")].nbytes.max()
+        assert sent <= piece_kb * 1e3 * 4 / 3
+    assert last[0] > 0.7 and last[1] < 0.5, "forty steps of 10 ms"

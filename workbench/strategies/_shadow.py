@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from workbench.rank import Bucket, Memory, Rank
 from workbench.strategies._base import Strategy
@@ -10,7 +11,12 @@ from workbench.strategies._base import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Shadowing(Strategy):
-    """A strategy with a shadow."""
+    """A strategy with a shadow.
+
+    piece_kb: how much of a bucket ranks average at a time, in kB; 0: all of it
+    """
+
+    piece_kb: ClassVar[float] = 0.0
 
     async def replica(self, rank: Rank) -> list[Bucket]:
         """What of the parameters the shadow keeps together."""
@@ -30,9 +36,11 @@ class Shadow:
         self._last = step
 
 
-async def ranks_mean(rank: Rank, bucket: Bucket) -> tuple[Bucket, Bucket]:
-    """The parameters of `bucket` as they are now, and their mean over all ranks, which comes later."""
+async def ranks_mean(rank: Rank, bucket: Bucket, piece_kb: float = 0.0) -> tuple[Bucket, Bucket]:
+    """The parameters of `bucket` as they are now, and their mean over all ranks, which comes later, piece by piece."""
     before = bucket.like(bucket.data.clone())
     mean = bucket.like(before.data / rank.size)
-    await rank.all_reduce(mean.data, "sum", f"shadow {bucket.name}")
+    numel = int(piece_kb * 1e3) // mean.data.element_size() or mean.data.numel()
+    for piece in mean.data.split(max(numel, 1)):
+        await rank.all_reduce(piece, "sum", f"shadow {bucket.name}")
     return before, mean

@@ -57,7 +57,7 @@ class ShadowBMUF(Shadowing):
     async def background(self, rank: Rank, state: Shadow) -> None:
         while step := await rank.again():
             for bucket in await self.replica(rank):
-                before, mean = await ranks_mean(rank, bucket)
+                before, mean = await ranks_mean(rank, bucket, self.piece_kb)
                 W, delta = state.memory.flat("W", bucket), state.memory.flat("delta", bucket)
                 delta.mul_(self.eta).add_(mean.data.sub_(W), alpha=self.zeta)
                 W.add_(delta)

@@ -48,7 +48,7 @@ class ShadowMA(Shadowing):
     async def background(self, rank: Rank, state: Shadow) -> None:
         while step := await rank.again():
             for bucket in await self.replica(rank):
-                before, mean = await ranks_mean(rank, bucket)
+                before, mean = await ranks_mean(rank, bucket, self.piece_kb)
                 state.memory.flat("mean", bucket).copy_(mean.data)
                 bucket.data.add_(mean.data.sub_(before.data), alpha=self.alpha)
             await state.synchronised(rank, step)

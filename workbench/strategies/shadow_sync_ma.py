@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.rank import Rank
+from workbench.settings import knob
 from workbench.strategies._embeddings import Embeddings, trainers_mean
 from workbench.strategies._shadow import Shadow
 from workbench.strategies.shadow_ma import ShadowMA
@@ -22,7 +23,8 @@ class ShadowSyncMA(Embeddings, ShadowMA):
     Tables, workers and what rows cost are ShadowSync's, and the shadow is ShadowMA's, of all but the tables: the t
     trainers' shadows average among themselves, round by round, while servers answer workers and know of no round. So
     servers' ports carry rows alone, and a trainer sends 2 (t-1)/t of the bytes of all but the tables in each round. A
-    round lasts as long as the slowest trainer's. With one trainer there is nothing to average.
+    round lasts as long as the slowest trainer's. With one trainer there is nothing to average. On a port what is sent
+    later waits: so a round goes in pieces of `piece_kb`, and a look-up waits for one at most, not for the round.
 
     When it is left the trainers' mean goes on, and every rank gets the tables with what the optimizer remembers of
     them. An evaluation brings rank 0 all of them, beside the last mean.
@@ -32,6 +34,8 @@ class ShadowSyncMA(Embeddings, ShadowMA):
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; of rows alone: torch.optim.SparseAdam
     """
+
+    piece_kb: float = knob(64.0, 0.25, 1e6, unit="kB", log=True, doc="what a shadow sends at a time; rows wait behind")  # type: ignore[misc]
 
     def peers(self, rank: Rank) -> Rank:
         return rank.group("data")
