@@ -26,6 +26,7 @@ class Ask(IntEnum):
     LOOK_UP = 0
     PUSH = 1
     ALL = 2
+    MEET = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class Embeddings(Shadowing):
 
     servers: int = knob(1, 1, 64, unit="ranks", doc="the last ranks, which hold the tables and do not train")
     workers: int = knob(1, 1, 64, live=False, doc="steps that go on at once on each trainer, without locks")  # type: ignore[misc]
+    piece_kb: float = knob(64.0, 0.25, 1e6, unit="kB", log=True, doc="what a shadow sends at a time; rows wait behind")  # type: ignore[misc]
 
     lockstep: ClassVar[bool] = False
     periodic: ClassVar[bool] = True
@@ -125,8 +127,6 @@ class Embeddings(Shadowing):
             numbers, who = turn[0].tolist(), turn[1]
             tables = tables_in(await rank.params(), mine)
             match numbers:
-                case [_]:
-                    await self._shadow_came(rank, state, who)
                 case [Ask.LOOK_UP, worker, *rest]:
                     counts, ids = [int(n) for n in rest[: len(mine)]], turn[0][2 + len(mine) :].long()
                     rows = asked[who, int(worker)] = dict(zip(mine, ids.split(counts), strict=True))
@@ -137,11 +137,13 @@ class Embeddings(Shadowing):
                     grads, _ = await rank.recv(None, who, f"grads {int(worker)}")
                     for name, grad in parted(rows, grads, tables):
                         await rank.update_rows(name, rows[name], grad, lr)
+                case [Ask.MEET, *where]:
+                    await self._met_in(rank, state, who, *map(int, where))
                 case _:
                     await rank.send(joined(tables.values()), who, "tables")
 
-    async def _shadow_came(self, rank: Rank, state: Any, who: int) -> None:
-        """A heading of one number: where shadows meet servers, `who`'s meets this one."""
+    async def _met_in(self, rank: Rank, state: Any, who: int, number: int, start: int, stop: int) -> None:
+        """Where shadows meet servers: `who`'s comes with these elements of the replica's bucket `number`."""
 
 
 async def trainers_mean(rank: Rank, buckets: list[Bucket], trainers: int) -> None:

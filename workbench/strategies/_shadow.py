@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from workbench.rank import Bucket, Memory, Rank
 from workbench.strategies._base import Strategy
 
@@ -36,11 +38,16 @@ class Shadow:
         self._last = step
 
 
+def pieces(x: Tensor, piece_kb: float) -> tuple[Tensor, ...]:
+    """(n,) in views of at most so many kB each; 0: in one."""
+    numel = int(piece_kb * 1e3) // x.element_size() if piece_kb else x.numel()
+    return x.split(max(numel, 1))
+
+
 async def ranks_mean(rank: Rank, bucket: Bucket, piece_kb: float = 0.0) -> tuple[Bucket, Bucket]:
     """The parameters of `bucket` as they are now, and their mean over all ranks, which comes later, piece by piece."""
     before = bucket.like(bucket.data.clone())
     mean = bucket.like(before.data / rank.size)
-    numel = int(piece_kb * 1e3) // mean.data.element_size() or mean.data.numel()
-    for piece in mean.data.split(max(numel, 1)):
+    for piece in pieces(mean.data, piece_kb):
         await rank.all_reduce(piece, "sum", f"shadow {bucket.name}")
     return before, mean

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from workbench.rank import Rank
 from workbench.settings import knob
-from workbench.strategies._embeddings import Embeddings
-from workbench.strategies._shadow import Shadow
+from workbench.strategies._embeddings import Ask, Embeddings
+from workbench.strategies._shadow import Shadow, pieces
 from workbench.strategies.shadow_easgd import ShadowEASGD
 
 
@@ -30,6 +32,8 @@ class ShadowSync(Embeddings, ShadowEASGD):
     A worker sends 8 bytes for each distinct row that its batch reads and the bytes of the row's gradient, and gets
     those of the row: 8 r + 4 r w and 4 r w for r rows of w numbers in fp32, and in headings 40 bytes for each server
     that it asks and 8 for each table. The shadow's rounds cost what ShadowEASGD's do, of the model without its tables.
+    On a port what is sent later waits, so a round goes bucket by bucket in pieces of `piece_kb`, each sent when the one
+    before has come back: a look-up waits for a piece of each trainer's at most, and not for rounds.
 
     When it is left the centre goes on, and every rank gets the tables with what the optimizer remembers of them. An
     evaluation brings rank 0 all of them. One rank alone has its tables itself.
@@ -46,5 +50,24 @@ class ShadowSync(Embeddings, ShadowEASGD):
     def peers(self, rank: Rank) -> Rank:
         return rank
 
-    async def _shadow_came(self, rank: Rank, state: Shadow, who: int) -> None:
-        await self._met(rank, state, who)
+    async def _meet(self, rank: Rank, state: Shadow, step: int) -> None:
+        servers = self.serving(rank.size)
+        for number, bucket in enumerate(await self.replica(rank)):
+            before, server, start = bucket.data.clone(), servers[number % len(servers)], 0
+            centre = state.memory.flat("centre", bucket)
+            if server == rank.index:  # one rank alone
+                self._give_way(state, [bucket])
+            for piece in pieces(before, self.piece_kb) if server != rank.index else ():
+                stop = start + len(piece)
+                await self._ask(rank, server, Ask.MEET, number, start, stop)
+                await rank.send(piece, server, f"shadow {bucket.name}")
+                got, _ = await rank.recv(torch.empty_like(piece), server, f"centre {bucket.name}")
+                centre[start:stop].copy_(got)
+                start = stop
+            bucket.data.add_(centre - before, alpha=self.alpha)
+
+    async def _met_in(self, rank: Rank, state: Shadow, who: int, number: int, start: int, stop: int) -> None:
+        bucket = (await self.replica(rank))[number]
+        centre = state.memory.flat("centre", bucket)[start:stop]
+        got, _ = await rank.recv(torch.empty_like(centre), who, f"shadow {bucket.name}")
+        await rank.send(centre.lerp_(got, self.alpha), who, f"centre {bucket.name}")

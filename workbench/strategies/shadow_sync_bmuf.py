@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.rank import Rank
-from workbench.settings import knob
 from workbench.strategies._embeddings import Embeddings, trainers_mean
 from workbench.strategies._shadow import Shadow
 from workbench.strategies.shadow_bmuf import ShadowBMUF
@@ -34,8 +33,6 @@ class ShadowSyncBMUF(Embeddings, ShadowBMUF):
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; of rows alone: torch.optim.SparseAdam
     """
-
-    piece_kb: float = knob(64.0, 0.25, 1e6, unit="kB", log=True, doc="what a shadow sends at a time; rows wait behind")  # type: ignore[misc]
 
     def peers(self, rank: Rank) -> Rank:
         return rank.group("data")
