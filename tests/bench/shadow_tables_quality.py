@@ -27,8 +27,8 @@ from workbench.fabric import Fabric, Link
 from workbench.strategies import ShadowSync, ShadowSyncBMUF, ShadowSyncMA, Strategy
 from workbench.tasks import ClickThrough
 
-RANKS, PACE, BATCH, GAP, STEPS = 5, 60.0, 32, 10, 200  # the last rank serves
-TASK = ClickThrough(fields=4, ids=500, width=8, hidden=64)
+RANKS, PACE, BATCH, GAP, STEPS = 5, 60.0, 16, 10, 200  # the last rank serves
+TASK = ClickThrough(fields=4, ids=500, width=8, hidden=128)
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 SEEDS, OTHERS = (0, 1, 2), (10, 11, 12, 13, 14)
 WAYS: dict[str, tuple[Strategy, Strategy]] = {
