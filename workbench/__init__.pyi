@@ -128,6 +128,8 @@ from workbench.strategies.shadow_bmuf import ShadowBMUF as ShadowBMUF
 from workbench.strategies.shadow_easgd import ShadowEASGD as ShadowEASGD
 from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.shadow_sync import ShadowSync as ShadowSync
+from workbench.strategies.shadow_sync_bmuf import ShadowSyncBMUF as ShadowSyncBMUF
+from workbench.strategies.shadow_sync_ma import ShadowSyncMA as ShadowSyncMA
 from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo

@@ -44,6 +44,7 @@ COMMANDS = {
     "priorities": ["tests.bench.priorities"],
     "shadow": ["tests.bench.shadow"],
     "shadow_quality": ["tests.bench.shadow_quality"],
+    "shadow_tables_quality": ["tests.bench.shadow_tables_quality"],
     "memory": ["tests.bench.memory"],
     "second_order": ["tests.bench.second_order"],
     "scale": ["tests.bench.scale"],

@@ -374,6 +374,13 @@ def shadow(d: dict[str, Any]) -> str:
     return section(d)
 
 
+def shadow_tables_quality(d: dict[str, Any]) -> str:
+    """ShadowSync's loss beside its foreground forms', with the tables on a server."""
+    from tests.bench.shadow_tables_quality import section
+
+    return section(d)
+
+
 def shadow_quality(d: dict[str, Any]) -> str:
     """Shadows' loss beside foreground synchronisation's."""
     from tests.bench.shadow_quality import section
@@ -397,8 +404,9 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
     "activations": activations.text, "activations_tuned": activations_tuned.text,
     "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "algorithms": algorithms, "between": between, "record": record, "published": published, "priorities": priorities,
-    "shadow": shadow, "shadow_quality": shadow_quality, "memory": memory, "second_order": second_order,
+    "netns": netns, "algorithms": algorithms, "between": between, "record": record, "published": published,
+    "priorities": priorities, "shadow": shadow, "shadow_quality": shadow_quality,
+    "shadow_tables_quality": shadow_tables_quality, "memory": memory, "second_order": second_order,
     "scale": scale.text,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),

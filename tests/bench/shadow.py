@@ -2,6 +2,7 @@
 
 Compute is paced and the Link emulated. Shadows synchronise beside the steps as often as the wire lets; the foreground
 forms of the same formulas every so many steps, while all stand still. Each is switched to live, in alternating blocks.
+Then ShadowSync with its tables on a server (tests/bench/shadow_tables.py).
 
     python -m tests.bench.shadow --out docs/data/shadow.json
 """
@@ -15,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from tests.bench import shadow_tables
 from tests.bench.bound import wait
 from tests.bench.page import interval, table
 from workbench import Experiment, Lab
@@ -50,13 +50,7 @@ def block(lab: Lab, run: Run, strategy: Strategy) -> tuple[float, float]:
     """Examples per second of all ranks under a strategy, and how many steps of a rank one synchronisation takes."""
     first = (lab.set("strategy", strategy).wait(120).applied_at or 0) + 10
     wait(run, first + STEPS)
-    rows = run.timeline.spans.rows()
-    rows = rows[rows.equal("lane", "compute") & rows.equal("name", "forward") & (rows.step >= first)]
-    rates = []
-    for rank in range(RANKS):
-        begins = np.sort(rows.t0[rows.rank == rank])[: STEPS + 1]
-        rates.append(BATCH * (len(begins) - 1) / (begins[-1] - begins[0]))
-    return float(sum(rates)), first
+    return shadow_tables.rate(run.timeline, RANKS, BATCH, first, STEPS), first
 
 
 def gap(run: Run, since: int) -> float:
@@ -87,14 +81,15 @@ def section(d: dict[str, Any]) -> str:
         f"{'kept' if worst <= ASKED else 'NOT kept'}."
     )
     head = ["", "examples/s at 1 step", *(f"at {t:g}" for t in TIMES[1:]), *(f"gap at {t:g}" for t in TIMES)]
-    return f"## Shadows beside foreground synchronisation\n\n{about}\n\n{table(head, rows)}"
+    more = f"\n\n{shadow_tables.section(d['tables'])}" if "tables" in d else ""
+    return f"## Shadows beside foreground synchronisation\n\n{about}\n\n{table(head, rows)}{more}"
 
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--out", type=Path, default=None)
     ask.add_argument("--runs", type=Path, default=Path("runs"))
-    ask.add_argument("--rounds", type=int, default=5)
+    ask.add_argument("--rounds", type=int, default=3)
     a = ask.parse_args()
     nbytes = 4 * sum(parameter.numel() for parameter in TASK.build().model().parameters())
     cells: list[dict[str, Any]] = []
@@ -114,8 +109,9 @@ def main() -> None:
             lab.stop()
             run.wait(60)
             cells.append(cell)
+    tables = shadow_tables.cells(a.runs, a.rounds)
     if a.out:
-        a.out.write_text(json.dumps({"cells": cells}))
+        a.out.write_text(json.dumps({"cells": cells, "tables": tables}))
 
 
 if __name__ == "__main__":

@@ -75,3 +75,57 @@ def served(x: Params, lr: float, batches: Callable[[int, int], Batch], turns: It
         for name in "ab":
             x[name] -= lr * grads[name]
     return losses
+
+
+def averaged(x: Params, lr: float, batches: Callable[[int, int], Batch], block: tuple[float, float, float],
+             events: Iterable[tuple[str, int]], heard: Iterable[int],
+             elastic: bool = False) -> tuple[list[list[float]], float]:  # fmt: skip
+    """Two trainers' losses by plain steps, and that of rank 0's next batch once what they have in common goes on.
+
+    block:  alpha, eta, zeta; with eta = 0 and zeta = 1 the shadows average; `elastic`: alpha alone counts
+    events: "forward", "update", "look", "meet" (the centre), "correct", and which trainer's, in an order that could be
+    heard:  whom the server hears: each trainer looks up and pushes in turn
+    """
+    alpha, eta, zeta = block
+    heads, losses = [x["w"].copy() for _ in range(2)], [list[float]() for _ in range(2)]
+    before, w, delta, corrected = [x["w"]] * 2, x["w"].copy(), np.zeros_like(x["w"]), 0
+    back = list(before)
+    rows: list[list[Params]] = [[], []]
+    grads: list[list[Params]] = [[], []]
+    turns, pushed = iter(heard), [0, 0]
+
+    def serve(who: int) -> None:
+        if len(rows[who]) == pushed[who]:
+            rows[who].append({name: x[name].copy() for name in "ab"})
+            return
+        for name in "ab":
+            x[name] -= lr * grads[who][pushed[who]][name]
+        pushed[who] += 1
+
+    for what, who in events:
+        if what == "forward":
+            number = len(losses[who])
+            while len(rows[who]) <= number:
+                serve(next(turns))
+            loss, found = gradients({**rows[who][number], "w": heads[who]}, batches(who, number))
+            losses[who].append(loss)
+            grads[who].append(found)
+        elif what == "update":
+            heads[who] = heads[who] - lr * grads[who][-1]["w"]
+        elif what == "look":
+            before[who] = heads[who].copy()
+        elif what == "meet":
+            w = (1 - alpha) * w + alpha * before[who]
+            back[who] = w
+        elif elastic:
+            heads[who] = heads[who] + alpha * (back[who] - before[who])
+        else:
+            if corrected % 2 == 0:
+                delta = eta * delta + zeta * (sum(before) / 2 - w)
+                w = w + delta
+            corrected += 1
+            heads[who] = heads[who] + alpha * (w - before[who])
+    for who in turns:
+        serve(who)
+    common = (1 - alpha) * w + alpha * sum(heads) / 2 if elastic else sum(heads) / 2
+    return losses, gradients({**x, "w": common}, batches(0, len(losses[0])))[0]

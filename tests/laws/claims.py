@@ -96,6 +96,7 @@ WHEN = {
     ("DABMD", "mirror"): "tests/golden/test_dabmd.py",  # the other map needs parameters above 0
     **{("Wavelet", knob): "tests/unit/test_wavelet.py" for knob in ("pieces", "lead")},
     **{("ByteScheduler", knob): "tests/unit/test_byte_scheduler.py" for knob in ("partition_mb", "credit_mb", "order")},
+    **{(f"ShadowSync{form}", "piece_kb"): "tests/golden/test_shadow_sync_averaging.py" for form in ("", "BMUF", "MA")},
     ("HpZ", "group"): "tests/unit/test_hsdp.py",  # a model as small as the laws' stays whole from forward to backward
 }
 

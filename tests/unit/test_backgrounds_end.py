@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.ranks import experiment, run
+from tests.ranks import experiment, live, run
 from workbench import simulate
-from workbench.fabric import Fabric, Link
+from workbench.fabric import Fabric, Link, Slow
 from workbench.rank import Rank
 from workbench.settings import Change, knob
 from workbench.strategies import ShadowEASGD, Strategy
@@ -85,3 +85,59 @@ def test_every_round_of_a_shadow_ends_with_the_centre_that_answers_it(servers: i
     changes = [Change(step, "strategy.alpha", 0.2 + step / 50) for step in (3, 7, 8, 15)]
     run(e, *changes)
     assert ENDED == BEGUN and len(BEGUN) == 4 - servers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Strategy):
+    """Neighbours' backgrounds go round together, and know nothing of the other pair's."""
+
+    lockstep: ClassVar[bool] = False
+    periodic: ClassVar[bool] = True
+    exchanges: ClassVar[str] = "parameters"
+
+    def dims(self, size: int) -> tuple[tuple[str, int], ...]:
+        return (("pair", size // 2), ("in", 2))
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        pair = rank.group("in")
+        while step := await pair.again():
+            BEGUN[rank.index] += 1
+            steps = await pair.all_gather(torch.tensor([step]), "steps")
+            assert abs(int(steps[0] - steps[1])) < 3, "they are equally fast"
+
+    async def leave(self, rank: Rank, state: Any) -> None:
+        await average(rank)
+
+
+@pytest.mark.parametrize("virtual", [True, False], ids=["simulated", "engine"])
+def test_who_goes_round_among_a_group_does_not_wait_for_other_groups(virtual: bool) -> None:
+    BEGUN.clear()
+    slow = tuple(Slow(rank=r, factor=8.0) for r in (2, 3))
+    e = experiment(4, 24, strategy=Pairs(), pace=4.0, fabric=Fabric(faults=slow))
+    changes = [Change(6, "lr", 0.01), Change(15, "bucket_mb", 0.02)]
+    done = simulate(e, changes=changes, real=True) if virtual else run(e, *changes)
+    if virtual:
+        assert BEGUN[0] == 24, "a round for each step, of which the others make an eighth meanwhile"
+    else:
+        assert all(s.rank.step == 24 for s in done) and min(BEGUN.values()) > 3
+    assert BEGUN[0] == BEGUN[1] and BEGUN[2] == BEGUN[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misplaced(Pairs):
+    """Asks in its step for what belongs in a background."""
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        await rank.group("in").again()
+
+
+def test_on_the_engine_too_again_belongs_in_a_background() -> None:
+    sessions = live(experiment(2, 4, strategy=Misplaced()))
+    for s in sessions:
+        s.join(60)
+    assert any("`again` belongs in a background" in s.error["text"] for s in sessions if s.error)

@@ -21,7 +21,7 @@ from workbench.engine.mailbox import BACKGROUND, SLICE
 from workbench.engine.shaping import Shaper
 from workbench.engine.wires import Line, opener
 from workbench.host.drive import drive
-from workbench.rank import Op, StrategyError, message_name
+from workbench.rank import Group, Op, StrategyError, message_name
 
 if TYPE_CHECKING:
     from workbench.engine.setup import Parts
@@ -165,8 +165,10 @@ class Background:
 
         return self.lane.wait(self.lane.start(child(), str(op.args[-1] or op.verb)))
 
-    def _again(self, rest: float, alone: bool) -> int:
-        """The step under way, from 1, while any rank's goes on, or `alone` this one's; waits for one to be new."""
+    def _again(self, rest: float, alone: bool, group: Group | None = None) -> int:
+        """The step under way, from 1, while any rank's (of a group's) goes on, or `alone` this one's; waits for one to
+        be new.
+        """
         until = self.run.clock.now() + rest
         while not self._idle.is_set():
             left = until - self.run.clock.now()
@@ -180,8 +182,8 @@ class Background:
             self._idle.set()
         self._moved.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
-        if self.wire is not None and not alone:
-            self.wire.wait(self.wire.all_reduce(flag, "max"))
+        if not alone and (wire := self.lane.wires.of(group).aside) is not None:
+            wire.wait(wire.all_reduce(flag, "max"))
         step = self.run.lane.step
         self.run.record.sample(step, "again", self.run.clock.now(), float(flag))
         return step + 1 if flag else 0

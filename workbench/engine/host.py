@@ -286,5 +286,5 @@ class Host(Waving):
         self.pace.naps.until(began + seconds)
         return self.clock.now() - began
 
-    def _again(self, rest: float) -> bool:
+    def _again(self, *_: Any, group: Group | None = None) -> int:
         raise StrategyError("`again` belongs in a background coroutine, not in `step`")

@@ -207,8 +207,11 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         return Op("wait", handle)
 
     def again(self, rest: float = 0.0, alone: bool = False) -> Op:
-        """In a background, after a step and `rest` seconds: its number; 0 when all ranks’, or `alone` its own, end."""
-        return Op("again", rest, alone)
+        """In a background, after a step and `rest` seconds: its number; 0 when all ranks’, or `alone` its own, end.
+
+        Among a group: when those of its ranks end. Nobody waits for the others, which may serve meanwhile.
+        """
+        return self._collective("again", rest, alone)
 
     def clock(self) -> Op:
         """Seconds since the run began, on the host's clock: for deadlines."""

@@ -48,10 +48,6 @@ class Replay:
         """The round that a rank's background comes to next."""
         return self._rounds[rank][0] if self._rounds[rank] else Asked(0, False)
 
-    def rounds(self) -> list[int]:
-        """All ranks have come to their next round: its answers, by rank; they go on to the round after."""
-        return [self.answer(rank) for rank in range(len(self._rounds))]
-
     def answer(self, rank: int) -> int:
         """`rank` has come to its next round: the step that it hears, or 0; it goes on to the one after."""
         round = self._rounds[rank].popleft() if self._rounds[rank] else Asked(0, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench.rank import Op, StrategyError
+from workbench.rank import Group, Op, StrategyError
 from workbench.sim.fiber import PARK, Fiber
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ class Rounds:
         self._seen = 0  # of them, by the background
         self._until = 0.0  # the rest that the background asked for is over
         self._alone = False  # does the background ask this rank only?
+        self._group: Group | None = None  # or a group; None: all ranks
         self._resting: Fiber | None = None  # the background, until there is something new
 
     def again(self, fiber: Fiber, op: Op) -> Any:
         """The verb."""
         if fiber.origin != "background ":
             raise StrategyError("`again` belongs in a background coroutine, not in `step`")
-        rest, self._alone = op.args
+        (rest, self._alone), self._group = op.args, op.group
         self._until = self.host.clock.now + rest
         if not self._is_new:
             self._resting = fiber
@@ -74,7 +75,7 @@ class Rounds:
     def _ask(self, fiber: Fiber) -> Any:
         self._seen, fiber.step = self._steps, self.host.rank.step
         if not self._alone:
-            return self.host.world.ask_again(fiber)
+            return self.host.world.ask_again(fiber, self._group)
         replay = self.host.world.replay
         if replay is not None:
             step = replay.answer(self.host.index)

@@ -113,18 +113,19 @@ class World:
                 self.clock.at(one.resumed, one, answer)
         return PARK
 
-    def ask_again(self, fiber: Fiber) -> Any:
-        """Each rank's newest step while any rank's go on; then 0, for all of them at once."""
+    def ask_again(self, fiber: Fiber, group: Group | None = None) -> Any:
+        """Each rank's newest step while any rank's, or any's of a group, go on; then 0, for all of them at once."""
+        hosts = self.hosts if group is None else [self.hosts[r] for r in self.here(group)]
 
         def answer(_: list[Any]) -> list[int]:
-            idle = all(host.rounds.is_idle for host in self.hosts)
-            steps = [0 if idle else host.rounds.newest for host in self.hosts]
-            answers = steps if self.replay is None else self.replay.rounds()
-            for host, step in zip(self.hosts, answers, strict=True):
+            idle = all(host.rounds.is_idle for host in hosts)
+            steps = [0 if idle else host.rounds.newest for host in hosts]
+            answers = steps if self.replay is None else [self.replay.answer(host.index) for host in hosts]
+            for host, step in zip(hosts, answers, strict=True):
                 host.note("again", step > 0)
             return answers
 
-        return self.together(fiber, "again", None, answer, self.ports.flag())
+        return self.together(fiber, "again", None, answer, self.ports.flag(), group)
 
     def listen(self, fiber: Fiber) -> None:
         """A rank that has nothing to do waits for the next call."""

@@ -54,6 +54,13 @@ async def taken(rank: Rank, source: int, what: str, buckets: Iterable[Bucket]) -
     return found
 
 
+def leaves_none(servers: int, size: int) -> str | None:
+    """Why `size` ranks cannot train with so many servers among them, in a sentence that says what would do; or None."""
+    if servers < size:
+        return None
+    return f"servers={servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
+
+
 def dense_only(name: str, compressor: Any) -> str | None:
     """Why `compressor` cannot work where messages carry what is exchanged; or None."""
     if compressor.immediate:

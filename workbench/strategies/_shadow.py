@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
 from workbench.rank import Bucket, Memory, Rank
+from workbench.strategies._base import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shadowing(Strategy):
+    """A strategy with a shadow.
+
+    piece_kb: how much of a bucket ranks average at a time, in kB; 0: all of it
+    """
+
+    piece_kb: ClassVar[float] = 0.0
+
+    async def replica(self, rank: Rank) -> list[Bucket]:
+        """What of the parameters the shadow keeps together."""
+        return list(await rank.params())
 
 
 class Shadow:
@@ -18,9 +38,16 @@ class Shadow:
         self._last = step
 
 
-async def ranks_mean(rank: Rank, bucket: Bucket) -> tuple[Bucket, Bucket]:
-    """The parameters of `bucket` as they are now, and their mean over all ranks, which comes later."""
+def pieces(x: Tensor, piece_kb: float) -> tuple[Tensor, ...]:
+    """(n,) in views of at most so many kB each; 0: in one."""
+    numel = int(piece_kb * 1e3) // x.element_size() if piece_kb else x.numel()
+    return x.split(max(numel, 1))
+
+
+async def ranks_mean(rank: Rank, bucket: Bucket, piece_kb: float = 0.0) -> tuple[Bucket, Bucket]:
+    """The parameters of `bucket` as they are now, and their mean over all ranks, which comes later, piece by piece."""
     before = bucket.like(bucket.data.clone())
     mean = bucket.like(before.data / rank.size)
-    await rank.all_reduce(mean.data, "sum", f"shadow {bucket.name}")
+    for piece in pieces(mean.data, piece_kb):
+        await rank.all_reduce(piece, "sum", f"shadow {bucket.name}")
     return before, mean

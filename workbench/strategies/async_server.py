@@ -11,7 +11,7 @@ from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._former import async_server
-from workbench.strategies._server import Copies, answer, dense_only, post, taken, tell, told
+from workbench.strategies._server import Copies, answer, dense_only, leaves_none, post, taken, tell, told
 
 
 class _State(Copies):
@@ -82,9 +82,7 @@ class AsyncServer(Strategy):
         return list(range(size - self.servers, size)) or [0]
 
     def refuses_size(self, size: int) -> str | None:
-        if self.servers < size:
-            return None
-        return f"servers={self.servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
+        return leaves_none(self.servers, size)
 
     def refuses(self, compressor: Any) -> str | None:
         return dense_only(type(self).__name__, compressor)

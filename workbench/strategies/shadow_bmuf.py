@@ -8,13 +8,12 @@ from typing import ClassVar
 from workbench.rank import Bucket, Rank
 from workbench.settings import knob
 from workbench.strategies._average import average
-from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
-from workbench.strategies._shadow import Shadow, ranks_mean
+from workbench.strategies._shadow import Shadow, Shadowing, ranks_mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowBMUF(Strategy):
+class ShadowBMUF(Shadowing):
     """Each rank trains without ever waiting, while a shadow beside it pulls it to a global model with a momentum.
 
         step:        params_i <- optimizer_i(params_i, grad_i)
@@ -58,8 +57,8 @@ class ShadowBMUF(Strategy):
 
     async def background(self, rank: Rank, state: Shadow) -> None:
         while step := await rank.again():
-            for bucket in await rank.params():
-                before, mean = await ranks_mean(rank, bucket)
+            for bucket in await self.replica(rank):
+                before, mean = await ranks_mean(rank, bucket, self.piece_kb)
                 W, delta = state.memory.flat("W", bucket), state.memory.flat("delta", bucket)
                 delta.mul_(self.eta).add_(mean.data.sub_(W), alpha=self.zeta)
                 W.add_(delta)
@@ -67,7 +66,7 @@ class ShadowBMUF(Strategy):
             await state.synchronised(rank, step)
 
     async def known(self, rank: Rank, state: Shadow) -> list[Bucket]:
-        return [bucket.like(state.memory.flat("W", bucket)) for bucket in await rank.params()]
+        return [bucket.like(state.memory.flat("W", bucket)) for bucket in await self.replica(rank)]
 
     async def leave(self, rank: Rank, state: Shadow) -> None:
         await average(rank)

@@ -7,14 +7,13 @@ from typing import ClassVar
 
 from workbench.rank import Bucket, Rank
 from workbench.settings import knob
-from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
-from workbench.strategies._server import post, taken, tell, told
-from workbench.strategies._shadow import Shadow
+from workbench.strategies._server import leaves_none, post, taken, tell, told
+from workbench.strategies._shadow import Shadow, Shadowing
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowEASGD(Strategy):
+class ShadowEASGD(Shadowing):
     """Each rank trains without ever waiting, while a shadow beside it and servers exchange it with a common centre.
 
         step:    params_i <- optimizer_i(params_i, grad_i)
@@ -59,9 +58,7 @@ class ShadowEASGD(Strategy):
         return list(range(size - self.servers, size)) or [0]
 
     def refuses_size(self, size: int) -> str | None:
-        if self.servers < size:
-            return None
-        return f"servers={self.servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"
+        return leaves_none(self.servers, size)
 
     def init(self, rank: Rank, params: list[Bucket]) -> Shadow:
         return Shadow(rank, copies(params, "centre"))
@@ -77,10 +74,6 @@ class ShadowEASGD(Strategy):
         while step := await rank.again(alone=True):
             await self._meet(rank, state, step)
             await state.synchronised(rank, step)
-
-    async def replica(self, rank: Rank) -> list[Bucket]:
-        """What of the parameters is exchanged with the centre."""
-        return list(await rank.params())
 
     async def _meet(self, rank: Rank, state: Shadow, step: int) -> None:
         """A shadow's round: this rank's parameters and the centre give way to each other."""
@@ -120,7 +113,7 @@ class ShadowEASGD(Strategy):
             state.memory.flat("centre", bucket).lerp_(bucket.data, self.alpha)
 
     async def known(self, rank: Rank, state: Shadow) -> list[Bucket]:
-        return [bucket.like(state.memory.flat("centre", bucket)) for bucket in await rank.params()]
+        return [bucket.like(state.memory.flat("centre", bucket)) for bucket in await self.replica(rank)]
 
     async def leave(self, rank: Rank, state: Shadow) -> None:
         servers, buckets = self.serving(rank.size), await self.replica(rank)

@@ -8,12 +8,11 @@ from typing import ClassVar
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import knob
 from workbench.strategies._average import average
-from workbench.strategies._base import Strategy
-from workbench.strategies._shadow import Shadow, ranks_mean
+from workbench.strategies._shadow import Shadow, Shadowing, ranks_mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowMA(Strategy):
+class ShadowMA(Shadowing):
     """Each rank trains without ever waiting, while a shadow beside it averages the ranks' parameters.
 
         step:        params_i <- optimizer_i(params_i, grad_i)
@@ -49,8 +48,8 @@ class ShadowMA(Strategy):
 
     async def background(self, rank: Rank, state: Shadow) -> None:
         while step := await rank.again():
-            for bucket in await rank.params():
-                before, mean = await ranks_mean(rank, bucket)
+            for bucket in await self.replica(rank):
+                before, mean = await ranks_mean(rank, bucket, self.piece_kb)
                 state.memory.flat("mean", bucket).copy_(mean.data)
                 bucket.data.add_(mean.data.sub_(before.data), alpha=self.alpha)
             await state.synchronised(rank, step)
@@ -58,7 +57,7 @@ class ShadowMA(Strategy):
     async def known(self, rank: Rank, state: Shadow) -> list[Bucket] | None:
         if "mean" not in state.memory.buffers:
             return None
-        return [bucket.like(state.memory.flat("mean", bucket)) for bucket in await rank.params()]
+        return [bucket.like(state.memory.flat("mean", bucket)) for bucket in await self.replica(rank)]
 
     async def leave(self, rank: Rank, state: Shadow) -> None:
         await average(rank)

@@ -1,0 +1,101 @@
+"""ShadowSync on real ranks, tables on a server: examples per second while a round takes one to ten times as long.
+
+Each block is a run of its own, in turn, for the foreground forms (tests/bench/foreground.py) are not switched to live.
+A part of `python -m tests.bench.shadow`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench.foreground import ForegroundBMUF, ForegroundEASGD, ForegroundMA
+from tests.bench.page import interval, table
+from workbench import Experiment, Lab
+from workbench.fabric import Fabric, Link
+from workbench.record.timeline import Timeline
+from workbench.strategies import ShadowSync, ShadowSyncBMUF, ShadowSyncMA, Strategy
+from workbench.tasks import ClickThrough
+
+TRAINERS, SERVERS, PACE, BATCH, EVERY, PIECE = 4, 1, 100.0, 8, 5, 1.0  # PIECE: kB on the slowest wire
+TASK = ClickThrough(fields=2, ids=500, width=4, hidden=256)  # a batch's rows are small beside all but the tables
+TIMES = (1.0, 3.0, 10.0)  # how long an all-reduce of all but the tables takes, in steps
+FIRST, STEPS = 6, 24  # of a block: left out, and measured
+ASKED = 0.05
+WAYS: dict[str, Strategy] = {
+    "ShadowSyncMA": ShadowSyncMA(),
+    "ShadowSyncBMUF": ShadowSyncBMUF(),
+    "ShadowSync": ShadowSync(),
+    "ShadowSyncMA again": ShadowSyncMA(),
+    "averaging, all wait": ForegroundMA(every=EVERY),
+    "BMUF, all wait": ForegroundBMUF(every=EVERY),
+    "elastic, all wait": ForegroundEASGD(every=EVERY),
+}
+
+
+def replicated(task: ClickThrough) -> int:
+    """The bytes of all but the tables."""
+    named = task.build().model().named_parameters()
+    return 4 * sum(p.numel() for name, p in named if not name.startswith("tables"))
+
+
+def experiment(strategy: Strategy, steps: float) -> Experiment:
+    """A block, on a Link on which an all-reduce of all but the tables takes as long as so many steps."""
+    strategy = replace(strategy, piece_kb=PIECE * TIMES[-1] / steps)  # type: ignore[call-arg]  # as long on each wire
+    link = Link(bandwidth=2 * (TRAINERS - 1) / TRAINERS * replicated(TASK) * 8e-6 / (steps * PACE * 1e-3))
+    return Experiment(task=TASK, ranks=TRAINERS + SERVERS, steps=FIRST + STEPS + 1, strategy=strategy, batch=BATCH,
+                      pace=PACE, eval_every=0, fabric=Fabric(link=link))  # fmt: skip
+
+
+def rate(timeline: Timeline, trainers: int, batch: int, first: int, steps: int) -> float:
+    """Examples per second of all trainers, over so many steps of each from its step `first` on."""
+    rows = timeline.spans.rows()
+    rows = rows[rows.equal("lane", "compute") & rows.equal("name", "forward") & (rows.step >= first)]
+    begins = [np.sort(rows.t0[rows.rank == rank])[: steps + 1] for rank in range(trainers)]
+    return float(sum(batch * (len(t) - 1) / (t[-1] - t[0]) for t in begins))
+
+
+def cells(runs: Path, rounds: int) -> list[dict[str, Any]]:
+    """By time of a round, every way's blocks: examples per second and the mean gap."""
+    found: list[dict[str, Any]] = [{"steps": steps, "blocks": {way: [] for way in WAYS}} for steps in TIMES]
+    with Lab(ranks=TRAINERS + SERVERS, name="shadow-tables") as lab:
+        for number in range(rounds):
+            for cell in found:
+                for way, strategy in WAYS.items():
+                    run = lab.run(experiment(strategy, cell["steps"]), out=runs / f"tables-{time.time():.2f}")
+                    run.wait(180)
+                    gaps = run.samples[run.samples["name"] == "sync gap"]["value"]
+                    eps = rate(run.timeline, TRAINERS, BATCH, FIRST, STEPS)
+                    cell["blocks"][way].append((eps, float(gaps[gaps > 0].mean())))
+                said = ", ".join(f"{way} {b[-1][0]:.0f} (gap {b[-1][1]:.1f})" for way, b in cell["blocks"].items())
+                print(f"tables, {cell['steps']:g} steps, round {number + 1}: {said}", flush=True)
+    return found
+
+
+def section(found: list[dict[str, Any]]) -> str:
+    """The page's section, from the raw numbers."""
+    rows, worst = [], 0.0
+    for way in WAYS:
+        cells = [cell["blocks"][way] for cell in found]
+        base = statistics.median(eps for eps, _ in cells[0])
+        kept = [[eps / base for eps, _ in blocks] for blocks in cells]
+        rows.append([way, f"{base:.0f}", *("{:.3f} ({:.3f} to {:.3f})".format(*interval(k)) for k in kept[1:]),
+                     *(f"{statistics.median(g for _, g in blocks):.1f}" for blocks in cells)])  # fmt: skip
+        if way.startswith("Shadow"):
+            worst = max(worst, *(abs(statistics.median(k) - 1) for k in kept))
+    about = (
+        f"{TRAINERS} trainers and {SERVERS} server with the tables, ClickThrough, {PACE:g} ms of paced compute per "
+        f"step, an emulated Link on which an all-reduce of all but the tables takes as long as 1, 3 or 10 steps; rows "
+        f"wait behind what a shadow sends at a time: {PIECE:g} kB on the slowest, and as long on the others. The "
+        f"foreground forms make the same round every {EVERY} steps, with the same tables. Each block is a run of "
+        f"{STEPS} steps, in turn; medians of {len(found[0]['blocks']['ShadowSync'])} rounds with a 95 % bootstrap "
+        f"interval. Asked of shadows: within {ASKED:.0%}; worst here {worst:.1%}: "
+        f"{'kept' if worst <= ASKED else 'NOT kept'}."
+    )
+    head = ["", "examples/s at 1 step", *(f"at {t:g}" for t in TIMES[1:]), *(f"gap at {t:g}" for t in TIMES)]
+    return f"### With the tables on a server\n\n{about}\n\n{table(head, rows)}"

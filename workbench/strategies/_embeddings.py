@@ -1,0 +1,156 @@
+"""What the ShadowSyncs share: embedding tables on servers, whose rows trainers look up and step by messages."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from workbench.rank import Bucket, Rank
+from workbench.settings import knob
+from workbench.strategies._server import leaves_none
+from workbench.strategies._shadow import Shadowing
+from workbench.strategies._tables import Rows, joined, parted, put, tables_in, without
+
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+class Ask(IntEnum):
+    """What a worker asks of a server."""
+
+    LOOK_UP = 0
+    PUSH = 1
+    ALL = 2
+    MEET = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embeddings(Shadowing):
+    """The last ranks hold the tables; the others train, by workers that wait for rows only.
+
+    What becomes of all but the tables is that of the strategy with a shadow from which a member derives besides.
+    """
+
+    servers: int = knob(1, 1, 64, unit="ranks", doc="the last ranks, which hold the tables and do not train")
+    workers: int = knob(1, 1, 64, live=False, doc="steps that go on at once on each trainer, without locks")  # type: ignore[misc]
+    piece_kb: float = knob(64.0, 0.25, 1e6, unit="kB", log=True, doc="what a shadow sends at a time; rows wait behind")  # type: ignore[misc]
+
+    lockstep: ClassVar[bool] = False
+    periodic: ClassVar[bool] = True
+    plain: ClassVar[bool] = False
+    exchanges: ClassVar[str] = "parameters"
+    clips: ClassVar[bool] = False
+    tables: ClassVar[bool] = True
+
+    def trains(self, index: int, size: int) -> bool:
+        return size == 1 or index < size - self.servers
+
+    def refuses_size(self, size: int) -> str | None:
+        return None if size == 1 else leaves_none(self.servers, size)
+
+    def owner(self, table: int, size: int) -> int:
+        servers = self.serving(size)
+        return servers[table % len(servers)]
+
+    def serving(self, size: int) -> list[int]:
+        """The ranks that serve; one alone has its tables itself."""
+        return list(range(size - self.servers, size)) if size > 1 else [0]
+
+    async def replica(self, rank: Rank) -> list[Bucket]:
+        return without(await rank.params(), rank.tables)
+
+    def init(self, rank: Rank, params: list[Bucket]) -> Any:
+        return super().init(rank, without(params, rank.tables))
+
+    @abstractmethod
+    def peers(self, rank: Rank) -> Rank:
+        """Among whom a trainer's shadow goes round by round."""
+
+    async def background(self, rank: Rank, state: Any) -> None:
+        if rank.role == "server":
+            await self._serve(rank, state)
+        else:
+            await super().background(self.peers(rank), state)
+
+    async def step(self, rank: Rank, state: Any) -> None:
+        rows = await rank.look_up()
+        asked = self._by_server(rank, rows) if rank.size > 1 else {}
+        for server, its in asked.items():
+            await self._ask(rank, server, Ask.LOOK_UP, rank.worker, *(len(r) for r in its.values()), ids=its.values())
+        for server, its in asked.items():
+            got, _ = await rank.recv(None, server, f"rows {rank.worker}")
+            put(tables_in(await rank.params(), its), its, got)
+        await rank.forward()
+        await rank.backward()
+        if asked:
+            grads = await rank.row_grads({name: r for its in asked.values() for name, r in its.items()})
+            for server, its in asked.items():
+                await self._ask(rank, server, Ask.PUSH, rank.worker, rank.lr)
+                await rank.send(joined(grads[name] for name in its), server, f"grads {rank.worker}")
+        await rank.update()
+
+    async def known(self, rank: Rank, state: Any) -> list[Bucket]:
+        known = [bucket.like(bucket.data.clone()) for bucket in await rank.params()]
+        common = await super().known(rank, state)  # None before the first round: all that is known is the rank's own
+        for bucket, its in zip(without(known, rank.tables), common or [], strict=common is not None):
+            bucket.data.copy_(its.data)
+        if rank.index == 0 and rank.size > 1:
+            tables = tables_in(known, rank.tables)
+            asked = self._by_server(rank, {name: torch.arange(len(table)) for name, table in tables.items()})
+            for server in asked:
+                await self._ask(rank, server, Ask.ALL, 0)
+            for server, its in asked.items():
+                put(tables, its, (await rank.recv(None, server, "tables"))[0])
+        return known
+
+    async def _ask(self, rank: Rank, server: int, *numbers: float, ids: Iterable[Tensor] = ()) -> None:
+        """A heading, and row numbers behind it: whole numbers below 2^53 are exact in it."""
+        await rank.send(torch.cat([torch.tensor(numbers, dtype=torch.float64), *ids]), server, "turn")
+
+    def _by_server(self, rank: Rank, rows: Rows) -> dict[int, Rows]:
+        """Whom to ask for what: by server the rows of each of its tables."""
+        found: dict[int, Rows] = {}
+        for k, name in enumerate(rank.tables):
+            found.setdefault(self.owner(k, rank.size), {})[name] = rows.get(name, NONE)
+        return found
+
+    async def _serve(self, rank: Rank, state: Any) -> None:
+        """A server's answers, one for each turn that comes."""
+        mine = [name for k, name in enumerate(rank.tables) if self.owner(k, rank.size) == rank.index]
+        asked: dict[tuple[int, int], Rows] = {}  # by worker which rows it has looked up
+        while (turn := await rank.recv(None, None, "turn")) is not None:
+            numbers, who = turn[0].tolist(), turn[1]
+            tables = tables_in(await rank.params(), mine)
+            match numbers:
+                case [Ask.LOOK_UP, worker, *rest]:
+                    counts, ids = [int(n) for n in rest[: len(mine)]], turn[0][2 + len(mine) :].long()
+                    rows = asked[who, int(worker)] = dict(zip(mine, ids.split(counts), strict=True))
+                    found = joined(tables[name][rows[name]] for name in mine)
+                    await rank.send(found, who, f"rows {int(worker)}")
+                case [Ask.PUSH, worker, lr]:
+                    rows = asked[who, int(worker)]
+                    grads, _ = await rank.recv(None, who, f"grads {int(worker)}")
+                    for name, grad in parted(rows, grads, tables):
+                        await rank.update_rows(name, rows[name], grad, lr)
+                case [Ask.MEET, *where]:
+                    await self._met_in(rank, state, who, *map(int, where))
+                case _:
+                    await rank.send(joined(tables.values()), who, "tables")
+
+    async def _met_in(self, rank: Rank, state: Any, who: int, number: int, start: int, stop: int) -> None:
+        """Where shadows meet servers: `who`'s comes with these elements of the replica's bucket `number`."""
+
+
+async def trainers_mean(rank: Rank, buckets: list[Bucket], trainers: int) -> None:
+    """On every rank, also those that serve, these buckets become their mean over the ranks that train."""
+    for bucket in buckets:
+        if rank.role == "server":
+            bucket.data.zero_()
+        else:
+            bucket.data.div_(trainers)
+        await rank.all_reduce(bucket.data, "sum", bucket.name)
