@@ -42,12 +42,13 @@ class Layout:
     The order is the reverse of registration until `reorder` gives the one in which gradients really appear.
     """
 
-    def __init__(self, model: nn.Module, bucket_mb: float) -> None:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, bucket_mb: float, names: Iterable[str] | None = None) -> None:
+        """names: these parameters and no others, in this order"""
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("the model has no trainable parameters")
         self.bucket_mb = bucket_mb
-        self.order = [Place(n, p) for n, p in reversed(named)]
+        self.order = [Place(n, named[n]) for n in (reversed(named) if names is None else names)]
         self.weights: list[Tensor] = []
         self.begins: list[int] = []  # by bucket, the element of it with which the vector in `weights` begins
         self.held = 0  # bytes of the parameters that have memory here
@@ -87,7 +88,8 @@ class Layout:
             whole = torch.empty(_numel(group), dtype=dtype, device=group[0].param.device)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
-                view.copy_(place.param.data)
+                if not whole.is_meta:  # there are no values to keep
+                    view.copy_(place.param.data)
                 place.param.data = view
                 place.bucket = index
             offset = at.get(dtype, 0)
