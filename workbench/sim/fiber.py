@@ -194,10 +194,11 @@ class Lane:
         """Begins the next child, if the lane is free and its turn has come."""
         if self.busy is not None or not self.queue:
             return
-        child: Child | None = self.queue[0]
-        if child.priority and (child := self.order.turn(self)) is None:
+        first = self.queue[0]
+        child = self.order.turn(self) if first.priority else first
+        if child is None:
             return
-        if child is self.queue[0]:
+        if child is first:
             self.queue.popleft()
         else:
             self.queue.remove(child)
