@@ -194,3 +194,10 @@ def test_the_record_says_for_how_many_ranks_one_stands() -> None:
     assert [why_silent(run.timeline) for run in (few, every, simulate(replace(E, ranks=1)))] == [
         "alike", "nobody", "alone",
     ]  # fmt: skip
+
+
+def test_what_pairs_of_a_plan_have_in_common_changes_none_of_them() -> None:
+    e, ways = replace(E, eval_every=0), [Tensor(), Tensor(ways=4), Pipeline(stages=2, micros=4, of=Tensor())]
+    alone = [row for way in ways for row in plan(e, strategies=[DDP()], partitions=[way])]
+    assert sorted(plan(e, strategies=[DDP()], partitions=ways), key=str) == sorted(alone, key=str)
+    assert len({row.peak for row in alone}) == len(alone) == 3

@@ -37,3 +37,24 @@ def test_what_is_made_is_new_and_values_are_left_alone() -> None:
         assert made.untyped_storage()._cdata != a.untyped_storage()._cdata
         assert (x * 2.0 + x).tolist() == [0.0, 3.0, 6.0] and torch.cat([x, x]).tolist() == [0.0, 1.0, 2.0] * 2
         assert x.add_(1.0).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_what_is_known_of_an_operation_is_told_of_no_other() -> None:
+    a, wide, count = (torch.empty(4, 6, device="meta", dtype=d) for d in (torch.float32, torch.float64, torch.int64))
+    few, more = (torch.empty(n, device="meta", dtype=torch.int64) for n in (2, 3))
+    ways = [
+        lambda: a.index_select(0, few), lambda: a.index_select(0, more), lambda: a.index_select(1, more),
+        lambda: a.sum(0), lambda: a.sum(1), lambda: a.T.clone(), lambda: a.clone(), lambda: wide.clone(),
+        lambda: count + 1, lambda: count + 1.0, lambda: a > 1, lambda: a.lerp(a, 0.5), lambda: a.topk(2, 1).values,
+        lambda: a.topk(3, 1).indices, lambda: a @ a.T, lambda: a.T @ a, lambda: torch.nn.functional.layer_norm(a, (6,)),
+    ]  # fmt: skip
+    for _ in range(2):  # as torch says it, and as it is known then
+        for number, way in enumerate(ways):
+            want = way()
+            with Shapes():
+                found = way()
+            assert (found.shape, found.stride(), found.dtype) == (want.shape, want.stride(), want.dtype), number
+            assert found.untyped_storage().nbytes() == want.untyped_storage().nbytes(), number
+    with Shapes():
+        assert a.reshape(-1).untyped_storage()._cdata == a.untyped_storage()._cdata, "a view is one every time"
+        assert a.clone().untyped_storage()._cdata != a.clone().untyped_storage()._cdata

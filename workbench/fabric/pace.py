@@ -52,6 +52,8 @@ class Kept:
             self._last.append(took / asked)
         if len(self._last) < self.STEPS:
             return None
+        if not self._said and max(self._last) <= LATE:  # nor is then the middle late, and nothing to withdraw
+            return None
         middle = median(self._last)
         takes = asked * middle
         known = self._said if self._is_same else 0.0

@@ -39,15 +39,15 @@ class Place:
 class Layout:
     """The trainable parameters of a model in one order, and the buckets over them.
 
-    The order is the reverse of registration until `reorder` gives the one in which gradients really appear.
+    The order is the reverse of registration, or `names` and no others, until `reorder` gives that of the gradients.
     """
 
-    def __init__(self, model: nn.Module, bucket_mb: float) -> None:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, bucket_mb: float, names: Iterable[str] | None = None) -> None:
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("the model has no trainable parameters")
         self.bucket_mb = bucket_mb
-        self.order = [Place(n, p) for n, p in reversed(named)]
+        self.order = [Place(n, named[n]) for n in (reversed(named) if names is None else names)]
         self._slices: list[Bucket] = []
         self.weights: list[Tensor] = []
         self.begins: list[int] = []  # by bucket, the element of it with which the vector in `weights` begins
@@ -90,7 +90,7 @@ class Layout:
             whole = torch.full((1 if gone else n,), torch.nan, dtype=dtype, device=group[0].param.device).expand(n)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
-                if not gone:
+                if not (gone or whole.is_meta):  # else there are no values to keep
                     view.copy_(place.param.data)
                 place.param.data, place.bucket = view, index
             offset = at.get(dtype, 0)

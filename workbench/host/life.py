@@ -61,6 +61,8 @@ class Life(Ordering):
     @property
     def due(self) -> int:
         """How many of the planned changes are due at this rank's step."""
+        if not self.planned:
+            return 0
         return sum(change.at_step <= self.rank.step for change in self.planned)
 
     async def live(self) -> None:
@@ -137,9 +139,9 @@ class Life(Ordering):
             seconds, self.pending_pause = self.pending_pause, 0.0
             stood = await Op("stand", seconds)
             self.mark("fault", {"text": f"stood still for {stood:.1f} s"})
-        if self.rate.due(self) != self.rank.lr:
+        if (due := self.rate.due(self)) != self.rank.lr:
             await self._caught_up()
-        self.rate.follow(self)
+        self.rate.follow(self, due)
         self.rank.clip = self.experiment.clip
         self.ledger.begin()
         before = self.drawn
@@ -150,7 +152,8 @@ class Life(Ordering):
             if self.experiment.strategy.in_flight:
                 await self.experiment.strategy.drain(self.rank.replicas, self.state)
             await residual.flushed(self)  # type: ignore[arg-type]
-        await self.reading.learn(self.shown)
+        if self.reading.learning:
+            await self.reading.learn(self.shown)
         if self.reorders:
             await self.reorder(await self.learned())
         self.rank.step += made

@@ -54,7 +54,7 @@ class Narrowing:
 
     def share(self, phase: str) -> float:
         """What a phase computes of what it does for the whole model."""
-        return self._shares[phase] if self.narrow else 1.0
+        return 1.0 if self._entries is None else self._shares[phase]
 
     def require_awaited(self, exchanged: bool) -> None:
         """Raises StrategyError where the whole model's gradients are asked for, and there are a part's."""

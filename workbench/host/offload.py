@@ -63,6 +63,8 @@ class Offloaded:
     def turn(self) -> dict[str, int]:
         """By where it is kept, the most bytes since this was last asked."""
         with self._lock:
+            if not self._most and not self._now:  # as nearly always, and a Counter is slow to make
+                return {}
             most, self._most = self._most, Counter(self._now)
         return dict(most)
 

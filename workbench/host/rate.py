@@ -37,9 +37,9 @@ class Rate:
         e = run.experiment
         return (e.lr or self.own) * self.factor(e, run.rank.step)
 
-    def follow(self, run: Any) -> None:
+    def follow(self, run: Any, due: float | None = None) -> None:
         """Before a step and after a change: sets what is due, and writes it down if it is new."""
-        due, rank = self.due(run), run.rank
+        rank, due = run.rank, self.due(run) if due is None else due
         if due != rank.lr:
             at_rate(run.optimizer, due)
             rank.lr = due

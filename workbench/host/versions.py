@@ -151,6 +151,8 @@ class Versions:
     @property
     def kept(self) -> list[Tensor]:
         """All copies."""
+        if not self.reads and self._own is self._next is None:
+            return []
         versions = {id(version): version for version in self._alive()}
         return [x for version in versions.values() for x in version.kept or ()]
 

@@ -26,24 +26,31 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Resumable, Any]] = []
-        self._set = 0
+        self._times: list[float] = []  # a heap, each once: alike ranks are due in their thousands at one time
+        self._due: dict[float, list[tuple[Resumable, Any]]] = {}  # by time
 
     def at(self, t: float, what: Resumable, value: Any = None) -> None:
-        """Resumes `what` with `value` at time `t`."""
-        self._set += 1
-        heappush(self._events, (t, self._set, what, value))
+        """Resumes `what` with `value` at time `t`, which is not over."""
+        due = self._due.get(t)
+        if due is not None:
+            due.append((what, value))
+        else:
+            self._due[t] = [(what, value)]
+            heappush(self._times, t)
 
     def run(self, at_once: int = 1_000_000) -> bool:
         """Runs until nothing is left to happen; False when so much has happened at one time and there is more."""
-        events = self._events
-        while events:
-            began = self.now
-            for _ in range(at_once):
-                if not events:
-                    return True
-                self.now, _, what, value = heappop(events)
-                what.resume(value)
-            if events and self.now == began:
-                return False
+        times, every = self._times, self._due
+        while times:
+            self.now = now = heappop(times)
+            happened = 0
+            while due := every[now]:
+                if happened >= at_once:
+                    heappush(times, now)
+                    return False
+                every[now] = []  # what is set for this very time happens after all that was
+                for what, value in due:
+                    what.resume(value)
+                happened += len(due)
+            del every[now]
         return True

@@ -54,9 +54,9 @@ class Compute(Arithmetic):
 
     def seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
         """How long a phase of compute, or a share of it, lasts on this rank in this step, through one of its pieces."""
-        e, costs, step = self.experiment, self.world.costs, self.rank.step
-        share *= self.body.share * self.narrowing.share(phase)
-        again = self.body.again[chunk] if phase == "backward" else 0.0
+        e, costs, step, body = self.experiment, self.world.costs, self.rank.step, self.body
+        share *= body.share * self.narrowing.share(phase)
+        again = body.again[chunk] if phase == "backward" else 0.0
         asked = e.pace * 1e-3 * (SHARES[phase] + again * SHARES["forward"]) * share
         if costs is not None and costs.parts and phase != "update":
             share *= self._dear(costs.parts, phase, chunk)
@@ -66,8 +66,9 @@ class Compute(Arithmetic):
                 computed += costs.seconds("forward", self.index, step, e.seed) * share * again
             computed += self._beside_pass(costs, phase, chunk)
         factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
-        self._asked, self._took = self._asked + asked, self._took + lasts(asked, computed)
-        return lasts(asked, computed, factor)
+        healthy = lasts(asked, computed)
+        self._asked, self._took = self._asked + asked, self._took + healthy
+        return healthy * factor
 
     def _dear(self, parts: tuple[tuple[float, float], ...], phase: str, chunk: int) -> float:
         """How many times longer a piece takes than its parameters say."""

@@ -194,10 +194,14 @@ class Lane:
         """Begins the next child, if the lane is free and its turn has come."""
         if self.busy is not None or not self.queue:
             return
-        child = self.queue[0] if not self.queue[0].priority else self.order.turn(self)
+        first = self.queue[0]
+        child = self.order.turn(self) if first.priority else first
         if child is None:
             return
-        self.queue.remove(child)
+        if child is first:
+            self.queue.popleft()
+        else:
+            self.queue.remove(child)
         self.busy = child
         self.begun += 1
         child.resume(None)

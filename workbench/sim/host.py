@@ -69,7 +69,7 @@ class Host(Waving, Away, Drawing):
         }  # fmt: skip
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
-        if lane == "compute":
+        if lane == "compute" and self.steering.names:
             self.steering.hear(lane, t1 - t0)
         self.record.span(self.index, self.rank.step if step < 0 else step, lane, name, asked, t0, t1, nbytes)
 

@@ -159,11 +159,7 @@ class Outline:
         """The buckets of this size, in the learned order of gradients or in the one before that was known."""
         key = bucket_mb, learned
         if key not in self._cuts:
-            layout = Layout(self.model, bucket_mb)
-            if len(self._names) < len(layout.order):
-                layout.take(self.model, set(self._names))
-            if (names := self.arrival if learned else self._names) != [place.name for place in layout.order]:
-                layout.reorder(names)
+            layout = Layout(self.model, bucket_mb, self.arrival if learned else self._names)
             layout.make_room()
             for place in layout.order:
                 layout.keep(place, torch.empty_like(place.param))

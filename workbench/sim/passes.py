@@ -33,21 +33,25 @@ class Passes:
 
     layers: how the ranks of a stage compute them
     split:  how the model's matrices are dealt out, of which it has one rank's
-    seen:   what was found of whole models, also by others of the same learner, ranks and seed; None: there are none
+    seen:   what was found, also by others of the same learner, ranks and seed; None: there are none
     """
 
     def __init__(self, e: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
         self._learner, self._batch, self._ranks, self._seed = learner, e.batch, e.ranks, e.seed
-        self._own = dict[Any, Any]()
-        self._seen = self._own if seen is None else seen
+        self._seen = dict[Any, Any]() if seen is None else seen
 
     def trial(self, model: nn.Module, layers: Partition) -> Trial | None:
         """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
-        return self._once(self._seen, ("trial", self._batch, layers.recompute), lambda: self._tried(model, layers))
+        key = "trial", self._batch, layers.recompute
+        return self._seen[key] if key in self._seen else self._once(key, lambda: self._tried(model, layers))
 
     def kept(self, model: nn.Module, batch: int, layers: Partition, split: Split | None,
              counts: tuple[int, ...] = ()) -> Kept | None:  # fmt: skip
         """What a batch keeps for its backward; None where nobody can tell. counts: of units, if it is a sub-model"""
+        key = "kept", batch, layers, _said(split), counts
+        if key in self._seen:  # which each rank asks for
+            found: Kept | None = self._seen[key]
+            return found
 
         def look() -> Kept | None:
             try:
@@ -55,7 +59,7 @@ class Passes:
             except Exception:
                 return None
 
-        return self._once(self._own if split else self._seen, ("kept", batch, layers, split, counts), look)
+        return self._once(key, look)
 
     def kept_in(self, model: nn.Module, stages: Stages, batch: int, count: int, layers: Partition,
                 split: Split | None) -> list[Kept | None]:  # fmt: skip
@@ -69,13 +73,13 @@ class Passes:
             except Exception:
                 return [None] * len(counts)
 
-        return self._once(self._own, ("kept in", tuple(counts), batch, count, layers, split), look)
+        return self._once(("kept in", tuple(counts), batch, count, layers, _said(split)), look)
 
     def crossing(self, model: nn.Module, stages: Stages, batch: int, count: int, split: Split | None) -> list[Tensor]:
         """What each piece makes of one of `count` micro-batches; the last of the model the loss."""
         counts = tuple(len(parts) for parts in stages.pieces)
-        key = "crossing", counts, batch, count, split
-        return self._once(self._own, key, lambda: self._crossed(model, stages, batch, count, split))
+        key = "crossing", counts, batch, count, _said(split)
+        return self._once(key, lambda: self._crossed(model, stages, batch, count, split))
 
     def nbytes(self, batch: int) -> int:
         """Of a batch's tensors; 0 where nobody can tell."""
@@ -92,12 +96,12 @@ class Passes:
             batches.restart(batch, self._seed, 0)
             return read(self._learner, batches.next(), layout)
 
-        return self._once(self._seen, ("rows", batch), look)
+        return self._once(("rows", batch), look)
 
-    def _once(self, known: dict[Any, Any], key: Any, look: Callable[[], Any]) -> Any:
-        if key not in known:
-            known[key] = look()
-        return known[key]
+    def _once(self, key: Any, look: Callable[[], Any]) -> Any:
+        if key not in self._seen:
+            self._seen[key] = look()
+        return self._seen[key]
 
     def _drawn(self, batch: int) -> Any:
         """A batch without values: no pass writes into it, so it is drawn once for all."""
@@ -107,7 +111,7 @@ class Passes:
             batches.restart(batch, self._seed, 0)
             return batches.next()
 
-        return self._once(self._seen, ("drawn", batch), draw)
+        return self._once(("drawn", batch), draw)
 
     def _tried(self, model: nn.Module, layers: Partition) -> Trial | None:
         listening = Listening({n: p for n, p in model.named_parameters() if p.requires_grad})
@@ -139,3 +143,8 @@ class Passes:
                 also.enter_context(computing(model, split, 0, met, draws=False))
             made = self._learner.loss(model, micro)
         return [x.detach() for x in (*seen, made)]
+
+
+def _said(split: Split | None) -> tuple[int, bool] | None:
+    """What tells one way to deal out a learner's matrices from another, of whichever copy of its model it is."""
+    return None if split is None else (split.ways, split.sequences)

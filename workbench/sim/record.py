@@ -6,8 +6,8 @@ lasts no time says nothing and is not written down: that is the only difference 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from workbench.record.timeline import Coded, Timeline, Words
 
 _COLUMNS = ("rank", "step", "lane", "name", "asked", "t0", "t1", "nbytes")
+_packed = Struct(f"{len(_COLUMNS)}d").pack
 
 
 class Record:
@@ -23,7 +24,7 @@ class Record:
     def __init__(self, size: int) -> None:
         self._code: dict[str, int] = {}
         self._texts: list[str] = []
-        self._single = array("d")  # spans one after the other, a number per column
+        self._single = bytearray()  # spans one after the other, a number per column
         self._blocks: list[tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray | float, Any]] = []
         self._samples: list[tuple[int, int, str, float, float]] = []
         self._marks: list[tuple[int, int, str, float, str]] = []
@@ -41,7 +42,7 @@ class Record:
         known, code = self._code, self.code
         which = known[lane] if lane in known else code(lane)
         what = known[name] if name in known else code(name)
-        self._single.extend((rank, step, which, what, asked, t0, t1, nbytes))
+        self._single += _packed(rank, step, which, what, asked, t0, t1, nbytes)
 
     def block(self, lane: str, name: str, steps: Sequence[int], asked: np.ndarray, t0: np.ndarray,
               t1: np.ndarray | float, nbytes: float | np.ndarray, ranks: Sequence[int] | None = None) -> None:
@@ -87,5 +88,5 @@ class Record:
             for row, (lane, text, steps, asked, t0, t1, nbytes) in zip(rest, blocks, strict=True):
                 row[:] = (self._ranks, steps, lane, text, asked, t0, t1, nbytes)[k]
             columns[name] = whole
-        self._blocks, self._single = [], array("d")
+        self._blocks, self._single = [], bytearray()
         return columns

@@ -1,7 +1,8 @@
 """Arithmetic on sizes, by a short way: what has the shape of its arguments is not worked out anew each time.
 
 torch decides the shape of `a * b` on the meta device in Python, in 60 us; a thousand ranks ask for it a million times.
-What is not plain (other shapes, other dtypes, views out of order) goes torch's own way, and so do its errors.
+So what an operation made of such sizes once is known from then on. What is not plain (views, lists, tensors of another
+kind) goes torch's own way, and so do its errors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
@@ -24,6 +25,13 @@ _CHANGED = {  # changes its first argument, which it returns
     _aten.zero_.default, _aten.fill_.Scalar,
 }  # fmt: skip
 _NUMBERS = (int, float)
+_PLAIN = (Tensor, nn.Parameter)
+_SCALARS = (int, float, bool)
+_WORDS = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_VALUES = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")  # types of what has a kind, and no say in shapes
+MOST = 20_000  # operations on such sizes that are remembered
+_made: dict[Any, tuple[Any, ...]] = {}  # by operation and its arguments' sizes: shape, strides, dtype of what it makes
+_kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation, which of its arguments' numbers have a say in shapes
 
 
 class Shapes(TorchDispatchMode):
@@ -43,7 +51,74 @@ class Shapes(TorchDispatchMode):
                 return args[0].new_empty(args[0].shape)
         elif func is _aten.cat.default and len(args) == 1 and (n := _joined(args[0])) >= 0:
             return args[0][0].new_empty(n)
-        return func(*args, **(kwargs or {}))
+        key = _key(func, args, kwargs)
+        if key is None:
+            return func(*args, **(kwargs or {}))
+        if (known := _made.get(key)) is None:
+            made = func(*args, **(kwargs or {}))
+            found = [_plainly(x, args) for x in (made if type(made) is tuple else (made,))]
+            if None in found:
+                _kinds[func] = None
+            else:
+                if len(_made) >= MOST:
+                    _made.clear()
+                _made[key] = tuple(found)
+            return made
+        if len(known) == 1:
+            shape, strides, dtype = known[0]
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return tuple(torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in known)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` and sizes of its arguments are told by; None where it makes no tensors anew of plain ones alone."""
+    if func not in _kinds:
+        _kinds[func] = _kind(func)
+    telling = _kinds[func]
+    if telling is None:
+        return None
+    parts: list[Any] = [func, torch.get_default_dtype()]
+    some = False
+    for x, tells in zip(args, telling, strict=False):
+        kind = type(x)
+        if kind in _PLAIN:
+            if not x.is_meta:
+                return None
+            some = True
+            parts += (x.shape, x.stride(), x.dtype)
+        elif kind in _SCALARS:
+            parts += (kind, x) if tells else (kind,)
+        elif kind in _WORDS:
+            parts.append(x)
+        elif kind in (list, tuple) and all(type(n) is int for n in x):
+            parts.append(tuple(x))
+        else:
+            return None
+    if kwargs:
+        if any(type(x) not in _SCALARS and type(x) not in _WORDS for x in kwargs.values()):
+            return None
+        parts += ((name, type(x), x) for name, x in kwargs.items())
+    return tuple(parts) if some else None
+
+
+def _kind(func: Any) -> tuple[bool, ...] | None:
+    """By argument, whether a number there may be one of a shape's; None where it makes anything but tensors anew."""
+    schema = func._schema
+    fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
+    if schema.is_mutable or not fresh or not schema.returns:
+        return None
+    return tuple(str(a.type) not in _VALUES for a in schema.arguments)
+
+
+def _plainly(made: Any, args: Any) -> tuple[Any, ...] | None:
+    """Shape, strides and dtype of what was made, if that is all there is to it."""
+    if type(made) is not Tensor or not made.is_meta or made.storage_offset() or made.is_conj() or made.is_neg():
+        return None
+    found = made.shape, made.stride(), made.dtype
+    like = torch.empty_strided(*found[:2], dtype=found[2], device="meta")
+    where = made.untyped_storage()
+    old = any(type(x) in _PLAIN and x.untyped_storage()._cdata == where._cdata for x in args)
+    return found if not old and like.untyped_storage().nbytes() == where.nbytes() else None
 
 
 def _alike(args: Sequence[Any]) -> bool:

@@ -80,7 +80,7 @@ def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: boo
 def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
          changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None) -> Run:  # fmt: skip
     planned = sorted(changes, key=lambda c: c.at_step)
-    with _apart(real):
+    with _apart(real), nullcontext() if real else Shapes():
         world = World(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
         bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first, seen)
         body = next(bodies)
@@ -90,8 +90,7 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
             sessions = [Session(world, 0, experiment, body)]
             able(sessions[0], experiment)
             sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
-            with nullcontext() if real else Shapes():
-                world.run(sessions)
+            world.run(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in str(error):
                 raise
