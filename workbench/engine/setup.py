@@ -29,8 +29,9 @@ from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum, partitioned, sharding
 from workbench.host import repartition
 from workbench.host.batches import Batches, example
+from workbench.host.counted import Counted
 from workbench.host.layout import Layout
-from workbench.host.ledger import Counted, Ledger
+from workbench.host.ledger import Ledger
 from workbench.host.life import Life
 from workbench.host.measuring import Measuring
 from workbench.host.narrowing import Narrowing

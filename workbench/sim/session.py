@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, meeting, residual
+from workbench.host.counted import Counted
 from workbench.host.evaluating import Evaluated
-from workbench.host.ledger import Counted, Ledger
+from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.momentum import stilled
 from workbench.host.narrowing import Narrowing

@@ -94,8 +94,8 @@ class TEASQFed(Strategy):
     plain: ClassVar[bool] = False
     exchanges: ClassVar[str] = "displacements"
     own: ClassVar[dict[str, str]] = {
-        "cache*": "drop", "known": "drop", "model": "drop", "sent *": "drop", "running": "drop", "stale": "drop",
-        "turn": "drop", "version": "drop", "waiting": "drop", "weight": "drop",
+        "cache*": "drop", "early": "drop", "known": "drop", "model": "drop", "sent *": "drop", "running": "drop",
+        "stale": "drop", "turn": "drop", "version": "drop", "waiting": "drop", "weight": "drop",
     }  # fmt: skip
 
     def refuses(self, compressor: Any) -> str | None:
