@@ -95,7 +95,9 @@ SPREAD = {
 WARM = 4  # steps of those that begin with others, where their usual number is longer than all that is measured
 SHORTER: dict[str, dict[str, Any]] = {name: {"warmup": WARM} for name in ("OneBitAdam", "PostLocalSGD", "QAdam")}
 SHORTER["Newton"] = {"iterations": 3}  # each takes as long as a pass of another method's
-TASKS = {"AsyncDrop": replace(KNOWN.task, split=_split), "ShadowSync": replace(KNOWN.task, lookups=_lookups)}
+LOOKS_UP = replace(KNOWN.task, lookups=_lookups)
+TASKS = {"AsyncDrop": replace(KNOWN.task, split=_split)}
+TASKS |= dict.fromkeys(("ShadowSync", "ShadowSyncBMUF", "ShadowSyncMA"), LOOKS_UP)
 
 
 def compressors() -> dict[str, Compressor]:

@@ -188,7 +188,7 @@ def test_stages_are_refused_where_they_cannot_be() -> None:
 
 
 def test_a_run_becomes_a_pipeline_midway_or_says_why_not() -> None:
-    run = simulated(DDP(), 4, 3, changes=(Change(1, "partition", "Pipeline"), Change(2, "partition.stages", 3)))
-    assert [c.path for c in run.changes] == ["partition"]
-    (refusal,) = run.details("refused")
-    assert "4 cannot be dealt out" in refusal[2]["reason"]
+    cut = Change(1, "partition", "Pipeline")
+    assert [c.path for c in simulated(DDP(), 4, 3, changes=(cut,)).changes] == ["partition"]
+    with pytest.raises(KnobError, match="4 cannot be dealt out"):
+        simulated(DDP(), 4, 3, changes=(cut, Change(2, "partition.stages", 3)))

@@ -53,7 +53,7 @@ class LateByOne(DDP):
     """DDP that waits for a step's exchange when the next step begins: what crosses a step's end, on the engine."""
 
     in_flight: ClassVar[bool] = True
-    left: ClassVar[list[int]] = []
+    ended: ClassVar[list[int]] = []
 
     def init(self, rank: Rank, params: list[Bucket]) -> list[Any]:
         return []
@@ -66,7 +66,7 @@ class LateByOne(DDP):
 
     async def leave(self, rank: Rank, state: Any) -> None:
         if rank.index == 0 and state:
-            self.left.append(rank.step)
+            self.ended.append(rank.step)
         await self._drain(rank, state)
 
     async def _drain(self, rank: Rank, state: Any) -> None:
@@ -78,12 +78,12 @@ class LateByOne(DDP):
 
 
 def test_the_engine_settles_what_crosses_before_anything_changes() -> None:
-    LateByOne.left.clear()
+    LateByOne.ended.clear()
     changes = (Change(3, "bucket_mb", 1.0), Change(5, "lr", 0.1), Change(8, "strategy", "DDP"))
     late, plain = (run(experiment(2, 9, strategy=s), *changes) for s in (LateByOne(), DDP()))
     torch.testing.assert_close(weights(late[0]), weights(plain[0]), rtol=1e-6, atol=1e-7)
     assert torch.equal(weights(late[0]), weights(late[1]))
-    assert LateByOne.left == [3, 5, 8], "the order of gradients is known before the first step"
+    assert LateByOne.ended == [3, 5, 8], "the order of gradients is known before the first step"
 
 
 class WaitsAtOnce(DDP):

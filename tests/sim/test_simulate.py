@@ -11,14 +11,13 @@ import psutil
 import pytest
 import torch
 
-from tests.ranks import experiment
+from tests.ranks import experiment, toy
 from tests.sim.virtual import comm, paced, rows, same, samples, seconds, stack
 from workbench import Costs, simulate
 from workbench.analysis import before_after, breakdown, straggler
 from workbench.compressors import Cast, TopK
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Freeze, Link, Noisy, Slow
-from workbench.optimizers import SGD
 from workbench.rank import Bucket, Memory, Rank
 from workbench.settings import Change, KnobError
 from workbench.sim import AlphaBeta, Duration
@@ -119,14 +118,9 @@ class LeavingCast(Cast):
         raise SystemExit("enough")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeavingSGD(SGD):
-    """Ends the process when it is made for a model; for the one number on which an experiment tries it, it does not."""
-
-    def make(self, params: Any, lr: float, own: Any) -> Any:
-        if len(params) > 1:
-            raise SystemExit("enough")
-        return super().make(params, lr, own)
+def leaving(*_: Any) -> Any:
+    """Ends the process instead of giving an optimizer."""
+    raise SystemExit("enough")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +132,9 @@ class LeavingTask(ByteGPT):
 
 
 @pytest.mark.parametrize("member", [
-    {"strategy": LeavingDDP()}, {"compressor": LeavingCast(to="bf16")}, {"optimizer": LeavingSGD()},
-    {"task": LeavingTask()},
-], ids=lambda member: next(iter(member)))  # fmt: skip
+    {"strategy": LeavingDDP()}, {"compressor": LeavingCast(to="bf16")}, {"task": LeavingTask()},
+    {"task": toy(optimizer=leaving)},
+], ids=["strategy", "compressor", "task", "its optimizer"])  # fmt: skip
 def test_a_member_of_a_family_does_not_end_the_process_that_asked(member: dict[str, Any]) -> None:
     said = r"SystemExit\('enough'\) was raised (on virtual rank \d|before the first step).*must not end the process"
     with pytest.raises(RuntimeError, match=said):
