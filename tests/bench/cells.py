@@ -130,7 +130,7 @@ def key(cell: Cell, costs: Costs) -> str:
 
 
 def told(value: Any) -> Any:
-    """A setting as plain data without what is as usual, so that a knob that is new changes nothing.
+    """A setting as plain data without what is as usual, so that a new knob, or a new name of one, changes nothing.
 
     >>> told(Experiment(ranks=3, fabric=Fabric(link=Link(latency=5.0))))
     {'Experiment': {'fabric': {'Fabric': {'link': {'Link': {'latency': 5.0}}}}, 'ranks': 3}}
@@ -139,7 +139,8 @@ def told(value: Any) -> Any:
         return [told(v) for v in value] if isinstance(value, (list, tuple)) else to_plain(value)
     usual = {k.name: k.default for k in knobs(type(value))}
     mine = {f.name: getattr(value, f.name) for f in fields(value)}
-    return {type(value).__name__: {k: told(v) for k, v in mine.items() if k not in usual or v != usual[k]}}
+    name = next(iter(getattr(type(value), "formerly_called", ())), type(value).__name__)
+    return {name: {k: told(v) for k, v in mine.items() if k not in usual or v != usual[k]}}
 
 
 # -- running and keeping --

@@ -11,7 +11,8 @@ import sys
 from functools import cache
 from types import ModuleType
 
-LABELS = ("kinds", "kind", "starter", "plain")  # for whoever lists members, and for the laws
+# For whoever lists members, for the laws, and for a switch, before which no cell has anything that these are about.
+LABELS = ("kinds", "kind", "starter", "plain", "own", "drops", "formerly_called")
 SHOWN = ("doc", "unit", "log")  # of a knob: what only people see
 
 
