@@ -16,6 +16,8 @@ from tests.bench import activations, activations_tuned, scale
 from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
+BEFORE = Path(__file__).parents[2] / "docs" / "data" / "ddp_before.json"  # cells of `ddp` under the layout of then
+
 HEAD = """# Benchmarks
 
 Written by `make bench` from the raw samples in `docs/data/`; `python -m tests.bench --page-only` writes it again from
@@ -58,7 +60,22 @@ def ddp(cells: list[dict[str, Any]]) -> str:
         "Our engine with recording on against `DistributedDataParallel(gradient_as_bucket_view=True, static_graph=True)`"
         " in a plain loop, in alternating blocks of one run; median of rounds with its 95 % bootstrap interval."
     )
-    return _against("Engine DDP against torch's", about, cells, asked=1.0, floor=0.97)
+    before = json.loads(BEFORE.read_text())
+    was, low, high = _mean_ratio(before)
+    now = f"{_mean_ratio(cells)[1]:.3f} to {_mean_ratio(cells)[2]:.3f}"
+    said = (
+        f"Before each bucket had memory of its own (commit 4568013, 2026-11-22, the same cells on the same kind of machine;"
+        f" `docs/data/ddp_before.json`) the geometric mean was {was:.3f} ({low:.3f} to {high:.3f}); since then {now}.\n"
+    )
+    return _against("Engine DDP against torch's", about, cells, asked=1.0, floor=0.97) + said
+
+
+def _mean_ratio(cells: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """(geometric mean over cells of ours / torch, low, high): the 95 % interval by drawing each cell's rounds anew."""
+    rng, found = np.random.default_rng(0), [np.log(ratios(c["rows"])["ours"]) for c in cells]
+    drawn = np.mean([np.median(rng.choice(x, (2000, len(x))), axis=1) for x in found], axis=0)
+    mid = float(np.mean([np.median(x) for x in found]))
+    return math.exp(mid), *np.exp(np.quantile(drawn, [0.025, 0.975])).tolist()
 
 
 def fsdp(cells: list[dict[str, Any]]) -> str:
