@@ -76,10 +76,13 @@ def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved()
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "limit"), [(ZeRO3(), 2, 22.5), (ZeROInfinity(), 2, 14.5), (HSDP(), 4, 22.5)], ids=str
+    ("strategy", "ranks", "limit"), [(ZeRO3(), 2, 23.2), (ZeROInfinity(), 2, 14.5), (HSDP(), 4, 23.2)], ids=str
 )
 def test_buckets_are_cut_anew_where_the_whole_model_has_no_room(strategy: Any, ranks: int, limit: float) -> None:
-    """It took 23.8 MB between two steps when shards came together for it; a rank keeps 11.7 and moves buckets."""
+    """It took 23.8 MB between two steps when shards came together for it; a rank keeps 11.7 and moves buckets.
+
+    In a step it takes up to 22.6.
+    """
     changes = [Change(2, "bucket_mb", 0.05), Change(4, "bucket_mb", 0.1)]
     e = lesson(strategy=strategy, ranks=ranks, memory_mb=limit)
     require_memory(e, "bucket_mb", 0.05)

@@ -223,7 +223,7 @@ SPREAD = [Tensor(checkpoint="units"), Pipeline(micros=4, of=UNITS), Pipeline(mic
 def test_what_is_kept_of_partitions_is_the_same_on_all_hosts(way: Partition) -> None:
     task = ByteGPT(layers=4, width=32, context=16, heads=2)
     e = Experiment(task=task, ranks=way.size, steps=5, pace=4.0, bucket_mb=0.05, eval_every=0, partition=way)
-    memory_alike(e, run(e))
+    memory_alike(e, run(e), held=0.02 if way == SPREAD[-1] else 0.0)  # one micro-batch's gradient is 1.1 % of the peak
 
 
 def test_ranks_that_meet_inside_of_a_unit_meet_again() -> None:
