@@ -31,6 +31,7 @@ _FAMILIES = (  # packages whose files hold members
     "strategies", "partitions", "partitions.schedules", "compressors", "optimizers", "policies", "fabric",
     "fabric.algorithms", "tasks",
 )  # fmt: skip
+_FORMERLY = {"Stumble": "TransientStraggler"}  # what notebooks of before import (`formerly_called`)
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ def public_names() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(public_names())
+    name = _FORMERLY.get(name, name)
     if not name.startswith("_") and name in (names := public_names()):
         return getattr(importlib.import_module(names[name]), name)
     raise AttributeError(f"module 'workbench' has no attribute {name!r}")

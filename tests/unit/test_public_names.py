@@ -109,3 +109,8 @@ def test_the_example_in_contributing_is_a_strategy_that_works(tmp_path: Path) ->
     paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
     ran = subprocess.run([sys.executable, "-c", paths + DRIVEN], capture_output=True, text=True, check=False)
     assert ran.stdout.strip() == "steps", ran.stderr
+
+
+def test_a_name_of_before_still_imports_what_it_was() -> None:
+    found = {old: cls for cls in members(Fault).values() for old in getattr(cls, "formerly_called", ())}
+    assert found and all(getattr(workbench, old) is cls for old, cls in found.items())
