@@ -68,8 +68,9 @@ class _Member:
         self.turn.acquire()
         if self.error is not None:
             raise self.error
-        assert self.answer is not None
-        return self.answer
+        answer, self.answer = self.answer, None  # who asked has it alone, and lets it go
+        assert answer is not None
+        return answer
 
 
 def together(works: Sequence[Work]) -> list[Any]:

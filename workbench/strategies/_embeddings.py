@@ -146,11 +146,18 @@ class Embeddings(Shadowing):
         """Where shadows meet servers: `who`'s comes with these elements of the replica's bucket `number`."""
 
 
-async def trainers_mean(rank: Rank, buckets: list[Bucket], trainers: int) -> None:
-    """On every rank, also those that serve, these buckets become their mean over the ranks that train."""
-    for bucket in buckets:
-        if rank.role == "server":
-            bucket.data.zero_()
-        else:
-            bucket.data.div_(trainers)
-        await rank.all_reduce(bucket.data, "sum", bucket.name)
+@dataclass(frozen=True, kw_only=True)
+class AmongTrainers(Embeddings):
+    """Trainers' shadows meet among themselves, and servers know of no round; when it is left their mean goes on."""
+
+    def peers(self, rank: Rank) -> Rank:
+        return rank.group("data")
+
+    async def leave(self, rank: Rank, state: Any) -> None:
+        """Every rank, also those that serve, gets the mean of those that train."""
+        for bucket in await self.replica(rank):
+            if rank.role == "server":
+                bucket.data.zero_()
+            else:
+                bucket.data.div_(self.batches(rank.size))
+            await rank.all_reduce(bucket.data, "sum", bucket.name)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.rank import Rank
-from workbench.strategies._embeddings import Embeddings, trainers_mean
-from workbench.strategies._shadow import Shadow
+from workbench.strategies._embeddings import AmongTrainers
 from workbench.strategies.shadow_ma import ShadowMA
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowSyncMA(Embeddings, ShadowMA):
+class ShadowSyncMA(AmongTrainers, ShadowMA):
     """Embedding tables on servers; all else replicated, trained by workers that wait for rows only, and averaged.
 
         worker:  rows <- look up ids of its batch;   loss of the batch;   push the gradient of rows
@@ -33,9 +31,3 @@ class ShadowSyncMA(Embeddings, ShadowMA):
     Reference: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable
     Distributed Training", 2020, https://arxiv.org/abs/2003.03477; of rows alone: torch.optim.SparseAdam
     """
-
-    def peers(self, rank: Rank) -> Rank:
-        return rank.group("data")
-
-    async def leave(self, rank: Rank, state: Shadow) -> None:
-        await trainers_mean(rank, await self.replica(rank), self.batches(rank.size))
