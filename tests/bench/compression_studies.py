@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import exchange, placed
+from tests.sparse_sums import by_formula
 from workbench import simulate
 from workbench.compressors import Compressor, Zen
 from workbench.compressors._schemes import SCHEMES, Sparsity, expected
@@ -194,21 +195,6 @@ def in_virtual_time(scheme: str, p: int, density: float) -> float:
     spans = simulate(e, costs=Costs(density=density), real=False).spans
     mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == 1)]
     return float((mine.t1 - mine.t0).sum())
-
-
-def by_formula(scheme: str, p: int, d: float) -> float:
-    """Bytes for each element by Zen's docstring, of elements whose places are independent."""
-
-    def together(j: int) -> float:
-        return 1 - (1 - d) ** j
-
-    return {
-        "dense": 8 * (p - 1) / p,
-        "gather": 8 * d * (p - 1),
-        "tree": 8 * sum(together(2**i) for i in range(p.bit_length() - 1)),
-        "ring": 8 * (sum(map(together, range(1, p))) + (p - 1) * together(p)) / p,
-        "owners": (p - 1) / p * (8 * d + 4 * together(p) + 1 / 8),
-    }[scheme]
 
 
 def crossings() -> list[dict[str, Any]]:

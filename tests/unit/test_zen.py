@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.ranks import experiment, placed, run, together, toy, weights
+from tests.sparse_sums import by_formula
 from workbench import Costs, simulate
 from workbench.compressors import Compressor, Zen
 from workbench.fabric import Fabric, Link, Load, even, uneven
@@ -442,21 +443,6 @@ def test_on_a_slow_link_a_step_takes_what_its_busiest_ports_carry(scheme: str) -
     _, ops = exchanged(Zen(scheme=scheme), g, [Part("tables.0", (57, 8), 0, 456)])  # owners go by name
     want = sum(link.seconds(load.busiest, load.messages) for load in carried(ops, 4, 0))
     assert comm_seconds(simulate(e, real=True).spans, 1) == pytest.approx(want, rel=1e-9)
-
-
-def by_formula(scheme: str, p: int, d: float) -> float:
-    """Bytes for each element where each rank has a share d of all elements, at places that are independent."""
-
-    def together(j: int) -> float:
-        return 1 - (1 - d) ** j
-
-    return {
-        "dense": 8 * (p - 1) / p,
-        "gather": 8 * d * (p - 1),
-        "tree": 8 * sum(together(2**i) for i in range(p.bit_length() - 1)),
-        "ring": 8 * (sum(map(together, range(1, p))) + (p - 1) * together(p)) / p,
-        "owners": (p - 1) / p * (8 * d + 4 * together(p) + 1 / 8),
-    }[scheme]
 
 
 BIG = 2**22  # elements; sizes only

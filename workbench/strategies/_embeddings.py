@@ -146,14 +146,16 @@ class Embeddings(Shadowing):
         """Where shadows meet servers: `who`'s comes with these elements of the replica's bucket `number`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AmongTrainers(Embeddings):
-    """Trainers' shadows meet among themselves, and servers know of no round; when it is left their mean goes on."""
+class AmongTrainers:
+    """Beside Embeddings: trainers' shadows meet among themselves, and servers know of no round.
+
+    When it is left the trainers' mean goes on.
+    """
 
     def peers(self, rank: Rank) -> Rank:
         return rank.group("data")
 
-    async def leave(self, rank: Rank, state: Any) -> None:
+    async def leave(self: Any, rank: Rank, state: Any) -> None:
         """Every rank, also those that serve, gets the mean of those that train."""
         for bucket in await self.replica(rank):
             if rank.role == "server":

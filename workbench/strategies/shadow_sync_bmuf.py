@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.strategies._embeddings import AmongTrainers
+from workbench.strategies._embeddings import AmongTrainers, Embeddings
 from workbench.strategies.shadow_bmuf import ShadowBMUF
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowSyncBMUF(AmongTrainers, ShadowBMUF):
+class ShadowSyncBMUF(AmongTrainers, Embeddings, ShadowBMUF):
     """Embedding tables on servers; all else replicated, and pulled to a global model whose momentum filters the mean.
 
         worker:  rows <- look up ids of its batch;   loss of the batch;   push the gradient of rows

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.strategies._embeddings import AmongTrainers
+from workbench.strategies._embeddings import AmongTrainers, Embeddings
 from workbench.strategies.shadow_ma import ShadowMA
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowSyncMA(AmongTrainers, ShadowMA):
+class ShadowSyncMA(AmongTrainers, Embeddings, ShadowMA):
     """Embedding tables on servers; all else replicated, trained by workers that wait for rows only, and averaged.
 
         worker:  rows <- look up ids of its batch;   loss of the batch;   push the gradient of rows
