@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.ranks import ended, live, run, weights
 from tests.unit.test_zero_3 import many, seen
@@ -15,10 +16,11 @@ from workbench import KnobError, simulate
 from workbench.experiment import Experiment
 from workbench.host.budget import OutOfMemory
 from workbench.optimizers import AdamW
+from workbench.partitions import Pipeline, Tensor
 from workbench.run import require_memory
 from workbench.settings import Change
 from workbench.strategies import DDP, HSDP, DiLoCo, TorchDDP, ZeRO3, ZeROInfinity, ZeROOffload
-from workbench.tasks import ByteGPT
+from workbench.tasks import ByteGPT, Learner
 
 pytestmark = pytest.mark.ranks
 
@@ -60,8 +62,8 @@ def test_a_model_that_does_not_fit_trains_under_what_needs_less(fits: int, memor
             assert [s.error for s in sessions] == [None, None], (strategy, memory_mb)
         else:
             said = next(s.error["text"] for s in sessions if s.error and "needs" in s.error["text"])
-            wanted = rf"memory_mb={memory_mb:g}: rank \d needs [\d.]+ MB in a step \(parameters [\d.]+, gradients"
-            assert re.search(wanted, said)
+            when = r"(in a step \(parameters [\d.]+, gradients|while the model is evaluated \(parameters [\d.]+)"
+            assert re.search(rf"memory_mb={memory_mb:g}: rank \d needs [\d.]+ MB {when}", said)
 
 
 def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved() -> None:
@@ -73,6 +75,55 @@ def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved()
             require_memory(e, path, value)
     with pytest.raises(KnobError, match=r"rank \d needs .* between two steps .*what moves"):
         require_memory(lesson(strategy=ZeRO3(), memory_mb=22.5), "optimizer", AdamW(beta1=0.8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eager(ByteGPT):
+    """Its held-out windows go through the model all at once."""
+
+    def build(self) -> Learner:
+        return replace(super().build(), evaluate=_at_once)
+
+
+def _at_once(model: nn.Module) -> float:
+    seen = torch.arange(64 * 96).view(96, 64) % 256
+    return float(model(seen).log_softmax(-1).mean())
+
+
+PLACED = [{"strategy": DDP()}, {"strategy": ZeRO3()}, {"strategy": ZeROInfinity()}, {"partition": Pipeline()},
+          {"partition": Tensor()}]  # fmt: skip
+
+
+@pytest.mark.parametrize("placed", PLACED, ids=lambda placed: str(next(iter(placed.values()))))
+def test_an_evaluation_that_does_not_fit_is_refused_before_it_starts(placed: dict[str, Any]) -> None:
+    """What it computes is the same on real ranks, as they measure it, and in what is foreseen."""
+    e = replace(lesson(eval_every=3, batch=4, **placed), task=Eager())
+    sessions, model = run(e), simulate(e)
+    for session in sessions:
+        rows = model.samples[model.samples["rank"] == session.rank.id]
+        said = [list(rows[rows.name == name].value)[-1] for name in ("memory evaluation", "memory peak")]
+        late = 8e5  # the buckets before, which gloo may still have
+        assert seen(session, "memory evaluation")[-1] == pytest.approx(said[0], rel=0.02, abs=late)
+        assert seen(session, "memory peak")[-1] == pytest.approx(said[1], rel=0.05)
+    frugal = simulate(replace(e, task=ByteGPT())).samples
+    limit = 1.05 * frugal[frugal.name == "memory peak"].value.max() / 1e6
+    require_memory(replace(e, task=ByteGPT(), memory_mb=limit))
+    assert limit < needs_at_all(sessions)
+    with pytest.raises(KnobError, match=r"rank \d needs [\d.]+ MB while the model is evaluated \(.*evaluation"):
+        require_memory(replace(e, memory_mb=limit))
+
+
+def needs_at_all(sessions: list[Any]) -> float:
+    """MB of the rank that needed most."""
+    return max(max(seen(session, "memory peak")) for session in sessions) / 1e6
+
+
+def test_a_rank_whose_evaluation_nobody_foresaw_says_what_it_needed() -> None:
+    e = replace(lesson(memory_mb=30.0, steps=2), task=Eager())
+    sessions = live(e)
+    ended(sessions)
+    said = [s.error["text"] for s in sessions if s.error and "evaluated" in s.error["text"]]
+    assert len(said) == 1 and "memory_mb=30: rank 0 needs" in said[0]
 
 
 @pytest.mark.parametrize(

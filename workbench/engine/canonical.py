@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from workbench.engine.collectives import Wire
 from workbench.host.canonical import Disagreement, buffers, check_same
-from workbench.host.evaluating import distance
+from workbench.host.evaluating import rms, squares
 from workbench.host.layout import Layout
 from workbench.host.signature import description, difference, signature
 
@@ -87,14 +87,28 @@ def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: 
         yield 0.0
         return
     live = [x for x in [*weights, *buffers(model)] if x.numel()]
-    kept = [x.detach().clone() for x in live]
-    for x in live:
-        mean = x.detach().clone()
-        wire.wait(wire.all_reduce(mean.view(-1)))
-        x.data.copy_(mean.div_(wire.size))
-    count = sum(w.numel() > 0 for w in weights)
+    count, away = sum(w.numel() > 0 for w in weights), 0.0
+    kept: list[tuple[Tensor, Tensor]] = []
+    for number, x in enumerate(live):
+        if (own := _own_beside_mean(wire, x)) is not None:
+            away += squares(own, x) if number < count else 0.0
+            kept.append((x, own))
     try:
-        yield distance(kept[:count], live[:count], layout.numel)
+        yield rms(away, layout.numel)
     finally:
-        for x, own in zip(live, kept, strict=True):
+        for x, own in kept:
             x.data.copy_(own)
+
+
+def _own_beside_mean(wire: Wire, x: Tensor) -> Tensor | None:
+    """Puts the mean of all ranks' `x` into its place; returns what it was, if that is something else.
+
+    Else a model that is the same on all ranks would be there twice.
+    """
+    mean = x.detach().clone()
+    wire.wait(wire.all_reduce(mean.view(-1)))
+    if torch.equal(mean.div_(wire.size), x):
+        return None
+    own = x.detach().clone()
+    x.data.copy_(mean)
+    return own

@@ -132,7 +132,7 @@ class Compute(Stage):
 
         Called inside of torch, and for a GPU's backward on autograd's thread.
         """
-        with self.lane.chip.inside(), torch.inference_mode(False), torch.no_grad():
+        with self.lane.chip.inside(), torch.inference_mode(False), torch.no_grad(), self.ledger.aside():
             around = self.at.now
             if self.reading.phase != "evaluation":
                 self.paced(share)

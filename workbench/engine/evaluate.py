@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,11 @@ def mean_evaluated(run: Parts) -> Evaluated:
 
     Where parameters lie in shards it goes through them, and every rank evaluates.
     """
-    if run.spread is not None:
-        return _spread_out(run)
+    with run.ledger.evaluating():
+        return _spread_out(run) if run.spread is not None else _of_whole_replicas(run)
+
+
+def _of_whole_replicas(run: Parts) -> Evaluated:
     wire, found = run.control, dict[str, float]()
     own = None if run.shared.held else wire
     weights = [] if run.reading.sharded else run.layout.weights  # in shards they are one value already
@@ -57,26 +61,38 @@ def _spread_out(run: Parts) -> Evaluated:
         assert piece is not None
         return run.host.drive(evaluated(rank.group("stage"), piece.pieces, *inputs, **named))
 
-    live = [x for x in [*run.layout.weights, *buffers(run.model)] if x.numel()]
-    with torch.no_grad(), run.reading.passing("evaluation"):
-        own = flattened(live)
-        mean = own.clone().div_(rank.replicas.size)
-        run.host.drive(_asked(rank.replicas.all_reduce(mean, "sum", "parameters")))
-        values = mean.split([x.numel() for x in live])
-        with holding(live, [value.view(x.shape) for value, x in zip(values, live, strict=True)]):
-            if rank.replicas.index == 0:
-                if run.host.together is not None:
-                    run.host.refresh(run.host.together)
-                with instead(run.model, forward) if piece is not None else nullcontext():
-                    found = numbers(run.learner.evaluate, run.model)
-        drift = distance([own[: run.layout.numel]], [mean[: run.layout.numel]], run.layout.numel)
+    with torch.no_grad(), run.reading.passing("evaluation"), _mean_of_replicas(run) as drift:
+        if rank.replicas.index == 0:
+            if run.host.together is not None:
+                run.host.refresh(run.host.together)
+            with instead(run.model, forward) if piece is not None else nullcontext():
+                found = numbers(run.learner.evaluate, run.model)
         wire.wait(wire.broadcast(torch.tensor([found.get("loss", math.nan)], dtype=torch.float64), 0))
     return found if rank.id == 0 else {}, drift
 
 
+@contextmanager
+def _mean_of_replicas(run: Parts) -> Iterator[float]:
+    """Inside, what is here of the model is the mean of all replicas; yields this rank's RMS distance from it."""
+    replicas, numel = run.rank.replicas, run.layout.numel
+    if replicas.size == 1:
+        yield 0.0
+        return
+    live = [x for x in [*run.layout.weights, *buffers(run.model)] if x.numel()]
+    sizes = [x.numel() for x in live]
+    own = flattened(live)
+    mean = own.clone().div_(replicas.size)
+    run.host.drive(_asked(replicas.all_reduce(mean, "sum", "parameters")))
+    values, kept = ([part.view(x.shape) for part, x in zip(flat.split(sizes), live, strict=True)]
+                    for flat in (mean, own))  # fmt: skip
+    with holding(live, values, kept):
+        yield distance([own[:numel]], [mean[:numel]], numel)
+
+
 def known_evaluated(run: Parts, known: list[Bucket]) -> Evaluated:
     """Of what rank 0 knows, in a copy of the model: the model itself may be changed meanwhile."""
-    with torch.no_grad():
+    kept = [] if run.twin is None else [*run.twin.parameters(), *run.twin.buffers()]
+    with torch.no_grad(), run.ledger.evaluating(sum(x.nbytes for x in kept)):
         with run.host.alone:
             values = [bucket.data.clone() for bucket in known]
             own = values if run.shared.held else [bucket.data for bucket in run.layout.params()]

@@ -34,11 +34,14 @@ class Buffers:
         self.buckets: list[Bucket] = []  # where gradients lie, some of them elsewhere in every backward
         self.now = self.most = 0
         self.stepping = False
+        self.measured = False  # does what is merely measured count, too, as shards that an evaluation gathers?
 
     def take(self, who: Any, op: Op) -> None:
         """`who`, a child, asks for a collective."""
+        if op.measures and not self.measured:
+            return
         room = self.rooms.get(id(op.args[0]))  # an id is soon another tensor's, once a room is given back
-        if (room is not None and room() is op.args[0] and op.verb == "all_reduce") or op.measures:  # nearly always
+        if room is not None and room() is op.args[0] and op.verb == "all_reduce":  # nearly always
             return
         if nbytes := self._needs(op):
             self._hold(who, nbytes)

@@ -7,7 +7,8 @@ the first steps, after a change and then in one step of EVERY, for looking costs
 
 A storage belongs to the first category that has it. The peak takes buffers in flight to be there at the worst moment.
 A batch is the last one drawn. Gradients between two nodes of the graph count; what lives inside one node or call of
-torch (a layer's temporaries, an optimizer's, gloo's) is not seen, nor is what an evaluation computes.
+torch (a layer's temporaries, an optimizer's, gloo's) is not seen. Of an evaluation all that torch's calls make counts,
+in the first one after a change and then in one in EVERY steps; the peak has it where others are to come.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from workbench.host.budget import require_fits
 from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
 from workbench.host.counted import Counts
+from workbench.host.following import Following
 from workbench.host.offload import Offloaded
 from workbench.rank import Memory
 
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "batches", "strategy state",
-              "compressor state", "buffers in flight")  # fmt: skip
+              "compressor state", "buffers in flight", "evaluation")  # fmt: skip
 PASSING = ("gradients", "activations")  # which are there in a step only
+ALONE = "evaluation"  # which is there between two steps only
 EVERY = 32  # steps between two in which activations are looked at
 FRESH = 3  # steps that are looked at in any case, at the start and after a change
 NOTICED = 0.01  # of a category: a smaller change is not written down
@@ -60,6 +63,10 @@ class Ledger:
         self._counted = 0  # and those that were counted with what stays
         self._surge = 0  # bytes that a hand-over takes besides what stays after it
         self._told: tuple[Any, dict[str, int]] | None = None  # what was written last, and of what that was made
+        self._following: Following | None = None  # of the evaluation under way
+        self._evaluated = 0  # the peak of the last evaluation that was looked at, if others like it are to come
+        self._evaluated_at = -1  # and the step before which that was; -1: nobody has looked since a change
+        self._step = 0, 0  # bytes of parameters that the last step held beyond what stays, and of buffers in flight
 
     # -- between steps --
 
@@ -69,6 +76,7 @@ class Ledger:
         Raises OutOfMemory where that, or what the change took besides, is more than `memory_mb`.
         """
         self._fresh, self._seen = FRESH, None
+        self._evaluated, self._evaluated_at = 0, -1
         told = self._write(between=True)
         self._require(told, "between two steps")
         self._surge = 0
@@ -91,6 +99,7 @@ class Ledger:
         self._stands()
         self.buffers.turn(stepping=True)
         self._held = self._holds
+        self._evaluated = self._evaluated if self._run.experiment.eval_every else 0
         self.due = self._fresh > 0 or self._run.rank.step - self._last >= EVERY
         if self.due:
             self._most, self._together, self._inputs, self._told = {}, 0, [], None
@@ -101,7 +110,9 @@ class Ledger:
             self._note("gradients", self._counts.gradients())
             self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
             self._inputs = []
-        self._require(self._write(), "in a step")
+        told = self._write()
+        self._step = max(0, (self._held or 0) - (self._holds or 0)), told["buffers in flight"]
+        self._require(told, "in a step")
         self.due = False
 
     def _require(self, told: dict[str, int], when: str) -> None:
@@ -111,6 +122,49 @@ class Ledger:
             if when != "in a step":
                 of = of | dict.fromkeys(PASSING, 0) | {"gradients": self._standing["gradients"]}
             require_fits(run.rank.id, limit, told["peak"], of | {"what moves": self._surge}, when)
+
+    # -- while the model is evaluated --
+
+    @property
+    def looks(self) -> bool:
+        """Is the next evaluation looked at? Nearly all are like the one before."""
+        return self._evaluated_at < 0 or self._run.rank.step - self._evaluated_at >= EVERY
+
+    @contextmanager
+    def evaluating(self, kept: int = 0) -> Iterator[None]:
+        """Within it, on this thread, the model is evaluated. kept: bytes that are there for evaluations alone"""
+        if not self.looks:
+            yield
+            return
+        self._held, self.buffers.measured = self._holds, self._run.reading.sharded
+        self.buffers.turn(stepping=False)
+        self._following = following = Following()
+        try:
+            with following:
+                yield
+        finally:
+            self._following, self.buffers.measured = None, False
+        self.evaluated(kept + following.most[0], self.buffers.turn(stepping=False))
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Within it nothing is made that an evaluation computes: it brings parameters, which count as such."""
+        return self._following.standing_aside() if self._following is not None else nullcontext()
+
+    def evaluated(self, nbytes: int, moved: int | None = None) -> None:
+        """An evaluation has made so many bytes, and `moved` were in flight for it; None: as in a step, shards too.
+
+        Raises OutOfMemory where that is more than `memory_mb`.
+        """
+        if moved is None:
+            more, moved = self._step
+            self._held = None if self._holds is None else self._holds + more
+        self._stands()
+        told = self._there(moved) | {"batches": self._most.get("batches", 0), ALONE: nbytes, "peak": 0}
+        told["peak"] = sum(told.values())
+        self._held, self._told = self._holds, None
+        self._evaluated, self._evaluated_at = told["peak"], self._run.rank.step
+        self._write_down({ALONE: nbytes, "peak": told["peak"]})
+        self._require(told, "while the model is evaluated")
 
     # -- in a step --
 
@@ -191,6 +245,13 @@ class Ledger:
         rooms = {id(b.data): weakref.ref(b.data) for b in buckets if len(b.parts) > 1 or b.data.is_meta}
         return nbytes, {where: weakref.ref(storage) for where, storage in known.items()}, list(buckets), rooms
 
+    def _there(self, moved: int) -> dict[str, int]:
+        """By category what is there between two steps; `moved`: in flight."""
+        now = self._standing | {"buffers in flight": moved}
+        if self._held is not None:
+            now["parameters"] += self._held - self._counted
+        return now
+
     def _write(self, between: bool = False) -> dict[str, int]:
         """Writes down what has changed; returns all of it. between: two steps, so that nothing is computed"""
         self._stands()
@@ -199,11 +260,8 @@ class Ledger:
         if not self.due and self._told is not None and self._told[0] == made_of:
             return self._told[1]  # a step like the one before it, as nearly all are
         room = self._standing["gradients"]
-        now = self._standing | self._most
+        now = self._there(moved) | self._most
         now["gradients"] = max(room, now["gradients"])
-        if self._held is not None:
-            now["parameters"] += self._held - self._counted
-        now["buffers in flight"] = moved
         together = room + self._surge if between else max(self._together, room)
         told = {category: now[category] for category in CATEGORIES if category in now}
         others = sum(v for k, v in told.items() if k not in PASSING)
@@ -211,13 +269,17 @@ class Ledger:
         if self.due or not self._written:
             told |= self._beside()
         told |= {f"on {where}": nbytes for where, nbytes in away.items()}
+        self._write_down(told | {"peak": max(told["peak"], self._evaluated)})
+        self._told = made_of, told
+        return told
+
+    def _write_down(self, told: dict[str, int]) -> None:
+        """Into the record, what is new."""
         for name, value in told.items():
             before = self._written.get(name)
             if before is None or abs(value - before) > NOTICED * before:
                 self._written[name] = value
                 self._run.sample(f"memory {name}", value)
-        self._told = made_of, told
-        return told
 
 
 def _filled(memory: Memory) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from workbench.host.checksum import checksum
 from workbench.host.crossing import received
 from workbench.host.cutting import through
 from workbench.host.flow import Flow
+from workbench.host.following import arrived
 from workbench.host.piece import tensors_of
 from workbench.partitions import Partition
 from workbench.rank import Op, Rank, StrategyError
@@ -100,11 +101,14 @@ async def evaluated(rank: Rank, pieces: Sequence[Sequence[nn.Module]], *inputs: 
     for number, parts in enumerate(pieces):
         if number or rank.index:
             inputs, named = (await received(rank, (rank.index - 1) % rank.size, "activation"),), {}
+            arrived(inputs)
         x = await Op("do", partial(through, parts, *inputs, **named))  # where slices meet, too
         if rank.index < last or number < len(pieces) - 1:
             await rank.send(x, (rank.index + 1) % rank.size, "activation")
     if rank.index < last:
-        return await _answered(rank, last)
+        x = await _answered(rank, last)
+        arrived(x)
+        return x
     for other in range(last):
         await _answer(rank, x, other)
     return x

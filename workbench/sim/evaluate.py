@@ -17,6 +17,7 @@ from workbench.host.crew import together
 from workbench.host.cutting import instead
 from workbench.host.drive import Later, drive
 from workbench.host.evaluating import Evaluated, distance, holding, numbers
+from workbench.host.following import Following
 from workbench.host.pipelining import evaluated
 from workbench.host.spread import Spread
 from workbench.rank import Bucket, Op, Rank
@@ -35,8 +36,10 @@ def mean_evaluated(ranks: list[Tensors]) -> list[Evaluated]:
              for same in zip(*every, strict=True)]  # fmt: skip
     count = 0 if sharded else len(first.layout.weights)
     drifts = [distance(own[:count], means[:count], first.layout.numel) for own in every]
-    with holding(every[0], means):
+    with holding(every[0], means), Following() as following:
         found = numbers(first.learner.evaluate, first.model)
+    for rank in ranks if sharded else [first]:
+        (rank.computed,) = following.most
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
@@ -74,21 +77,24 @@ def _evaluated(stages: list[Tensors], ask: Ask) -> dict[str, float]:
     def forward(*inputs: Any, **named: Any) -> Any:
         pieces = [rank.piece.pieces for rank in stages if rank.piece is not None]
         count = len(pieces)
-        return _passed_on([evaluated(Rank(k, count), its, *inputs, **named) for k, its in enumerate(pieces)])[0]
+        every = [evaluated(Rank(k, count), its, *inputs, **named) for k, its in enumerate(pieces)]
+        return _passed_on(every, following)[0]
 
-    first = stages[0]
+    first, following = stages[0], Following(len(stages))
     for rank in stages:
         rank.ask = ask
         rank.model.eval()
     try:
-        with instead(first.model, forward) if first.piece is not None else nullcontext():
+        with instead(first.model, forward) if first.piece is not None else nullcontext(), following:
             return numbers(first.learner.evaluate, first.model)
     finally:
+        for rank, most in zip(stages, following.most, strict=True):
+            rank.computed = most
         for rank in stages:
             rank.model.train()
 
 
-def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]]) -> list[Any]:
+def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]], following: Following) -> list[Any]:
     """What each stage's coroutine returns, one running after the other; a message waits until it is asked for."""
     letters: dict[tuple[int, int, str], deque[Tensor]] = defaultdict(deque)
     waits, found = dict[int, tuple[int, int, str]](), dict[int, Any]()
@@ -106,8 +112,10 @@ def _passed_on(stages: Sequence[Coroutine[Op, Any, Any]]) -> list[Any]:
     while ready := [k for k in range(len(stages)) if k not in found and (k not in waits or letters[waits[k]])]:
         for k in ready:
             came = (letters[where := waits.pop(k)].popleft(), where[0]) if k in waits else None
+            following.at = k
             with suppress(Later):
                 found[k] = drive(stages[k], partial(perform, k), value=came)
+    following.at = None
     return [found[k] for k in range(len(stages))]
 
 
@@ -126,5 +134,7 @@ def known_evaluated(rank: Tensors, known: list[Bucket], evaluate: bool) -> Evalu
     drift = distance(own, values, rank.layout.numel)
     if not evaluate:
         return {}, drift
-    with holding(own, values):
-        return numbers(rank.learner.evaluate, rank.model), drift
+    with holding(own, values), Following() as following:
+        found = numbers(rank.learner.evaluate, rank.model)
+    (rank.computed,) = following.most
+    return found, drift

@@ -34,7 +34,8 @@ def require_memory(e: Experiment, path: str = "", value: Any = None) -> None:
         return
     before = STEPS + min(MOST, longest(e.strategy)) if path else 0
     steps, healthy = before + STEPS + min(MOST, longest(wanted.strategy)), replace(e.fabric, faults=())
-    short = replace(e, steps=steps, eval_every=0, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
+    last = steps if e.eval_every else 0  # an evaluation once all is there
+    short = replace(e, steps=steps, eval_every=last, pace=e.pace or 1.0, fabric=healthy, policy=ByHand())
     try:
         run = simulate(short, changes=[Change(before, path, value)] if path else [], real=False)
     except OutOfMemory as error:

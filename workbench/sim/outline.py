@@ -105,6 +105,11 @@ class Outline:
         found = self.passes.kept(self.model, batch, layers, self.split, counts)
         return None if found is None else [found]
 
+    def evaluated(self) -> int | None:
+        """What computing the held-out numbers makes here; None: nobody can tell."""
+        found = self.passes.evaluated(self.model, None, self.split)
+        return None if found is None else found[0]
+
     def rows(self, batch: int, layout: Layout) -> dict[str, torch.Tensor]:
         """Which rows of embedding tables a batch reads."""
         return self.passes.rows(batch, layout)
@@ -193,6 +198,10 @@ class StageOutline(Outline):
         """What a piece of this stage makes of one of `count` micro-batches; the last of the model the loss."""
         made = self.passes.crossing(self.model, self.stages, batch, count, self.split)
         return made[chunk * len(self.stages) + self.number]
+
+    def evaluated(self) -> int | None:
+        found = self.passes.evaluated(self.model, self.stages, self.split)
+        return None if found is None else found[self.number]
 
     def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[Kept] | None:
         """By piece of this stage what one micro-batch keeps; None where nobody can tell."""

@@ -21,6 +21,7 @@ from workbench.host.splitting import Split
 from workbench.host.tables import read
 from workbench.host.together import computing
 from workbench.host.trial import Listening, Trial
+from workbench.sim.evaluation import computed
 from workbench.sim.known import Kept, kept_in, kept_of
 from workbench.tasks import Learner
 
@@ -38,7 +39,7 @@ class Passes:
 
     def __init__(self, e: Experiment, learner: Learner, seen: dict[Any, Any] | None) -> None:
         self._learner, self._batch, self._ranks, self._seed = learner, e.batch, e.ranks, e.seed
-        self._seen = dict[Any, Any]() if seen is None else seen
+        self._seen, self._budget = dict[Any, Any]() if seen is None else seen, bool(e.memory_mb)
 
     def trial(self, model: nn.Module, layers: Partition) -> Trial | None:
         """What a forward and a backward read, and in which order gradients appear; None where it cannot be run here."""
@@ -87,6 +88,22 @@ class Passes:
             return nbytes_of(self._drawn(batch))
         except Exception:
             return 0
+
+    def evaluated(self, model: nn.Module, stages: Stages | None, split: Split | None) -> list[int] | None:
+        """By stage what computing the held-out numbers makes; None where nobody can tell.
+
+        A task whose functions are not `pure` is asked only where there is a budget to keep.
+        """
+        if not (self._learner.pure or self._budget) or self._learner.evaluate is None:
+            return None
+
+        def look() -> list[int] | None:
+            try:
+                return computed(model, self._learner, stages, split, self._seed)
+            except Exception:
+                return None
+
+        return self._once(("evaluated", stages and tuple(map(len, stages.pieces)), _said(split)), look)
 
     def rows(self, batch: int, layout: Layout) -> dict[str, Tensor]:
         """Which rows of embedding tables one batch reads."""

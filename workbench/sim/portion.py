@@ -64,6 +64,7 @@ class Portion:
     _together: Together | None = None
     _checkpointed: Checkpointed | None = None
     again: tuple[float, ...] = (0.0,)
+    computed: int | None = None  # bytes that computing the last held-out numbers made here
 
     def __init__(self) -> None:
         self._batches: dict[int, Any] = {}  # those that are to go through the stages
@@ -192,6 +193,9 @@ class Portion:
         assert self.piece is not None
         there = self._there(chunk) if exchanged else []
         self._gathered(partial(self.piece.weights, self.flow.number(micro), chunk), exchanged, first, there)
+
+    def evaluated(self) -> int | None:
+        return self.computed
 
     def told(self, loss: Tensor) -> None:
         """What a batch's loss was, on all stages."""

@@ -24,6 +24,7 @@ from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op
 from workbench.sim.changes import Turnable
 from workbench.sim.evaluate import known_evaluated, mean_evaluated
+from workbench.sim.evaluation import taken
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
 from workbench.sim.known import Known
@@ -219,13 +220,22 @@ class Session(Turnable):
 
     async def mean_evaluated(self) -> Evaluated:
         lasts = costs.evaluate if (costs := self.world.costs) else 0.0
-        return await Op("together", "evaluate", self.body, self._mean, lasts)
+        found: Evaluated = await Op("together", "evaluate", self.body, self._mean, lasts)
+        self._count_evaluation(together=True)
+        return found
 
     def _mean(self, bodies: list[Any]) -> list[Evaluated]:
         return mean_evaluated(bodies) if self.world.real else [({}, None)] * len(bodies)
 
     async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
-        return known_evaluated(self.body, known, self.rank.id == 0) if self.world.real else ({}, None)
+        found = known_evaluated(self.body, known, self.rank.id == 0) if self.world.real else ({}, None)
+        self._count_evaluation(together=False)
+        return found
+
+    def _count_evaluation(self, together: bool) -> None:
+        """What it takes where each rank has memory of its own."""
+        if self.ledger.looks and (nbytes := taken(self, together, self.body.evaluated())) is not None:
+            self.ledger.evaluated(nbytes)
 
     def _await(self, fiber: Fiber) -> None:
         self._awaiting = fiber

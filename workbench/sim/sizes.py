@@ -236,6 +236,9 @@ class Sizes(Drawn):
         """By piece what one batch, or a micro-batch of it, keeps for its backward."""
         return self._outline.kept(batch, self._count if self.piece else 1, self.layers, counts)
 
+    def evaluated(self) -> int | None:
+        return self._outline.evaluated()
+
     @property
     def alike(self) -> dict[Any, Any]:
         """What one rank found out of its memory, for the others."""

@@ -17,7 +17,8 @@ from workbench.tasks._shards import by_files, dealt
 from workbench.tasks._source import ends, source
 from workbench.tasks._split import Colwise, Plan, Rowwise, Scatter, Sequence
 
-HELD_OUT = 48  # windows that the held-out loss is taken over
+HELD_OUT = 48  # windows that the held-out loss is taken over,
+AT_ONCE = 8  # and so many go through the model at a time, so that an evaluation takes no more memory than a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,4 +199,4 @@ def _held_out(context: int, model: nn.Module) -> float:
     windows = _windows(context, held_out=True)
     place = torch.linspace(0, len(windows) - 1, HELD_OUT).long()
     where = next(model.parameters()).device
-    return float(_loss(model, windows[place].to(where)))
+    return float(torch.stack([_loss(model, windows[some].to(where)) for some in place.split(AT_ONCE)]).mean())

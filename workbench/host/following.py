@@ -1,0 +1,118 @@
+"""What torch's calls make, for as long as anybody has it: bytes of an evaluation, of which autograd keeps nothing.
+
+Nothing here knows a wire, a clock or a strategy. What lives inside one call (a convolution's own buffers) is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_iter
+
+from workbench.host.memory import storage_of
+
+_READ = torch.ops.aten._local_scalar_dense.default  # reads a number out of a tensor
+
+
+class Following(TorchDispatchMode):
+    """Inside, each storage that a call of torch makes on this thread counts until it is let go.
+
+    ranks: so many have one model in turn, as where one process computes the stages of a pipeline
+    sizes: may tensors have no values? A number that is read out of one is zero, then
+    at:    whose calls these are; None: each rank makes them, and has the result
+    aside: does nothing count that is made now?
+    most:  by rank, bytes at the worst moment
+    """
+
+    def __init__(self, ranks: int = 1, sizes: bool = False) -> None:
+        super().__init__()
+        self.at: int | None = None
+        self.aside = False
+        self.most, self._now = [0] * ranks, [0] * ranks
+        self._sizes = sizes
+        self._there: dict[tuple[int, int], Any] = {}  # weakly, by rank and by what tells storages apart
+        self._gone: list[tuple[int, int]] = []  # ranks and bytes that were let go since the last look
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch loads its compiler, to keep it out, which costs seconds."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _READ and self._sizes and isinstance(args[0], _fake()):
+            return 0.0 if args[0].is_floating_point() else 0
+        made = func(*args, **kwargs)
+        if not self.aside and _makes(func):
+            given = {where for x in _tensors((args, kwargs)) if (where := _where(x))}
+            for x in _tensors(made):
+                if _where(x) not in given:
+                    self.take(x)
+        return made
+
+    @contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """Within it nothing counts that is made."""
+        was, self.aside = self.aside, True
+        try:
+            yield
+        finally:
+            self.aside = was
+
+    def take(self, x: Tensor, rank: int | None = None) -> None:
+        """It counts until it is let go, for `rank` or for those who compute now."""
+        storage, rank = storage_of(x), self.at if rank is None else rank
+        if storage is None:
+            return
+        while self._gone:
+            who, nbytes = self._gone.pop()
+            self._now[who] -= nbytes
+        for who in range(len(self._now)) if rank is None else (rank,):
+            key, nbytes = (who, storage._cdata), storage.nbytes()
+            if key not in self._there:
+                self._there[key] = weakref.ref(storage, partial(self._let_go, key, nbytes))
+                self._now[who] += nbytes
+                self.most[who] = max(self.most[who], self._now[who])
+
+    def _let_go(self, key: tuple[int, int], nbytes: int, _: object = None) -> None:
+        if self._there.pop(key, None) is not None:
+            self._gone.append((key[0], nbytes))
+
+
+def arrived(x: Any) -> None:
+    """Another rank has sent `x`, or what is in it: it counts with those that follow, for who computes now."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Following):
+            for one in _tensors(x):
+                mode.take(one)
+
+
+@cache
+def _makes(func: Any) -> bool:
+    """Does a call make a tensor that shows no other's memory?"""
+    return any(made.alias_info is None for made in func._schema.returns)
+
+
+def _tensors(thing: Any) -> Iterator[Tensor]:
+    return (x for x in tree_iter(thing) if isinstance(x, Tensor))
+
+
+def _where(x: Tensor) -> int:
+    """What tells the storages of what lives apart; 0 for what has none."""
+    storage = storage_of(x)
+    return 0 if storage is None else int(storage._cdata)
+
+
+@cache
+def _fake() -> type[Tensor]:
+    """The class of tensors without values that say that they lie somewhere; torch is slow to bring it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
