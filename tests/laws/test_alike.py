@@ -104,11 +104,19 @@ def test_a_replica_on_several_ranks_does_what_every_replica_does(way: Any, fabri
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"strategy": ZeRO3()}, {"strategy": HSDP(group=8)}, {"partition": Pipeline(stages=4, micros=8), "batch": 32}],
-    ids=["DDP", "ZeRO3", "HSDP", "Pipeline"],
-)
+    [{}, {"strategy": ZeRO3()}, {"strategy": HSDP(group=8)}, {"partition": Pipeline(stages=4, micros=8), "batch": 32},
+     {"partition": Pipeline(stages=2, micros=4, of=Tensor(sequence=True, checkpoint="units")), "batch": 32},
+     {"partition": Tensor(ways=4), "batch": 32, "strategy": LocalSGD(every=2)}],
+    ids=["DDP", "ZeRO3", "HSDP", "Pipeline", "Pipeline of Tensor", "Tensor"],
+)  # fmt: skip
 def test_sixty_four_ranks_on_eight_sites_do_to_the_bit_what_the_first_does(change: dict[str, Any]) -> None:
     stands_for_all(replace(E, ranks=64, steps=3, fabric=replace(SITES, site=8), task=ByteGPT(layers=4), **change))
+
+
+def test_slices_of_a_stage_look_after_unlike_parameters_and_none_stands_for_another() -> None:
+    few = simulate(replace(E, partition=Pipeline(stages=2, micros=4, of=Tensor()), batch=32), alike=True)
+    sent = [sorted(row[6] for row in spans(few, rank) if row[1] == "comm") for rank in range(4)]
+    assert sent[0] != sent[1] and sent[2] != sent[3]
 
 
 class Teller(DDP):

@@ -1,7 +1,8 @@
 """When the ranks of one replica may stand for those at their place in all others, so that thousands cost as few do.
 
 Replicas that compute alike, over wires that are alike, and meet in nothing but collectives do the same at the same
-time. Then the first replica's ranks are simulated alone, in groups of their full size.
+time. Then the first replica's ranks are simulated alone, in groups of their full size. All of them: the slices of one
+stage are not alike, for each looks after other parameters that all have (`Split.owners`), so it exchanges other bytes.
 """
 
 from __future__ import annotations
