@@ -26,7 +26,7 @@ class Costs:
               operations: (encode, decode) for most, while the rank's step waits
     beside:   the same while the rank computes, with which the codec may share a core; of others that of `codec`
     slows:    seconds by which the rank computes longer for each second that its codec works meanwhile
-    wire:     what a collective costs where the Link is not shaped
+    wire:     what a collective costs where the Link is not shaped, and takes at least where it is
     post:     the same of a message, between ranks without such a Link; not known: as a collective of its bytes
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to nothing else
@@ -136,8 +136,8 @@ class Costs:
     kind = staticmethod(kind)
 
     def __or__(self, other: Costs) -> Costs:
-        """These costs with the codecs, and the arithmetic of strategies, that `other` knows, too."""
+        """These costs with the codecs, the arithmetic of strategies and the bare wire that `other` knows, too."""
         names = ("codec", "beside", "coder", "flop", "asked")
         both: dict[str, Any] = {name: {**getattr(self, name), **getattr(other, name)} for name in names}
-        both["post"] = self.post if any(self.post) else other.post
+        both |= {name: one if any(one := getattr(self, name)) else getattr(other, name) for name in ("wire", "post")}
         return replace(self, **both)
