@@ -3,7 +3,7 @@
     python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list]
 
 The model is transformers', small, built from its configuration and never trained before. Calibrated are: DDP on a Link
-that no setting has; the bare wire without one; on that Link each compressor, and each way of spreading or stepping
+that no setting has; so are messages too short for it; on it each compressor, and each way of spreading or stepping
 that has arithmetic of its own, once.
 Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
 included. A setting that fails is said and left out; the next start tries it again.
@@ -131,8 +131,8 @@ def settings() -> Iterator[tuple[str, Experiment]]:
 
 def calibrations() -> dict[str, Experiment]:
     """What costs are measured from, by name: each adds what it alone has."""
-    wire = replace(KNOWN, fabric=Fabric(), compressor=Zen.usual(), bucket_mb=0.25)  # short messages and long ones
-    found = {"DDP": KNOWN, "bare wire": wire}
+    short = replace(KNOWN, compressor=TopK.usual(), bucket_mb=0.25)  # of which the Link asks less than they take
+    found = {"DDP": KNOWN, "short messages": short}
     found |= {name: replace(KNOWN, compressor=compressor) for name, compressor in compressors().items()}
     ways = {"KFAC": KFAC(), "Newton": strategies()["Newton"]}
     return found | {name: replace(KNOWN, strategy=way) for name, way in ways.items()}
@@ -161,14 +161,14 @@ class Campaign:
         """Of DDP, and of all calibrations or those that are needed."""
         wanted = calibrations()
         known = self.found["costs"]
-        for name in dict.fromkeys(("DDP", "bare wire", *(needed or wanted))):
+        for name in dict.fromkeys(("DDP", "short messages", *(needed or wanted))):
             if name not in known:
                 known[name] = costs_as_plain(Costs.measured(_longer(self._ran, wanted[name])))
                 self._keep()
                 print(f"calibrated: {name}", flush=True)
         every = {name: costs_from_plain(plain) for name, plain in known.items()}
         costs = every["DDP"]
-        for name in dict.fromkeys(("bare wire", *every)):  # first, so that a codec is priced by its own calibration
+        for name in dict.fromkeys(("short messages", *every)):  # first, so that each codec has its own prices
             costs = costs | every[name]
         return costs
 
@@ -219,9 +219,9 @@ def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
         f"## A Llama of transformers\n\nWritten by `python -m tests.bench llama` from `docs/data/llama.json`. {RANKS} "
         f"real ranks, four layers of width 128, {PACE:g} ms of paced compute per step, four times that where a replica "
         f"is several ranks; buckets of 1 MB, a run for each setting, the mean of {COUNTED} steps. Calibrated on DDP "
-        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there; the bare wire "
-        f"on Zen without a Link. The worst first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n"
-        + "\n".join(lines) + "\n"
+        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there, and messages "
+        f"that are shorter than their transfer on TopK in buckets of 0.25 MB. {found.get('about', '')} The worst "
+        f"first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n" + "\n".join(lines) + "\n"
         + (f"\nNot run:\n{others}\n" if others else "")
         + f"\n*{machine.get('date')}; {machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; "
         f"commit {machine.get('commit')}; 15-minute load {machine.get('load', 0):.1f}.*\n"

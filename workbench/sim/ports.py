@@ -2,7 +2,7 @@
 
 On a shaped Link exactly as the engine shapes: time runs from the arrival of the last participant, operations queue
 on the port, in and out do not disturb each other. Off a Link by the measured cost of a collective, if there is one;
-on one no collective ends before that, either: a short one waits for processes to take turns, not for the Link.
+on one none ends before its transfer does, either: a short one waits for processes to take turns, not for the Link.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Ports:
         self.free[here] = end
         if self.costs is None:
             return began, own, end
-        bare = self.costs.wire.seconds(load.busiest, load.messages)  # it really happens first, then ranks sleep
+        wire = self.costs.linked if any(self.costs.linked) else self.costs.wire
+        bare = wire.seconds(load.busiest, load.messages)  # it really happens first, then ranks sleep
         return began, own, now + later(end + self.costs.late - now, bare)
 
     def post(self, now: float, fabric: Fabric, source: int, to: int, nbytes: int) -> tuple[float, float, float]:
