@@ -273,5 +273,5 @@ def costs_as_plain(costs: Costs) -> dict[str, Any]:
 def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
     phases = {k: tuple(Duration(*d) for d in plain[k]) for k in ("forward", "backward", "update")}
     tuples = {name: {k: tuple(v) for k, v in plain.get(name, {}).items()} for name in ("codec", "beside", "coder")}
-    wires = {name: AlphaBeta(*plain[name]) for name in ("wire", "post") if name in plain}
+    wires = {name: AlphaBeta(*plain[name]) for name in ("wire", "linked", "post") if name in plain}
     return Costs(**{**plain, **phases, **tuples, **wires})

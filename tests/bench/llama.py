@@ -3,7 +3,8 @@
     python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list]
 
 The model is transformers', small, built from its configuration and never trained before. Calibrated are: DDP on a Link
-that no setting has; on it each compressor, and each way of spreading or stepping that has arithmetic of its own, once.
+that no setting has; so are messages too short for it; on it each compressor, and each way of spreading or stepping
+that has arithmetic of its own, once.
 Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
 included. A setting that fails is said and left out; the next start tries it again.
 """
@@ -26,7 +27,7 @@ from tests.bench import beside
 from tests.bench.cells import costs_as_plain, costs_from_plain
 from tests.bench.methods import method
 from workbench import Experiment, Lab, simulate
-from workbench.compressors import Cast, Compressor, TopK
+from workbench.compressors import Cast, Compressor, TopK, Zen
 from workbench.fabric import Fabric, Link
 from workbench.partitions import Pipeline, Tensor
 from workbench.record.store import write_atomically
@@ -130,7 +131,8 @@ def settings() -> Iterator[tuple[str, Experiment]]:
 
 def calibrations() -> dict[str, Experiment]:
     """What costs are measured from, by name: each adds what it alone has."""
-    found = {"DDP": KNOWN}
+    short = replace(KNOWN, compressor=TopK.usual(), bucket_mb=0.25)  # of which the Link asks less than they take
+    found = {"DDP": KNOWN, "short messages": short}
     found |= {name: replace(KNOWN, compressor=compressor) for name, compressor in compressors().items()}
     ways = {"KFAC": KFAC(), "Newton": strategies()["Newton"]}
     return found | {name: replace(KNOWN, strategy=way) for name, way in ways.items()}
@@ -138,6 +140,11 @@ def calibrations() -> dict[str, Experiment]:
 
 def _wire(e: Experiment) -> str:
     return f"{e.fabric.link.bandwidth:g} Mbit/s, {e.fabric.link.latency:g} ms"
+
+
+def _real(e: Experiment) -> bool:
+    """Does it look at values? Zen chooses for each bucket by how much of it is not zero: one share for all misleads."""
+    return method(type(e.strategy).__name__).real or isinstance(e.compressor, Zen)
 
 
 class Campaign:
@@ -154,15 +161,15 @@ class Campaign:
         """Of DDP, and of all calibrations or those that are needed."""
         wanted = calibrations()
         known = self.found["costs"]
-        for name in ["DDP", *(needed or wanted)]:
+        for name in dict.fromkeys(("DDP", "short messages", *(needed or wanted))):
             if name not in known:
                 known[name] = costs_as_plain(Costs.measured(_longer(self._ran, wanted[name])))
                 self._keep()
                 print(f"calibrated: {name}", flush=True)
         every = {name: costs_from_plain(plain) for name, plain in known.items()}
         costs = every["DDP"]
-        for other in every.values():
-            costs = costs | other
+        for name in dict.fromkeys(("short messages", *every)):  # first, so that each codec has its own prices
+            costs = costs | every[name]
         return costs
 
     def measure(self, name: str, e: Experiment, costs: Costs, real: bool = False) -> None:
@@ -212,7 +219,8 @@ def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
         f"## A Llama of transformers\n\nWritten by `python -m tests.bench llama` from `docs/data/llama.json`. {RANKS} "
         f"real ranks, four layers of width 128, {PACE:g} ms of paced compute per step, four times that where a replica "
         f"is several ranks; buckets of 1 MB, a run for each setting, the mean of {COUNTED} steps. Calibrated on DDP "
-        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there. The worst "
+        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there, and messages "
+        f"that are shorter than their transfer on TopK in buckets of 0.25 MB. {found.get('about', '')} The worst "
         f"first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n" + "\n".join(lines) + "\n"
         + (f"\nNot run:\n{others}\n" if others else "")
         + f"\n*{machine.get('date')}; {machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; "
@@ -243,7 +251,7 @@ def main() -> None:
         names = {name for name in calibrations() if any(name in n.replace(",", "").split() for n, _ in wanted)}
         costs = campaign.costs(sorted(names) if a.only else ())
         for name, e in wanted:
-            campaign.measure(name, e, costs, method(type(e.strategy).__name__).real)
+            campaign.measure(name, e, costs, _real(e))
     errors = [abs(r["predicted"] / r["measured"] - 1) for r in campaign.found["rows"] if "measured" in r]
     if errors:
         print(f"{len(errors)} settings: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")

@@ -27,6 +27,8 @@ class Costs:
     beside:   the same while the rank computes, with which the codec may share a core; of others that of `codec`
     slows:    seconds by which the rank computes longer for each second that its codec works meanwhile
     wire:     what a collective costs where the Link is not shaped
+    linked:   what its transfer takes at least where it is, between processes that sleep and take turns; not known: as
+              `wire` says
     post:     the same of a message, between ranks without such a Link; not known: as a collective of its bytes
     late:     seconds by which a collective on a shaped Link ends after its time (sleeping is not exact)
     between:  seconds of a step that belong to nothing else
@@ -50,6 +52,7 @@ class Costs:
     beside: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     slows: float = 0.0
     wire: AlphaBeta = AlphaBeta()
+    linked: AlphaBeta = AlphaBeta()
     post: AlphaBeta = AlphaBeta()
     late: float = 0.0
     between: float = 0.0
@@ -77,8 +80,9 @@ class Costs:
         stretched; per compressor the seconds per byte of each stretch of codec work until the last rank was through it,
         in the mean, with compute beside it and without, and by how much such compute was longer; off a Link the wire's
         two numbers by least squares over the medians of each collective's transfer (last arrival to end), on one
-        how late collectives end; the median of what a step lasts beyond compute and waiting; the evaluation; the
-        median of the Samples "density", which compressors write whose choice depends on the data.
+        how late collectives end, and the mean of those for which it asks less than a third of what they take; the
+        median of what a step lasts beyond compute and waiting; the evaluation; the median of the Samples "density",
+        which compressors write whose choice depends on the data.
         """
         return cls(**measured(run))
 
@@ -136,8 +140,9 @@ class Costs:
     kind = staticmethod(kind)
 
     def __or__(self, other: Costs) -> Costs:
-        """These costs with the codecs, and the arithmetic of strategies, that `other` knows, too."""
+        """These costs with the codecs, the arithmetic of strategies and the wires that `other` knows, too."""
         names = ("codec", "beside", "coder", "flop", "asked")
         both: dict[str, Any] = {name: {**getattr(self, name), **getattr(other, name)} for name in names}
-        both["post"] = self.post if any(self.post) else other.post
+        wires = ("wire", "linked", "post")
+        both |= {name: one if any(one := getattr(self, name)) else getattr(other, name) for name in wires}
         return replace(self, **both)

@@ -7,7 +7,7 @@ of its numbers is found among the spans.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from workbench.sim.measure_codecs import By, codecs, slows
 from workbench.sim.measure_own import asked, coders, flops
 
 WARM = 2  # steps at the beginning and after a change that are not like the others
+SHORT = 3.0  # times as long as the Link asks
+FEW = 20  # collectives from which that can be told
 ENOUGH = 200  # steps that a median is taken over; more only cost time
 
 
@@ -33,7 +35,7 @@ def measured(run: Run) -> dict[str, Any]:
     durations = {phase: about.durations(phase) for phase in PHASES}
     codec, beside = about.codecs()
     rest = {"wire": about.wire(), "late": about.late(), "between": about.between(), "slows": about.slows}
-    rest["post"] = posted(about.spans, about.at)
+    rest |= {"post": posted(about.spans, about.at), "linked": about.linked()}
     rest |= {"codec": codec, "beside": beside, **about.own()}
     return {**durations, **rest, "evaluate": about.evaluation(), "density": about.density()}
 
@@ -137,16 +139,30 @@ class _Recorded:
         best = _not_negative(x * weight[:, None], y * weight)
         return AlphaBeta(*best)
 
-    def late(self) -> float:
-        """How late a collective ends on a Link, against its own description."""
+    def _shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Of collectives on a Link, those alike together: how many messages each is, one after the other, and of each
+        the seconds from the last arrival to its end, and those that the ports ask.
+        """
         c, which = self._collectives(shaped=True)
-        if not which.any():
-            return 0.0
-        port = c.port[which]
-        known = ~np.isnan(port).all(axis=1)
-        over = (np.max(c.t1, axis=1) - c.last)[which][known] - np.nanmax(port[known], axis=1) if known.any() else []
-        late = float(np.median(over)) if len(over) else 0.0
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in np.flatnonzero(which & ~np.isnan(c.port).all(axis=1)).tolist():
+            messages = traffic(str(c.name[i]).split(" ", 1)[0], 0, len(self.ranks))[1]
+            found[messages, int(c.nbytes[i].max())].append(i)
+        for (messages, _), mine in found.items():
+            yield messages, c.t1[mine].max(axis=1) - c.last[mine], np.nanmax(c.port[mine], axis=1)
+
+    def late(self) -> float:
+        """How late a collective ends on a Link, against its own description; of those that the Link makes long."""
+        over = [took - own for _, took, own in self._shaped() if not _short(took, own)]
+        late = float(np.median(np.concatenate(over))) if over else 0.0
         return late if late > 1e-9 else 0.0
+
+    def linked(self) -> AlphaBeta:
+        """What the transfer itself takes on a Link: the mean of all that are alike and of which that asks little."""
+        short = [(messages, took) for messages, took, own in self._shaped() if _short(took, own)]
+        if sum(len(took) for _, took in short) < FEW:
+            return AlphaBeta()
+        return AlphaBeta(float(sum(took.sum() for _, took in short) / sum(n * len(took) for n, took in short)))
 
     def between(self) -> float:
         """What a step lasts beyond computing and waiting."""
@@ -168,6 +184,11 @@ class _Recorded:
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
+
+
+def _short(took: np.ndarray, own: np.ndarray) -> bool:
+    """Do these collectives take far longer than the Link asks, so that they show what their transfer takes?"""
+    return bool(took.mean() > SHORT * own.mean())
 
 
 def posted(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:

@@ -1,7 +1,8 @@
 """What crossing the network costs: each rank's one port, shared by all its lanes and messages.
 
 On a shaped Link exactly as the engine shapes: time runs from the arrival of the last participant, operations queue
-on the port, in and out do not disturb each other. Off a Link by the measured cost of a collective, if there is one.
+on the port, in and out do not disturb each other. Off a Link by the measured cost of a collective, if there is one;
+on one none ends before its transfer does, either: a short one waits for processes to take turns, not for the Link.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class Ports:
             end = began + plain * float(chokes.max()) * noise
             own = began + plain * chokes * noise
         self.free[here] = end
-        return began, own, end + (self.costs.late if self.costs else 0.0)
+        if self.costs is None:
+            return began, own, end
+        wire = self.costs.linked if any(self.costs.linked) else self.costs.wire
+        bare = wire.seconds(load.busiest, load.messages)  # it really happens first, then ranks sleep
+        return began, own, now + later(end + self.costs.late - now, bare)
 
     def post(self, now: float, fabric: Fabric, source: int, to: int, nbytes: int) -> tuple[float, float, float]:
         """A message: (when it begins to leave, when it has left, when it has come)."""
@@ -100,3 +105,11 @@ class Ports:
         if link.shaped:
             return port_seconds(link, shared, load, parallel)
         return self.costs.wire.seconds(load.busiest, load.messages) if self.costs else 0.0
+
+
+def later(own: float, bare: float) -> float:
+    """Which of two ends is expected: a Link's own, after so many seconds, or that of a transfer which takes `bare`.
+
+    What processes that take turns on a core wait for each other is spread evenly from 0 to twice its mean.
+    """
+    return own if own >= 2 * bare else own + (2 * bare - own) ** 2 / (4 * bare)

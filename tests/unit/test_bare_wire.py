@@ -1,0 +1,52 @@
+"""On a shaped Link a collective really happens before its ranks sleep: a short one lasts as long as that."""
+
+from dataclasses import replace
+
+import pytest
+
+from workbench import Experiment, simulate
+from workbench.compressors import Dense, TopK
+from workbench.fabric import Fabric, Link
+from workbench.sim import AlphaBeta, Costs
+from workbench.tasks import ByteGPT
+
+TASK = ByteGPT(layers=1, width=32, heads=2, context=16)
+
+
+def transfer(link: Link, wire: AlphaBeta) -> float:
+    """Seconds of DDP's first collective."""
+    e = Experiment(task=TASK, ranks=4, steps=1, eval_every=0, fabric=Fabric(link=link))
+    spans = simulate(e, costs=Costs(forward=0.01, backward=0.02, wire=wire)).timeline.spans.rows()
+    comm = spans[spans.equal("lane", "comm")]
+    return float(comm.t1[0] - comm.t0[0])
+
+
+def test_a_short_collective_takes_what_the_bare_wire_takes() -> None:
+    bare = transfer(Link(), AlphaBeta(0.001, 0.0))
+    shaped = transfer(Link(bandwidth=100_000.0), AlphaBeta(0.001, 0.0))
+    assert shaped == pytest.approx(bare, rel=0.02)
+
+
+def test_the_bare_wire_adds_nothing_to_what_the_link_makes_long() -> None:
+    link = Link(bandwidth=10.0, latency=1.0)
+    assert transfer(link, AlphaBeta(0.001, 0.0)) == transfer(link, AlphaBeta())
+
+
+def test_costs_take_over_a_bare_wire_that_only_others_know() -> None:
+    wire = AlphaBeta(0.001, 1e-9)
+    assert (Costs() | Costs(wire=wire)).wire == wire
+    assert (Costs(wire=wire) | Costs(wire=AlphaBeta(1.0, 1.0))).wire == wire
+
+
+def test_what_short_collectives_take_is_measured_on_the_link_itself() -> None:
+    """Of 16 bits per 64 values little is asked of a Link without latency; long ones say how late they end."""
+    link = Fabric(link=Link(bandwidth=1000.0, latency=0.01))
+    e = Experiment(task=TASK, ranks=4, steps=12, eval_every=0, fabric=link, compressor=TopK(density=0.001))
+    paid = Costs(forward=0.01, backward=0.02, linked=AlphaBeta(0.0016))
+    found = Costs.measured(simulate(e, costs=paid))
+    assert found.linked.message == pytest.approx(0.0016, rel=0.05)
+    assert found.late == 0.0
+    long = replace(e, compressor=Dense(), fabric=Fabric(link=Link(bandwidth=10.0, latency=0.01)))
+    late = Costs.measured(simulate(long, costs=replace(paid, linked=AlphaBeta(), late=0.001)))
+    assert late.late == pytest.approx(0.001, rel=0.05)
+    assert late.linked == AlphaBeta()
