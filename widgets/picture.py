@@ -38,7 +38,7 @@ _one = threading.Lock()  # matplotlib's text is not safe on two threads at once
 def png(run: Any) -> bytes:
     """The picture of a run, under 300 kB; width 1000 px."""
     with _one, matplotlib.style.context("default"):  # a dark style, or TeX, would be drawn onto our white page
-        figure = _figure(run)
+        figure = painted(run)
         for dpi in DPI:
             file = io.BytesIO()
             figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None}, pil_kwargs={"optimize": True})
@@ -54,7 +54,8 @@ def about(run: Any) -> str:
     return f"{_title(run)}. Charts: {shown}. Changes: {changes or 'none'}."
 
 
-def _figure(run: Any) -> Figure:
+def painted(run: Any) -> Figure:
+    """The picture, not yet of pixels: what `png` saves."""
     ranks, marks = min(ranks_of(run) // stands_for(run.timeline), MOST), change_marks(run)
     tall = 0.75 + min(0.4 * ranks, 6.0)
     below = [_named(mark) for mark in marks[-LISTED:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from typing import Any
@@ -14,7 +15,9 @@ from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.errors import RankError
 from workbench.cluster.live import Live
 from workbench.cluster.steady import Steady
+from workbench.cluster.wire import Batch
 from workbench.experiment import Experiment
+from workbench.record.timeline import columns_of
 from workbench.run import Run
 
 
@@ -182,17 +185,23 @@ def test_what_a_rank_says_first_of_its_end_stands(clock: Clock) -> None:
     assert it.outcome() == ("done", [])
 
 
+def came(live: Live, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
+    """A rank's next mark has come."""
+    row = columns_of("marks", [(rank, step, name, t, json.dumps(detail))])
+    live.take(Batch("g", "marks", rank, live.gaps.next["marks", rank], row))
+
+
 def test_a_run_that_went_on_after_a_nan_is_judged_anew_by_who_watches_then() -> None:
     watched = True
     live = Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g", lambda: watched)  # type: ignore[arg-type]
-    live._mark(0, 0, 1.0, "state", {"state": "running"})
-    live._mark(1, 4, 2.0, "nan", {"loss": "nan"})
+    came(live, 0, 0, 1.0, "state", {"state": "running"})
+    came(live, 1, 4, 2.0, "nan", {"loss": "nan"})
     assert live.ending.unwatched is None and not live.ending.asked, "somebody watches: it pauses"
-    live._mark(0, 5, 3.0, "state", {"state": "running"})
+    came(live, 0, 5, 3.0, "state", {"state": "running"})
     watched = False
-    live._mark(0, 4, 2.1, "nan", {"loss": "nan"})  # a row that comes late, of before
+    came(live, 0, 4, 2.1, "nan", {"loss": "nan"})  # a row that comes late, of before
     assert not live.ending.asked
-    live._mark(1, 9, 4.0, "nan", {"loss": "inf"})
+    came(live, 1, 9, 4.0, "nan", {"loss": "inf"})
     assert live.ending.asked and live.ending.unwatched is not None and live.ending.unwatched["step"] == 9
 
 

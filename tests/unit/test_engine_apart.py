@@ -257,7 +257,7 @@ def test_one_rank_alone_that_fails_beside_its_background_says_so_and_ends() -> N
     (session,) = live(experiment(1, 0, task=poisoned(0, 5), strategy=AsyncServer()))
     ended([session])
     assert session.error is not None and session.error["text"] == "a bad example"
-    assert all(wire._torn for wire in session.wires) and session.phase == "failed"
+    assert session.phase == "failed" and all(wire.group is None for wire in session.wires), "its wires are given back"
 
 
 @dataclass(frozen=True, kw_only=True)

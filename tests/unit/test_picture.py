@@ -40,7 +40,7 @@ def test_a_picture_is_small_and_has_the_colours_of_the_live_charts(ranks: int) -
 
 def test_what_is_painted_is_what_the_views_hold() -> None:
     run = recorded(steps=150, ranks=2)
-    axes = [a for part in picture._figure(run).subfigs for a in part.get_axes()]
+    axes = [a for part in picture.painted(run).subfigs for a in part.get_axes()]
     timeline, by_step, by_time = axes[:3]
     boxes = sum(len(c.get_paths()) for c in timeline.collections)
     assert boxes == sum(len(t.x) // 6 for t in drawn(Timeline(), run).data if t.x)
