@@ -22,9 +22,9 @@ MAY = {
 }
 WHY = {
     "start": "train the experiment that the controls show",
-    "pause": "all ranks stand still after the present step",
+    "pause": "all ranks pause after the present step",
     "resume": "go on from here",
-    "step": "one step, then stand still again; pause first",
+    "step": "one step, then pause again; pause first",
     "stop": "end this run at the next step, its record stays; pressed again: end it at once",
 }
 SHOW_ALL = ("copy", "start")  # these show the experiment with its faults: as code, or in a run that hides nothing

@@ -31,7 +31,6 @@ _FAMILIES = (  # packages whose files hold members
     "strategies", "partitions", "partitions.schedules", "compressors", "optimizers", "policies", "fabric",
     "fabric.algorithms", "tasks",
 )  # fmt: skip
-_FORMERLY = {"Stumble": "TransientStraggler"}  # what notebooks of before import (`formerly_called`)
 
 __version__ = "0.1.0"
 
@@ -44,11 +43,18 @@ def public_names() -> dict[str, str]:
     return {**own, **{name: at for home in _FAMILIES for name, at in shipped(f"workbench.{home}").items()}}
 
 
+def _now(name: str) -> str:
+    """What a member that notebooks of before import by another name (`formerly_called`) is called now."""
+    from workbench.settings import renamed
+
+    return next((found[name] for home in _FAMILIES if name in (found := renamed(f"workbench.{home}"))), name)
+
+
 def __getattr__(name: str) -> Any:
+    names = {} if name.startswith("_") else public_names()
     if name == "__all__":
         return sorted(public_names())
-    name = _FORMERLY.get(name, name)
-    if not name.startswith("_") and name in (names := public_names()):
+    if name in names or (names and (name := _now(name)) in names):
         return getattr(importlib.import_module(names[name]), name)
     raise AttributeError(f"module 'workbench' has no attribute {name!r}")
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,9 +138,9 @@ def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
+def measure(one: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
     """One rank's seconds of each all-reduce."""
-    cell = Cell(**{**asked, "wires": Wires(**asked["wires"])})
+    cell = Cell(**{**one, "wires": Wires(**one["wires"])})
     e = Experiment(task=task(), ranks=size, eval_every=0, strategy=AtOnce(numel=cell.numel, slot=cell.slot),
                    fabric=cell.wires.fabric(ALL[cell.way]))  # fmt: skip
     return timed(e, rank, store, generation, loopback=not cell.wires.real)
@@ -245,14 +246,20 @@ def section(d: list[dict[str, Any]]) -> str:
     return f"## Which all-reduce is over first\n\n{about}\n\n{table(head, rows)}"
 
 
-def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def asked(about: str | None, measure: Callable[..., list[float]]) -> argparse.Namespace:
+    """What a command that measures sums on ranks was asked; in a process that is to be a rank it does not return."""
+    ask = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--rank", nargs=3, default=None, help=argparse.SUPPRESS)
     ask.add_argument("--out", type=Path, default=None)
     ask.add_argument("--rounds", type=int, default=ROUNDS)
     a = ask.parse_args()
     if a.rank:
-        return rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2], measure)
+        rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2], measure)
+    return a
+
+
+def main() -> None:
+    a = asked(__doc__, measure)
     out = []
     with Ranks(RANKS, module="tests.bench.algorithms") as ranks:
         out += [campaign(ranks, wires, sizes, a.rounds) for wires, sizes in EMULATED.items()]

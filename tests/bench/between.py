@@ -10,17 +10,15 @@ what encoding takes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.bench.algorithms import RANKS, ROUNDS, AtOnce, Cell, Wires, seconds, task, timed
-from tests.bench.netns import Ranks, rank_main
+from tests.bench.algorithms import RANKS, AtOnce, Cell, Wires, asked, seconds, task, timed
+from tests.bench.netns import Ranks
 from tests.bench.page import table
 from workbench import simulate
 from workbench.compressors import BetweenSites, Compressor, Dense, TopK
@@ -74,9 +72,9 @@ def experiment(cell: Cell, strategy: AtOnce) -> Experiment:
                       fabric=cell.wires.fabric(algorithm))  # fmt: skip
 
 
-def measure(asked: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
+def measure(one: dict[str, Any], rank: int, size: int, store: tuple[str, int], generation: str) -> list[float]:
     """One rank's seconds of each sum."""
-    cell = Cell(**{**asked, "wires": Wires(**asked["wires"])})
+    cell = Cell(**{**one, "wires": Wires(**one["wires"])})
     e = experiment(cell, CodedAtOnce(numel=cell.numel, slot=cell.slot))
     return timed(e, rank, store, generation, loopback=True)
 
@@ -123,13 +121,7 @@ def section(d: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--rank", nargs=3, default=None, help=argparse.SUPPRESS)
-    ask.add_argument("--out", type=Path, default=None)
-    ask.add_argument("--rounds", type=int, default=ROUNDS)
-    a = ask.parse_args()
-    if a.rank:
-        return rank_main(int(a.rank[0]), int(a.rank[1]), a.rank[2], measure)
+    a = asked(__doc__, measure)
     out = json.loads(a.out.read_text()) if a.out and a.out.exists() else []
     there = {(found["about"], found["numel"]) for found in out}
     left = [(w, n) for w, sizes in WIRES.items() for n in sizes if (str(w), n) not in there]

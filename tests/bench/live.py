@@ -66,7 +66,7 @@ def recording(lab: Lab, run: Run) -> dict[str, float]:
     v = run.timeline.samples.rows()
     total = {n: float(v.value[v.name == n].sum()) for n in ("cpu_recording", "cpu_process")}
     rows = len(run.timeline.spans) + len(run.timeline.samples)
-    return {**total, "cpu_appending": rows * append_cost(), "cpu_relaying": lab.cluster._relay.seconds, "rows": rows}
+    return {**total, "cpu_appending": rows * append_cost(), "cpu_relaying": lab.cluster.relay.seconds, "rows": rows}
 
 
 def append_cost() -> float:

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -116,7 +116,7 @@ def counted() -> int:
     return int(file.read_text()) if file.exists() else 0
 
 
-def rank_main(rank: int, size: int, address: str, measured: Callable[..., Any]) -> None:
+def rank_main(rank: int, size: int, address: str, measured: Callable[..., Any]) -> NoReturn:
     """Answers one line of JSON per cell, until there are no more. Rank 0 keeps the store and says where it is first.
 
     measured: of a cell as a dict, rank, size, the store's address and the run's generation, what this rank has found

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.bench.foreground import ForegroundBMUF, ForegroundEASGD, ForegroundMA
-from tests.bench.page import interval, table
+from tests.bench.rivals import BUDGET, Kept, cell, compared
 from tests.bench.shadow_tables import replicated
 from workbench import Experiment, simulate
 from workbench.fabric import Fabric, Link
@@ -30,7 +29,6 @@ from workbench.tasks import ClickThrough
 RANKS, PACE, BATCH, GAP, STEPS = 5, 60.0, 16, 10, 200  # the last rank serves
 TASK = ClickThrough(fields=4, ids=500, width=8, hidden=128)
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
-SEEDS, OTHERS = (0, 1, 2), (10, 11, 12, 13, 14)
 WAYS: dict[str, tuple[Strategy, Strategy]] = {
     "averaging, all wait": (ForegroundMA(every=GAP), ForegroundMA(every=GAP, alpha=0.5)),
     "ShadowSyncMA": (ShadowSyncMA(piece_kb=1.0), ShadowSyncMA(piece_kb=1.0, alpha=0.5)),
@@ -69,61 +67,14 @@ def run(strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
     return float(loss), float(gaps.mean())
 
 
-class Kept:
-    """What was run before, and what is run now, a line each."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._found = {tuple(key): tuple(value) for key, value in map(json.loads, lines)}
-
-    def run(self, strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
-        key = str(strategy), lr, seed
-        if key not in self._found:
-            self._found[key] = run(strategy, lr, seed)
-            with self.path.open("a") as file:
-                file.write(json.dumps([key, self._found[key]]) + "\n")
-            print(*key, *self._found[key], flush=True)
-        return self._found[key]  # type: ignore[return-value]
-
-
-def tuned(kept: Kept, pair: tuple[Strategy, Strategy]) -> list[dict[str, Any]]:
-    """The trials: those of the grid, and of one rate more where the best lies at its edge."""
-    seen: list[dict[str, Any]] = []
-
-    def tried(lr: float) -> None:
-        for number, strategy in enumerate(pair):
-            losses = [kept.run(strategy, lr, seed)[0] for seed in SEEDS]
-            seen.append({"lr": lr, "setting": number, "losses": losses})
-
-    for lr in RATES:
-        tried(lr)
-    best = min(seen, key=lambda t: statistics.mean(t["losses"]))["lr"]
-    if wider := {RATES[0]: RATES[0] / 2, RATES[-1]: RATES[-1] * 2}.get(best):
-        tried(wider)
-    return seen
-
-
 def section(d: dict[str, Any]) -> str:
     """The page's section, from the raw numbers."""
-    rows = []
-    for way, cell in d["ways"].items():
-        losses, beside = [loss for loss, _ in cell["others"]], ""
-        if way in PAIRS:
-            its = [loss for loss, _ in d["ways"][PAIRS[way]]["others"]]
-            beside = "{:+.4f} ({:+.4f} to {:+.4f})".format(*interval([a - b for a, b in zip(losses, its, strict=True)]))
-        gap = statistics.mean(g for _, g in cell["others"])
-        rows.append([way, f"{cell['best']['lr']:g}", cell["best"]["strategy"],
-                     "{:.4f} ({:.4f} to {:.4f})".format(*interval(losses)), f"{gap:.1f}", beside])  # fmt: skip
     about = (
         f"{RANKS - 1} simulated trainers and a server that has the tables, with real tensors; ClickThrough with "
         f"{replicated(TASK) / 1e3:.0f} kB beside the tables, {STEPS} steps of {BATCH} examples each, Adam. Each shadow "
-        f"has a Link on which it synchronises every {GAP} steps or so, the foreground forms do so every {GAP}. Twelve "
-        f"trials of three seeds each (six rates, two settings), the best with five other seeds: median with a 95 % "
-        f"bootstrap interval. The normalised entropy of whoever knows the rate of clicks alone is 1; lower is better."
+        f"has a Link on which it synchronises every {GAP} steps or so, the foreground forms do so every {GAP}. {BUDGET}"
     )
-    head = ["", "best rate", "best setting", "normalised entropy", "gap", "beside its foreground form"]
-    return f"## ShadowSync's loss beside its foreground forms'\n\n{about}\n\n{table(head, rows)}"
+    return f"## ShadowSync's loss beside its foreground forms'\n\n{about}\n\n{compared(d['ways'], PAIRS)}"
 
 
 def main() -> None:
@@ -136,12 +87,8 @@ def main() -> None:
     for way, pair in WAYS.items():
         if a.only not in ("", way):
             continue
-        kept = Kept(a.out.with_suffix(f".{way.replace(' ', '_')}.runs.jsonl"))
-        trials = tuned(kept, pair)
-        best = min(trials, key=lambda t: statistics.mean(t["losses"]))
-        strategy = pair[best["setting"]]
-        others = [kept.run(strategy, best["lr"], seed) for seed in OTHERS]
-        ways[way] = {"trials": trials, "best": {**best, "strategy": str(strategy)}, "others": others}
+        kept = Kept(a.out.with_suffix(f".{way.replace(' ', '_')}.runs.jsonl"), run)
+        ways[way] = cell(kept.run, pair, RATES)
     if not a.only:
         a.out.write_text(json.dumps({"ways": ways}))
 

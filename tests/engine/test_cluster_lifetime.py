@@ -91,8 +91,8 @@ lab = Lab(ranks=2, name="{name}")
 run = lab.run(Experiment())
 until(lambda: lab.state == "running", 90)
 time.sleep(1.5)
-say(processes=lab.cluster.place.read()["processes"], path=str(run.path), guard=lab.cluster._guard.pid,
-    guarded=psutil.Process(lab.cluster._guard.pid).create_time())
+say(processes=lab.cluster.place.read()["processes"], path=str(run.path), guard=lab.cluster.guard.pid,
+    guarded=psutil.Process(lab.cluster.guard.pid).create_time())
 """
 
 AGAIN = """

@@ -159,8 +159,8 @@ def test_a_dead_controller_is_noticed_said_and_replaced_at_the_next_run(lab: Lab
     psutil.Process(controller).kill()
     assert until(lambda: not lab.cluster.healthy, 5)
     assert any(f"the controller (pid {controller}) ended with signal SIGKILL" in note for note in lab.notes)
-    step = lab._live.step
-    assert until(lambda: lab._live.step > step + 5), "training goes on"
+    step = lab.status[0]["step"]
+    assert until(lambda: lab.status[0]["step"] > step + 5), "training goes on"
     lab.set("bucket_mb", 0.02).wait(30)
     lab.stop()
     assert run.wait(60).state == "stopped"

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tests.waiting import until
+from workbench import lab as lab_module
 from workbench.cluster import launch, silence
 from workbench.cluster.place import ClusterError
 from workbench.experiment import Experiment
@@ -228,14 +229,15 @@ def test_a_rank_that_dies_in_a_step_is_told_with_that_step(lab: Lab, files: Any)
     assert repr(lab.set("lr", 0.02).wait(0)).endswith("kept for the next run") and lab.state == "failed"
 
 
-def test_a_turn_on_a_closed_lab_is_refused_in_words() -> None:
-    closed = object.__new__(Lab)
-    engines = SimpleNamespace(name="gone", ranks=2, closed=True, error=None, ready=False)
-    closed._take_over("gone", 2, engines)
+def test_a_change_on_a_closed_lab_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = SimpleNamespace(name="gone", ranks=2, closed=True, error=None, ready=False, close=lambda: None)
+    engines.start = lambda: engines
+    monkeypatch.setattr(lab_module, "Cluster", lambda *asked: engines)
+    closed = Lab(2, name="gone")
     with pytest.raises(ClusterError, match="lab 'gone' is closed; make it again"):
         closed.set("lr", 0.1)
     engines.error = ClusterError("engine 1 ended with code 1")
     with pytest.raises(ClusterError, match=r"lr: lab 'gone' has no engines, lab.run\(\) starts them again; engine 1"):
         closed.set("lr", 0.1)
-    closed._leave("over")
+    closed.close()
     assert closed.changes == []

@@ -93,13 +93,13 @@ def test_a_proof_is_worth_nothing_a_second_time_or_at_another_door(boxes: list[M
     mine = os.urandom(greeting.RANDOM)
     here, there = boxes[0].door.where, boxes[1].door.where
     with stranger(boxes[0]) as s:
-        good = greeting._proof(SECRET, b"caller", 1, 0, here, s.recv(greeting.RANDOM), mine)
+        good = greeting.proof_of(SECRET, b"caller", 1, 0, here, s.recv(greeting.RANDOM), mine)
         s.sendall(greeting.HELLO.pack(1, mine, good))
         assert len(s.recv(greeting.PROOF)) == greeting.PROOF, "this one is as a rank's"
     for where in (here, there):
         with stranger(boxes[0]) as s:
             theirs = s.recv(greeting.RANDOM)
-            stolen = good if where == here else greeting._proof(SECRET, b"caller", 1, 0, where, theirs, mine)
+            stolen = good if where == here else greeting.proof_of(SECRET, b"caller", 1, 0, where, theirs, mine)
             s.sendall(greeting.HELLO.pack(1, mine, stolen))
             assert is_closed(s)
     assert until(lambda: boxes[0].strangers == 2)
@@ -169,7 +169,9 @@ def test_what_goes_wrong_on_the_posts_thread_is_said_where_messages_are_awaited(
     boxes[1].send(torch.ones(1), 0, "x")
     with pytest.raises(StrategyError, match=type(error).__name__):
         boxes[0].recv(None, 1, "x")
-    assert boxes[0]._thread is not None and boxes[0]._thread.is_alive()
+    goes_on = threading.Event()
+    boxes[0].do(goes_on.set)
+    assert goes_on.wait(5), "its thread has not ended"
 
 
 def test_a_rank_turned_away_for_a_while_calls_again_and_lets_messages_pass_meanwhile(boxes: list[Mailbox]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from widgets.views.log import _said
 from workbench.compressors import ACPSGD, Compressor, Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.compressors._leaving import _Leaving
 from workbench.compressors._sketch import SIGNS, WIDTH, sketch
-from workbench.host import residual
 from workbench.partitions import Pipeline
 from workbench.rank import Bucket, Rank
 from workbench.settings import Change, KnobError, to_plain
@@ -36,12 +34,25 @@ class Books:
         self.put: dict[str, Any] = {}
         self.got: dict[str, Any] = {}
         self.dropped: dict[str, Any] = {}
+        self.drops: set[int] = set()  # steps before which something was dropped
         self.lengths: dict[int, float] = {}  # step -> length of the sum of all ranks' residuals after it
         self.owed: dict[int, dict[str, Any]] = {}
         self.gradients: dict[int, dict[str, Any]] = {}
+        self.ended: dict[int, dict[str, torch.Tensor]] = {}  # rank -> its residual after its last step
 
     def add(self, column: dict[str, Any], name: str, x: torch.Tensor) -> None:
         column[name] = column.get(name, 0.0) + x.detach().double()
+
+    def begins(self, rank: Rank) -> None:
+        """What a rank owed after its last step and does not owe before this one was dropped in between."""
+        for name, before in self.ended.pop(rank.id, {}).items():
+            gone = before - residual(rank).get(name, torch.zeros(()))
+            if gone.any():
+                self.drops.add(rank.step)
+                self.add(self.dropped, name, gone)
+
+    def ends(self, rank: Rank) -> None:
+        self.ended[rank.id] = {name: x.clone() for name, x in residual(rank).items()}
 
     def missing(self, left: dict[str, Any]) -> float:
         """What is nowhere, relatively to what was put in."""
@@ -53,18 +64,14 @@ BOOKS = Books()
 
 
 @pytest.fixture(autouse=True)
-def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[Books]:
+def books() -> Books:
     BOOKS.__init__()  # type: ignore[misc]
-    plain = residual._dropped
+    return BOOKS
 
-    def noting(run: Any, was: Any, slot: str, owed: Any) -> None:
-        for name, piece in run.rank.memory.buffers.get(slot, {}).items():
-            if not piece.is_meta:
-                BOOKS.add(BOOKS.dropped, name, piece)
-        plain(run, was, slot, owed)
 
-    monkeypatch.setattr(residual, "_dropped", noting)
-    yield BOOKS
+def residual(rank: Rank) -> dict[str, torch.Tensor]:
+    """What a rank has left unsent, by parameter; nothing where there are sizes only."""
+    return {n: x for n, x in rank.memory.buffers.get("residual", {}).items() if not x.is_meta}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,7 @@ class BookkeepingDDP(DDP):
     """Averages gradients in every step and keeps books of what goes in and out; for the simulator, one thread."""
 
     async def step(self, rank: Rank, state: Any) -> None:
+        BOOKS.begins(rank)
         await rank.forward()
         pending = []
         async for bucket in rank.backward(1.0 / rank.size):
@@ -79,6 +87,7 @@ class BookkeepingDDP(DDP):
         for handle in pending:
             await rank.wait(handle)
         await rank.update()
+        BOOKS.ends(rank)
 
     async def noted(self, rank: Rank, bucket: Bucket) -> None:
         if bucket.data.is_meta:
@@ -150,6 +159,7 @@ def test_dropped_it_is_gone_and_the_record_says_how_much() -> None:
     assert not left(sessions) and BOOKS.missing({}) < 1e-6
     assert length(BOOKS.dropped) == pytest.approx(length(BOOKS.owed[7]))
     every = marks(found)
+    assert BOOKS.drops == {8} == {step for step, _, _ in found.details("residual")}
     assert len(every) == 3 and all(m["dropped"] > 0 and m["unit"] == "gradients" for m in every)
     assert all(m["mean"] == pytest.approx(length(BOOKS.dropped), rel=0.15) for m in every)
     (text,) = [m["text"] for m in every if "text" in m]
@@ -212,6 +222,7 @@ def test_nothing_is_lost_through_random_live_changes_with_every_way_of_leaving(s
     found, sessions = kept(2, 256, TopK.usual(), *turns, bucket_mb=1.0)
     assert found.state == "done" and not found.details("refused")
     assert {*("dropped" if "dropped" in m else m["steps"] for m in marks(found))} >= {"dropped", 1, 2, 3}
+    assert BOOKS.drops == {step for step, _, detail in found.details("residual") if "dropped" in detail}
     assert length(BOOKS.dropped) > 0 and BOOKS.missing(left(sessions)) < 1e-4
 
 

@@ -114,3 +114,5 @@ def test_the_example_in_contributing_is_a_strategy_that_works(tmp_path: Path) ->
 def test_a_name_of_before_still_imports_what_it_was() -> None:
     found = {old: cls for cls in members(Fault).values() for old in getattr(cls, "formerly_called", ())}
     assert found and all(getattr(workbench, old) is cls for old, cls in found.items())
+    code = "from workbench import Stumble, TransientStraggler\nassert Stumble is TransientStraggler"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, "nothing else imported"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.virtual import paced, rows
+from tests.unit.test_pace import made
 from workbench import simulate
-from workbench.engine.shaping import Pace
 from workbench.fabric import TransientStraggler
 from workbench.settings import KnobError
 from workbench.strategies import LocalSGD
@@ -56,26 +56,11 @@ def test_the_simulator_stretches_those_steps_and_no_others() -> None:
         assert len({round(t, 9) for t in lasted.values()}) == 2
 
 
-class _Slept:
-    """Time that passes only while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.t = 0.0
-        self.clock = self
-
-    def now(self) -> float:
-        return self.t
-
-    def until(self, t: float) -> None:
-        self.t = t
-
-
 def test_the_engine_stretches_the_same_steps() -> None:
-    fault, naps = TransientStraggler(probability=0.3, factor=4.0, seed=3), _Slept()
-    pace = Pace(1, naps)  # type: ignore[arg-type]
-    pace.seconds, pace.faults = 0.01, (fault,)
+    fault = TransientStraggler(probability=0.3, factor=4.0, seed=3)
+    pace, clock = made(10.0, fault)
     for step in range(20):
-        began = naps.now()
+        began = clock.now()
         pace.begin("forward", step)
         pace.reach(1.0)
-        assert naps.now() - began == pytest.approx(3e-3 * fault.stretch(1, step, "forward"))
+        assert clock.now() - began == pytest.approx(3e-3 * fault.stretch(1, step, "forward"))

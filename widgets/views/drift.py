@@ -20,7 +20,7 @@ class Drift(View):
     about: ClassVar[str] = (
         "Each rank's root-mean-square distance from the mean parameters, against steps, taken at each evaluation; "
         "zero while the ranks agree. Where ranks meet only every few steps the points are not joined, and the axis "
-        "says in which step after a meeting they were taken."
+        "says in which step after an averaging they were taken."
     )
     empty: ClassVar[str] = "How far the ranks' parameters are apart appears here at the first evaluation."
     order: ClassVar[int] = 50
@@ -82,10 +82,10 @@ def _taken(since: set[int], length: int) -> str:
     """How far into a round the points were taken.
 
     >>> _taken({0, 4}, 8), _taken({0}, 16), _taken({1, 3, 5, 7}, 8)
-    ('step 0 or 4 of every 8', 'just after a meeting', 'step 1 to 7 of every 8')
+    ('step 0 or 4 of every 8', 'just after an averaging', 'step 1 to 7 of every 8')
     """
     if since == {0}:
-        return "just after a meeting"
+        return "just after an averaging"
     told = sorted(since)
     some = " or ".join(map(str, told)) if len(told) < 3 else f"{told[0]} to {told[-1]}"
     return f"step {some} of every {length}"

@@ -47,9 +47,9 @@ class Cluster:
         self.stuck = False  # whether a rank would not leave its last run
         self.owned: Processes | None = None
         self.health = Health(self)
-        self._guard: subprocess.Popen[bytes] | None = None
+        self.guard: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
-        self._relay: Relay | None = None
+        self.relay: Relay | None = None
         self._ready = threading.Event()
         self._closed = False
 
@@ -57,7 +57,7 @@ class Cluster:
         """Begins to come up; returns at once. `wait` waits for it."""
         self.place = Place.new(self.name)
         self.keys = Keys.new()
-        self._guard = start_guard(self.place)
+        self.guard = start_guard(self.place)
         self.owned = Processes(self.place) if self.connection is None else None
         threading.Thread(target=self._come_up, name="cluster start", daemon=True).start()
         return self
@@ -188,7 +188,7 @@ class Cluster:
 
     def _open_sockets(self) -> None:
         self._line = Line({e.rank: e.line for e in self.engines}, self.keys)
-        self._relay = Relay([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
+        self.relay = Relay([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
 
     def _activate(self) -> None:
         """Makes `%%px` speak to this lab's ranks, where there are such magics."""
@@ -268,14 +268,14 @@ class Cluster:
 
     def _disconnect(self) -> None:
         self._closed = True
-        for part in (self._relay, self._line):
+        for part in (self.relay, self._line):
             if part:
                 part.close()
         if self.client is not None:
             self.client.close(linger=0)
-        if self._guard and self._guard.stdin:
-            self._guard.stdin.close()
-            self._guard.wait(5)
+        if self.guard and self.guard.stdin:
+            self.guard.stdin.close()
+            self.guard.wait(5)
 
     @classmethod
     def again(cls, place: Place) -> Cluster:
@@ -290,7 +290,7 @@ class Cluster:
         self._open_sockets()
         if not self.guest:
             place.write(owner=this_process())
-            self._guard = start_guard(place)
+            self.guard = start_guard(place)
             self._tell_owner(this_process())
         self._activate()
         self.progress = "ready"

@@ -1,4 +1,4 @@
-"""How much a compressor sends, as one number: finding the knob that says it, and turning it."""
+"""How much a compressor sends, as one number: finding the knob that says it, and setting it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ALQ(Fitted):
 
     Exchange and bytes are QSGD's: (p-1) (n bits / 8 + 4 ceil(n / block)) sent per rank with "gather". In the few steps
     in which it samples, after 0, 100, 2000 and every 10,000 steps, 12 (p-1) bytes more for each sampled block of each
-    bucket. Any knob may be turned at any step: other bits are solved for at once, from the last sample; another block
+    bucket. Any knob may be set at any step: other bits are solved for at once, from the last sample; another block
     or norm is sampled anew, for one step with levels fitted to each bucket by itself.
 
     When to use it: two to four bits in large blocks, where fixed levels no longer suit; there it is hardly worse than

@@ -47,8 +47,7 @@ class DGC(Sparse):
 
     Bytes sent by rank i for k_i entries: (p-1) * (8 + 8 k_i) in fp32, as with any sparse one; with density = 1 an
     all-reduce. Two values per entry are remembered, in fp32 at least: what bf16 rounds off, and what is beyond fp16's
-    range, waits in v. In the first epochs the authors turn the density down step by
-    step: 0.25, 0.063, 0.015, 0.004, 0.001.
+    range, waits in v. In the first epochs the authors lower the density step by step: 0.25, 0.063, 0.015, 0.004, 0.001.
 
     When to use it: very slow wires and SGD with momentum.
 

@@ -19,7 +19,7 @@ class NUQSGD(Levels):
 
     C(x) is N times the level above or below x / N, as in QSGD, whose exchange and bytes it shares: (p-1) (n bits / 8 +
     4 ceil(n / block)) sent per rank with "gather". With b bits s = 2^(b-1) - 2. Unbiased and without memory; any knob
-    may be turned at any step. With m = 1/2, the L2 norm and blocks of d elements,
+    may be set at any step. With m = 1/2, the L2 norm and blocks of d elements,
 
         E |C(x) - x|^2 <= (1/8 + min(d / 4^(s+1), sqrt(d) / 2^s)) |x|^2
 

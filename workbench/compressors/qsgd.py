@@ -22,7 +22,7 @@ class QSGD(Levels):
     N is the norm of the element's block and s = 2^(bits-1) - 1, so that the 2 s + 1 levels from -N to N fit their bits.
     Bytes sent per rank: (p-1) (n bits / 8 + 4 ceil(n / block)), or 2 (p-1)/p times as much as one message in two hops.
     Unbiased and without memory: E |C(x) - x|^2 <= min(d / s^2, sqrt(d) / s) |x|^2 for blocks of d elements and the L2
-    norm. Any knob may be turned at any step.
+    norm. Any knob may be set at any step.
 
     The L2 norm is that of the theory: it leaves most codes at zero, and the variance is large. The largest magnitude,
     the usual choice in practice (QSGDinf), is the default here. Codes have a fixed width. The paper's Elias codes are

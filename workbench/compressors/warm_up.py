@@ -35,7 +35,7 @@ class WarmUp(Compressor):
     round. Bytes are those of what is in force. While the density is above 1 / p, pairs of index and value are
     more than a dense all-reduce. The bare name WarmUp means ErrorFeedback(of=WarmUp()).
 
-    When to use it: with strong sparsifiers from the first step of a training on. Not when turning compression on in the
+    When to use it: with strong sparsifiers from the first step of a training on. Not when compression begins in the
     middle of a run.
 
     Reference: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",

@@ -34,10 +34,10 @@ def call(secret: bytes, who: int, whom: int, door: str, say: Say) -> Fill:
     """The caller's end; done once the other end is known to be a rank of this run. Raises Stranger."""
     theirs, mine = bytearray(RANDOM), secrets.token_bytes(RANDOM)
     yield memoryview(theirs)
-    say(HELLO.pack(who, mine, _proof(secret, b"caller", who, whom, door, bytes(theirs), mine)))
+    say(HELLO.pack(who, mine, proof_of(secret, b"caller", who, whom, door, bytes(theirs), mine)))
     proof = bytearray(PROOF)
     yield memoryview(proof)
-    if not hmac.compare_digest(proof, _proof(secret, b"called", who, whom, door, bytes(theirs), mine)):
+    if not hmac.compare_digest(proof, proof_of(secret, b"called", who, whom, door, bytes(theirs), mine)):
         raise Stranger(f"whoever answered at {door} is not rank {whom} of this run")
 
 
@@ -47,12 +47,13 @@ def answer(secret: bytes, whom: int, size: int, door: str, say: Say) -> Generato
     say(mine)
     yield memoryview(hello)
     who, theirs, proof = HELLO.unpack(hello)
-    good = hmac.compare_digest(proof, _proof(secret, b"caller", who, whom, door, mine, theirs))
+    good = hmac.compare_digest(proof, proof_of(secret, b"caller", who, whom, door, mine, theirs))
     if not good or who >= size or who == whom:
         raise Stranger("a caller is no rank of this run")
-    say(_proof(secret, b"called", who, whom, door, mine, theirs))
+    say(proof_of(secret, b"called", who, whom, door, mine, theirs))
     return int(who)
 
 
-def _proof(secret: bytes, end: bytes, who: int, whom: int, door: str, called: bytes, caller: bytes) -> bytes:
+def proof_of(secret: bytes, end: bytes, who: int, whom: int, door: str, called: bytes, caller: bytes) -> bytes:
+    """What one end shows the other that it has the run's secret: of the bytes that were exchanged, for this door."""
     return hmac.digest(secret, _FACTS.pack(end, who, whom, called, caller) + door.encode(), "sha256")

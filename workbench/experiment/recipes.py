@@ -30,7 +30,7 @@ def digits() -> Experiment:
 
 
 def clicks() -> Experiment:
-    """ClickThrough on a slow wire, where almost all that Dense sends is zero: turn the compressor to Dense and back."""
+    """ClickThrough on a slow wire, where almost all that Dense sends is zero: set the compressor to Dense and back."""
     fabric = Fabric(link=Link(bandwidth=100, latency=0.2))
     return Experiment(task=ClickThrough(), compressor=Zen(), pace=50, fabric=fabric)
 

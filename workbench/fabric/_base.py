@@ -13,7 +13,7 @@ class Fault(Family):
     """Something wrong with one rank, injected on purpose and recorded.
 
     `stretch` says how many times longer a phase of compute lasts on a rank at a step; `choke` how many times
-    longer its port is busy; `pause` how many seconds it stands still when the fault begins.
+    longer its port is busy; `pause` how many seconds it stalls when the fault begins.
     """
 
     home: ClassVar[str] = "workbench.fabric"

@@ -1,4 +1,4 @@
-"""A rank that stands still for a moment."""
+"""A rank that stalls for a moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Fault):
-    """One rank stands still once, at the step at which the fault begins.
+    """One rank stalls once, at the step at which the fault begins.
 
     When to use it: to see who waits for a rank that stops for a moment, and which strategies go on meanwhile.
     """

@@ -18,7 +18,7 @@ Own = Callable[[float], torch.optim.Optimizer]  # lr -> the task's own optimizer
 class Optimizer(Family):
     """How a rank's gradients become a step: knobs, and `make`, which gives the torch Optimizer that makes it.
 
-    The knobs are live: after a turn the optimizer is made anew and takes over what means the same (see `carry`).
+    The knobs are live: after a change the optimizer is made anew and takes over what means the same (see `carry`).
 
     own:     what becomes of what each rank's remembers of a parameter, by the name under which torch's object has it or
              by a pattern, where ranks that trained apart agree: "mean" (of whole numbers the first rank's), or "drop",

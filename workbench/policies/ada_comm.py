@@ -25,7 +25,7 @@ class AdaComm(Policy):
     """Sets how many steps ranks train alone between averagings, by how far the loss has come.
 
         tau <- ceil(sqrt(F / F_0) tau_0)      if that is less than tau
-        tau <- ceil(g tau)                    else, with g = `decay`: the loss stands still, or tau has not moved yet
+        tau <- ceil(g tau)                    else, with g = `decay`: the loss no longer falls, or tau has not moved yet
 
     tau is `every` of the strategy, tau_0 that which is in force when the policy begins, F the mean training loss of all
     ranks since the look before, F_0 that of the first look. So the period falls with every look, down to 1: early, long

@@ -53,7 +53,7 @@ class SyncSwitch(Policy):
     by arrival, not by name. Where ranks come back into step, those behind skip what they have not done: a budget of
     steps, not of examples.
 
-    When to use it: a parameter server is as good as an all-reduce here (fast wires), and ranks stumble for a while.
+    When to use it: a parameter server is as good as an all-reduce here (fast wires), and ranks are slow for a while.
 
     Reference: Li, Mangoubi, Xu and Guo, "Sync-Switch: Hybrid Parameter Synchronization for Distributed Deep Learning",
     ICDCS 2021, https://arxiv.org/abs/2104.08364

@@ -170,7 +170,7 @@ class Run:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The knobs that were turned, as data, in order."""
+        """The knobs that were set, as data, in order."""
         said = self.details("change")
         return tuple(Change.read(d, step) for step, _, d in said if {"path", "value"} <= d.keys())
 
@@ -198,7 +198,7 @@ class Run:
 
     @property
     def holdup(self) -> str:
-        """Which ranks of a live run stand still while others wait for them, in words; "" if none does."""
+        """Which ranks of a live run are stalled while others wait for them, in words; "" if none does."""
         return self._control.holdup if self.live and self._control else ""
 
     # -- steering a live one

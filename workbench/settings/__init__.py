@@ -8,6 +8,7 @@ from workbench.settings.found import KnobError as KnobError
 from workbench.settings.found import find as find
 from workbench.settings.found import member as member
 from workbench.settings.found import members as members
+from workbench.settings.found import renamed as renamed
 from workbench.settings.found import shipped as shipped
 from workbench.settings.found import short as short
 from workbench.settings.knobs import Knob as Knob
@@ -40,6 +41,7 @@ __all__ = [
     "member",
     "members",
     "normalise",
+    "renamed",
     "resolve",
     "shipped",
     "short",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 M = TypeVar("M")
+FORMER = re.compile(r"^    formerly_called: ClassVar\[tuple\[str, \.\.\.\]\] = \((.*?)\)$", re.M)
 MEMBER = re.compile(r"^@dataclass\(frozen=True, kw_only=True\)\nclass ([A-Z]\w*)\(", re.M)
 
 
@@ -48,10 +49,24 @@ def shipped(home: str) -> dict[str, str]:
 
     A member is a frozen, keyword-only dataclass in a file whose name does not begin with `_`.
     """
+    return {name: f"{home}.{path.stem}" for path in _files(home) for name in MEMBER.findall(path.read_text("utf8"))}
+
+
+def renamed(home: str) -> dict[str, str]:
+    """What members of the package `home` are called now, by what each was `formerly_called`. Imports none of them."""
+    found = dict[str, str]()
+    for path in _files(home):
+        _, *members = MEMBER.split(path.read_text("utf8"))
+        for name, body in zip(members[::2], members[1::2], strict=True):
+            found |= {old: name for olds in FORMER.findall(body) for old in re.findall(r'"(\w+)"', olds)}
+    return found
+
+
+def _files(home: str) -> list[Path]:
+    """A package's files that may hold members."""
     spec = importlib.util.find_spec(home)
     folders = map(Path, (spec and spec.submodule_search_locations) or ())
-    files = sorted(path for folder in folders for path in folder.glob("[!_]*.py"))
-    return {name: f"{home}.{path.stem}" for path in files for name in MEMBER.findall(path.read_text("utf8"))}
+    return sorted(path for folder in folders for path in folder.glob("[!_]*.py"))
 
 
 def member(home: str, name: str) -> Any:

@@ -38,7 +38,7 @@ def simulate(
 ) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
 
-    changes:  turned before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays
+    changes:  made before their steps, as on the engine: `simulate(run.experiment, changes=run.changes)` replays
     costs:    what compute and codecs take (`Costs.measured(run)`); not needed where the experiment has a `pace`.
               Without costs codecs take no time, nor does the wire where its Link is not shaped.
     real:     False: sizes only, thousands of ranks, no losses. True: real tensors, tens of ranks in this process,

@@ -40,7 +40,7 @@ class BackupWorkers(Strategy):
     H_p - H_b on average for times from the exponential distribution with mean 1. The Sample "late" is 1 where a
     gradient was dropped, else 0.
 
-    When to use it: ranks stumble at random and wires are fast. The data of a rank that is always slow is never
+    When to use it: ranks are slow at random and wires are fast. The data of a rank that is always slow is never
     learned, and its work is lost. A mean of n gradients has the noise of n batches: scale the learning rate by n.
 
     Reference: Chen et al., "Revisiting Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981

@@ -33,7 +33,7 @@ class Gossip(Strategy):
     forward and backward. "adapt-then-combine" updates first and mixes what came out of it: nothing is hidden,
     but the ranks end a step closer together; on "complete" with plain SGD it equals DDP.
 
-    When to use it: latency is high, or ranks stumble now and then and not always the same one. In bytes only the
+    When to use it: latency is high, or ranks are slow now and then and not always the same one. In bytes only the
     graphs with one partner beat the all-reduce of DDP. Evaluate the mean: one rank is off by the disagreement.
 
     Reference: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017,

@@ -53,7 +53,7 @@ class Newton(Strategy):
     curvature itself: along what its own batch does not bend at all, a rank goes 1/damping times the gradient.
     On a transformer it works, but a step costs about eight of SGD's, so it is measured on Digits only. A trial: ByteGPT
     on two ranks comes in 16 steps to 2.6 at `damping` 0.1 or 1 and `tries` = 10, SGD with momentum (lr 0.1) to 3.1; at
-    0.01 and 4 tries it stands still after its first step, for no length is good enough.
+    0.01 and 4 tries it is stuck after its first step, for no length is good enough.
 
     Reference: Wang et al., "GIANT: Globally Improved Approximate Newton Method for Distributed Optimization", NeurIPS
     2018, https://arxiv.org/abs/1709.03528; Shamir, Srebro and Zhang, "Communication-Efficient Distributed Optimization

@@ -18,7 +18,7 @@ class OneBitAdam(MomentExchange):
         afterwards:      m_i <- b1 m + (1 - b1) grad_i,   m <- (1/p) sum_i C(m_i + residual_i),   v stays
         both:            params <- params - lr m_hat / (sqrt(v_hat) + eps)
 
-    C is the experiment's compressor, to be seen and turned there: choose OneBit, whose bare name brings error feedback.
+    C is the experiment's compressor, to be seen and set there: choose OneBit, whose bare name brings error feedback.
     Any other under ErrorFeedback will do; Dense is the exact thing to compare with; one without error feedback is
     refused, for what it loses is lost (QAdam takes it). In the first `warmup` steps
     (DeepSpeed's `freeze_step`) gradients cross whole.
@@ -35,7 +35,7 @@ class OneBitAdam(MomentExchange):
     after n steps is sqrt(1 - beta2^n) of this one. Moments begin empty at every
     entry, and the residual of the momentum is dropped on leaving; ranks are equal at every step. The task's optimizer
     rests with its state and is not asked; weight decay is this strategy's own knob, decoupled as in AdamW.
-    `warmup` turned above the steps done thaws v.
+    `warmup` set above the steps done thaws v.
 
     When to use it: long runs of Adam on very slow wires. DeepSpeed advises to freeze after 15 to 25 % of all steps.
 

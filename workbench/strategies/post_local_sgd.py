@@ -29,7 +29,7 @@ class PostLocalSGD(LocalSGD):
         step <= warmup:   params <- optimizer(params, (1/p) sum_i grad_i)
         afterwards:       Local SGD, see there
 
-    The steps of DDP are uncompressed and leave parameters and momenta equal. `warmup` turned above the steps done
+    The steps of DDP are uncompressed and leave parameters and momenta equal. `warmup` set above the steps done
     brings ranks together again, momenta too. A rank sends 2 (p-1)/p of the model's bytes in each of the first steps,
     and once in `every` afterwards.
 

@@ -27,7 +27,7 @@ class QAdam(MomentExchange):
     waits as DDP does; the exchange overlaps with backward. Ranks are equal at every step, so nothing is averaged on
     leaving. The task's optimizer rests with its state and is not asked; only the learning rate is the same. Weight
     decay is this strategy's own knob, decoupled as in AdamW. A warm-up begins at every entry, with empty moments;
-    `warmup` turned above the steps done thaws v, turned below freezes it.
+    `warmup` set above the steps done thaws v, set below freezes it.
 
     When to use it: the task wants Adam and the wire is slow. About a fifth of the run is usual for the warm-up; a v
     that is frozen too early scales some elements wrongly for good.

@@ -21,7 +21,7 @@ class SlowMo(Strategy):
         anchor <- anchor - alpha lr u;    params_i <- anchor
 
     u is in units of gradients, so it keeps its meaning when the learning rate changes; `lr` is the mean learning rate
-    of the round's steps, so that one turned in the middle of a round does not blow u up. `buffers` says what becomes of
+    of the round's steps, so that one set in the middle of a round does not blow u up. `buffers` says what becomes of
     the inner optimizer's memory after each round: each rank keeps its own, it is zeroed, or averaged.
 
     It sends what LocalSGD sends, 2 (p-1)/p of the model's bytes once per H = `every` steps while all wait; "average"

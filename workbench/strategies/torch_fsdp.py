@@ -16,8 +16,8 @@ class TorchFSDP(Strategy):
     Each rank keeps its rows of every parameter, of its gradient and of what the optimizer remembers; a unit (a block of
     a transformer, or a module of half an experiment's `bucket_mb` or more) is whole while it is computed. `fully_shard`
     changes a model for good, so the host trains a copy, and fetches from it where the run's own model is read: at an
-    evaluation, in a switch away and at the end, when a rank holds all of the parameters beside its shards. To turn the
-    optimizer, the size of buckets or the fabric makes the copy anew.
+    evaluation, in a switch away and at the end, when a rank holds all of the parameters beside its shards. Another
+    optimizer, size of buckets or fabric makes the copy anew.
 
     Ranks may reach other parameters of a unit in a step than others do, but each has to compute all units: torch
     gathers and sums unit by unit, and a rank that skips one (an expert of its own) no longer asks for the same. Where a

@@ -25,9 +25,9 @@ class Task(TaskBase):
     model:      () -> Module, built on each rank from the same seed
     data:       (rank, ranks, seed) -> an iterable of batches: tensors, or tuples, lists and dicts of them. One that
                 can be iterated again (a list, a DataLoader) starts over when it ends. If it also takes `batch`,
-                it is given the examples per rank once the batch knob is turned (or `batch` is given).
+                it is given the examples per rank once the batch knob is set (or `batch` is given).
     loss:       (model, batch) -> scalar Tensor
-    optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is turned
+    optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is set
     evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
     parts:      (model) -> a list of Modules, each taking what the one before returns, that together compute what the
                 model does and hold its very parameters: where a Pipeline may cut it; a Sequential needs none, nor
