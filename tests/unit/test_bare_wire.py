@@ -39,7 +39,7 @@ def test_costs_take_over_a_bare_wire_that_only_others_know() -> None:
 
 
 def test_what_short_collectives_take_is_measured_on_the_link_itself() -> None:
-    """Of 16 bits per 64 values little is asked of a Link without latency; long ones say how late they end."""
+    """Of a thousandth of the values little is asked of the Link; whole buckets on a slow one say how late they end."""
     link = Fabric(link=Link(bandwidth=1000.0, latency=0.01))
     e = Experiment(task=TASK, ranks=4, steps=12, eval_every=0, fabric=link, compressor=TopK(density=0.001))
     paid = Costs(forward=0.01, backward=0.02, linked=AlphaBeta(0.0016))

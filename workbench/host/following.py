@@ -94,7 +94,6 @@ def arrived(x: Any) -> None:
                 mode.take(one)
 
 
-@cache
 def _makes(func: Any) -> bool:
     """Does a call make a tensor that shows no other's memory?"""
     return any(made.alias_info is None for made in func._schema.returns)
