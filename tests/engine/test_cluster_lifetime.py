@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,26 @@ def test_a_detached_run_goes_on_and_is_found_from_its_first_row_on() -> None:
     finally:
         lab.close()
     gone(said["processes"], 1)
+
+
+def test_a_detached_run_is_found_though_its_directory_is_gone() -> None:
+    with Kernel(RUNNING.format(name="bare") + "lab.detach()") as kernel:
+        path = Path(kernel.hears()["path"])
+        kernel.process.wait(20)
+    while path.exists():  # a rank may begin another file meanwhile
+        shutil.rmtree(path, ignore_errors=True)
+    lab = Lab.attach("bare")
+    try:
+        run = lab.run_now
+        assert run and run.live and "could not be read from disk" in run.warnings[0]
+        lab.stop()
+        assert run.wait(20).state == "stopped" and len(run.timeline.spans) > 0
+        assert 0 < run.unwritten == sum(len(run.timeline.table(kind)) for kind in ("spans", "samples", "marks"))
+        assert "run.save('elsewhere') writes all rows that are shown here" in lab.notes[-1]
+        rest = Run.open(run.save(path.with_name("rest")))
+        assert len(rest.timeline.spans) == len(run.timeline.spans) and rest.missing == run.missing > 0
+    finally:
+        lab.close()
 
 
 def test_a_lab_that_was_attached_dies_with_its_new_kernel() -> None:

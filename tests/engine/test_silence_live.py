@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import sys
 import time
@@ -27,7 +26,6 @@ from workbench.cluster import launch, silence
 from workbench.cluster.place import ClusterError
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
-from workbench.record import store
 from workbench.run import Run
 from workbench.strategies import AsyncServer
 from workbench.tasks import Task
@@ -58,18 +56,6 @@ class Source:
                 time.sleep(0.05)
             time.sleep(0.02)
             yield torch.randn(4, 8), torch.randint(0, 2, (4,))
-
-
-def fill(disk: Path) -> None:
-    """From now on this process finds the disk full while the file `disk` is there."""
-    write = store.Writer.append
-
-    def append(self: store.Writer, columns: Any) -> None:
-        if os.path.exists(disk):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, columns)
-
-    store.Writer.append = append  # type: ignore[method-assign]
 
 
 def task(stuck: Path, dreams: Path, dies: int = -1) -> Task:
@@ -183,32 +169,6 @@ def test_a_pause_is_no_silence(lab: Lab, files: Any) -> None:
     lab.resume()
     time.sleep(2.0)
     assert lab.notes == [] and lab.state == "running"
-
-
-def test_a_run_directory_that_is_removed_is_noticed(lab: Lab, files: Any, tmp_path: Path) -> None:
-    run = running(lab, Experiment(task=task(*files)), out=tmp_path / "mine")
-    shutil.rmtree(tmp_path / "mine")
-    assert until(lambda: any(f"{tmp_path / 'mine'} is gone" in n for n in lab.notes), 20), lab.notes
-    lab.stop()
-    assert until(lambda: not lab.live, 30)
-    assert len(Run.open(run.save(tmp_path / "rescued")).spans) == len(run.spans)
-
-
-def test_a_disk_that_fills_up_while_training_is_said_and_counted(lab: Lab, files: Any, tmp_path: Path) -> None:
-    full = tmp_path / "full"
-    lab.view.apply_sync(fill, full)
-    run = running(lab, Experiment(task=task(*files)))
-    assert run.missing == 0
-    full.touch()
-    text = "ranks 0, 1, 2, 3: the record is not being written: No space left on device; run.save('elsewhere') writes"
-    assert until(lambda: any(n.startswith(text) for n in lab.notes), 30), lab.notes
-    assert until(lambda: run.missing > 0, 20) and lab.state == "running"
-    full.unlink()
-    assert until(lambda: any(n.startswith("recording again; ") for n in lab.notes), 30), lab.notes
-    lab.stop()
-    assert until(lambda: not lab.live, 30)
-    recorded = Run.open(run.path)
-    assert 0 < recorded.missing <= run.missing and len(recorded.spans) < len(run.spans)
 
 
 def test_where_nothing_can_be_written_a_run_is_refused_in_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

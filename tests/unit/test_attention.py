@@ -10,6 +10,7 @@ import pytest
 from workbench.cluster.attention import Attention
 from workbench.cluster.errors import RankError, brought_up
 from workbench.experiment import Experiment
+from workbench.record.store import Writer
 from workbench.record.timeline import columns_of
 from workbench.run import Run
 from workbench.strategies import DDP, LocalSGD
@@ -137,17 +138,62 @@ def test_the_first_step_and_an_evaluation_may_take_longer() -> None:
 
 def test_rows_that_ranks_could_not_write_are_counted_and_said() -> None:
     w = Watched()
+    w.run.append("samples", 0, 0, columns_of("samples", [(0, n, "loss", 0.1, 1.0) for n in range(50)]))
     w.second(lost=0)
     for rank in (3, 1):
         text = "the record is not being written: No space left on device"
         w.attention.mark(rank, 4, "spool", {"error": "No space left on device", "lost": 7, "text": text})
+    assert w.run.unwritten == 2 * 7, "at once, not when it is asked next"
     w.second(lost=7)
     w.second(lost=9)
-    assert w.run.missing == 4 * 9
-    assert w.notes[0].startswith("ranks 1, 3: the record is not being written: No space left on device; run.save(")
+    assert (w.run.unwritten, w.run.missing) == (4 * 9, 0), "they are here, so they are not missing"
+    (note,) = w.notes
+    assert note == (
+        "ranks 1, 3: the record is not being written: No space left on device; 36 rows are not on disk so far, "
+        "run.save('elsewhere') writes all rows that are shown here"
+    )
     for rank in (3, 1):
-        w.attention.mark(rank, 9, "spool", {"error": "", "lost": 9, "text": "recording again; 9 rows were lost"})
-    assert w.notes == ["recording again; 9 rows were lost"]
+        w.attention.mark(rank, 9, "spool", {"error": "", "lost": 9, "text": "again"})
+    (note,) = w.notes
+    assert note.startswith("the record is being written again; 36 rows are not on disk so far, run.save(")
+
+
+def test_a_disk_that_answers_again_and_has_lost_nothing_is_said() -> None:
+    w = Watched()
+    w.run.append("samples", 0, 0, columns_of("samples", [(0, n, "loss", 0.1, 1.0) for n in range(70)]))
+    w.attention.mark(2, 4, "spool", {"error": "the disk does not answer", "lost": 50, "text": "not written"})
+    assert w.run.unwritten == 50 and "rank 2: the record is not being written: the disk does not answer" in w.notes[0]
+    w.attention.mark(2, 9, "spool", {"error": "", "lost": 0, "text": "again"})
+    assert w.run.unwritten == 0 and w.notes == ["the record is being written again, and lacks no row"]
+
+
+def test_what_a_disk_lacks_is_counted_at_the_end(tmp_path: Path) -> None:
+    run = Run({}, path=tmp_path / "run", live=True)
+    run.save()
+    w = Watched(run)
+    rows = columns_of("samples", [(0, n, "loss", 0.1 * n, 1.0) for n in range(10)])
+    run.append("samples", 0, 0, rows)
+    writer = Writer(tmp_path / "run", "samples", 0)
+    writer.append({k: v[:4] for k, v in rows.items()})
+    writer.close()
+    w.attention.mark(0, 4, "spool", {"error": "No space left on device", "lost": 3, "text": "not written"})
+    w.attention.recording.ended()
+    assert run.unwritten == 6 and w.notes == [
+        f"the record in {tmp_path / 'run'} ends without 6 rows of this run; "
+        "run.save('elsewhere') writes all rows that are shown here"
+    ]
+
+
+def test_a_live_run_that_is_saved_elsewhere_stays_where_it_is(tmp_path: Path) -> None:
+    run = Run({}, path=tmp_path / "run", live=True)
+    run.save()
+    run.append("samples", 0, 3, columns_of("samples", [(0, 7, "loss", 0.1, 1.0)]))
+    assert run.save(tmp_path / "copy") == tmp_path / "copy" and run.path == tmp_path / "run"
+    copy = Run.open(tmp_path / "copy")
+    assert len(copy.samples) == 1 and copy.missing == run.missing == 3, "what was lost stays known"
+    run.live = False
+    run.save(tmp_path / "last")
+    assert run.path == tmp_path / "last"
 
 
 def test_a_run_directory_that_vanishes_is_said_once(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from workbench.engine import recorder as module
+from workbench.engine import spool
 from workbench.engine.recorder import Recorder
 from workbench.record import store
 from workbench.record.store import Writer
@@ -119,7 +120,8 @@ def test_nothing_recorded_leaves_no_files(tmp_path: Path) -> None:
 
 def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PUSH_EVERY", 0.02)
-    monkeypatch.setattr(module, "RETRY_EVERY", 0.1)
+    monkeypatch.setattr(spool, "EVERY", 0.02)
+    monkeypatch.setattr(spool, "RETRY_EVERY", 0.1)
     full = threading.Event()
     append = Writer.append
 
@@ -138,15 +140,16 @@ def test_a_full_disk_loses_rows_not_training(tmp_path: Path, monkeypatch: pytest
     until(lambda: page.details("spool"))
     assert page.details("spool")[0]["error"] == "No space left on device"
     assert page.details("spool")[0]["lost"] > 0
+    time.sleep(2 * spool.RETRY_EVERY)
     full.clear()
-    until(lambda: len(page.details("spool")) == 2)
     fill(r, 5, 30)
+    until(lambda: len(page.details("spool")) == 2)
     r.close()
     loaded = store.read(tmp_path)
     assert page.values("spans", "nbytes") == list(range(35)), "the push never stopped"
     assert loaded.timeline.spans.rows().nbytes.tolist() == [*range(10), *range(30, 35)]
     assert loaded.missing == r.lost == 21, "twenty spans, and the mark that said so"
-    assert "recording again" in page.details("spool")[1]["text"]
+    assert page.details("spool")[1] == {"error": "", "lost": 21, "text": f"{spool.AGAIN}; 21 rows are not on disk"}
     assert (tmp_path / "spans-0.1.arrow").exists()
 
 
@@ -209,7 +212,8 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from workbench.engine import recorder as module
-module.RETRY_EVERY = 0.2
+from workbench.engine import spool
+spool.RETRY_EVERY = 0.2
 r = module.Recorder(0, Path(sys.argv[1]))
 def fill(n, first=0):
     for i in range(first, first + n):
@@ -246,4 +250,4 @@ def test_a_disk_that_is_really_full_for_a_while(tmp_path: Path) -> None:
     assert int(out) == loaded.missing > 0, "what was lost is known"
     assert numbers[-500:] == list(range(8000, 8500)) and numbers == sorted(set(numbers))
     said = [json.loads(d) for d in loaded.timeline.marks.rows().detail]
-    assert "recording again" in said[-1]["text"]
+    assert spool.AGAIN in said[-1]["text"]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.test_recorder import Page, fill, until
 from workbench.engine import recorder as module
+from workbench.engine import spool
 from workbench.engine.recorder import Recorder
 from workbench.record import store
 
@@ -48,13 +49,14 @@ def test_a_row_that_no_file_can_hold_is_lost_alone(tmp_path: Path, monkeypatch: 
 
 def test_later_rows_of_the_kind_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PUSH_EVERY", 0.02)
+    monkeypatch.setattr(spool, "EVERY", 0.02)
     page = Page()
     r = Recorder(0, tmp_path, page)
     for k, name in enumerate(["loss", BAD, BAD, "loss"]):
         r.sample(k, name, 0.1 * k, float(k))
         lost = [0, 1, 2, 2][k]
         until(lambda lost=lost: r.lost == lost)
-        until(lambda k=k: sum(r._sent.values()) > k and not r._spool._waiting["samples"])
+        until(lambda k=k: sum(r._sent.values()) > k and not r._spool._behind())
     ended(r, tmp_path, page)
     loaded = store.read(tmp_path)
     assert loaded.timeline.samples.rows().value.tolist() == [0.0, 3.0]
@@ -70,12 +72,12 @@ def test_a_row_of_the_wrong_type_is_dropped_and_counted(tmp_path: Path, monkeypa
     assert r.dropped == 1 and page.values("samples", "name") == ["dropped"]
 
 
-@pytest.mark.parametrize("part", ["write", "said", "close"])
+@pytest.mark.parametrize("part", ["write", "said", "_give_up"])
 def test_the_end_is_pushed_whatever_fails(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any) -> None:
         raise RuntimeError(f"{part} failed")
 
-    monkeypatch.setattr(module._Spool, part, fails)
+    monkeypatch.setattr(spool.Spool, part, fails)
     page = Page()
     r = Recorder(0, tmp_path, page)
     r.mark(9, "end", 0.9, '{"state": "done"}')

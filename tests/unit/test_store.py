@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from tests.unit import synthetic
-from workbench.record import store
+from workbench.record import store, stream
 from workbench.record.store import RunError, Writer
 from workbench.record.timeline import Rows
 from workbench.run import Run
@@ -150,7 +150,7 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
 def test_a_stream_of_a_newer_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = directory(tmp_path)
     with monkeypatch.context() as later:
-        later.setattr(store, "SCHEMA", 2)
+        later.setattr(stream, "SCHEMA", 2)
         write(path, 1)
     with pytest.raises(RunError, match="schema 2; this version reads up to"):
         Run.open(path)

@@ -24,6 +24,7 @@ def summary(run: Run) -> dict[str, Any]:
     steps:      that have ended on every rank that trains; who serves makes none
     stands_for: for how many of the ranks each stands that is on the record; 1: all are
     examples_per_second: of all ranks together; None where the record does not say how many a step has
+    missing, unwritten: rows that are lost, and rows that are here and not in the run directory
     memory_peak: bytes, of the rank that held most at a time; None where the record does not say
     """
     tl = run.timeline
@@ -50,6 +51,7 @@ def summary(run: Run) -> dict[str, Any]:
         "held_out": _newest(run, "held_out"),
         "changes": len(run.changes),
         "missing": run.missing + int(_newest(run, "dropped") or 0),
+        "unwritten": run.unwritten,
         "warnings": list(run.warnings),
     }
 
@@ -76,6 +78,7 @@ def line(run: Run) -> str:
     parts += [f"held-out {s['held_out']:.3f}"] if s["held_out"] is not None else []
     parts += [f"{s['changes']} change{'s' * (s['changes'] != 1)}"] if s["changes"] else []
     parts += [f"{s['missing']} rows missing"] if s["missing"] else []
+    parts += [f"{s['unwritten']} rows not on disk"] if s["unwritten"] else []
     return f"Run {run.name}: {', '.join(parts)}" + (f"; {run.holdup}" if run.holdup else "")
 
 

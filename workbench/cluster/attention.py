@@ -1,4 +1,4 @@
-"""What of a run under way wants a person's attention: ranks that stand still, and a record that is not written.
+"""What of a run under way wants a person's attention: ranks that stand still, and (`Recording`) its record.
 
 It is fed what comes from the ranks anyway (rows, marks, answers) and keeps the sentences about it up to date among the
 run's notes: one that is no longer so is replaced by what became of it. It asks nobody and ends nothing.
@@ -11,9 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
+from workbench.cluster.recording import Recording
 from workbench.cluster.silence import GLANCE, Seen, Verdict, named, patience, verdict
 from workbench.record.run import Run
 
@@ -31,8 +31,14 @@ def slept() -> float:
 class Attention:
     """One run's. `holdup` is what holds it up right now, in words; "" for nothing."""
 
-    def __init__(self, run: Run, ranks: Collection[int], notes: list[str],
-                 clock: Callable[[], float] = time.monotonic, asleep: Callable[[], float] = slept) -> None:
+    def __init__(
+        self,
+        run: Run,
+        ranks: Collection[int],
+        notes: list[str],
+        clock: Callable[[], float] = time.monotonic,
+        asleep: Callable[[], float] = slept,
+    ) -> None:
         self.run, self.ranks, self.notes = run, ranks, notes
         self.clock, self.asleep = clock, asleep
         self.holdup = ""
@@ -45,13 +51,10 @@ class Attention:
         self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name of the newest span, and when it came
         self._lengths: deque[float] = deque(maxlen=STEPS)
         self._evaluation = 0.0  # the longest so far, in seconds
-        self._lost: dict[int, int] = {}  # rows that ranks could not write
-        self._attached = bool(run._following)  # read from disk, whose losses are counted
-        self._unwritten: set[int] = set()
         self._said: dict[Any, str] = {}
         self._episode: tuple[tuple[int, ...], Verdict] | None = None
-        self._recorded = run.path is not None and (Path(run.path) / "run.json").exists()
         self._lock = threading.Lock()
+        self.recording = Recording(run, self._say)
 
     def begun(self) -> None:
         """The ranks are there; what passed until then is nobody's silence, nor did this kernel stand still."""
@@ -78,11 +81,7 @@ class Attention:
         """A rank has answered what it is asked all the time: where it is."""
         now = self._word[rank] = self.clock()
         self._answers[rank] = now, answer
-        lost = int(answer.get("lost", 0))
-        if new := lost - self._lost.get(rank, lost if self._attached else 0):
-            with self.run._lock:
-                self.run.missing += new
-        self._lost[rank] = lost
+        self.recording.heard(rank, int(answer.get("lost", 0)))
 
     def mark(self, rank: int, step: int, name: str, detail: dict[str, Any]) -> None:
         """A rank has written down that it, or its record, stood still."""
@@ -92,14 +91,8 @@ class Attention:
                 word = "slept" if detail.get("machine") else "stood still"
                 return self._say("machine", f"this machine {word} for {seconds:.0f} s, this kernel and its ranks alike")
             self._say((rank,), f"rank {rank} {detail['text']} (step {step})")
-        elif name == "spool" and detail.get("error"):
-            self._unwritten.add(rank)
-            who = named(sorted(self._unwritten))
-            self._say("record", f"{who}: {detail['text']}; run.save('elsewhere') writes what is shown here")
         elif name == "spool":
-            self._unwritten.discard(rank)
-            if not self._unwritten:
-                self._say("record", str(detail["text"]))
+            self.recording.mark(rank, detail)
 
     def _stood(self, seconds: float) -> bool:
         """Whether this kernel missed the same time, a moment ago or still."""
@@ -112,7 +105,7 @@ class Attention:
     def look(self, state: str, over: Collection[int] = ()) -> None:
         """Asks who stands still. To be called about once a second while the ranks are asked."""
         self._time()
-        self._record()
+        self.recording.look()
         table = self._table(over) if state in ("starting", "running") else {}
         if state not in ("starting", "running"):
             self._base, self._episode, self.holdup = self.clock(), None, ""
@@ -133,12 +126,6 @@ class Attention:
             self._gap = gap, now
         if gap > GAP or nap > SLEPT:
             self._base = now
-
-    def _record(self) -> None:
-        if self._recorded and not (Path(self.run.path or ".") / "run.json").exists():
-            self._recorded = False
-            text = f"the run directory {self.run.path} is gone, and with it what is recorded from now on"
-            self._say("directory", f"{text}; run.save('elsewhere') writes what is shown here")
 
     def _table(self, over: Collection[int]) -> dict[int, Seen]:
         now, table = self.clock(), {}

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.cluster import spool
+from workbench.cluster.disk import PATIENCE, within
+from workbench.cluster.processes import wait_for
 from workbench.record.timeline import KINDS
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
+ON_THE_WAY = 1.0  # seconds that a message may take
 ALL = 1 << 62  # rows: more than there can be
 
 Marks = list[tuple[int, str, float, dict[str, Any]]]
@@ -21,6 +24,7 @@ Marks = list[tuple[int, str, float, dict[str, Any]]]
 def gather(live: Live, silent: set[int]) -> None:
     """Fetches what is missing; of ranks that are `silent`, what lies on a disk that is seen here."""
     time.sleep(0.1)  # what was sent last is on its way
+    wait_for(lambda: _come(live, silent), ON_THE_WAY)  # it need not be on a disk, too
     for rank in live.ranks:
         sent = live.status.get(rank, {}).get("sent", {})
         for kind in KINDS:
@@ -30,6 +34,12 @@ def gather(live: Live, silent: set[int]) -> None:
                 live.gaps.mend(kind, rank, sent.get(kind, ALL))
         if rank not in silent and live.elsewhere(rank):
             _fetch(live, rank)
+
+
+def _come(live: Live, silent: set[int]) -> bool:
+    """Whether all rows have come that ranks have said to have sent."""
+    told = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
+    return all(live.gaps.next[kind, rank] >= n for rank, sent in told.items() for kind, n in sent.items())
 
 
 def of_silent(live: Live, kind: str, rank: int) -> None:
@@ -47,7 +57,10 @@ def _fetch(live: Live, rank: int) -> None:
     def read(name: str, start: int) -> bytes:
         return live.cluster.line.ask(rank, "file", name=name, start=start)[1]
 
-    spool.fetch(live.cluster.line.ask(rank, "files")[0], read, Path(live.run.path or "."))
+    try:
+        spool.fetch(live.cluster.line.ask(rank, "files")[0], read, Path(live.run.path or "."))
+    except OSError:
+        live.attention.recording.disturbed()
 
 
 def obituary(live: Live, dead: set[int]) -> None:
@@ -72,4 +85,7 @@ def _add(live: Live, rank: int, marks: Marks) -> None:
     columns["detail"] = [json.dumps(d) for d in details]
     live.run.append("marks", rank, live.gaps.next["marks", rank], columns)
     live.gaps.next["marks", rank] += len(marks)
-    spool.note(Path(live.run.path or "."), rank, marks)
+    try:
+        within(PATIENCE, lambda: spool.note(Path(live.run.path or "."), rank, marks))
+    except OSError:
+        live.attention.recording.disturbed()

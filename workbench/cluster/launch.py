@@ -125,7 +125,8 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
         blob = _pickled((experiment, tuple(changes), new))
         _stamp(run)
         job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch}
-        cluster.place.write(run={"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks})
+        told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
+        cluster.place.write(run=told)
         live.spools = begin(cluster, job, blob, experiment.ranks, lambda: live.ending.unwanted)
         live.begun()
     except BaseException as error:
@@ -180,7 +181,18 @@ def _asked_of_any(cluster: Cluster, ranks: int) -> bytes:
     raise last
 
 
-def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[Run]) -> Live | None:
+def _opened(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R:
+    """The run under way, from its directory; if that is gone or damaged, from what comes from now on."""
+    path = Path(about["path"])
+    try:
+        return kind.open(path)
+    except RunError as error:
+        run = kind(experiment, name=path.name, environment=environment(experiment), path=path, epoch=about["epoch"])
+        run.warnings = (f"it could not be read from disk ({error}); it begins where this kernel attached",)
+        return run
+
+
+def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live | None:
     """Follows the run that a cluster's engines are in, from its first row on; None if they are in none."""
     about = cluster.place.read().get("run")
     if not about:
@@ -191,7 +203,7 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[Run]) -> Li
     experiment, _, _ = cloudpickle.loads(blob)
     waiting: list[Any] = []
     cluster.take = waiting.append  # rows that come while the disk is read
-    run = kind.open(about["path"])
+    run = _opened(about, experiment, kind)
     live = Live(run, cluster, Changes(experiment, listed), about["generation"])
     live.replay()
     cluster.take = live.take

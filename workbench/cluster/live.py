@@ -19,6 +19,7 @@ from workbench.cluster import last_rows, spool
 from workbench.cluster.attention import Attention, texts
 from workbench.cluster.changes import Changes, PendingChange
 from workbench.cluster.cluster import Cluster
+from workbench.cluster.disk import PATIENCE, within
 from workbench.cluster.ending import Ending
 from workbench.cluster.gaps import Gaps
 from workbench.cluster.place import ClusterError
@@ -120,7 +121,8 @@ class Live:
     def _missed(self, kind: str, rank: int, start: int) -> spool.Pieces:
         """Rows that no message brought, from the rank's disk."""
         if not self.elsewhere(rank):
-            return spool.pieces(Path(self.run.path or "."), kind, rank, start)
+            path = Path(self.run.path or ".")
+            return within(PATIENCE, lambda: spool.pieces(path, kind, rank, start))
         return spool.unpack(self.cluster.line.ask(rank, "rows", kind=kind, start=start)[1])
 
     def elsewhere(self, rank: int) -> bool:
@@ -251,6 +253,10 @@ class Live:
         self.ending.abort()
         self.order("abort", everyone=True, asked=self.ending.asked)
 
+    def saved(self, path: Path, rows: int) -> None:
+        """The run was saved in `path` while it is followed here."""
+        self.attention.recording.saved(path, rows, None if self.over.is_set() else self.step)
+
     def wait(self, timeout: float | None = None) -> Run:
         """Waits for the end, with a line of progress; raises RankError if ranks failed. See `waiting`."""
         return wait_for_run(self, timeout)
@@ -275,7 +281,8 @@ class Live:
                 self.notes.append(f"{type(error).__name__}: {error}")
             try:
                 last_rows.final(self, state, error)
-            except Exception as failure:  # a full disk must not keep it from being over
+                self.attention.recording.ended()
+            except Exception as failure:  # whatever the disk does must not keep it from being over
                 self.note(failure)
             self.changes.end("the run ended before it could be applied")
             self.run.live = False

@@ -34,6 +34,8 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
                 live.stop()
                 line.set_postfix_str("stopping at the next step; interrupt again to abort")
         _show(live, line)
+    if live.run.unwritten and threading.current_thread() is threading.main_thread():
+        print(f"workbench: {live.attention.recording.said}", file=sys.stderr)
     if live.error:
         raise live.error
     return live.run

@@ -17,6 +17,10 @@ FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup")
 
 
+class RunError(ValueError):
+    """A run directory that cannot be read; says which, and what is wrong with it."""
+
+
 class Rule(NamedTuple):
     """What a value must be: the test, and the same in words."""
 
@@ -60,7 +64,10 @@ SETTINGS = Rule(lambda v: isinstance(v, Mapping) and all(map(name_of_code, v)), 
 MEMBER = Rule(member, "one name with its settings, such as {'TopK': {'density': 0.1}}")
 COUNT = Rule(count, "a whole number, 0 or more")
 RANKS = Rule(lambda v: count(v) and v >= 1, "a whole number, 1 or more")
-RULES = {"epoch": NUMBER, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS}
+MISSING = Rule(lambda v: v is None or count(v), "a whole number, 0 or more")
+RULES = {
+    "epoch": NUMBER, "missing": MISSING, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS,
+}  # fmt: skip
 
 
 def wrong(about: Any) -> str | None:

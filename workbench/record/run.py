@@ -39,12 +39,15 @@ class Control(Protocol):
 
     def stop(self) -> Any: ...
 
+    def saved(self, path: Path, rows: int) -> Any: ...
+
 
 class Run:
     """What happened when an experiment was run, as far as it got.
 
     `spans`, `samples` and `marks` are pandas frames; `timeline` is the same, for reading while it grows.
-    `live` says whether rows still come; `missing` how many are known to be lost; `warnings` what else is wrong.
+    `live` says whether rows still come; `missing` how many are known to be lost; `unwritten` how many of those that are
+    here its run directory lacks (`save` writes them elsewhere); `warnings` what else is wrong.
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
     Run tour: cut off
@@ -71,7 +74,7 @@ class Run:
         self.epoch = epoch
         self.live = live
         self.secret = ""  # in a riddle: what is said in place of verdicts and faults, until it is answered
-        self.missing = self.duplicates = 0
+        self.missing = self.unwritten = self.duplicates = 0
         self.warnings: tuple[str, ...] = ()
         self._environment = dict(environment or {})
         self._control: Control | None = None
@@ -91,19 +94,25 @@ class Run:
         run.started, run.epoch = started, float(about["epoch"])
         loaded = store.read(path)
         run.timeline, run._following = loaded.timeline, loaded.following
-        run.missing, run.warnings = loaded.missing, loaded.warnings
+        run.missing, run.warnings = loaded.missing + int(about.get("missing") or 0), loaded.warnings
         return run
 
     def save(self, path: Path | str | None = None) -> Path:
         """Makes the run directory (`path`, or the run's own) with run.json and the rows that are there.
 
-        A live run has none yet: its ranks spool into the directory. `Run.open` reads either.
+        A live run has none yet: its ranks spool into the directory. Saved elsewhere while it is under way it stays
+        where it is, and what is there so far is copied; `lab.notes` say so. `Run.open` reads either. Raises RunError
+        where it cannot be kept.
         """
-        self.path = Path(path or self.path or self.name)
+        where = Path(path or self.path or self.name)
         about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
-        store.create(self.path, {**about, "started": self.started, "name": self.name})
-        store.write(self.path, self.timeline)
-        return self.path
+        lost = {"missing": self.missing} if self.missing else {}
+        rows = store.keep(where, {**about, "started": self.started, "name": self.name, **lost}, self.timeline)
+        if not (self.live and self.path):
+            self.path, self.unwritten = where, 0
+        if self._control:
+            self._control.saved(where, rows)
+        return where
 
     # -- rows come in
 

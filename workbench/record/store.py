@@ -23,17 +23,15 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
+from workbench.record.about import RunError as RunError
 from workbench.record.about import wrong
+from workbench.record.stream import read_part as read_part
+from workbench.record.stream import schema
 from workbench.record.timeline import KINDS, SCHEMA, Coded, Table, Timeline, Words
 from workbench.settings import short
 
 _PART = re.compile(r"(spans|samples|marks)-(\d+)(?:\.(\d+))?\.arrow")
 _OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
-_READING = ipc.IpcReadOptions(use_threads=False)  # whole files are read side by side instead
-
-
-class RunError(ValueError):
-    """A run directory that cannot be read; says which, and what is wrong with it."""
 
 
 class Part(NamedTuple):
@@ -117,16 +115,6 @@ def parts(path: Path) -> list[Part]:
     return sorted(Part(m[1], int(m[2]), int(m[3] or 0), file) for m, file in found)
 
 
-def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
-    """The Arrow schema of a kind; its metadata say which rank, and which row comes first."""
-    table = Table(kind)
-    names = {"i2": pa.int16(), "i4": pa.int32(), "i8": pa.int64(), "f8": pa.float64(), "O": pa.string()}
-    few = pa.dictionary(pa.int32(), pa.string())
-    fields = [(k, few if k in table.words else names[t.str.lstrip("<|")]) for k, t in table.types.items()]
-    about = {"schema": SCHEMA, "kind": kind, "rank": rank, "first": first}
-    return pa.schema(fields, metadata={k: str(v) for k, v in about.items()})
-
-
 class Writer:
     """Appends batches to a new part: one write per batch, so that a file holds whole batches only."""
 
@@ -141,6 +129,8 @@ class Writer:
         self._buffer = io.BytesIO()
         self._stream = ipc.new_stream(self._buffer, self._schema, options=ipc.IpcWriteOptions(**_OPTIONS))
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        made = os.fstat(self._fd)
+        self.identity = made.st_dev, made.st_ino  # by which it is told whether this file is still there
 
     def append(self, columns: Mapping[str, Any]) -> None:
         """Writes one batch. Raises OSError when it could not be written whole; then the file is cut back."""
@@ -185,8 +175,22 @@ class Writer:
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
 
-def write(path: Path, timeline: Timeline) -> None:
+def keep(path: Path, about: Mapping[str, Any], timeline: Timeline) -> int:
+    """Makes the run directory `path` with a whole record and returns its rows. Raises RunError, leaving nothing."""
+    create(path, about)
+    before = set(parts(path))
+    try:
+        return write(path, timeline)
+    except OSError as error:
+        for part in set(parts(path)) - before:
+            part.path.unlink(missing_ok=True)
+        (path / "run.json").unlink(missing_ok=True)
+        raise RunError(f"{path}: the run does not fit there ({error.strerror}); choose another directory") from error
+
+
+def write(path: Path, timeline: Timeline) -> int:
     """Puts a whole record into a run directory that holds no rows yet: a stream per rank and kind, as ranks spool."""
+    written = 0
     for kind in KINDS:
         table = timeline.table(kind)
         rows = table.rows()
@@ -194,11 +198,24 @@ def write(path: Path, timeline: Timeline) -> None:
             continue
         order = np.argsort(rows.rank, kind="stable")
         ranks, begins = np.unique(rows.rank[order], return_index=True)
+        written += len(rows)
         whole = {k: rows.coded(k) if k in table.words else getattr(rows, k) for k in table.types}
         for rank, mine in zip(ranks.tolist(), np.split(order, begins[1:]), strict=True):
             writer = Writer(path, kind, rank, number=0)
             writer.append({k: v[mine] for k, v in whole.items()})
             writer.close()
+    return written
+
+
+def counts(path: Path) -> dict[tuple[str, int], int]:
+    """How many rows of each (kind, rank) a run directory holds."""
+    held: dict[tuple[str, int], int] = {}
+    for part in parts(path):
+        _, columns, _ = read_part(part.path)
+        if columns is not None:
+            key = part.kind, part.rank
+            held[key] = held.get(key, 0) + len(columns["rank"])
+    return held
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
@@ -233,41 +250,6 @@ def read(path: Path) -> Loaded:
     if missing:
         warnings.append(f"{missing} rows were lost while the disk was full or could not be written")
     return Loaded(timeline, following, missing, tuple(warnings))
-
-
-def read_part(path: Path) -> tuple[int, dict[str, Any] | None, str]:
-    """(number of its first row, its columns or None, what is wrong with it in words or "")."""
-    batches, first, torn = [], 0, ""
-    kind = path.name.split("-")[0]
-    try:
-        with pa.memory_map(str(path)) as source, ipc.open_stream(source, options=_READING) as stream:
-            about = {k.decode(): v.decode() for k, v in (stream.schema.metadata or {}).items()}
-            if int(about.get("schema", "0")) > SCHEMA:
-                raise RunError(f"{path}: was written with schema {about['schema']}; this version reads up to {SCHEMA}")
-            if not stream.schema.equals(schema(kind)):
-                return 0, None, f"does not hold {kind} and was skipped"
-            first = int(about.get("first", "0"))
-            for batch in stream:
-                batches.append(batch)
-    except RunError:
-        raise
-    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
-        said = (str(error).split(".")[0].splitlines() or [type(error).__name__])[0]
-        torn = f"ends in a torn batch, which was skipped ({said[:100]})"
-    if not batches:
-        return first, None, torn
-    table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
-    return first, {name: _column(table[name]) for name in table.column_names}, torn
-
-
-def _column(chunked: pa.ChunkedArray) -> Any:
-    """One column as numpy: text with few distinct values as Coded."""
-    array = chunked.chunk(0)
-    if not pa.types.is_dictionary(array.type):
-        return array.to_numpy(zero_copy_only=False)
-    words = Words()
-    numbers = words.encode(array.dictionary.to_pylist())
-    return Coded(numbers[array.indices.to_numpy()], words)
 
 
 def _fill(table: Table, pieces: list[Mapping[str, Any]]) -> None:

@@ -1,0 +1,85 @@
+"""A run directory as the kernel sees it: whether it is there, and how many rows it lacks.
+
+A disk may hang for as long as it likes; who asks here waits a moment and no longer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from workbench.record import store
+from workbench.record.timeline import KINDS, Timeline
+
+T = TypeVar("T")
+PATIENCE = 2.0  # seconds that a disk has to answer
+GLANCE = 0.05  # seconds that is waited for the answer whether a directory is there
+
+
+def within(seconds: float, do: Callable[[], T]) -> T:
+    """What `do()` returns or raises. Raises TimeoutError, an OSError, if it takes longer; it then goes on, unheeded."""
+    out: list[Any] = []
+
+    def doing() -> None:
+        try:
+            out.append((do(), None))
+        except BaseException as error:
+            out.append((None, error))
+
+    thread = threading.Thread(target=doing, name="disk", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not out:
+        raise TimeoutError(f"the disk did not answer within {seconds:g} s")
+    value, error = out[0]
+    if error is not None:
+        raise error
+    return value
+
+
+class Folder:
+    """Says whether a run is still at `path`; asks the disk on a thread of its own, one question at a time."""
+
+    def __init__(self, path: Path | str | None) -> None:
+        self.path = Path(path) if path is not None else None
+        self.there = self.path is not None and _there(self.path)
+        self._asking: threading.Thread | None = None
+
+    def look(self) -> bool:
+        """Whether the run was there when the disk last answered."""
+        if self.path is None:
+            return False
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, name="run directory", daemon=True)
+            self._asking.start()
+        self._asking.join(GLANCE)
+        return self.there
+
+    def _ask(self) -> None:
+        assert self.path
+        self.there = _there(self.path)
+
+
+def _there(path: Path) -> bool:
+    try:
+        return (path / "run.json").exists()
+    except OSError:
+        return False
+
+
+def lacking(path: Path, timeline: Timeline) -> int:
+    """How many rows of `timeline` the run directory at `path` does not hold; all, if it is gone."""
+    try:
+        held = store.counts(path)
+    except FileNotFoundError:
+        held = {}
+    lacks = 0
+    for kind in KINDS:
+        found = np.unique(timeline.table(kind).rows().rank, return_counts=True)
+        for rank, rows in zip(*(column.tolist() for column in found), strict=True):
+            lacks += max(rows - held.get((kind, rank), 0), 0)
+    return lacks
