@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import gzip
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from tests.unit import synthetic
 from workbench.analysis.export import as_python, to_perfetto
 from workbench.record.timeline import Mark, Sample, Span
 from workbench.run import Run, RunError
+from workbench.settings import KnobError, knob
 
 
 def trace(run: Run, path: Path) -> dict[str, Any]:
@@ -61,7 +65,18 @@ def test_an_empty_run_and_a_compressed_trace_are_written(tmp_path: Path) -> None
     assert json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
 
 
-def test_the_code_of_a_run_rebuilds_its_experiment_and_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def executed(code: str) -> dict[str, Any]:
+    """What the code of a run defines, but for the lab."""
+    space: dict[str, Any] = {}
+    exec(code[: code.index("lab = Lab(")].replace(", Lab\n", "\n"), space)
+    return space
+
+
+def experiment_of(code: str) -> Any:
+    return executed(code)["experiment"]
+
+
+def test_the_code_of_a_run_rebuilds_its_experiment_and_changes() -> None:
     from workbench.experiment import Experiment
 
     experiment = Experiment().set("strategy", "LocalSGD").set("compressor", "TopK").set("steps", 100)
@@ -70,12 +85,9 @@ def test_the_code_of_a_run_rebuilds_its_experiment_and_changes(monkeypatch: pyte
     run = Run(experiment.plain())
     detail = {"id": "a", "path": "strategy", "value": {"LocalSGD": {"every": 4}}}
     run.timeline.marks.add([Mark(0, 20, "change", 2.0, json.dumps(detail))])
-    before = "run.wait()\n"
     code = as_python(run)
-    assert code.endswith(before)
-    space: dict[str, Any] = {}
-    exec(code[: code.index("lab = Lab(")].replace(", Lab\n", "\n"), space)
-    assert space["experiment"] == experiment and tuple(space["changes"]) == run.changes
+    assert code.endswith("run.wait()\n")
+    assert experiment_of(code) == experiment and tuple(executed(code)["changes"]) == run.changes
 
 
 def test_a_run_without_an_end_gets_the_steps_it_had_done() -> None:
@@ -125,10 +137,33 @@ def test_what_a_hostile_record_holds_as_values_stays_text(tmp_path: Path, monkey
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_class_of_your_own_is_named_and_not_imported_from_where_it_is_not() -> None:
-    code = as_python(Run({"compressor": {"ErrorFeedback": {"of": {"Mine": {"share": 0.5}}}}, "steps": 5}))
-    assert "compressor=ErrorFeedback(of=Mine(share=0.5)),  # Mine: your own, to be defined before" in code
-    assert "from workbench.compressors import ErrorFeedback\n" in code
+def test_a_class_of_your_own_is_named_and_found_where_it_is_defined() -> None:
+    from workbench.compressors import Cast, ErrorFeedback
+
+    mine = {"ErrorFeedback": {"of": {"Mine": {"share": 0.5}}}}
+    code = as_python(Run({"compressor": mine, "strategy": {"DDP": {"accumulate": 2}}, "lr": 0.5, "steps": 5}))
+    assert 'experiment = Experiment.read({\n    "compressor": ' in code
+    assert '    "strategy": DDP(accumulate=2),\n' in code
+    assert f'"compressor": {mine},  # Mine: your own, to be defined before' in code
+    with pytest.raises(KnobError, match="no such compressor"):
+        experiment_of(code)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Cast):
+        share: float = knob(0.1, 0.0, 1.0, doc="how much")
+
+    found = experiment_of(code)
+    assert found.compressor == ErrorFeedback(of=Mine(share=0.5)) and (found.lr, found.strategy.accumulate) == (0.5, 2)
+    del Mine, found  # other tests look for members, too
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ["Popen", "Lab", "Run", "Path"])
+def test_what_does_not_ship_or_is_no_setting_is_never_called(name: str) -> None:
+    code = as_python(Run({"strategy": {name: {"args": ["touch", "evil"]}}, "steps": 5}))
+    assert {"strategy": {name: {"args": ["touch", "evil"]}}, "steps": 5} == ast.literal_eval(
+        code[code.index("read(") + 5 : code.index(")\nchanges")]
+    )
 
 
 def test_every_member_that_ships_can_be_imported_as_the_code_says() -> None:

@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,38 +92,40 @@ def as_python(run: Run) -> str:
     """Code that runs the same experiment with the same changes at the same steps.
 
     Two such runs of a lockstep strategy on one machine have bit-identical losses. A run without an end gets the
-    steps it had done so far. Raises RunError for a record with names that no program has.
+    steps it had done so far. Only members that ship are called by their names; all else that the record holds is data,
+    in which `Experiment.read` finds classes of your own. Raises RunError for a record with names that no program has.
     """
     from workbench.analysis import last_steps
 
     if reason := wrong({"experiment": run.settings, "epoch": 0}):
         raise RunError(f"run {run.name!r} cannot be written as Python: {reason}")
+    ships = {name: _package(at) for name, at in public_names().items() if at.split(".")[1] in _FIELDS.values()}
     names: dict[str, set[str]] = {}
-    public = public_names()
     settings = run.settings_today
     comment = {}
     if not settings.get("steps"):
         settings["steps"] = last_steps(run.timeline)[1]
         comment["steps"] = "  # as far as this run got"
-    lines = []
+    texts: dict[str, str] = {}
+    theirs = False  # are there classes that do not ship?
     for field, value in settings.items():
-        home, used = _FIELDS.get(field), set[str]()
-        text = _call(value, used) if home else _literal(value)
-        if field == "task" and "'<" in text:
-            text, comment[field] = "...", "  # your own Task(...): its functions are not in the record"
-        elif home:
-            ours = used & public.keys()
-            for name in ours:
-                names.setdefault(_package(public[name]), set()).add(name)
-            if own := sorted(used - ours):
-                comment[field] = f"  # {', '.join(own)}: your own, to be defined before"
-        lines.append(f"    {field}={text},{comment.get(field, '')}")
+        home, used, own = field in _FIELDS, set[str](), set[str]()
+        texts[field] = _call(value, ships, used, own) if home else _literal(value)
+        if field == "task" and "'<" in texts[field]:
+            texts[field], comment[field] = "...", "  # your own Task(...): its functions are not in the record"
+            continue
+        for name in used:
+            names.setdefault(ships[name], set()).add(name)
+        if home and own:
+            theirs, comment[field] = True, f"  # {', '.join(sorted(own))}: your own, to be defined before"
+    opens, closes = ("experiment = Experiment.read({", "})") if theirs else ("experiment = Experiment(", ")")
+    said = [(f'"{k}": {text}' if theirs else f"{k}={text}", comment.get(k, "")) for k, text in texts.items()]
+    lines = [f"    {text},{about}" for text, about in said]
     changes = [f"    Change({c.at_step}, {c.path!r}, {_literal(c.value)}{_decided(c)})," for c in run.changes]
     imports = [f"from workbench.{home} import {', '.join(sorted(used))}" for home, used in names.items() if used]
     head = ["from workbench import Change, Experiment, Lab", *sorted(imports)]
-    ranks = settings.get("ranks", 4)
-    body = ["experiment = Experiment(", *lines, ")", "changes = [", *changes, "]"]
-    tail = [f"lab = Lab(ranks={ranks})", "run = lab.run(experiment, changes=changes)", "run.wait()"]
+    body = [opens, *lines, closes, "changes = [", *changes, "]"]
+    tail = [f"lab = Lab(ranks={settings.get('ranks', 4)})", "run = lab.run(experiment, changes=changes)", "run.wait()"]
     return "\n".join([*head, "", *body, *tail, ""])
 
 
@@ -138,16 +140,23 @@ def _package(module: str) -> str:
     return ".".join([first, *rest[:-1]])
 
 
-def _call(value: Any, names: set[str]) -> str:
-    """A settings value in plain JSON as the Python that makes it; notes the names it uses."""
+def _call(value: Any, ships: Collection[str], used: set[str], own: set[str]) -> str:
+    """A settings value in plain JSON as the Python that makes it: a call where only members that ship are `used`.
+
+    A value that names other classes, the reader's `own`, stays as it is: whatever they are, nothing calls them.
+    """
     if isinstance(value, list):
-        inner = [_call(v, names) for v in value]
+        inner = [_call(v, ships, used, own) for v in value]
         return f"({', '.join(inner)}{',' * (len(inner) == 1)})"
     if isinstance(value, dict) and len(value) == 1:
         ((name, rest),) = value.items()
         if isinstance(rest, dict) and name_of_class(name) and name[0].isupper() and all(map(name_of_code, rest)):
-            names.add(name)
-            return f"{name}({', '.join(f'{k}={_call(v, names)}' for k, v in rest.items())})"
+            used_here, own_here = set[str](), set[str]() if name in ships else {name}
+            inner = [f"{k}={_call(v, ships, used_here, own_here)}" for k, v in rest.items()]
+            own |= own_here
+            if not own_here:
+                used |= {name, *used_here}
+                return f"{name}({', '.join(inner)})"
     return _literal(value)
 
 
