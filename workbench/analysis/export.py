@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from workbench import public_names
 from workbench.record.about import name_of_class, name_of_code, wrong
 from workbench.record.store import RunError
+from workbench.settings import short
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -98,7 +99,7 @@ def as_python(run: Run) -> str:
     from workbench.analysis import last_steps
 
     if reason := wrong({"experiment": run.settings, "epoch": 0}):
-        raise RunError(f"run {run.name!r} cannot be written as Python: {reason}")
+        raise RunError(f"run {short(run.name)} cannot be written as Python: {reason}")
     ships = {name: _package(at) for name, at in public_names().items() if at.split(".")[1] in _FIELDS.values()}
     names: dict[str, set[str]] = {}
     settings = run.settings_today

@@ -18,7 +18,7 @@ def unheeded(timeline: Timeline) -> list[str]:
         said = json.loads(detail)
         if name == "no effect":
             idle = said["texts"]
-        elif said["met"]:
+        elif said["met"] or not said.keys() >= {"takes_ms", "asked_ms"}:
             late.pop(rank, None)
         else:
             late[rank] = said["takes_ms"] * 1e-3, said["asked_ms"] * 1e-3

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from workbench.settings import short
 
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
+DEEPEST = 40  # levels of JSON: settings need 10
+LARGEST = 2**63  # what a number is below
 COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup")
 
 
@@ -29,13 +31,24 @@ class Rule(NamedTuple):
 
 
 def number(value: Any) -> bool:
-    """Whether `value` is a finite number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether `value` is a finite number that a float can hold; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < LARGEST if isinstance(value, int) else math.isfinite(value)
 
 
 def count(value: Any) -> bool:
-    """Whether `value` is a whole number of at least 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """Whether `value` is a whole number of at least 0, and one that a machine can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST
+
+
+def shallow(value: Any) -> bool:
+    """Whether JSON nests at most `DEEPEST` levels deep, so that whatever walks through it comes back."""
+    level = [value]
+    for _ in range(DEEPEST):
+        holders = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [inner for holder in holders for inner in holder]
+    return not level
 
 
 def member(value: Any) -> bool:
@@ -74,6 +87,8 @@ def wrong(about: Any) -> str | None:
     """What is wrong with the content of a run.json, in words that name field and value; or None."""
     if not isinstance(about, Mapping):
         return f"it holds {short(about)}, which must be an object"
+    if not shallow(about):
+        return f"it nests more than {DEEPEST} levels deep"
     if missing := [k for k in ("experiment", "epoch") if k not in about]:
         return f"it has no {missing[0]!r}"
     for field, rule in RULES.items():

@@ -30,7 +30,8 @@ from workbench.record.stream import schema
 from workbench.record.timeline import KINDS, SCHEMA, Coded, Table, Timeline, Words
 from workbench.settings import short
 
-_PART = re.compile(r"(spans|samples|marks)-(\d+)(?:\.(\d+))?\.arrow")
+_PART = re.compile(r"(spans|samples|marks)-([0-9]{1,5})(?:\.([0-9]{1,9}))?\.arrow")
+LARGEST = 16 << 20  # bytes that a run.json may have
 _OPTIONS = {"compression": "lz4", "emit_dictionary_deltas": True, "use_threads": False}
 
 
@@ -93,8 +94,12 @@ def about(path: Path) -> dict[str, Any]:
     if not whole:
         raise RunError(f"{path}: is not a run directory (it has no run.json)")
     try:
-        found = json.loads((path / "run.json").read_text())
-        schema = int(found["schema"])
+        if (size := (path / "run.json").stat().st_size) > LARGEST:
+            raise RunError(f"{path}: its run.json has {size} bytes, which must be at most {LARGEST}")
+        found = json.loads((path / "run.json").read_text("utf8"))
+        schema = found["schema"] if type(found["schema"]) is int else int(str(found["schema"]))
+    except RunError:
+        raise
     except OSError as error:
         raise RunError(f"{path}: its run.json cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -235,7 +240,7 @@ def read(path: Path) -> Loaded:
     found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in KINDS}
     every = parts(path)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        read_parts = list(pool.map(read_part, [part.path for part in every]))
+        read_parts = list(pool.map(read_part, [part.path for part in every], [part.rank for part in every]))
     for part, (first, columns, wrong_with_it) in zip(every, read_parts, strict=True):
         if wrong_with_it:
             warnings.append(f"{part.path.name}: {wrong_with_it}")

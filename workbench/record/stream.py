@@ -1,20 +1,32 @@
 """One stream file of a run directory: the schema it must have, and what can be read of it.
 
-It may be torn, damaged, hand-made, or made to do harm.
+It may be torn, damaged, hand-made, or made to do harm: what Arrow is given has been looked through, and what it gives
+back is checked whole before anybody counts on it.
 """
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
+from workbench.record import frames
 from workbench.record.about import RunError
+from workbench.record.marks import well_formed
 from workbench.record.timeline import SCHEMA, Coded, Table, Words
 
 _READING = ipc.IpcReadOptions(use_threads=False)  # whole files are read side by side instead
+HOLES = 1 << 20  # bytes that a file may be longer than what the disk holds of it
+LATEST = 1e10  # seconds: no run lasts three hundred years
+MOST = 2**53  # rows and bytes: beyond it floats cannot tell them apart
+
+Part = tuple[int, dict[str, Any] | None, str]  # (number of its first row, its columns or None, what is wrong or "")
 
 
 def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
@@ -27,29 +39,88 @@ def schema(kind: str, rank: int = 0, first: int = 0) -> pa.Schema:
     return pa.schema(fields, metadata={k: str(v) for k, v in about.items()})
 
 
-def read_part(path: Path) -> tuple[int, dict[str, Any] | None, str]:
-    """(number of its first row, its columns or None, what is wrong with it in words or "")."""
-    batches, first, torn = [], 0, ""
+def read_part(path: Path, rank: int | None = None) -> Part:
+    """What one file holds; where a `rank` is given, without rows that are not its own or that no rank can have written.
+
+    Raises RunError for a file of a later version.
+    """
     kind = path.name.split("-")[0]
     try:
-        with pa.memory_map(str(path)) as source, ipc.open_stream(source, options=_READING) as stream:
-            about = {k.decode(): v.decode() for k, v in (stream.schema.metadata or {}).items()}
-            if int(about.get("schema", "0")) > SCHEMA:
+        data = _bytes(path)
+    except (OSError, ValueError) as error:
+        return 0, None, f"cannot be read ({getattr(error, 'strerror', None) or error})"
+    end, wrong = frames.whole(data)
+    first, batches = 0, []
+    try:
+        with ipc.open_stream(pa.py_buffer(data[:end]), options=_READING) as stream:
+            about = {k.decode("utf8", "replace"): v.decode("utf8", "replace") for k, v in _metadata(stream).items()}
+            if _whole(about.get("schema", "0")) > SCHEMA:
                 raise RunError(f"{path}: was written with schema {about['schema']}; this version reads up to {SCHEMA}")
             if not stream.schema.equals(schema(kind)):
                 return 0, None, f"does not hold {kind} and was skipped"
-            first = int(about.get("first", "0"))
+            first = _whole(about.get("first", "0"))
             for batch in stream:
+                _check(batch)
                 batches.append(batch)
     except RunError:
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         said = (str(error).split(".")[0].splitlines() or [type(error).__name__])[0]
-        torn = f"ends in a torn batch, which was skipped ({said[:100]})"
+        wrong = wrong or said
+    wrong = f"ends in a torn batch, which was skipped ({wrong[:100]})" if wrong else ""
     if not batches:
-        return first, None, torn
+        return first, None, wrong
     table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
-    return first, {name: _column(table[name]) for name in table.column_names}, torn
+    columns = {name: _column(table[name]) for name in table.column_names}
+    good = _good(kind, columns, rank) if rank is not None else np.ones(table.num_rows, bool)
+    if not good.all():
+        bad = len(good) - int(good.sum())
+        columns = {name: values[good] for name, values in columns.items()}
+        wrong = f"{bad} rows are none that a rank writes and were skipped" + (f"; it {wrong}" if wrong else "")
+    return first, columns, wrong
+
+
+def _bytes(path: Path) -> bytes:
+    """The whole of a plain file; of one that is mostly holes, the beginning. Raises OSError, or ValueError in words."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("it is no file")
+        held = getattr(about, "st_blocks", about.st_size) * 512
+        return file.read(min(about.st_size, held + HOLES))
+
+
+def _metadata(stream: Any) -> dict[bytes, bytes]:
+    return stream.schema.metadata or {}
+
+
+def _whole(text: str) -> int:
+    """A number of rows, or of a schema. Raises ValueError."""
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise ValueError(f"{text[:20]!r} is no number of rows")
+    return int(text)
+
+
+def _check(batch: pa.RecordBatch) -> None:
+    """Raises ArrowException or ValueError for one whose offsets, words, numbers of words or text cannot be."""
+    batch.validate(full=True)
+    for array in batch.columns:
+        inside = [array, array.dictionary] if pa.types.is_dictionary(array.type) else [array]
+        if any(a.null_count for a in inside):
+            raise ValueError("a value is missing")
+
+
+def _good(kind: str, columns: Mapping[str, Any], rank: int) -> np.ndarray:
+    """A mask: the rows that a rank may have written. Losses and the like may be anything, times may not."""
+    good = (columns["step"] >= 0) & (columns["rank"] == rank)
+    for name in {"t", "asked", "t0", "t1"} & set(columns):
+        good &= np.abs(columns[name]) < LATEST  # nan is not
+    if kind == "spans":
+        good &= (columns["nbytes"] >= 0) & (columns["nbytes"] < MOST) & (columns["t1"] >= columns["t0"])
+    if kind == "marks":
+        names = columns["name"].decode()
+        good &= np.fromiter(map(well_formed, names, columns["detail"]), bool, len(names))
+    return np.asarray(good)
 
 
 def _column(chunked: pa.ChunkedArray) -> Any:
