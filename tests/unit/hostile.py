@@ -42,7 +42,7 @@ def values(rng: random.Random) -> Any:
     kind = rng.randrange(8)
     if kind == 0:
         deep: Any = rng.choice(TEXTS)
-        for _ in range(rng.choice((3, 60, 900))):
+        for _ in range(rng.choice((3, 60, 150))):
             deep = [deep] if rng.random() < 0.5 else {rng.choice(TEXTS[:6]): deep}
         return deep
     if kind == 1:
