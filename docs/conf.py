@@ -22,7 +22,7 @@ PAGES = {
         "docs/reference/fabric", "docs/reference/experiment", "docs/reference/verbs", "docs/reference/views",
     ],
     "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/gpu"],
-    "How it is built": ["docs/one_step", "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "CHANGELOG"],
+    "How it is built": ["docs/one_step", "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "SECURITY", "CHANGELOG"],
 }  # fmt: skip
 
 project = ABOUT["name"]
