@@ -6,7 +6,7 @@ Nothing here knows a wire, a clock or a strategy. What lives inside one call (a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -30,10 +30,12 @@ class Following(TorchDispatchMode):
     aside: does nothing count that is made now?
     read:  where they have none: has a call been made whose answer, or its size, is decided by values?
     most:  by rank, bytes at the worst moment
+    rises: called whenever one of these has grown
     """
 
-    def __init__(self, ranks: int = 1, sizes: bool = False) -> None:
+    def __init__(self, ranks: int = 1, sizes: bool = False, rises: Callable[[], None] | None = None) -> None:
         super().__init__()
+        self._rises = rises
         self.at: int | None = None
         self.aside = self.read = False
         self.most, self._now = [0] * ranks, [0] * ranks
@@ -79,7 +81,10 @@ class Following(TorchDispatchMode):
             if key not in self._there:
                 self._there[key] = weakref.ref(storage, partial(self._let_go, key, nbytes))
                 self._now[who] += nbytes
-                self.most[who] = max(self.most[who], self._now[who])
+                if self._now[who] > self.most[who]:
+                    self.most[who] = self._now[who]
+                    if self._rises is not None:
+                        self._rises()
 
     def _settle(self) -> None:
         while self._gone:
