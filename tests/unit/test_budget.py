@@ -62,7 +62,7 @@ def test_a_model_that_does_not_fit_trains_under_what_needs_less(fits: int, memor
             assert [s.error for s in sessions] == [None, None], (strategy, memory_mb)
         else:
             said = next(s.error["text"] for s in sessions if s.error and "needs" in s.error["text"])
-            when = r"(in a step \(parameters [\d.]+, gradients|while the model is evaluated \(parameters [\d.]+)"
+            when = r"(in a step \(parameters [\d.]+, gradients|(or more )?while the model is evaluated \(parameters)"
             assert re.search(rf"memory_mb={memory_mb:g}: rank \d needs [\d.]+ MB {when}", said)
 
 
@@ -118,12 +118,36 @@ def needs_at_all(sessions: list[Any]) -> float:
     return max(max(seen(session, "memory peak")) for session in sessions) / 1e6
 
 
-def test_a_rank_whose_evaluation_nobody_foresaw_says_what_it_needed() -> None:
-    e = replace(lesson(memory_mb=30.0, steps=2), task=Eager())
-    sessions = live(e)
+CAME: list[str] = []  # how far an evaluation came
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Eager):
+    """The same, which says how far it came."""
+
+    def build(self) -> Learner:
+        def evaluate(model: nn.Module) -> float:
+            CAME.append("begun")
+            found = _at_once(model)
+            CAME.append("over")
+            return found
+
+        return replace(super().build(), evaluate=evaluate)
+
+
+@pytest.mark.parametrize("placed", [{"strategy": DDP()}, {"partition": Tensor()}], ids=str)
+def test_an_evaluation_that_nobody_foresaw_is_refused_as_soon_as_it_does_not_fit(placed: dict[str, Any]) -> None:
+    e = replace(lesson(steps=2, **placed), task=Told())
+    CAME.clear()
+    (full,) = {max(seen(session, "memory peak")) for session in run(e)[:1]}
+    assert "over" in CAME
+    CAME.clear()
+    sessions = live(replace(e, memory_mb=0.6 * full / 1e6))
     ended(sessions)
-    said = [s.error["text"] for s in sessions if s.error and "evaluated" in s.error["text"]]
-    assert len(said) == 1 and "memory_mb=30: rank 0 needs" in said[0]
+    (said, *_) = (s.error["text"] for s in sessions if s.error and "evaluated" in s.error["text"])
+    found = re.match(r"memory_mb=[\d.]+: rank \d needs ([\d.]+) MB or more while the model is evaluated", said)
+    assert "begun" in CAME and "over" not in CAME
+    assert found and 0.59 * full < float(found[1]) * 1e6 < 0.9 * full, "it went no further"
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from torch import nn
 
+from tests.ranks import toy
 from workbench.host.following import Following
+from workbench.host.meta import outline
+from workbench.sim.evaluation import computed
 
 WIDTH, BATCH = 256, 32
 
@@ -20,3 +24,29 @@ def test_a_compiled_model_answers_as_before_and_nobody_is_warned() -> None:
         with Following() as following:
             assert torch.equal(compiled(x), plain)
     assert following.most[0] >= 2 * BATCH * WIDTH * 4, "both activations of the hidden layer are there at a time"
+
+
+class Trimmed(nn.Module):
+    """Looks at no more columns than `longest` says of its own values, or at all of them."""
+
+    def __init__(self, by_values: bool) -> None:
+        super().__init__()
+        self.by_values, self.layer = by_values, nn.Linear(1, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = int(x.max()) if self.by_values else x.shape[1]
+        return torch.tanh(self.layer(x[:, :columns, None])).sum((1, 2))
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_batches_of_equal_sizes_take_as_much_as_if_each_were_followed(by_values: bool) -> None:
+    def evaluate(model: nn.Module) -> float:
+        kept = [model(torch.full((BATCH, 8), float(columns))) for columns in (2, 3, 8, 5)]
+        return float(torch.stack(kept).mean())
+
+    found = []
+    for pure in (True, False):
+        task = toy(model=lambda: Trimmed(by_values), evaluate=evaluate, pure=pure)
+        learner = task.build()
+        found += computed(outline(learner), learner, None, None, 0)
+    assert found[0] == found[1] >= 2 * BATCH * 8 * 64 * 4

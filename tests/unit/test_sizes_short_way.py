@@ -58,3 +58,30 @@ def test_what_is_known_of_an_operation_is_told_of_no_other() -> None:
     with Shapes():
         assert a.reshape(-1).untyped_storage()._cdata == a.untyped_storage()._cdata, "a view is one every time"
         assert a.clone().untyped_storage()._cdata != a.clone().untyped_storage()._cdata
+
+
+def test_tensors_that_say_they_lie_on_a_cpu_are_made_as_torch_makes_them() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from workbench.sim.faked import Faked
+
+    with FakeTensorMode():
+        a, count = torch.empty(4, 6), torch.empty(4, 6, dtype=torch.int64)
+    ways = [
+        lambda: a.view(6, 4), lambda: a.view(24), lambda: a.T, lambda: a[1:3], lambda: a[2:4], lambda: a.detach(),
+        lambda: a.unbind()[1], lambda: a.split(2, 1)[1], lambda: a.reshape(-1), lambda: a.T.reshape(-1), lambda: a * 2,
+        lambda: a + count, lambda: count + 1, lambda: count + 1.0, lambda: a @ a.T, lambda: a.float(),
+        lambda: count.float(), lambda: a.expand(2, 4, 6), lambda: a.to(torch.float64), lambda: a.clone(),
+        lambda: torch.nn.functional.layer_norm(a, (6,)), lambda: a[1].add_(1.0), lambda: a.sum(0), lambda: a.sum(1),
+    ]  # fmt: skip
+    for _ in range(2):  # as torch says it, and as it is known then
+        for number, way in enumerate(ways):
+            want = way()
+            with Faked():
+                found = way()
+            for said in ("shape", "dtype", "device", "is_meta"):
+                assert getattr(found, said) == getattr(want, said), (number, said)
+            assert (found.stride(), found.storage_offset()) == (want.stride(), want.storage_offset()), number
+            mine, own = found.untyped_storage(), want.untyped_storage()
+            shared = own._cdata == a.untyped_storage()._cdata
+            assert (mine._cdata == a.untyped_storage()._cdata, mine.nbytes()) == (shared, own.nbytes()), number

@@ -16,12 +16,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from workbench.host import memory
-from workbench.host.budget import require_fits
+from workbench.host.budget import MB, require_fits
 from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
 from workbench.host.counted import Counts
@@ -132,39 +133,49 @@ class Ledger:
 
     @contextmanager
     def evaluating(self, kept: int = 0) -> Iterator[None]:
-        """Within it, on this thread, the model is evaluated. kept: bytes that are there for evaluations alone"""
+        """Within it, on this thread, the model is evaluated, or refused. kept: bytes that are there for that alone"""
         if not self.looks:
             yield
             return
         self._held, self.buffers.measured = self._holds, self._run.reading.sharded
         self.buffers.turn(stepping=False)
-        self._following = following = Following()
+        self._following = following = Following(rises=partial(self._require_now, kept))
         try:
+            self._stands()
+            self._require_now(kept)
             with following:
                 yield
         finally:
             self._following, self.buffers.measured = None, False
         self.evaluated(kept + following.most[0], self.buffers.turn(stepping=False))
 
+    def _require_now(self, kept: int) -> None:
+        """Raises OutOfMemory where an evaluation is under way that has outgrown `memory_mb` already."""
+        limit = self._run.experiment.memory_mb * MB
+        if self._following is not None and limit:
+            made, moved = kept + self._following.most[0], self.buffers.most
+            if sum(self._there(moved).values()) + self._most.get("batches", 0) + made > limit:
+                self.evaluated(made, moved, "or more ")
+
     def aside(self) -> AbstractContextManager[Any]:
         """Within it nothing is made that an evaluation computes: it brings parameters, which count as such."""
         return self._following.standing_aside() if self._following is not None else nullcontext()
 
-    def evaluated(self, nbytes: int, moved: int | None = None) -> None:
+    def evaluated(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
         """An evaluation has made so many bytes, and `moved` were in flight for it; None: as in a step, shards too.
 
         Raises OutOfMemory where that is more than `memory_mb`.
         """
         if moved is None:
-            more, moved = self._step
-            self._held = None if self._holds is None else self._holds + more
+            beyond, moved = self._step
+            self._held = None if self._holds is None else self._holds + beyond
         self._stands()
         told = self._there(moved) | {"batches": self._most.get("batches", 0), ALONE: nbytes, "peak": 0}
         told["peak"] = sum(told.values())
         self._held, self._told = self._holds, None
         self._evaluated, self._evaluated_at = told["peak"], self._run.rank.step
         self._write_down({ALONE: nbytes, "peak": told["peak"]})
-        self._require(told, "while the model is evaluated")
+        self._require(told, f"{more}while the model is evaluated")
 
     # -- in a step --
 
@@ -193,6 +204,7 @@ class Ledger:
     def hold(self, nbytes: int) -> int:
         """So many bytes of parameters are held from now on, by a strategy that shards them. Returns `nbytes`."""
         self._holds, self._held = nbytes, max(self._held or 0, nbytes)
+        self._require_now(0)
         return nbytes
 
     def part(self, params: Iterable[Tensor], state: Any = None) -> None:

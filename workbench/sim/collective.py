@@ -17,6 +17,7 @@ from workbench.fabric import Load, even, uneven
 from workbench.host.canonical import added_up
 from workbench.rank import Op, StrategyError, collective
 from workbench.sim.fiber import Child, Fiber
+from workbench.sim.record import each
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
@@ -65,19 +66,19 @@ class Collective:
         now = world.clock.now
         began, own, end = world.ports.meet(now, fabric, load, self.number + 1, self.group, self.here)
         ranks = None if self.group is None else self.here
-        t0 = np.array(self.t0)
+        whole = ranks is None  # then as one block for them all
+        asked, t0 = (np.array(self.asked), np.array(self.t0)) if whole else (self.asked, self.t0)
         lane = "measuring" if self.op.measures else "comm"
         if world.ports.path(fabric, self.group).shaped and lane == "comm":
-            world.record.block("port", self.name, self.steps, np.full(len(t0), began), np.full(len(t0), began), own, 0,
-                               ranks)
+            begins = np.full(len(t0), began) if whole else [began] * len(t0)
+            world.record.block("port", self.name, self.steps, begins, begins, own, 0, ranks)
         sent: Any = load.sent
         if self.op.verb == "all_to_allv":
             lengths = np.array(self.size)  # every rank's own bytes at once: rank by rank it would take p^3
             sent = (lengths.sum(1) - lengths.diagonal())[self._places()] * self.x[0].element_size()
-        world.record.block(lane, self.name, self.steps, np.array(self.asked), t0, end, sent, ranks)
-        hosts = world.hosts if ranks is None else [world.hosts[r] for r in ranks]
-        for host, nbytes in zip(hosts, np.broadcast_to(sent, len(hosts)).tolist(), strict=True):
-            host.sent += nbytes
+        world.record.block(lane, self.name, self.steps, asked, t0, end, sent, ranks)
+        for r, nbytes in zip(self.here, each(sent), strict=False):
+            world.hosts[r].sent += nbytes
         world.clock.at(end, self)
 
     def resume(self, _: Any) -> None:

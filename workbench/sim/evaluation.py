@@ -9,7 +9,8 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from workbench.host.batches import Chance
 from workbench.host.canonical import buffers
@@ -31,6 +32,8 @@ def computed(model: nn.Module, learner: Learner, stages: Stages | None, split: S
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from workbench.sim.faked import Faked
+
     fake, count = copy.deepcopy(model), len(stages) if stages else 1
     with FakeTensorMode(allow_non_fake_inputs=True):
         put_on_cpu(fake)
@@ -42,9 +45,39 @@ def computed(model: nn.Module, learner: Learner, stages: Stages | None, split: S
             parts, ends = parts_of(fake, learner), [0, *accumulate(len(some) for some in stages.pieces)]
             pieces = [parts[a:b] for a, b in pairwise(ends)]
             also.enter_context(instead(fake, partial(_passed_on, following, count, pieces)))
+        if learner.pure:
+            also.enter_context(instead(fake, partial(_once, following, dict[Any, Any](), fake.forward)))
+        also.enter_context(Faked())
         also.enter_context(following)
         numbers(learner.evaluate, fake)
     return following.most
+
+
+def _once(following: Following, seen: dict[Any, Any], forward: Any, x: Any, *more: Any, **named: Any) -> Any:
+    """What the model makes of one batch; of another of the same sizes the like, for which it takes as much.
+
+    Not where the model has looked at values: it may then make something else of others.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if more or named or not isinstance(x, Tensor) or torch.is_grad_enabled():
+        return forward(x, *more, **named)
+    key = type(x), x.shape, x.stride(), x.dtype, x.device
+    if key in seen:
+        beyond, like = seen[key]
+        following.again(beyond)
+        with following.standing_aside():
+            made = torch.empty_like(like)
+        arrived(made)
+        return made
+    following.read = False
+    with following.apart() as beyond:
+        made = forward(x)
+    if type(made) is FakeTensor and not following.read and following.counts(made):
+        if made.untyped_storage().nbytes() == made.nbytes:  # and so shows no larger one
+            with following.standing_aside():
+                seen[key] = beyond, torch.empty_like(made)
+    return made
 
 
 def _passed_on(following: Following, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from workbench.host import crew
@@ -126,7 +128,7 @@ class Joint:
     async def _meet(self, planned: Planned) -> None:
         """A meeting in the middle of a pass: its values are known already, its bytes cross the network now."""
         meeting, group = planned.meeting, self.rank.group("tensor")
-        brings: Tensor = planned.brings.new_empty(planned.brings.numel(), device="meta")
+        brings = _flat(planned.brings.numel(), planned.brings.dtype)
         if meeting.what == "sum":
             await group.all_reduce(brings, "sum", meeting.name)
         elif meeting.what == "gather":
@@ -135,6 +137,12 @@ class Joint:
             await group.reduce_scatter(brings, meeting.name)
         elif meeting.what == "swap":
             await group.all_to_all(brings.view(group.size, -1), meeting.name)
+
+
+@cache
+def _flat(numel: int, dtype: torch.dtype) -> Tensor:
+    """So many numbers without values, which all may hand in."""
+    return torch.empty(numel, dtype=dtype, device="meta")
 
 
 class _Turn:

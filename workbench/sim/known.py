@@ -20,14 +20,14 @@ from workbench.host import memory
 from workbench.host.checkpointing import checkpointing
 from workbench.host.coded import Chooses
 from workbench.host.cutting import parts_of
-from workbench.host.layout import Layout
+from workbench.host.layout import Layout, Place
 from workbench.host.meetings import answer_like
 from workbench.host.meta import like, put_on_cpu
 from workbench.host.passing import Hooks, Passing
 from workbench.host.piece import Piece
 from workbench.host.splitting import Split
 from workbench.host.together import computing
-from workbench.rank import Memory
+from workbench.rank import Bucket, Memory
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def kept_of(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, 
     split:  how the model's matrices are dealt out, of which it has one rank's
     """
     with _faked(model, learner, inputs, layers, split) as (fake, x):
-        return _looked_at(Layout(fake, 1.0), fake, x, lambda: learner.loss(fake, x))
+        return _looked_at(_Bare(_trained(fake)), fake, x, lambda: learner.loss(fake, x))
 
 
 def kept_in(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, split: Split | None,
@@ -152,11 +152,11 @@ def kept_in(model: nn.Module, learner: Learner, inputs: Any, layers: Partition, 
     """
     found: list[Kept | None] = []
     with _faked(model, learner, inputs, layers, split) as (fake, x), suppress(Exception):
-        parts, layout, came = parts_of(fake, learner), Layout(fake, 1.0), None
+        parts, trained, came = parts_of(fake, learner), _trained(fake), None
         for number, end in enumerate(accumulate(counts)):
             own = tuple(parts[end - counts[number] : end])
             piece, here = Piece(fake, [own], number, len(counts)), {id(p) for part in own for p in part.parameters()}
-            layout.take(fake, {name for name, p in fake.named_parameters() if p.requires_grad and id(p) in here})
+            layout = _Bare([place for place in trained if id(place.param) in here])
             found.append(_looked_at(layout, fake, x, partial(_through, piece, learner, x, came)))
             came = piece.opened[0, 0].detach().requires_grad_()
     return found + [None] * (len(counts) - len(found))
@@ -173,8 +173,10 @@ def _faked(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
     """Inside, a copy of the model and its inputs say that they lie on a CPU, and compute sizes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from workbench.sim.faked import Faked
+
     fake = copy.deepcopy(model)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), ExitStack() as also:
+    with FakeTensorMode(allow_non_fake_inputs=True), Faked(), torch.enable_grad(), ExitStack() as also:
         put_on_cpu(fake)
         if split is not None:
             coding = layers.inside(Memory())
@@ -185,9 +187,24 @@ def _faked(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
         yield fake, like(inputs)
 
 
-def _looked_at(layout: Layout, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> Kept:
+class _Bare:
+    """Of a Layout what a backward is looked at by: the parameters that are trained, each where it was made."""
+
+    roomy = gives_back = False
+    buckets: tuple[Bucket, ...] = ()
+
+    def __init__(self, order: list[Place]) -> None:
+        self.order = order
+
+
+def _trained(model: nn.Module) -> list[Place]:
+    """In the reverse order of registration, as a Layout has them."""
+    return [Place(name, p) for name, p in reversed([*model.named_parameters()]) if p.requires_grad]
+
+
+def _looked_at(layout: Any, fake: nn.Module, x: Any, forward: Callable[[], Tensor]) -> Kept:
     """What `forward` keeps, and how it goes in backward."""
-    others = memory.parameters(fake, layout) | memory.storages(x)
+    others = memory.storages([*fake.parameters(), *fake.buffers(), x])
     loss = forward()
     found = memory.saved([loss])
     alive = memory.watched({where: s for where, s in found.items() if where not in others})

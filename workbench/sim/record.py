@@ -6,7 +6,8 @@ lasts no time says nothing and is not written down: that is the only difference 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from struct import Struct
 from typing import Any
 
@@ -18,6 +19,14 @@ _COLUMNS = ("rank", "step", "lane", "name", "asked", "t0", "t1", "nbytes")
 _packed = Struct(f"{len(_COLUMNS)}d").pack
 
 
+Numbers = Sequence[float] | np.ndarray
+
+
+def each(numbers: float | np.ndarray) -> Iterable[Any]:
+    """One number after the other, of an array; or the same again and again."""
+    return numbers.tolist() if isinstance(numbers, np.ndarray) else repeat(numbers)
+
+
 class Record:
     """Spans, samples and marks of all ranks of a simulated run."""
 
@@ -25,7 +34,7 @@ class Record:
         self._code: dict[str, int] = {}
         self._texts: list[str] = []
         self._single = bytearray()  # spans one after the other, a number per column
-        self._blocks: list[tuple[int, int, Sequence[int], np.ndarray, np.ndarray, np.ndarray | float, Any]] = []
+        self._blocks: list[tuple[int, int, Sequence[int], Numbers, Numbers, np.ndarray | float, Any]] = []
         self._samples: list[tuple[int, int, str, float, float]] = []
         self._marks: list[tuple[int, int, str, float, str]] = []
         self._ranks = np.arange(size, dtype="i2")
@@ -44,13 +53,12 @@ class Record:
         what = known[name] if name in known else code(name)
         self._single += _packed(rank, step, which, what, asked, t0, t1, nbytes)
 
-    def block(self, lane: str, name: str, steps: Sequence[int], asked: np.ndarray, t0: np.ndarray,
+    def block(self, lane: str, name: str, steps: Sequence[int], asked: Numbers, t0: Numbers,
               t1: np.ndarray | float, nbytes: float | np.ndarray, ranks: Sequence[int] | None = None) -> None:
         """One span on every rank, or on each of `ranks`: steps, asked, t0: (p,); t1: (p,) or one for all."""
         if ranks is None:
             return self._blocks.append((self.code(lane), self.code(name), steps, asked, t0, t1, nbytes))
-        ends, sent = np.broadcast_to(t1, len(ranks)), np.broadcast_to(nbytes, len(ranks))
-        for rank, step, since, begun, end, n in zip(ranks, steps, asked, t0, ends, sent, strict=True):
+        for rank, step, since, begun, end, n in zip(ranks, steps, asked, t0, each(t1), each(nbytes), strict=False):
             self.span(rank, step, lane, name, since, begun, end, n)
 
     def sample(self, rank: int, step: int, name: str, t: float, value: float) -> None:

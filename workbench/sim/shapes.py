@@ -26,9 +26,9 @@ _CHANGED = {  # changes its first argument, which it returns
 }  # fmt: skip
 _NUMBERS = (int, float)
 _PLAIN = (Tensor, nn.Parameter)
-_SCALARS = (int, float, bool)
-_WORDS = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_VALUES = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")  # types of what has a kind, and no say in shapes
+SCALARS = (int, float, bool)
+WORDS = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+VALUES = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")  # types of what has a kind, and no say in shapes
 MOST = 20_000  # operations on such sizes that are remembered
 _made: dict[Any, tuple[Any, ...]] = {}  # by operation and its arguments' sizes: shape, strides, dtype of what it makes
 _kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation, which of its arguments' numbers have a say in shapes
@@ -86,16 +86,16 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
                 return None
             some = True
             parts += (x.shape, x.stride(), x.dtype)
-        elif kind in _SCALARS:
+        elif kind in SCALARS:
             parts += (kind, x) if tells else (kind,)
-        elif kind in _WORDS:
+        elif kind in WORDS:
             parts.append(x)
         elif kind in (list, tuple) and all(type(n) is int for n in x):
             parts.append(tuple(x))
         else:
             return None
     if kwargs:
-        if any(type(x) not in _SCALARS and type(x) not in _WORDS for x in kwargs.values()):
+        if any(type(x) not in SCALARS and type(x) not in WORDS for x in kwargs.values()):
             return None
         parts += ((name, type(x), x) for name, x in kwargs.items())
     return tuple(parts) if some else None
@@ -107,7 +107,7 @@ def _kind(func: Any) -> tuple[bool, ...] | None:
     fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
     if schema.is_mutable or not fresh or not schema.returns:
         return None
-    return tuple(str(a.type) not in _VALUES for a in schema.arguments)
+    return tuple(str(a.type) not in VALUES for a in schema.arguments)
 
 
 def _plainly(made: Any, args: Any) -> tuple[Any, ...] | None:
