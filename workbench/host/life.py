@@ -16,9 +16,11 @@ from workbench.host.flow import Flow
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.ordering import Ordering
+from workbench.host.outliving import Outliving
 from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.reentry import Came
 from workbench.host.spread import Spread
 from workbench.host.steering import Look, Steering
 from workbench.host.trial import Trial
@@ -26,7 +28,7 @@ from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
 
-class Life(Ordering):
+class Life(Outliving, Ordering):
     """The part of a Session that goes on from boundary to boundary. See workbench.host.changing for what changes see.
 
     planned:       changes to come, in the order of their steps
@@ -72,6 +74,15 @@ class Life(Ordering):
         await self.evaluate(together=True)
         self.say("running")
         self.ledger.stir()
+        await self._on()
+
+    async def live_on(self, came: Came) -> None:
+        """From a step on before which ranks were lost, to the last step."""
+        await self.enter_generation(came)
+        self.say("running")
+        await self._on()
+
+    async def _on(self) -> None:
         self.go_on()
         while not await self.over():
             before = self.rank.step
@@ -116,10 +127,9 @@ class Life(Ordering):
             await self.assemble()
         due = self.called_for if apart else self.due
         taken, self.planned = self.planned[:due], self.planned[due:]
-        for change in taken:
-            await self.obey(change)
+        await self.take(taken)
         while self.due and not self.apart:  # ranks that came together later than that have passed these steps
-            await self.obey(self.planned.pop(0))
+            await self.take([self.planned.pop(0)])
         await self.listen(apart)
         if apart or self.apart:
             self.go_on()
@@ -129,7 +139,8 @@ class Life(Ordering):
         if isinstance(change, Look):
             made = await self.steering.look(change)
         else:
-            made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
+            with self.undoable(True):
+                made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
         self.ledger.stir()
         return made
 
@@ -143,20 +154,21 @@ class Life(Ordering):
             await self._caught_up()
         self.rate.follow(self, due)
         self.rank.clip = self.experiment.clip
-        self.ledger.begin()
-        before = self.drawn
-        made = await self.make()
-        self.ledger.close()
-        self._note_examples((self.drawn - before) * self.experiment.batch)
-        if self.flushing and self.met:
-            if self.experiment.strategy.in_flight:
-                await self.experiment.strategy.drain(self.rank.replicas, self.state)
-            await residual.flushed(self)  # type: ignore[arg-type]
-        if self.reading.learning:
-            await self.reading.learn(self.shown)
-        if self.reorders:
-            await self.reorder(await self.learned())
-        self.rank.step += made
+        with self.undoable():
+            self.ledger.begin()
+            before = self.drawn
+            made = await self.make()
+            self.ledger.close()
+            self._note_examples((self.drawn - before) * self.experiment.batch)
+            if self.flushing and self.met:
+                if self.experiment.strategy.in_flight:
+                    await self.experiment.strategy.drain(self.rank.replicas, self.state)
+                await residual.flushed(self)  # type: ignore[arg-type]
+            if self.reading.learning:
+                await self.reading.learn(self.shown)
+            if self.reorders:
+                await self.reorder(await self.learned())
+            self.rank.step += made
         self.steering.steps += 1
         self.moved(made)
 

@@ -1,0 +1,117 @@
+"""Who is there now: how those whom a rank has left come to know of each other, and of what each has done.
+
+[Note: A vote] Whoever meets a peer's end says in the store what it has: its step, how many changes it has made, what
+it was asked and has not done. It hears of the others until each has said so, has left or is dead. Then it writes down
+who is there, but the first who does so is right (compare and set), and all go by what that one wrote. So nobody needs
+a leader, and one who comes late finds that the others went on. The furthest of those who are there decides what counts.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from workbench.host.reentry import Came
+from workbench.record.process import alive, this_process
+
+LOOK = 0.01  # seconds between two looks into the store
+PATIENCE = 10.0  # seconds in which one who lives has to say something; or five of its steps
+
+
+class Late(RuntimeError):
+    """The others went on without this rank."""
+
+
+class Said(NamedTuple):
+    """What a rank has when its generation ends.
+
+    step:     the one that it is to make next
+    changes:  how many it has made or refused
+    trained:  is its model the run's, or did it only serve?
+    asked:    requests that it has heard and not done; done: the names of the last that it did
+    paused, credit: does it make no steps; but for so many
+    settings: the experiment, plain
+    """
+
+    member: int
+    step: int
+    changes: int
+    trained: bool
+    asked: list[dict[str, Any]]
+    done: list[str]
+    paused: bool
+    credit: int
+    settings: dict[str, Any]
+
+    @property
+    def far(self) -> tuple[int, int]:
+        return self.step, self.changes
+
+
+class Heard(NamedTuple):
+    """What all who are left know of each other, by place of the generation that is over."""
+
+    by_place: dict[int, Said]
+
+    @property
+    def first(self) -> Said:
+        """Of the furthest the one whose word counts."""
+        return max(self.by_place.values(), key=lambda said: (*said.far, -said.member))
+
+    def came(self) -> Came:
+        places = tuple(sorted(self.by_place))
+        said = [self.by_place[place] for place in places]
+        furthest = tuple(i for i, one in enumerate(said) if one.far == self.first.far)
+        trained = tuple(i for i, one in enumerate(said) if one.trained)
+        return Came(tuple(one.member for one in said), places, furthest, trained, self.first.step)
+
+    def asked(self) -> list[dict[str, Any]]:
+        """Requests that somebody has heard and that the furthest has not done, each once."""
+        found: dict[str, dict[str, Any]] = {}
+        for said in self.by_place.values():
+            found |= {what.get("id", ""): what for what in said.asked}
+        return [what for name, what in found.items() if name not in self.first.done]
+
+
+def come(store: Any, place: int) -> None:
+    """Says which process this rank is, so that others can see whether it is there."""
+    store.set(f"process {place}", json.dumps([platform.node(), *this_process()]))
+
+
+def gone(store: Any, place: int) -> None:
+    """Says that this rank has left, for whoever waits for a word of it."""
+    store.set(f"gone {place}", "1")
+
+
+def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: Callable[[], None]) -> Heard:
+    """What those who are left of `size` places have. Raises Late where the others went on without this one.
+
+    look: raises when this rank must leave. See [Note: A vote].
+    """
+    store.set(f"said {place}", json.dumps(mine._asdict()))
+    until = time.monotonic() + patience
+    while not store.check(["verdict"]):
+        look()
+        silent = [other for other in range(size) if not store.check([f"said {other}"])]
+        if time.monotonic() > until or not any(_lives(store, other) for other in silent):
+            here = [other for other in range(size) if store.check([f"said {other}"])]
+            store.compare_set("verdict", "", json.dumps(here))
+        else:
+            time.sleep(LOOK)
+    here = json.loads(store.get("verdict"))
+    if place not in here:
+        raise Late(f"the others went on without rank {mine.member}, which had said nothing for {patience:.0f} s")
+    return Heard({other: Said(**json.loads(store.get(f"said {other}"))) for other in here})
+
+
+def _lives(store: Any, place: int) -> bool:
+    """May a word of it still come? On another host nobody sees its process."""
+    if store.check([f"gone {place}"]):
+        return False
+    if not store.check([f"process {place}"]):
+        return True
+    host, *process = json.loads(store.get(f"process {place}"))
+    return host != platform.node() or alive(process)
