@@ -105,6 +105,10 @@ class Changes:
             self._pending.remove(found)
         return found
 
+    def unanswered(self) -> list[Change]:
+        with self._lock:
+            return [asked.change for asked in self._pending]
+
     def end(self, reason: str) -> None:
         """Nothing will be applied any more."""
         with self._lock:

@@ -64,6 +64,8 @@ class Live:
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
+        self.ending.outlives = lambda: self.changes.experiment.on_death == "go on"
+        self.first = 0  # the rank that speaks for all, and hears for all
         self._nan: NotFinite | None = None  # the first since the run began, or went on
         self._resumed = float("-inf")  # when that was
         self._pauses = True  # does it pause the run?
@@ -95,14 +97,14 @@ class Live:
                 skip -= 1
         elif kind == "spans":
             self.ending.at(rank, int(columns["step"][-1]))
-            self.step = max(self.step, int(columns["step"][-1])) if rank == 0 else self.step
-        elif kind == "samples" and rank == 0:
+            self.step = max(self.step, int(columns["step"][-1])) if rank == self.first else self.step
+        elif kind == "samples" and rank == self.first:
             valued = zip(texts(columns["name"]), columns["value"], strict=True)
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        for name in ("change", "refused", "policy", "state", "error", "nan", "end"):
+        for name in ("change", "refused", "policy", "state", "error", "nan", "members", "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -144,8 +146,31 @@ class Live:
             self.ending.gone(rank, detail["state"])
         elif name == "policy" and detail["text"] not in self.notes:
             self.notes.append(detail["text"])
+        elif name == "members":
+            self._outlived(detail)
         elif name == "nan":
             self._not_finite(NotFinite(t, rank, step, detail.get("loss", "nan")))
+
+    def _outlived(self, detail: dict[str, Any]) -> None:
+        """Ranks went on without others, or say why they cannot."""
+        self.notes.append(detail["text"])
+        if not (gone := detail.get("gone")):
+            return
+        self.ending.outlived(gone)
+        was, self.first = self.first, detail["members"][0]
+        if was == self.first:
+            return
+        for change in self.changes.unanswered():  # what the first had not told the others; what they know they drop
+            self.order("request", request={"kind": "change", **change.plain()})
+        if self.state == "stopping":
+            self.order("request", request={"id": "stop", "kind": "stop"})
+
+    def died(self, rank: int, error: dict[str, Any]) -> None:
+        """A rank's engine is gone."""
+        self.ending.failed(rank, error)
+        if self.ending.outlives() and not self.ending.asked:
+            where = f" at step {error['step']}" + (f", {error['op']}" if error["op"] else "")
+            self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
 
     def _forget(self, t: float, state: str) -> None:
         """A run that goes on has left behind what was not finite before."""
@@ -182,11 +207,19 @@ class Live:
             if everyone:
                 self.cluster.line.ask_all(what, timeout=1.0, ranks=self.ranks, **rest)
             else:
-                self.cluster.line.ask(0, what, timeout=1.0, **rest)
+                self.cluster.line.ask(self.first, what, timeout=1.0, **rest)
         except Exception as failure:  # one order that fails must not keep the next from going out
+            if not everyone and self._leaderless:
+                self.over.wait(0.2)
+                return self.order(what, **rest)
             self.note(failure)
             if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave
                 self.free()
+
+    @property
+    def _leaderless(self) -> bool:
+        """Is the rank that hears for all gone, and are the others about to find another?"""
+        return self.first in self.ending.dead and self.ending.outlives() and not self.over.is_set()
 
     def note(self, failure: Exception) -> None:
         """Says, once in a row, what went wrong here."""

@@ -55,8 +55,8 @@ class Watch:
 
     def _look(self) -> None:
         for rank in self.live.ranks:
-            if rank not in self.ending.errors and (how := self.live.cluster.death(rank)):
-                self.ending.failed(rank, self.live.attention.death(rank, how))
+            if rank not in self.ending.errors and rank not in self.ending.dead and (how := self.live.cluster.death(rank)):
+                self.live.died(rank, self.live.attention.death(rank, how))
 
     def ask(self) -> None:
         """Asks every rank where it is; the marks of one that does not answer are read from a disk seen here."""
@@ -75,7 +75,7 @@ class Watch:
                 self.silent.add(rank)
                 last_rows.of_silent(live, "marks", rank)
 
-        live.attention.look("failing" if self.ending.errors else live.state, self.ending.left)
+        live.attention.look("failing" if self.ending.errors else live.state, {*self.ending.left, *self.ending.lost})
 
     def _stumble(self, rank: int, what: str) -> None:
         """The line of a rank's engine met an error and went on."""

@@ -85,7 +85,8 @@ def begin_generation(session: Session, before: Training, heard: Heard, mine: Sai
     session.training = training
     training.obeyed, training.evaluated = first.changes, before.evaluated
     training.paused, training.credit, training.begun = first.paused, first.credit, True
-    training.lengths, training.done = before.lengths, before.done
+    training.lengths = before.lengths
+    training.done.extend(first.done)
     training.begin_again()
     if place == 0:
         for what in heard.asked():

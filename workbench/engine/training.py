@@ -238,7 +238,7 @@ class Training(Turnable):
         while self.asked:
             what = self.asked[0]
             match what["kind"]:
-                case "change":
+                case "change" if what.get("id") not in self.done:  # else it was asked again of those who are left
                     await self.obey(Change.read(what))
                 case "pause":
                     self.paused, self.credit = True, 0

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.host.changing import Changing
+from workbench.host.reentry import unfit
 from workbench.host.slots import slots
 
 Key = tuple[str, str]  # of what kind, and its name
@@ -43,7 +44,8 @@ class Rollback:
 
     @property
     def wanted(self) -> bool:
-        return self.run.experiment.on_death == "go on" and self.run.rank.size > 1
+        e = self.run.experiment
+        return e.on_death == "go on" and self.run.rank.size > 1 and not unfit(e)
 
     @property
     def nbytes(self) -> int:
