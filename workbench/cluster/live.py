@@ -7,7 +7,6 @@ engines are started, nor how anything is shown.
 from __future__ import annotations
 
 import json
-import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from workbench.cluster.changes import Changes, PendingChange
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.ending import Ending
 from workbench.cluster.gaps import Gaps
+from workbench.cluster.orders import Orders
 from workbench.cluster.place import ClusterError
 from workbench.cluster.steady import Steady
 from workbench.cluster.waiting import wait_for_run
@@ -65,11 +65,10 @@ class Live:
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
         self.ending.outlives = lambda: self.changes.experiment.on_death == "go on"
-        self.first = 0  # the rank that speaks for all, and hears for all
         self._nan: NotFinite | None = None  # the first since the run began, or went on
         self._resumed = float("-inf")  # when that was
         self._pauses = True  # does it pause the run?
-        self._orders: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.orders = Orders(self)
         self.gaps = Gaps(dict(run._following), self._missed, self._append)
         self._lock = threading.RLock()
         self.over = threading.Event()
@@ -97,8 +96,8 @@ class Live:
                 skip -= 1
         elif kind == "spans":
             self.ending.at(rank, int(columns["step"][-1]))
-            self.step = max(self.step, int(columns["step"][-1])) if rank == self.first else self.step
-        elif kind == "samples" and rank == self.first:
+            self.step = max(self.step, int(columns["step"][-1])) if rank == self.orders.first else self.step
+        elif kind == "samples" and rank == self.orders.first:
             valued = zip(texts(columns["name"]), columns["value"], strict=True)
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
@@ -154,16 +153,9 @@ class Live:
     def _outlived(self, detail: dict[str, Any]) -> None:
         """Ranks went on without others, or say why they cannot."""
         self.notes.append(detail["text"])
-        if not (gone := detail.get("gone")):
-            return
-        self.ending.outlived(gone)
-        was, self.first = self.first, detail["members"][0]
-        if was == self.first:
-            return
-        for change in self.changes.unanswered():  # what the first had not told the others; what they know they drop
-            self.order("request", request={"kind": "change", **change.plain()})
-        if self.state == "stopping":
-            self.order("request", request={"id": "stop", "kind": "stop"})
+        if gone := detail.get("gone"):
+            self.ending.outlived(gone)
+            self.orders.hears(detail["members"][0])
 
     def died(self, rank: int, error: dict[str, Any]) -> None:
         """A rank's engine is gone."""
@@ -199,27 +191,8 @@ class Live:
     # -- orders
 
     def order(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        """Asks rank 0, or everyone, to do something; done in the order asked, once the sessions are there."""
-        self._orders.put((what, everyone, rest))
-
-    def _send(self, what: str, everyone: bool, rest: dict[str, Any]) -> None:
-        try:
-            if everyone:
-                self.cluster.line.ask_all(what, timeout=1.0, ranks=self.ranks, **rest)
-            else:
-                self.cluster.line.ask(self.first, what, timeout=1.0, **rest)
-        except Exception as failure:  # one order that fails must not keep the next from going out
-            if not everyone and self._leaderless:
-                self.over.wait(0.2)
-                return self.order(what, **rest)
-            self.note(failure)
-            if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave
-                self.free()
-
-    @property
-    def _leaderless(self) -> bool:
-        """Is the rank that hears for all gone, and are the others about to find another?"""
-        return self.first in self.ending.dead and self.ending.outlives() and not self.over.is_set()
+        """Asks the rank that hears for all, or everyone, to do something; done in the order asked."""
+        self.orders.put(what, everyone, **rest)
 
     def note(self, failure: Exception) -> None:
         """Says, once in a row, what went wrong here."""
@@ -227,18 +200,11 @@ class Live:
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
-    def _carry(self) -> None:
-        try:
-            order = self._orders.get(timeout=0.5)
-        except queue.Empty:
-            return
-        self._send(*order)
-
     def begun(self) -> None:
         """The sessions are there: what was asked meanwhile goes out in order, and the watch begins."""
         self.ending.begun()
         self.attention.begun()
-        Steady("run orders", self._carry, self.over, self.note).start()
+        Steady("run orders", self.orders.carry, self.over, self.note).start()
         Watch(self).start()
 
     def set(self, path: str, value: Any) -> PendingChange:

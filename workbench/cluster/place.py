@@ -22,6 +22,7 @@ import platformdirs
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
+
 class ClusterError(RuntimeError):
     """The engines cannot do what was asked: says which engine, why, and what would help."""
 

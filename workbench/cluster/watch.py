@@ -55,7 +55,8 @@ class Watch:
 
     def _look(self) -> None:
         for rank in self.live.ranks:
-            if rank not in self.ending.errors and rank not in self.ending.dead and (how := self.live.cluster.death(rank)):
+            known = rank in self.ending.errors or rank in self.ending.dead
+            if not known and (how := self.live.cluster.death(rank)):
                 self.live.died(rank, self.live.attention.death(rank, how))
 
     def ask(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from workbench.host.reentry import Came
@@ -25,6 +25,10 @@ class Late(RuntimeError):
     """The others went on without this rank."""
 
 
+class Spare(RuntimeError):
+    """There are fewer ranks than before, and this one is not needed among them."""
+
+
 class Said(NamedTuple):
     """What a rank has when its generation ends.
 
@@ -34,6 +38,7 @@ class Said(NamedTuple):
     asked:    requests that it has heard and not done; done: the names of the last that it did
     paused, credit: does it make no steps; but for so many
     settings: the experiment, plain
+    process:  its host, pid and the time when that began
     """
 
     member: int
@@ -45,6 +50,7 @@ class Said(NamedTuple):
     paused: bool
     credit: int
     settings: dict[str, Any]
+    process: list[Any]
 
     @property
     def far(self) -> tuple[int, int]:
@@ -61,8 +67,13 @@ class Heard(NamedTuple):
         """Of the furthest the one whose word counts."""
         return max(self.by_place.values(), key=lambda said: (*said.far, -said.member))
 
-    def came(self) -> Came:
-        places = tuple(sorted(self.by_place))
+    @property
+    def left(self) -> list[int]:
+        """The places of those who are left, the furthest first."""
+        return sorted(self.by_place, key=lambda place: (self.by_place[place].far != self.first.far, place))
+
+    def came(self, places: tuple[int, ...]) -> Came:
+        """How those who had these `places`, in their order, come to the next generation."""
         said = [self.by_place[place] for place in places]
         furthest = tuple(i for i, one in enumerate(said) if one.far == self.first.far)
         trained = tuple(i for i, one in enumerate(said) if one.trained)
@@ -76,9 +87,34 @@ class Heard(NamedTuple):
         return [what for name, what in found.items() if name not in self.first.done]
 
 
-def come(store: Any, place: int) -> None:
-    """Says which process this rank is, so that others can see whether it is there."""
-    store.set(f"process {place}", json.dumps([platform.node(), *this_process()]))
+def here() -> list[Any]:
+    """This process, as others can see it: its host, its pid and when it began."""
+    return [platform.node(), *this_process()]
+
+
+def come(store: Any, place: int, process: list[Any] | None = None) -> None:
+    """Says which process a rank is (none: this one), so that others can see whether it is there."""
+    store.set(f"process {place}", json.dumps(process or here()))
+
+
+def gather(store: Any, place: int, processes: list[list[Any]], look: Callable[[], None]) -> None:
+    """Waits until all have come who are to open wires with each other, for that cannot be interrupted.
+
+    processes: theirs, by place. Raises ConnectionError where one is gone, and what `look` raises.
+    """
+    for other, process in enumerate(processes):
+        come(store, other, process)
+    store.set(f"here {place}", "1")
+    while missing := [other for other in range(len(processes)) if not store.check([f"here {other}"])]:
+        look()
+        require(store, missing)
+        time.sleep(LOOK)
+
+
+def require(store: Any, places: Iterable[int]) -> None:
+    """Raises ConnectionError where one who had these places is gone."""
+    if lost := [other for other in places if not _lives(store, other)]:
+        raise ConnectionError(f"Connection closed by peer: place {lost[0]} is gone before it had opened its end")
 
 
 def gone(store: Any, place: int) -> None:
@@ -97,14 +133,14 @@ def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: C
         look()
         silent = [other for other in range(size) if not store.check([f"said {other}"])]
         if time.monotonic() > until or not any(_lives(store, other) for other in silent):
-            here = [other for other in range(size) if store.check([f"said {other}"])]
-            store.compare_set("verdict", "", json.dumps(here))
+            present = [other for other in range(size) if store.check([f"said {other}"])]
+            store.compare_set("verdict", "", json.dumps(present))
         else:
             time.sleep(LOOK)
-    here = json.loads(store.get("verdict"))
-    if place not in here:
+    counted = json.loads(store.get("verdict"))
+    if place not in counted:
         raise Late(f"the others went on without rank {mine.member}, which had said nothing for {patience:.0f} s")
-    return Heard({other: Said(**json.loads(store.get(f"said {other}"))) for other in here})
+    return Heard({other: Said(**json.loads(store.get(f"said {other}"))) for other in counted})
 
 
 def _lives(store: Any, place: int) -> bool:

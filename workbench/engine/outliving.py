@@ -6,14 +6,16 @@ The session's thread does all of it, between two lives of its `Training`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, peer_left, text_of
-from workbench.engine.membership import PATIENCE, Heard, Said
+from workbench.engine.membership import PATIENCE, Heard, Said, Spare
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
-from workbench.host.reentry import Came, fewer, unfit
+from workbench.host.reentry import Came, fitting, unfit
 from workbench.rank import Rank
 
 if TYPE_CHECKING:
@@ -27,11 +29,21 @@ def outlives(session: Session, error: BaseException) -> bool:
     training = session.training
     if training is None or not training.begun or session.ends or session.rank.size == 1:
         return False
-    if training.experiment.on_death != "go on" or not peer_left(error, text_of(error)):
+    met = peer_left(error, text_of(error)) or (session.forming and _lost(session))
+    if training.experiment.on_death != "go on" or not met:
         return False
     if reason := unfit(training.experiment):
         session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {reason}"})
     return not reason
+
+
+def _lost(session: Session) -> bool:
+    """Is a rank of this generation seen to be gone? While wires are opened the error may say anything."""
+    try:
+        membership.require(connect_store(*session.where, session.generation), range(session.rank.size))
+    except ConnectionError:
+        return True
+    return False
 
 
 def leave_generation(session: Session, training: Training) -> Said:
@@ -42,13 +54,14 @@ def leave_generation(session: Session, training: Training) -> Said:
     if training.shared.held:
         training.layout.lie_in([w.clone() for w in training.layout.weights])
         training.shared.held = False
-    session.rank.step += training.rollback.back()
+    if training.rollback is not None:
+        session.rank.step += training.rollback.back()
     wires, session.wires = session.wires, []
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
     e, rank = training.experiment, session.rank
     return Said(session.member, rank.step, training.obeyed, e.strategy.trains(rank.id, rank.size),
                 [*training.asked, *(training.pocket or [])], list(training.done), training.paused, training.credit,
-                e.plain())  # fmt: skip
+                e.plain(), membership.here())  # fmt: skip
 
 
 def _close(wires: list[Wire]) -> None:
@@ -56,33 +69,45 @@ def _close(wires: list[Wire]) -> None:
         wire.close()
 
 
-def hear(session: Session, training: Training, mine: Said) -> Heard:
+def _look(session: Session) -> None:
+    if session.ends:
+        raise Aborted("told to leave while the ranks that are left were looking for each other")
+
+
+def hear(session: Session, mine: Said) -> Heard:
     """What all who are left have. Raises Aborted when this rank must leave, Late where the others went on."""
-
-    def look() -> None:
-        if session.ends:
-            raise Aborted("told to leave while the ranks that are left were looking for each other")
-
-    store = connect_store(*session.where, session.generation)
+    store, training, rank = connect_store(*session.where, session.generation), session.set_up_already, session.rank
     patience = max(PATIENCE, TIMES * max(training.evaluated, *training.lengths))
-    return membership.vote(store, session.rank.id, session.rank.size, mine, patience, look)
+    return membership.vote(store, rank.id, rank.size, mine, patience, partial(_look, session))
 
 
-def begin_generation(session: Session, before: Training, heard: Heard, mine: Said) -> tuple[Training, Came]:
-    """Those who are left meet again. Raises KnobError where so few cannot train as they did."""
-    came, first, old = heard.came(), heard.first, session.rank
-    e = fewer(Experiment.read(first.settings), came.places)
+def begin_generation(session: Session, heard: Heard) -> Came:
+    """Those who are left meet again. Raises KnobError where so few cannot train as they did, Spare where this rank
+    is not needed.
+    """
+    session.forming = True
+    before, first, old = session.set_up_already, heard.first, session.rank
+    present, mine = before.experiment, heard.by_place[old.id]
+    same = first.settings == mine.settings  # to read it may need every file of every family
+    e, places = fitting(present if same else Experiment.read(first.settings), heard.left)
+    came = heard.came(places)
+    if session.member not in came.members:
+        raise Spare(f"the others go on as {len(places)}, for {len(heard.left)} cannot train so")
     place = came.members.index(session.member)
     rank = Rank(place, len(came.members), e.seed)
     rank.step, rank.lr, rank.memory = came.step, old.lr, old.memory
     _adopt(before, e, rank)
     skip = first.changes - mine.changes
     before.planned = [*before.taken, *before.planned][skip:]
-    gone = [member for member in session.members if member not in came.members]
+    spare = [heard.by_place[other].member for other in heard.left if other not in places]
+    gone = [member for member in session.members if member not in (*came.members, *spare)]
     session.rank, session.members, session.leaving = rank, came.members, Leaving()
     session.generation = f"{session.generation}+{'.'.join(map(str, came.members))}"
-    training = Training(session, before)
-    session.training = training
+    if rank.size > 1:
+        store = connect_store(*session.where, session.generation)
+        processes = [heard.by_place[other].process for other in places]
+        membership.gather(store, place, processes, partial(_look, session))
+    session.training = training = Training(session, before)
     training.obeyed, training.evaluated = first.changes, before.evaluated
     training.paused, training.credit, training.begun = first.paused, first.credit, True
     training.lengths = before.lengths
@@ -91,8 +116,9 @@ def begin_generation(session: Session, before: Training, heard: Heard, mine: Sai
     if place == 0:
         for what in heard.asked():
             session.inbox.put(what)
-        session.mark("members", _told(came, gone))
-    return training, came
+        session.mark("members", _told(came, gone, spare))
+    session.forming = False
+    return came
 
 
 def _adopt(training: Training, e: Experiment, rank: Rank) -> None:
@@ -106,9 +132,16 @@ def _adopt(training: Training, e: Experiment, rank: Rank) -> None:
     training.experiment = e
 
 
-def _told(came: Came, gone: list[int]) -> dict[str, object]:
-    def named(ranks: list[int] | tuple[int, ...]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _told(came: Came, gone: list[int], spare: list[int]) -> dict[str, object]:
+    text = f"{_named(gone)} {_are(gone)} lost; {_named(came.members)} went on from step {came.step}"
+    if spare:
+        text += f", and {_named(spare)} {_are(spare)} not needed, for so many cannot train alike"
+    return {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text}
 
-    text = f"{named(gone)} {'is' if len(gone) == 1 else 'are'} lost; {named(came.members)} went on from step {came.step}"
-    return {"members": came.members, "gone": gone, "step": came.step, "text": text}
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _are(ranks: Sequence[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"

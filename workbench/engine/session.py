@@ -20,7 +20,7 @@ from torch import nn
 
 from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, peer_left, text_of
-from workbench.engine.membership import gone
+from workbench.engine.membership import Spare, gone
 from workbench.engine.outliving import begin_generation, hear, leave_generation, outlives
 from workbench.engine.peers import removed
 from workbench.engine.pulse import Pulse
@@ -69,6 +69,7 @@ class Session:
         self.training: Training | None = None
         self._asked = threading.Event()  # a person asked for the end: whoever loses a peer from now on has not failed
         self._told = False  # was it told to leave?
+        self.forming = False  # is the next generation about to begin?
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"rank {rank} training", daemon=True)
 
@@ -127,23 +128,23 @@ class Session:
 
     @property
     def model(self) -> nn.Module:
-        return self._set_up.model
+        return self.set_up_already.model
 
     @property
     def optimizer(self) -> Any:
-        return self._set_up.optimizer
+        return self.set_up_already.optimizer
 
     @property
     def layout(self) -> Layout:
-        return self._set_up.layout
+        return self.set_up_already.layout
 
     @property
     def state(self) -> Any:
         """What the strategy remembers."""
-        return self._set_up.state
+        return self.set_up_already.state
 
     @property
-    def _set_up(self) -> Training:
+    def set_up_already(self) -> Training:
         if self.training is None:
             raise RuntimeError(f"rank {self.rank.id} is not set up: it has no model yet")
         return self.training
@@ -155,6 +156,8 @@ class Session:
         self.born = time.monotonic()
         try:
             self._through()
+        except Spare as spare:
+            self.say("stopped", str(spare))
         except Aborted:
             self.say("stopped" if self.stopping else "failed", f"left in the middle of step {self.rank.step}")
         except BaseException as error:
@@ -169,17 +172,18 @@ class Session:
     def _through(self) -> None:
         """From the first step to the last, with whoever is left."""
         training = self.set_up()
-        living = training.live()
+        heard = None
         while True:
             try:
-                return training.host.drive(living)
+                if heard is None:
+                    return training.host.drive(training.live())
+                came = begin_generation(self, heard)
+                return self.set_up_already.host.drive(self.set_up_already.live_on(came))
             except Exception as error:
                 if not outlives(self, error):
                     raise
                 error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
-            mine = leave_generation(self, training)
-            training, came = begin_generation(self, training, hear(self, training, mine), mine)
-            living = training.live_on(came)
+            heard = hear(self, leave_generation(self, self.set_up_already))
 
     def set_up(self) -> Training:
         """Waits for the other ranks; then all stand before their first step. Raises in words what cannot be trained."""

@@ -20,7 +20,6 @@ from workbench.host.outliving import Outliving
 from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
-from workbench.host.reentry import Came
 from workbench.host.spread import Spread
 from workbench.host.steering import Look, Steering
 from workbench.host.trial import Trial
@@ -74,15 +73,10 @@ class Life(Outliving, Ordering):
         await self.evaluate(together=True)
         self.say("running")
         self.ledger.stir()
-        await self._on()
+        await self.on()
 
-    async def live_on(self, came: Came) -> None:
-        """From a step on before which ranks were lost, to the last step."""
-        await self.enter_generation(came)
-        self.say("running")
-        await self._on()
-
-    async def _on(self) -> None:
+    async def on(self) -> None:
+        """From step to step, to the last."""
         self.go_on()
         while not await self.over():
             before = self.rank.step

@@ -1,4 +1,4 @@
-"""What a rank's life needs to go on where others are lost: a way back from what cannot be ended, and a new beginning."""
+"""What a rank's life needs to go on where others are lost: a way back from a step, and a new beginning."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ class Outliving:
     taken: list[Change] = []  # noqa: RUF012 (never changed in place)
     obeyed = 0
 
-    async def enter_generation(self: Any, came: Came) -> None:
-        """Those who are left begin anew from a step on, before which ranks were lost."""
+    async def live_on(self: Any, came: Came) -> None:
+        """From a step on before which ranks were lost, to the last step."""
         await reenter(self, came)
         self.entered(came)
+        self.say("running")
+        await self.on()
 
     def undoable(self, changes: bool = False) -> AbstractContextManager[None]:
         """A step, or a change, goes on inside; if a rank is lost then, this one can go back."""

@@ -8,6 +8,7 @@ workbench/DESIGN.md); a strategy begins as it does when it is switched to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -47,14 +48,26 @@ def unfit(e: Experiment) -> str:
     return ""
 
 
+def fitting(e: Experiment, left: Sequence[int]) -> tuple[Experiment, tuple[int, ...]]:
+    """As many of those who are `left`, the first of them, as can train as `e` says: (`e` for these, their places).
+
+    left: places before, those first who are to stay. Raises KnobError where no number of them can.
+    """
+    reason: KnobError | None = None
+    for count in range(len(left), 0, -1):
+        places = tuple(sorted(left[:count]))
+        try:
+            return fewer(e, places), places
+        except KnobError as error:
+            reason = reason or error
+    raise KnobError(f"{len(left)} of {e.ranks} ranks are left, and cannot go on so: {reason}")
+
+
 def fewer(e: Experiment, places: tuple[int, ...]) -> Experiment:
     """`e` for those who are left, by their places before. Raises KnobError where so few cannot train as `e` says."""
     faults = [f for f in e.fabric.faults if getattr(f, "rank", places[0]) in places]
     moved = tuple(_at(f, places) for f in faults)
-    try:
-        return replace(e, ranks=len(places), fabric=replace(e.fabric, faults=moved)).checked()
-    except KnobError as error:
-        raise KnobError(f"{len(places)} of {e.ranks} ranks are left, and cannot go on so: {error}") from None
+    return replace(e, ranks=len(places), fabric=replace(e.fabric, faults=moved)).checked()
 
 
 def _at(fault: Any, places: tuple[int, ...]) -> Any:
@@ -73,3 +86,4 @@ async def reenter(run: Changing, came: Came) -> None:
         await handover.averaged(run.rank, [x for x in state if x.numel()], "those who are left", came.trained)
     elif len(came.furthest) < run.rank.size:
         await handover.bring(run, came.furthest)
+    await handover.check(run)
