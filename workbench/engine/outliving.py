@@ -29,7 +29,7 @@ def outlives(session: Session, error: BaseException) -> bool:
     training = session.training
     if training is None or not training.begun or session.ends or session.rank.size == 1:
         return False
-    met = peer_left(error, text_of(error)) or (session.forming and _lost(session))
+    met = peer_left(error, text_of(error)) or (session.forming and isinstance(error, RuntimeError) and _lost(session))
     if training.experiment.on_death != "go on" or not met:
         return False
     if reason := unfit(training.experiment):
@@ -85,7 +85,6 @@ def begin_generation(session: Session, heard: Heard) -> Came:
     """Those who are left meet again. Raises KnobError where so few cannot train as they did, Spare where this rank
     is not needed.
     """
-    session.forming = True
     before, first, old = session.set_up_already, heard.first, session.rank
     present, mine = before.experiment, heard.by_place[old.id]
     same = first.settings == mine.settings  # to read it may need every file of every family
@@ -103,6 +102,7 @@ def begin_generation(session: Session, heard: Heard) -> Came:
     gone = [member for member in session.members if member not in (*came.members, *spare)]
     session.rank, session.members, session.leaving = rank, came.members, Leaving()
     session.generation = f"{session.generation}+{'.'.join(map(str, came.members))}"
+    session.forming = True
     if rank.size > 1:
         store = connect_store(*session.where, session.generation)
         processes = [heard.by_place[other].process for other in places]
