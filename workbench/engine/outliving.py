@@ -112,11 +112,11 @@ def begin_generation(session: Session, heard: Heard) -> Came:
     training.paused, training.credit, training.begun = first.paused, first.credit, True
     training.lengths = before.lengths
     training.done.extend(first.done)
-    training.begin_again()
     if place == 0:
+        session.mark("members", _told(came, gone, spare))
         for what in heard.asked():
             session.inbox.put(what)
-        session.mark("members", _told(came, gone, spare))
+    training.begin_again()
     session.forming = False
     return came
 
