@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from workbench.experiment import Experiment
 from workbench.host.reentry import Came
 from workbench.record.process import alive, this_process
 
@@ -27,6 +28,17 @@ class Late(RuntimeError):
 
 class Spare(RuntimeError):
     """There are fewer ranks than before, and this one is not needed among them."""
+
+
+class Resized(Exception):
+    """The ranks have come together, and a generation of other ranks is to begin.
+
+    members: theirs, by place; experiment: of so many
+    """
+
+    def __init__(self, members: tuple[int, ...], experiment: Experiment) -> None:
+        super().__init__(f"members {members}")
+        self.members, self.experiment = members, experiment
 
 
 class Said(NamedTuple):
@@ -87,6 +99,25 @@ class Heard(NamedTuple):
         return [what for name, what in found.items() if name not in self.first.done]
 
 
+class Next(NamedTuple):
+    """How the next generation begins, the same for all who are in it.
+
+    experiment: of so many ranks; changes, done, paused, credit: as in Said, of the furthest
+    asked:      requests that are still to be done; processes: by place
+    mark:       what the record says of it
+    """
+
+    came: Came
+    experiment: Experiment
+    changes: int
+    done: list[str]
+    paused: bool
+    credit: int
+    asked: list[dict[str, Any]]
+    processes: list[list[Any]]
+    mark: dict[str, Any]
+
+
 def here() -> list[Any]:
     """This process, as others can see it: its host, its pid and when it began."""
     return [platform.node(), *this_process()]
@@ -97,15 +128,15 @@ def come(store: Any, place: int, process: list[Any] | None = None) -> None:
     store.set(f"process {place}", json.dumps(process or here()))
 
 
-def gather(store: Any, place: int, processes: list[list[Any]], look: Callable[[], None]) -> None:
-    """Waits until all have come who are to open wires with each other, for that cannot be interrupted.
+def gather(store: Any, what: str, place: int, processes: list[list[Any]], look: Callable[[], None]) -> None:
+    """Waits until all have come to the same, `what`: to open wires, for one, which cannot be interrupted.
 
     processes: theirs, by place. Raises ConnectionError where one is gone, and what `look` raises.
     """
     for other, process in enumerate(processes):
         come(store, other, process)
-    store.set(f"here {place}", "1")
-    while missing := [other for other in range(len(processes)) if not store.check([f"here {other}"])]:
+    store.set(f"{what} {place}", "1")
+    while missing := [other for other in range(len(processes)) if not store.check([f"{what} {other}"])]:
         look()
         require(store, missing)
         time.sleep(LOOK)
@@ -151,3 +182,12 @@ def _lives(store: Any, place: int) -> bool:
         return True
     host, *process = json.loads(store.get(f"process {place}"))
     return host != platform.node() or alive(process)
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0, 1, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def are(ranks: Sequence[int]) -> str:
+    """`is` or `are`."""
+    return "are" if len(ranks) > 1 else "is"

@@ -6,13 +6,12 @@ The session's thread does all of it, between two lives of its `Training`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, peer_left, text_of
-from workbench.engine.membership import PATIENCE, Heard, Said, Spare
+from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, named
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.reentry import Came, fitting, unfit
@@ -81,40 +80,50 @@ def hear(session: Session, mine: Said) -> Heard:
     return membership.vote(store, rank.id, rank.size, mine, patience, partial(_look, session))
 
 
-def begin_generation(session: Session, heard: Heard) -> Came:
-    """Those who are left meet again. Raises KnobError where so few cannot train as they did, Spare where this rank
-    is not needed.
-    """
-    before, first, old = session.set_up_already, heard.first, session.rank
-    present, mine = before.experiment, heard.by_place[old.id]
-    same = first.settings == mine.settings  # to read it may need every file of every family
-    e, places = fitting(present if same else Experiment.read(first.settings), heard.left)
+def fewer(session: Session, heard: Heard) -> Next:
+    """How those go on who are left. Raises KnobError where so few cannot train as they did."""
+    before, first = session.set_up_already, heard.first
+    same = first.settings == heard.by_place[session.rank.id].settings  # to read it may need files of every family
+    e, places = fitting(before.experiment if same else Experiment.read(first.settings), heard.left)
     came = heard.came(places)
-    if session.member not in came.members:
-        raise Spare(f"the others go on as {len(places)}, for {len(heard.left)} cannot train so")
-    place = came.members.index(session.member)
-    rank = Rank(place, len(came.members), e.seed)
-    rank.step, rank.lr, rank.memory = came.step, old.lr, old.memory
-    _adopt(before, e, rank)
-    skip = first.changes - mine.changes
-    before.planned = [*before.taken, *before.planned][skip:]
     spare = [heard.by_place[other].member for other in heard.left if other not in places]
     gone = [member for member in session.members if member not in (*came.members, *spare)]
+    processes = [heard.by_place[other].process for other in places]
+    text = f"{named(gone)} {are(gone)} lost; {named(came.members)} went on from step {came.step}"
+    if spare:
+        text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
+    mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text}
+    return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark)
+
+
+def begin_generation(session: Session, to: Next) -> Came:
+    """Those of the next generation meet. Raises Spare where this rank is not among them."""
+    came, before, old = to.came, session.training, session.rank
+    if session.member not in came.members:
+        raise Spare(f"the others went on from step {came.step} as {len(came.members)} ranks, without this one")
+    place = came.members.index(session.member)
+    rank = Rank(place, len(came.members), to.experiment.seed)
+    rank.step, rank.lr = came.step, old.lr
+    if before is not None:
+        rank.memory = old.memory
+        _adopt(before, to.experiment, rank)
+        before.planned = [*before.taken, *before.planned][to.changes - before.obeyed :]
     session.rank, session.members, session.leaving = rank, came.members, Leaving()
-    session.generation = f"{session.generation}+{'.'.join(map(str, came.members))}"
+    session.turn += 1
+    session.generation, session.began_with = f"{session.base}+{session.turn}", to.experiment
     session.forming = True
     if rank.size > 1:
         store = connect_store(*session.where, session.generation)
-        processes = [heard.by_place[other].process for other in places]
-        membership.gather(store, place, processes, partial(_look, session))
+        membership.gather(store, "meet", place, to.processes, partial(_look, session))
     session.training = training = Training(session, before)
-    training.obeyed, training.evaluated = first.changes, before.evaluated
-    training.paused, training.credit, training.begun = first.paused, first.credit, True
-    training.lengths = before.lengths
-    training.done.extend(first.done)
+    training.obeyed, training.begun = to.changes, True
+    training.paused, training.credit = to.paused, to.credit
+    training.done.extend(to.done)
+    if before is not None:
+        training.lengths, training.evaluated = before.lengths, before.evaluated
     if place == 0:
-        session.mark("members", _told(came, gone, spare))
-        for what in heard.asked():
+        session.mark("members", to.mark)
+        for what in to.asked:
             session.inbox.put(what)
     training.begin_again()
     session.forming = False
@@ -131,17 +140,3 @@ def _adopt(training: Training, e: Experiment, rank: Rank) -> None:
         training.optimizer = training.make_optimizer(e)
     training.experiment = e
 
-
-def _told(came: Came, gone: list[int], spare: list[int]) -> dict[str, object]:
-    text = f"{_named(gone)} {_are(gone)} lost; {_named(came.members)} went on from step {came.step}"
-    if spare:
-        text += f", and {_named(spare)} {_are(spare)} not needed, for so many cannot train alike"
-    return {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text}
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "are" if len(ranks) > 1 else "is"

@@ -20,11 +20,12 @@ from torch import nn
 
 from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, peer_left, text_of
-from workbench.engine.membership import Spare, gone
-from workbench.engine.outliving import begin_generation, hear, leave_generation, outlives
+from workbench.engine.membership import Resized, Spare, gone
+from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives
 from workbench.engine.peers import removed
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
+from workbench.engine.resizing import arranged, invited
 from workbench.engine.shaping import Clock, Naps
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
@@ -48,11 +49,14 @@ class Session:
         self, experiment: Experiment, *, rank: int, size: int, store: tuple[str, int], generation: str,
         secret: bytes, epoch: float, run_dir: Path | None = None, push: Callable[..., None] | None = None,
         changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
+        joins: bool = False,
     ) -> None:
-        self._first = experiment.checked()
+        self.began_with = experiment.checked()
         self.member, self.members = rank, tuple(range(size))
         self.rank = Rank(rank, size, experiment.seed)
-        self.where, self.generation, self.secret = store, generation, secret
+        self.where, self.base, self.generation, self.secret = store, generation, generation, secret
+        self.turn = 0  # how many generations there were before this one
+        self.joins = joins
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
         self.naps = Naps(self.clock)
@@ -124,7 +128,7 @@ class Session:
     @property
     def experiment(self) -> Experiment:
         """As it is now, with the changes so far."""
-        return self.training.experiment if self.training is not None else self._first
+        return self.training.experiment if self.training is not None else self.began_with
 
     @property
     def model(self) -> nn.Module:
@@ -171,19 +175,22 @@ class Session:
 
     def _through(self) -> None:
         """From the first step to the last, with whoever is left."""
-        training = self.set_up()
-        heard = None
+        to = invited(self) if self.joins else None
         while True:
             try:
-                if heard is None:
+                if to is None:
+                    training = self.set_up()
                     return training.host.drive(training.live())
-                came = begin_generation(self, heard)
+                came = begin_generation(self, to)
                 return self.set_up_already.host.drive(self.set_up_already.live_on(came))
+            except Resized as asked:
+                to = arranged(self, asked)
+                leave_generation(self, self.set_up_already)
             except Exception as error:
                 if not outlives(self, error):
                     raise
                 error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
-            heard = hear(self, leave_generation(self, self.set_up_already))
+                to = fewer(self, hear(self, leave_generation(self, self.set_up_already)))
 
     def set_up(self) -> Training:
         """Waits for the other ranks; then all stand before their first step. Raises in words what cannot be trained."""

@@ -105,8 +105,9 @@ class Parts(Life):
             raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
         self.model = model.to(device).train()
         self.layout = Layout(self.model, e.bucket_mb)
-        check_model(self.control, self.model)
-        broadcast_model(self.control, self.layout, self.model)
+        if not self.session.joins:  # else it is given what the others have
+            check_model(self.control, self.model)
+            broadcast_model(self.control, self.layout, self.model)
         self.optimizer = self.make_optimizer(e)
         torch.manual_seed(e.seed * 100_003 + rank.id + 1)
         rank.lr = e.lr or rate(self.optimizer)

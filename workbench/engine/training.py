@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
+from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
 from workbench.host import changes, residual
 from workbench.host.changes import take_role
@@ -246,6 +247,8 @@ class Training(Turnable):
                     self.paused, self.credit = False, 0
                 case "step":
                     self.paused, self.credit = False, int(what.get("n", 1))
+                case "resize":
+                    await resize(self, tuple(what["members"]), what.get("id", ""))
                 case "stop":
                     self.session.stopping = True
             self.done.append(what.get("id", ""))

@@ -62,8 +62,6 @@ class Life(Outliving, Ordering):
     @property
     def due(self) -> int:
         """How many of the planned changes are due at this rank's step."""
-        if not self.planned:
-            return 0
         return sum(change.at_step <= self.rank.step for change in self.planned)
 
     async def live(self) -> None:
@@ -93,18 +91,23 @@ class Life(Outliving, Ordering):
 
     async def lay_out(self) -> None:
         """Before the first step: all that the ranks share out comes to lie where it belongs."""
+        await self.share_out(ahead=True)
+        self._laid = True
+        self.mark_buckets()
+        self.ledger.built()
+
+    async def share_out(self, ahead: bool = False) -> None:
+        """What every rank has whole comes to lie as the partition and the strategy say. ahead: in which order, too?"""
         if self.experiment.partition.size > 1:
             await changes.spread_out(self)  # type: ignore[arg-type]
         else:
             self.tuned()
         if self.experiment.partition.recompute[0] != "none":
             changes.note_again(self)  # type: ignore[arg-type]
-        await self.order_ahead()
+        if ahead:
+            await self.order_ahead()
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         await self.reading.shard()
-        self._laid = True
-        self.mark_buckets()
-        self.ledger.built()
 
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""

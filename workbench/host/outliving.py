@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,11 +25,22 @@ class Outliving:
     obeyed = 0
 
     async def live_on(self: Any, came: Came) -> None:
-        """From a step on before which ranks were lost, to the last step."""
+        """From a step on before which ranks were lost, or came, to the last step."""
+        await self.lie_alike()
         await reenter(self, came)
+        if len(came.members) > len(came.places):
+            await self.rate.agree(self)
         self.entered(came)
+        await self.share_out()
         self.say("running")
         await self.on()
+
+    async def lie_alike(self: Any) -> None:
+        """The parameters lie in one order on all; one who comes has not seen in which gradients do."""
+        here = [place.name for place in self.layout.order]
+        names = json.loads(await self.told(json.dumps(here) if self.rank.id == 0 else ""))
+        if names != here:
+            await self.relay_in(names)
 
     def undoable(self, changes: bool = False) -> AbstractContextManager[None]:
         """A step, or a change, goes on inside; if a rank is lost then, this one can go back."""

@@ -63,11 +63,14 @@ def fitting(e: Experiment, left: Sequence[int]) -> tuple[Experiment, tuple[int, 
     raise KnobError(f"{len(left)} of {e.ranks} ranks are left, and cannot go on so: {reason}")
 
 
-def fewer(e: Experiment, places: tuple[int, ...]) -> Experiment:
-    """`e` for those who are left, by their places before. Raises KnobError where so few cannot train as `e` says."""
+def fewer(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
+    """`e` for those who are left, by their places before, and for those who come, so many `ranks` in all.
+
+    Raises KnobError where so many cannot train as `e` says.
+    """
     faults = [f for f in e.fabric.faults if getattr(f, "rank", places[0]) in places]
     moved = tuple(_at(f, places) for f in faults)
-    return replace(e, ranks=len(places), fabric=replace(e.fabric, faults=moved)).checked()
+    return replace(e, ranks=ranks or len(places), fabric=replace(e.fabric, faults=moved)).checked()
 
 
 def _at(fault: Any, places: tuple[int, ...]) -> Any:
