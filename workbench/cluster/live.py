@@ -56,6 +56,10 @@ class Live:
         self.watched = watched
         self.ranks = range(changes.experiment.ranks)
         self.began_with = changes.experiment
+        self.members = tuple(self.ranks)  # those who train now
+        self.been = set(self.ranks)  # those who ever did
+        self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
+        self.blob, self.secret = b"", ""
         self.state = "starting"
         self.step = 0
         self.loss: float | None = None
@@ -146,16 +150,24 @@ class Live:
         elif name == "policy" and detail["text"] not in self.notes:
             self.notes.append(detail["text"])
         elif name == "members":
-            self._outlived(detail)
+            self._outlived(step, detail)
         elif name == "nan":
             self._not_finite(NotFinite(t, rank, step, detail.get("loss", "nan")))
 
-    def _outlived(self, detail: dict[str, Any]) -> None:
+    def _outlived(self, step: int, detail: dict[str, Any]) -> None:
         """Ranks went on without others, or say why they cannot."""
         self.notes.append(detail["text"])
-        if gone := detail.get("gone"):
-            self.ending.outlived(gone)
-            self.orders.hears(detail["members"][0])
+        if "members" in detail:
+            self.members = tuple(detail["members"])
+            self.ending.outlived(detail["gone"])
+            self.changes.resized(step, detail)
+            self.orders.hears(self.members[0])
+
+    def admit(self, new: list[int]) -> None:
+        """These ranks are to come, and are listened to from now on."""
+        self.been |= set(new)
+        self.ranks = self.attention.ranks = range(max(self.been) + 1)
+        self.ending.ranks |= set(new)
 
     def died(self, rank: int, error: dict[str, Any]) -> None:
         """A rank's engine is gone."""

@@ -72,7 +72,7 @@ class Watch:
                 self.ending.heard(rank, answer)
                 live.attention.heard(rank, answer)
                 self._stumble(rank, answer.get("trouble", ""))
-            elif now - self._answered[rank] > SILENT:
+            elif now - self._answered.setdefault(rank, now) > SILENT:
                 self.silent.add(rank)
                 last_rows.of_silent(live, "marks", rank)
 

@@ -33,12 +33,12 @@ class Spare(RuntimeError):
 class Resized(Exception):
     """The ranks have come together, and a generation of other ranks is to begin.
 
-    members: theirs, by place; experiment: of so many
+    members: theirs, by place; experiment: of so many; number: the request's
     """
 
-    def __init__(self, members: tuple[int, ...], experiment: Experiment) -> None:
+    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str) -> None:
         super().__init__(f"members {members}")
-        self.members, self.experiment = members, experiment
+        self.members, self.experiment, self.number = members, experiment, number
 
 
 class Said(NamedTuple):

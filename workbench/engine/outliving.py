@@ -92,7 +92,8 @@ def fewer(session: Session, heard: Heard) -> Next:
     text = f"{named(gone)} {are(gone)} lost; {named(came.members)} went on from step {came.step}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
-    mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text}
+    mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
+            "settings": e.plain()}  # fmt: skip
     return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark)
 
 

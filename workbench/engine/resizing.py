@@ -36,7 +36,7 @@ async def resize(training: Training, members: tuple[int, ...], number: str) -> N
         return
     places = tuple(session.members.index(m) for m in stay)
     await come_together(training, places)
-    raise Resized((*stay, *(m for m in members if m not in stay)), wanted)
+    raise Resized((*stay, *(m for m in members if m not in stay)), wanted, number)
 
 
 def _wanted(training: Training, now: tuple[int, ...], stay: list[int], members: tuple[int, ...]) -> Experiment:
@@ -61,6 +61,7 @@ def arranged(session: Session, asked: Resized) -> Next:
     processes += [json.loads(base.get(f"member {m}")) for m in members[len(stay) :]]
     rest = training.asked[1:]
     mark = _told(came, [m for m in session.members if m not in members], members[len(stay) :])
+    mark |= {"settings": asked.experiment.plain(), "id": asked.number}
     to = Next(came, asked.experiment, training.obeyed, list(training.done), training.paused, training.credit, rest,
               processes, mark)  # fmt: skip
     if session.rank.id == 0:
