@@ -232,13 +232,20 @@ class Lab:
 
     def abort(self) -> None:
         """Ends the run at once, in the middle of a step."""
-        if self.live and self._live:
-            self._live.abort()
+        if self.live:
+            self._going("abort").abort()
+
+    def _going(self, what: str) -> Live:
+        if not self.live or not self._live:
+            raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
+        return self._live
 
     def _request(self, kind: str, **rest: Any) -> None:
-        if not self.live or not self._live:
-            raise ClusterError(f"{self!r}: there is no run to {kind}; start one with lab.run()")
-        self._live.order("request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest})
+        self._going(kind).order("request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest})
+
+    def resize(self, ranks: int) -> PendingChange:
+        """So many ranks train together before one of the next steps: some are taken out, or idle engines come in."""
+        return launch.resize(self._going("resize"), ranks)
 
     # -- the end
 

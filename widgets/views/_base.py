@@ -114,8 +114,10 @@ class View(ABC):
 
 
 def ranks_of(run: Any) -> int:
-    """How many ranks the run has: what its settings say, or the record."""
+    """How many ranks the run has had: what its settings say, or the record, and those who came later."""
     said = int(run.settings.get("ranks", 0) or 0)
+    came = [max(detail.get("members") or [0]) + 1 for _, _, detail in run.details("members")]
+    said = max([said, *came]) if said else 0
     seen = run.timeline.samples.rows().rank
     return said or (int(seen.max()) + 1 if len(seen) else 1)
 

@@ -29,16 +29,23 @@ class Arrangement(NamedTuple):
         return " × ".join(f"{name} {size}" for name, size in self.dims) + serving
 
 
+def _last(tl: Timeline, name: str, since: float) -> tuple[dict[str, Any], float]:
+    """What was said last of `name`, and when; nothing of what is older than `since`."""
+    rows = tl.marks.rows()
+    mine = rows[rows.equal("name", name) & (rows.t >= since)] if len(rows) else rows
+    found = [(float(t), json.loads(text)) for t, text in zip(mine.t, mine.detail, strict=True)]
+    told = [(t, said) for t, said in found if name != "members" or "members" in said]
+    return (max(told, key=lambda one: one[0])[1], max(t for t, _ in told)) if told else ({}, since)
+
+
 def arrangement(tl: Timeline, ranks: int) -> Arrangement:
     """As it is at the record's end; one line of replicas where that says nothing else. ranks: how many there are"""
-    rows = tl.marks.rows()
-    found = Arrangement((("data", ranks),), tuple(range(ranks)))
-    last: dict[str, dict[str, Any]] = {}
-    for name in ("mesh", "roles"):
-        mine = rows[rows.equal("name", name) & (rows.rank == 0)] if len(rows) else rows
-        if len(mine):
-            last[name] = json.loads(mine.detail[int(mine.t.argmax())])
-    if said := last.get("mesh"):
-        found = Arrangement(tuple(said["dims"].items()), tuple(said["ranks"]), tuple(said.get("inside", ())))
-    serve = tuple(last["roles"]["serve"]) if "roles" in last else ()
+    members, since = _last(tl, "members", float("-inf"))
+    there = tuple(members.get("members", range(ranks)))  # who has which place, since ranks were lost
+    found = Arrangement((("data", len(there)),), there)
+    said, _ = _last(tl, "mesh", since)
+    if said:
+        at = tuple(there[place] for place in said["ranks"])
+        found = Arrangement(tuple(said["dims"].items()), at, tuple(said.get("inside", ())))
+    serve = tuple(there[place] for place in _last(tl, "roles", since)[0].get("serve", ()))
     return found._replace(serve=serve) if not set(serve) & set(found.ranks) else found

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from workbench.cluster import worker
@@ -24,10 +23,12 @@ class Late(ClusterError):
 
 
 def begin(
-    cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: int, unwanted: Callable[[], bool] = lambda: False
-) -> dict[int, str]:
+    cluster: Cluster, job: dict[str, Any], blob: bytes, ranks: Sequence[int],
+    unwanted: Callable[[], bool] = lambda: False, *, secret: str,
+) -> dict[int, str]:  # fmt: skip
     """Starts a session on each rank's engine; {rank: the directory it spools into}.
 
+    secret:   what only these ranks know
     unwanted: whether the run was stopped a while ago. Raises RankError; then no rank goes on.
     """
     first, asked = cluster.engines[0], {}
@@ -37,9 +38,9 @@ def begin(
             store = cluster.call(first.id, worker.host_store, job["session"], first.reach)
     except Exception as error:
         raise RankError([_why(cluster, 0, error)]) from None
-    _entrust(cluster, ranks, unwanted)
-    shared = {**job, "size": ranks, "store": store, "kind": cluster.kind, "loopback": loop}
-    for engine in cluster.engines[:ranks]:
+    _entrust(cluster, ranks, secret, unwanted)
+    shared = {"size": len(ranks), **job, "store": store, "kind": cluster.kind, "loopback": loop}
+    for engine in (cluster.engines[rank] for rank in ranks):
         own = {"rank": engine.rank, "device": cluster.devices[engine.rank]}
         asked[engine.rank] = cluster.client[engine.id].apply_async(worker.begin, {**shared, **own}, blob)
     spools, errors, until = {}, {}, time.monotonic() + BEGIN
@@ -55,10 +56,9 @@ def begin(
     return spools
 
 
-def _entrust(cluster: Cluster, ranks: int, unwanted: Callable[[], bool]) -> None:
+def _entrust(cluster: Cluster, ranks: Sequence[int], secret: str, unwanted: Callable[[], bool]) -> None:
     """Tells the ranks a secret of this run, over the encrypted line and nowhere else."""
-    secret, until = secrets.token_hex(32), time.monotonic() + TRUST_TIMEOUT
-    waiting: set[int] = set(range(ranks))
+    until, waiting = time.monotonic() + TRUST_TIMEOUT, set(ranks)
     while waiting:
         said = cluster.line.ask_all("trust", timeout=1.0, ranks=waiting, secret=secret)
         silent = {rank: error for rank, error in said.items() if isinstance(error, Exception)}

@@ -82,7 +82,7 @@ class Changes:
             return asked
 
     def _wanted(self) -> Experiment:
-        return fold(self.experiment, (asked.change for asked in self._pending), Experiment.set, skips=True)[-1][1]
+        return fold(self.experiment, iter(self.unanswered()), Experiment.set, skips=True)[-1][1]
 
     def applied(self, step: int, detail: dict[str, Any]) -> None:
         """A change took effect: ours, one that was planned, or one asked by another kernel."""
@@ -100,10 +100,30 @@ class Changes:
                 asked.answer(refused=detail["reason"])
 
     def _take(self, detail: dict[str, Any]) -> PendingChange | None:
-        found = next((t for t in self._pending if t.id == detail["id"]), None)
+        found = next((t for t in self._pending if t.id == detail.get("id")), None)
         if found:
             self._pending.remove(found)
         return found
+
+    def resizing(self, ranks: int) -> PendingChange:
+        """Another number of ranks is asked for; `resized` or `refused` answers."""
+        with self._lock:
+            number = f"resize {next(self._numbers)} {time.time_ns():x}"
+            asked = PendingChange(Change(NEXT, "ranks", ranks, number, time.time()))
+            self._pending.append(asked)
+            self.listed.append(asked)
+            return asked
+
+    def resized(self, step: int, detail: dict[str, Any]) -> None:
+        """Other ranks train from `step` on: those that are left, or as it was asked."""
+        with self._lock:
+            self.experiment = Experiment.read(detail["settings"])
+            if asked := self._take(detail):
+                asked.answer(applied_at=step)
+
+    def unanswered(self) -> list[Change]:
+        with self._lock:
+            return [asked.change for asked in self._pending if asked.path != "ranks"]
 
     def end(self, reason: str) -> None:
         """Nothing will be applied any more."""

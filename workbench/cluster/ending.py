@@ -23,6 +23,7 @@ STEPS = 3.0
 FIRST = 10.0  # seconds
 MOST = 20.0  # seconds
 LEAVE = 3.0  # seconds
+REUNION = 30.0  # seconds in which those who are to go on without a rank have to find each other
 REPORT = 0.5  # seconds that the others have to report, once a rank has failed, before they are freed
 
 Error = dict[str, Any]
@@ -35,6 +36,8 @@ class Ending:
         self.ranks, self.clock = set(ranks), clock
         self.left: dict[int, str] = {}  # ranks that are over, and the state they ended in
         self.errors: dict[int, Error] = {}
+        self.lost: dict[int, Error | None] = {}  # ranks without whom the others went on, and how they ended
+        self.outlives: Callable[[], bool] = lambda: False  # do the others go on when one is lost?
         self.unwatched: Error | None = None  # a loss that is not finite, with nobody there to go on
         self.asked = False  # was a stop asked?
         self._told = False  # were the ranks told to leave?
@@ -68,8 +71,20 @@ class Ending:
             if rank in self.errors:
                 return
             now = self.clock()
+            if rank in self.lost:
+                self.lost[rank] = self.lost[rank] or {"t": now, **error}
+                return
             self.errors[rank] = {"t": now, **error}
-            self._release = min(self._release, now + (0.0 if error["type"] == "EngineDied" else REPORT))
+            wait = REUNION if self.outlives() else 0.0 if error["type"] == "EngineDied" else REPORT
+            self._release = min(self._release, now + wait)
+
+    def outlived(self, gone: Iterable[int]) -> None:
+        """The others went on without these ranks."""
+        with self._lock:
+            self.ranks -= set(gone)
+            self.lost |= {rank: self.errors.pop(rank, None) for rank in gone}
+            if not self.errors:
+                self._release = float("inf")
 
     # -- what is asked
 
@@ -99,7 +114,7 @@ class Ending:
 
     @property
     def dead(self) -> set[int]:
-        return {r for r, e in self.errors.items() if e["type"] == "EngineDied"}
+        return {r for r, e in {**self.lost, **self.errors}.items() if e and e["type"] == "EngineDied"}
 
     @property
     def living(self) -> set[int]:

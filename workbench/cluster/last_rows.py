@@ -66,7 +66,7 @@ def _fetch(live: Live, rank: int) -> None:
 def obituary(live: Live, dead: set[int]) -> None:
     """Writes what the ranks that died could not."""
     for rank in sorted(dead):
-        about = {k: v for k, v in live.ending.errors[rank].items() if k != "t"}
+        about = {k: v for k, v in (live.ending.errors.get(rank) or live.ending.lost[rank] or {}).items() if k != "t"}
         _add(live, rank, [(about["step"], "error", time.time() - live.run.epoch, about)])
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from workbench.cluster.errors import RankError
 from workbench.cluster.line import Silence
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError, Place, alive, host, places, runs_dir
+from workbench.cluster.resizing import resize as resize
 from workbench.experiment import Experiment, given
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
@@ -127,7 +129,8 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
         job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch}
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write(run=told)
-        live.spools = begin(cluster, job, blob, experiment.ranks, lambda: live.ending.unwanted)
+        live.job, live.blob, live.secret = {**job, "size": experiment.ranks}, blob, secrets.token_hex(32)
+        live.spools = begin(cluster, job, blob, live.ranks, lambda: live.ending.unwanted, secret=live.secret)
         live.begun()
     except BaseException as error:
         stopped = live.ending.asked and isinstance(error, RankError)

@@ -7,7 +7,6 @@ engines are started, nor how anything is shown.
 from __future__ import annotations
 
 import json
-import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from workbench.cluster.cluster import Cluster
 from workbench.cluster.disk import PATIENCE, within
 from workbench.cluster.ending import Ending
 from workbench.cluster.gaps import Gaps
+from workbench.cluster.orders import Orders
 from workbench.cluster.place import ClusterError
 from workbench.cluster.steady import Steady
 from workbench.cluster.waiting import wait_for_run
@@ -57,6 +57,10 @@ class Live:
         self.watched = watched
         self.ranks = range(changes.experiment.ranks)
         self.began_with = changes.experiment
+        self.members = tuple(self.ranks)  # those who train now
+        self.been = set(self.ranks)  # those who ever did
+        self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
+        self.blob, self.secret = b"", ""
         self.state = "starting"
         self.step = 0
         self.loss: float | None = None
@@ -65,10 +69,11 @@ class Live:
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
+        self.ending.outlives = lambda: self.changes.experiment.on_death == "go on"
         self._nan: NotFinite | None = None  # the first since the run began, or went on
         self._resumed = float("-inf")  # when that was
         self._pauses = True  # does it pause the run?
-        self._orders: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.orders = Orders(self)
         self.gaps = Gaps(dict(run._following), self._missed, self._append)
         self._lock = threading.RLock()
         self.over = threading.Event()
@@ -96,14 +101,14 @@ class Live:
                 skip -= 1
         elif kind == "spans":
             self.ending.at(rank, int(columns["step"][-1]))
-            self.step = max(self.step, int(columns["step"][-1])) if rank == 0 else self.step
-        elif kind == "samples" and rank == 0:
+            self.step = max(self.step, int(columns["step"][-1])) if rank == self.orders.first else self.step
+        elif kind == "samples" and rank == self.orders.first:
             valued = zip(texts(columns["name"]), columns["value"], strict=True)
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        for name in ("change", "refused", "policy", "state", "error", "nan", "end"):
+        for name in ("change", "refused", "policy", "state", "error", "nan", "members", "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -146,8 +151,32 @@ class Live:
             self.ending.gone(rank, detail["state"])
         elif name == "policy" and detail["text"] not in self.notes:
             self.notes.append(detail["text"])
+        elif name == "members":
+            self._outlived(step, detail)
         elif name == "nan":
             self._not_finite(NotFinite(t, rank, step, detail.get("loss", "nan")))
+
+    def _outlived(self, step: int, detail: dict[str, Any]) -> None:
+        """Ranks went on without others, or say why they cannot."""
+        self.notes.append(detail["text"])
+        if "members" in detail:
+            self.members = tuple(detail["members"])
+            self.ending.outlived(detail["gone"])
+            self.changes.resized(step, detail)
+            self.orders.hears(self.members[0])
+
+    def admit(self, new: list[int]) -> None:
+        """These ranks are to come, and are listened to from now on."""
+        self.been |= set(new)
+        self.ranks = self.attention.ranks = range(max(self.been) + 1)
+        self.ending.ranks |= set(new)
+
+    def died(self, rank: int, error: dict[str, Any]) -> None:
+        """A rank's engine is gone."""
+        self.ending.failed(rank, error)
+        if self.ending.outlives() and not self.ending.asked:
+            where = f" at step {error['step']}" + (f", {error['op']}" if error["op"] else "")
+            self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
 
     def _forget(self, t: float, state: str) -> None:
         """A run that goes on has left behind what was not finite before."""
@@ -176,19 +205,8 @@ class Live:
     # -- orders
 
     def order(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        """Asks rank 0, or everyone, to do something; done in the order asked, once the sessions are there."""
-        self._orders.put((what, everyone, rest))
-
-    def _send(self, what: str, everyone: bool, rest: dict[str, Any]) -> None:
-        try:
-            if everyone:
-                self.cluster.line.ask_all(what, timeout=1.0, ranks=self.ranks, **rest)
-            else:
-                self.cluster.line.ask(0, what, timeout=1.0, **rest)
-        except Exception as failure:  # one order that fails must not keep the next from going out
-            self.note(failure)
-            if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave
-                self.free()
+        """Asks the rank that hears for all, or everyone, to do something; done in the order asked."""
+        self.orders.put(what, everyone, **rest)
 
     def note(self, failure: Exception) -> None:
         """Says, once in a row, what went wrong here."""
@@ -196,18 +214,11 @@ class Live:
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
-    def _carry(self) -> None:
-        try:
-            order = self._orders.get(timeout=0.5)
-        except queue.Empty:
-            return
-        self._send(*order)
-
     def begun(self) -> None:
         """The sessions are there: what was asked meanwhile goes out in order, and the watch begins."""
         self.ending.begun()
         self.attention.begun()
-        Steady("run orders", self._carry, self.over, self.note).start()
+        Steady("run orders", self.orders.carry, self.over, self.note).start()
         Watch(self).start()
 
     def set(self, path: str, value: Any) -> PendingChange:

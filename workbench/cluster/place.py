@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-import psutil
 
-TOLERANCE = 5.0  # seconds by which two readings of a create time may differ when the clock is set in between
-_known: dict[tuple[int, float], psutil.Process] = {}
+from workbench.record.process import alive as alive
+from workbench.record.process import this_process as this_process
 
 
 class ClusterError(RuntimeError):
@@ -58,30 +57,6 @@ def _made(path: Path) -> bool:
 def runs_dir() -> Path:
     """Where runs go when nobody says where: this user's data directory, never silently the working directory."""
     return Path(platformdirs.user_data_dir("training-workbench")) / "runs"
-
-
-def this_process() -> list[float]:
-    """The present process as [pid, create time]: what tells it from a later one with the same pid."""
-    return [os.getpid(), psutil.Process().create_time()]
-
-
-def alive(process: list[float] | None) -> bool:
-    """Whether the process [pid, create time] still runs (a zombie does not).
-
-    The time is compared once; after that psutil knows the process by a clock that nobody sets.
-    """
-    if process is None:
-        return False
-    key = int(process[0]), process[1]
-    try:
-        if key not in _known:
-            found = psutil.Process(key[0])
-            if abs(found.create_time() - key[1]) > TOLERANCE:
-                return False
-            _known[key] = found
-        return _known[key].is_running() and _known[key].status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 class Place:

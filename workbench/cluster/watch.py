@@ -55,8 +55,9 @@ class Watch:
 
     def _look(self) -> None:
         for rank in self.live.ranks:
-            if rank not in self.ending.errors and (how := self.live.cluster.death(rank)):
-                self.ending.failed(rank, self.live.attention.death(rank, how))
+            known = rank in self.ending.errors or rank in self.ending.dead
+            if not known and (how := self.live.cluster.death(rank)):
+                self.live.died(rank, self.live.attention.death(rank, how))
 
     def ask(self) -> None:
         """Asks every rank where it is; the marks of one that does not answer are read from a disk seen here."""
@@ -71,11 +72,11 @@ class Watch:
                 self.ending.heard(rank, answer)
                 live.attention.heard(rank, answer)
                 self._stumble(rank, answer.get("trouble", ""))
-            elif now - self._answered[rank] > SILENT:
+            elif now - self._answered.setdefault(rank, now) > SILENT:
                 self.silent.add(rank)
                 last_rows.of_silent(live, "marks", rank)
 
-        live.attention.look("failing" if self.ending.errors else live.state, self.ending.left)
+        live.attention.look("failing" if self.ending.errors else live.state, {*self.ending.left, *self.ending.lost})
 
     def _stumble(self, rank: int, what: str) -> None:
         """The line of a rank's engine met an error and went on."""

@@ -89,11 +89,11 @@ def mean_model(wire: Wire | None, layout: Layout, weights: list[Tensor], model: 
     live = [x for x in [*weights, *buffers(model)] if x.numel()]
     count, away = sum(w.numel() > 0 for w in weights), 0.0
     kept: list[tuple[Tensor, Tensor]] = []
-    for number, x in enumerate(live):
-        if (own := _own_beside_mean(wire, x)) is not None:
-            away += squares(own, x) if number < count else 0.0
-            kept.append((x, own))
     try:
+        for number, x in enumerate(live):
+            if (own := _own_beside_mean(wire, x)) is not None:
+                kept.append((x, own))
+                away += squares(own, x) if number < count else 0.0
         yield rms(away, layout.numel)
     finally:
         for x, own in kept:

@@ -39,6 +39,7 @@ class Compute(Stage):
     reading: Any = None  # its session's
     fully: Any = None  # what torch's fully_shard trains, while it does
     away: Any = None  # its session's
+    rollback: Any = None  # its session's
     _hooks: GradientHooks
     _open: dict[int, Tensor]  # losses whose backward has not been asked for, by micro-batch
     _perform: Callable[[Op], Any]
@@ -172,6 +173,7 @@ class Compute(Stage):
         with self.pace.within() if self.computing else nullcontext():
             if bucket is None:
                 self.pace.begin("update", self.rank.step, self._share * self.narrowing.share("update"))
+                self.rollback.updates()
                 self._update_all(by)
             else:
                 self.pace.begin("update", self.rank.step, bucket.data.numel() / self.layout.numel)

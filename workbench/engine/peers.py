@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workbench.engine import membership
 from workbench.engine.clocks import agree_on_time
 from workbench.engine.collectives import Aborted, Wire, connect_store
 from workbench.engine.shaping import ArrivalTable
@@ -33,7 +34,7 @@ class Peers:
     """
 
     def __init__(self, session: Session) -> None:
-        self.session, self.rank = session, session.rank
+        self.session, self.rank, self.leaving = session, session.rank, session.leaving
         self.store: Any = None
         self.control: Wire | None = None
         self.data: Wire | None = None
@@ -47,6 +48,7 @@ class Peers:
     def _meet(self) -> None:
         session, (host, port) = self.session, self.session.where
         self.store = connect_store(host, port, session.generation)
+        membership.come(self.store, self.rank.id)
         precise = session.experiment.precise
         self.control = control = self.open("control", precise=precise)
         self.local, self.doubt = agree_on_time(control, session.clock)
@@ -61,7 +63,7 @@ class Peers:
         """One more wire among all ranks or some, which the session cuts and closes. All of them open it at once."""
         session, me = self.session, self.rank.id
         index, size = (ranks.index(me), len(ranks)) if ranks else (me, self.rank.size)
-        wire = Wire(store or self.store, index, size, tag, session.leaving, loopback=session.loopback, **how)
+        wire = Wire(store or self.store, index, size, tag, self.leaving, loopback=session.loopback, **how)
         session.wires.append(wire)
         return wire
 
@@ -69,7 +71,8 @@ class Peers:
         """Closes wires that nobody uses any more, before the run ends."""
         for wire in wires:
             wire.close()
-            self.session.wires.remove(wire)
+            if wire in self.session.wires:  # those of a generation that is over are closed elsewhere
+                self.session.wires.remove(wire)
 
     def come(self, to: str, until: float) -> None:
         """Says that this rank has come so far, and waits for all others, up to a moment of `time.monotonic`."""
@@ -86,7 +89,7 @@ class Peers:
 
     def look(self) -> None:
         """Raises when this rank must leave, or a peer is seen to be gone; for waits that no wire hears of."""
-        if self.session.leaving.is_set():
+        if self.leaving.is_set():
             raise Aborted("told to leave")
         if self.parted():
             raise ConnectionError("Connection closed by peer")

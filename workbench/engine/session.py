@@ -6,6 +6,7 @@ notebooks; the loop itself is in training.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -18,10 +19,13 @@ from typing import Any
 from torch import nn
 
 from workbench.engine.at import op_of, status
-from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, peer_left, text_of
+from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, peer_left, text_of
+from workbench.engine.membership import Resized, Spare, gone
+from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives
 from workbench.engine.peers import removed
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
+from workbench.engine.resizing import arranged, invited
 from workbench.engine.shaping import Clock, Naps
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
@@ -35,6 +39,8 @@ class Session:
     """A run as one rank lives it. Constructing costs nothing; `start` returns at once.
 
     training: the loop with all that it needs, as soon as every rank has made its own
+    member:   this rank's number for life; members: by place, those of all who are there
+    rank, generation, leaving: of the present generation, which ends when a rank is lost
     wires:    those that are open; files: those of this run that rank 0 removes at its end
     stopping: is the run to end before its last step?
     """
@@ -43,10 +49,14 @@ class Session:
         self, experiment: Experiment, *, rank: int, size: int, store: tuple[str, int], generation: str,
         secret: bytes, epoch: float, run_dir: Path | None = None, push: Callable[..., None] | None = None,
         changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
+        joins: bool = False,
     ) -> None:
-        self._first = experiment.checked()
+        self.began_with = experiment.checked()
+        self.member, self.members = rank, tuple(range(size))
         self.rank = Rank(rank, size, experiment.seed)
-        self.where, self.generation, self.secret = store, generation, secret
+        self.where, self.base, self.generation, self.secret = store, generation, generation, secret
+        self.turn = 0  # how many generations there were before this one
+        self.joins = joins
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
         self.naps = Naps(self.clock)
@@ -62,6 +72,8 @@ class Session:
         self.files: list[Path] = []
         self.training: Training | None = None
         self._asked = threading.Event()  # a person asked for the end: whoever loses a peer from now on has not failed
+        self._told = False  # was it told to leave?
+        self.forming = False  # is the next generation about to begin?
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"rank {rank} training", daemon=True)
 
@@ -87,10 +99,17 @@ class Session:
         if asked:
             self.stopping = True
             self._asked.set()
+        self._told = True
         self.leaving.set()
-        self._cut()
+        self.cut()
 
-    def _cut(self) -> None:
+    @property
+    def ends(self) -> bool:
+        """Is this rank to go on in no case?"""
+        return self.stopping or self._told or self._asked.is_set()
+
+    def cut(self) -> None:
+        """Ends all that is under way with others; they hear of it."""
         for wire in self.wires:
             wire.cut()
         if self.training is not None:
@@ -109,27 +128,27 @@ class Session:
     @property
     def experiment(self) -> Experiment:
         """As it is now, with the changes so far."""
-        return self.training.experiment if self.training is not None else self._first
+        return self.training.experiment if self.training is not None else self.began_with
 
     @property
     def model(self) -> nn.Module:
-        return self._set_up.model
+        return self.set_up_already.model
 
     @property
     def optimizer(self) -> Any:
-        return self._set_up.optimizer
+        return self.set_up_already.optimizer
 
     @property
     def layout(self) -> Layout:
-        return self._set_up.layout
+        return self.set_up_already.layout
 
     @property
     def state(self) -> Any:
         """What the strategy remembers."""
-        return self._set_up.state
+        return self.set_up_already.state
 
     @property
-    def _set_up(self) -> Training:
+    def set_up_already(self) -> Training:
         if self.training is None:
             raise RuntimeError(f"rank {self.rank.id} is not set up: it has no model yet")
         return self.training
@@ -140,8 +159,9 @@ class Session:
         pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse")
         self.born = time.monotonic()
         try:
-            training = self.set_up()
-            training.host.drive(training.live())
+            self._through()
+        except Spare as spare:
+            self.say("stopped", str(spare))
         except Aborted:
             self.say("stopped" if self.stopping else "failed", f"left in the middle of step {self.rank.step}")
         except BaseException as error:
@@ -152,6 +172,25 @@ class Session:
                 self.tear_down()
             finally:
                 self._over.set()
+
+    def _through(self) -> None:
+        """From the first step to the last, with whoever is left."""
+        to = invited(self) if self.joins else None
+        while True:
+            try:
+                if to is None:
+                    training = self.set_up()
+                    return training.host.drive(training.live())
+                came = begin_generation(self, to)
+                return self.set_up_already.host.drive(self.set_up_already.live_on(came))
+            except Resized as asked:
+                to = arranged(self, asked)
+                leave_generation(self, self.set_up_already)
+            except Exception as error:
+                if not outlives(self, error):
+                    raise
+                error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
+                to = fewer(self, hear(self, leave_generation(self, self.set_up_already)))
 
     def set_up(self) -> Training:
         """Waits for the other ranks; then all stand before their first step. Raises in words what cannot be trained."""
@@ -167,12 +206,15 @@ class Session:
             self.mark("log", {"stream": "stderr", "text": traceback.format_exc()})
         if self.phase not in FINAL:
             self.say("failed", "its training thread ended without a word")
-        self.mark("end", {"rank": self.rank.id, "state": self.phase})
+        self.mark("end", {"rank": self.member, "state": self.phase})
         self.record.close()
 
     def _give_back(self) -> None:
         if self.training is not None:
             self.training.close()
+        if self.rank.size > 1:
+            with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
+                gone(connect_store(*self.where, self.generation, timeout=1.0), self.rank.id)
         for wire in self.wires:
             wire.close()
         if self.rank.id == 0:
@@ -186,7 +228,7 @@ class Session:
         if (self.stopping and self.naps.hurried) or (consequence and self._asked.is_set()):
             return self.say("stopped", f"left in the middle of step {self.rank.step}")
         self.error = {
-            "rank": self.rank.id, "step": self.rank.step, "op": op_of(self), "type": type(error).__name__,
+            "rank": self.member, "step": self.rank.step, "op": op_of(self), "type": type(error).__name__,
             "text": text, "traceback": "".join(traceback.format_exception(error)),
             "consequence": consequence,
         }
@@ -195,7 +237,7 @@ class Session:
         self.say("failed", text)
         if self.training is not None:
             self.training.meeting.retire()
-        self._cut()
+        self.cut()
 
     # -- saying --
 

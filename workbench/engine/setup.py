@@ -38,6 +38,7 @@ from workbench.host.narrowing import Narrowing
 from workbench.host.offload import LANES
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.rollback import Rollback
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
 from workbench.host.steering import Overheard, Steering
@@ -65,12 +66,14 @@ class Parts(Life):
     twin:           a copy of the model, to be evaluated while the model itself goes on being changed
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, before: Parts | None = None) -> None:
+        """before: the same rank in the generation before, of which it takes over what is its own."""
         torch.set_num_threads(1)
         self.session, self.experiment, self.rank = session, session.experiment, session.rank
-        self.clock, self.naps, self.steering = session.clock, session.naps, Steering(self)
-        self.record = Overheard(session.record, self.steering)
-        self.leaving, self.inbox, self.planned = session.leaving, session.inbox, session.planned
+        self.clock, self.naps, self.leaving, self.inbox = session.clock, session.naps, session.leaving, session.inbox
+        self.steering = before.steering if before else Steering(self)
+        self.steering.run, self.record = self, Overheard(session.record, self.steering)
+        self.planned = before.planned if before else session.planned
         self.chip = chip(session.device)
         self.chip.bind()
         self.peers = Peers(session)
@@ -79,13 +82,14 @@ class Parts(Life):
             raise KnobError(reason)
         self.tickets = Tickets(self.control, self.rank.id, self.inbox, self.peers.flag())
         self.spread: Spread | None = None
-        self._make_model()
+        self._take_over(before) if before else self._make_model()
         self.able(self.experiment)
         self._make_host()
         self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
         self.meeting = Meeting(self)
         self.state: Any = None
         self.measuring = Measuring()
+        self.rollback = self.host.rollback = Rollback(self)  # type: ignore[arg-type]
         self.paused, self.credit = False, 0
         self.pocket: list[dict[str, Any]] | None = None
         self.evaluated = 0.0
@@ -101,13 +105,21 @@ class Parts(Life):
             raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
         self.model = model.to(device).train()
         self.layout = Layout(self.model, e.bucket_mb)
-        check_model(self.control, self.model)
-        broadcast_model(self.control, self.layout, self.model)
+        if not self.session.joins:  # else it is given what the others have
+            check_model(self.control, self.model)
+            broadcast_model(self.control, self.layout, self.model)
         self.optimizer = self.make_optimizer(e)
         torch.manual_seed(e.seed * 100_003 + rank.id + 1)
         rank.lr = e.lr or rate(self.optimizer)
         self.rate = Rate(e, self.optimizer)
         self.batches = Batches(self.learner.data, rank.id, rank.size, device)
+        self.restart_data()
+
+    def _take_over(self, before: Parts) -> None:
+        """What a rank keeps when its generation is over: model, optimizer, data, and what it has learned of them."""
+        self.learner, self.model, self.layout = before.learner, before.model, before.layout
+        self.optimizer, self.rate, self.batches = before.optimizer, before.rate, before.batches
+        self.layout.clear()
         self.restart_data()
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Any:

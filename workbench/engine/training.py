@@ -14,26 +14,37 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
+from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
 from workbench.host import changes, residual
+from workbench.host.changes import take_role
 from workbench.host.evaluating import Evaluated
+from workbench.host.reentry import Came
 from workbench.rank import Bucket, Op
 from workbench.settings import Change
 
 if TYPE_CHECKING:
     from workbench.engine.session import Session
 
+HEARD = 256  # requests whose names are remembered
 SHORT = 1e-3  # seconds: a wait for the next step that is no row of the record
 
 
 class Training(Turnable):
-    """One rank under way. Making it waits for the other ranks, and refuses in words what cannot be trained here."""
+    """One rank under way. Making it waits for the other ranks, and refuses in words what cannot be trained here.
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
+    begun: does all lie where it belongs, so that a rank could be lost and the others go on?
+    """
+
+    begun = False
+
+    def __init__(self, session: Session, before: Training | None = None) -> None:
+        super().__init__(session, before)
         self.host.before_update = self.before_update
         self.lengths: deque[float] = deque([0.0], maxlen=16)  # of the last steps, in seconds
         self.workers = Workers(self)
+        self.asked: list[dict[str, Any]] = []  # what was heard and is not done yet
+        self.done: deque[str] = deque(maxlen=HEARD)  # the names of what was
         self._cpu = 0.0
         self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
 
@@ -47,6 +58,24 @@ class Training(Turnable):
             self.enter_opaque()
         self.choose_lane()
         self.mark_start()
+
+    def begin_again(self) -> None:
+        """A generation begins: its wires are there, and nothing has crossed them yet."""
+        e = self.experiment
+        self.set_fabric(e, e)
+        take_role(self, e)
+        self.regrouped()
+        residual.begin(self)
+        self.choose_lane()
+
+    def entered(self, came: Came) -> None:
+        """The strategy takes over, from a state that all have."""
+        self.rate.follow(self)
+        self.enter(None, self.experiment)
+        if self.experiment.strategy.opaque:
+            self.enter_opaque()
+        self.choose_lane()
+        self.ledger.stir()
 
     @property
     def ended(self) -> bool:
@@ -67,6 +96,10 @@ class Training(Turnable):
     async def live(self) -> None:
         self._cpu = time.process_time()
         await super().live()
+
+    async def live_on(self, came: Came) -> None:
+        self._cpu = time.process_time()
+        await super().live_on(came)
 
     async def make(self) -> int:
         host, strategy = self.host, self.experiment.strategy
@@ -149,6 +182,10 @@ class Training(Turnable):
     async def known_evaluated(self, known: list[Bucket]) -> Evaluated:
         return await Op("do", partial(known_evaluated, self, known))
 
+    async def lay_out(self) -> None:
+        await super().lay_out()
+        self.begun = True
+
     async def boundary(self) -> None:
         self.host.at("between two steps")
         await super().boundary()
@@ -197,9 +234,12 @@ class Training(Turnable):
     async def _heed(self, requests: list[dict[str, Any]]) -> None:
         if self.leaving.is_set():  # one rank alone has no wire to hear it on
             raise Aborted("told to leave")
-        for what in requests:
+        self.asked = requests
+        self.asked = list(requests)
+        while self.asked:
+            what = self.asked[0]
             match what["kind"]:
-                case "change":
+                case "change" if what.get("id") not in self.done:  # else it was asked again of those who are left
                     await self.obey(Change.read(what))
                 case "pause":
                     self.paused, self.credit = True, 0
@@ -207,8 +247,13 @@ class Training(Turnable):
                     self.paused, self.credit = False, 0
                 case "step":
                     self.paused, self.credit = False, int(what.get("n", 1))
+                case "resize":
+                    await resize(self, tuple(what["members"]), what.get("id", ""))
                 case "stop":
                     self.session.stopping = True
+            self.done.append(what.get("id", ""))
+            del self.asked[0]
+            self.obeyed += what["kind"] == "change"
 
     def _not_finite(self, loss: float) -> None:
         self.mark("nan", {"loss": str(loss), "rank": self.rank.id})

@@ -17,6 +17,7 @@ from workbench.tasks import ByteGPT, TaskBase
 
 CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
 MEMORY = "memory of each rank's device: what needs more is refused; 0 is no limit"
+DEATH = "what the others do when a rank is lost: end the run as failed, or go on without it"
 MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
 
 
@@ -51,6 +52,7 @@ class Experiment:
     seed: int = knob(0, 0, 2**31 - 1, live=False, doc="random seed of the model and the data")
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
+    on_death: str = knob("end", choices=("end", "go on"), doc=DEATH)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ counter "step/NAME". Frozen parameters are not in it, since nothing makes them d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -80,43 +80,62 @@ async def consolidate(run: Changing, strategy: Any) -> None:
     if not strategy.periodic or rank.id not in who.ranks or len(who.ranks) == 1:
         return
     group = rank.replicas if len(who.ranks) == rank.size else rank.group(*(name for name, _ in who.dims))
-    drifted = []
-    for name, x in beside(run).items():
-        slot, _, of = name.rpartition("/")
-        if x.numel() and of not in apart:
-            drifted.append(x.zero_() if slot and rule(run.experiment.optimizer.own, slot) == "drop" else x)
+    drifted = drifting(run, run.experiment.optimizer, apart)
     await averaged(group, drifted, "optimizer state")
 
 
-async def averaged(group: Rank, drifted: list[torch.Tensor], name: str) -> None:
-    """These tensors of all ranks of a group become their mean; of whole numbers, which have none, the first one's."""
+def drifting(run: Changing, optimizer: Any, apart: Collection[str] = ()) -> list[torch.Tensor]:
+    """What a rank has made beside the parameters, but for tables that lie `apart`; what has no mean begins at zero."""
+    found = []
+    for name, x in beside(run).items():
+        slot, _, of = name.rpartition("/")
+        if x.numel() and of not in apart:
+            found.append(x.zero_() if slot and rule(optimizer.own, slot) == "drop" else x)
+    return found
+
+
+async def averaged(group: Rank, drifted: list[torch.Tensor], name: str, among: Collection[int] = ()) -> None:
+    """These tensors of all ranks of a group become the mean of those `among` them (none: all); of whole numbers, which
+    have none, the first one's.
+    """
+    first, count = min(among, default=0), len(among) or group.size
     floats = [x for x in drifted if x.is_floating_point()]
     if floats:
-        flat = flattened(floats).div_(group.size)
+        flat = flattened(floats).div_(count)
+        if among and group.index not in among:
+            flat.zero_()
         await group.all_reduce(flat, "sum", name)
         scatter_back(flat, floats)
     for x in drifted:
         if not x.is_floating_point():
             whole = x.detach().reshape(-1).clone().view(torch.uint8)
-            await group.broadcast(whole, 0, "counters")
+            await group.broadcast(whole, first, "counters")
             scatter_back(whole.view(x.dtype), [x])
 
 
 async def spread(run: Changing, strategy: Any) -> None:
     """After `consolidate`: every rank gets what it lacks of the state. Nothing is sent where nobody does."""
-    rank, trained = run.rank, mesh(strategy, run.rank.size).ranks
-    if len(trained) == rank.size:
-        return
-    here, more = ({name: x for name, x in each.items() if x.numel()} for each in (parameters(run.layout), beside(run)))
-    state = {**here, **more}
+    trained = mesh(strategy, run.rank.size).ranks
+    if len(trained) < run.rank.size:
+        await bring(run, trained, len(_present(parameters(run.layout))), tuple(owners(run, strategy).items()))
+
+
+async def bring(run: Changing, holders: tuple[int, ...], everywhere: int = 0,
+                apart: tuple[tuple[str, int], ...] = ()) -> None:  # fmt: skip
+    """Every rank gets what it lacks of what `holders` have. See `_placed`."""
+    rank, state = run.rank, _present(parameters(run.layout)) | _present(beside(run))
     sizes, everyone = tuple((name, x.numel()) for name, x in state.items()), tuple(range(rank.size))
-    was = _placed(sizes, len(here), trained, rank.size, tuple(owners(run, strategy).items()))
-    to = _placed(sizes, len(here), everyone, rank.size)
+    was = _placed(sizes, everywhere, holders, rank.size, apart)
+    to = _placed(sizes, everywhere, everyone, rank.size)
     given = await move(rank, {name: state[name] for name in was.at(rank.id)}, was, to, everyone, state)
     with torch.no_grad():
         for name, x in state.items():
             if not x.is_meta and given[name] is not x:
                 x.copy_(given[name].view(x.shape))
+
+
+def _present(state: State) -> State:
+    return {name: x for name, x in state.items() if x.numel()}
 
 
 async def check(run: Changing) -> None:

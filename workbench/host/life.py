@@ -16,6 +16,7 @@ from workbench.host.flow import Flow
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.ordering import Ordering
+from workbench.host.outliving import Outliving
 from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
@@ -26,7 +27,7 @@ from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
 
-class Life(Ordering):
+class Life(Outliving, Ordering):
     """The part of a Session that goes on from boundary to boundary. See workbench.host.changing for what changes see.
 
     planned:       changes to come, in the order of their steps
@@ -61,8 +62,6 @@ class Life(Ordering):
     @property
     def due(self) -> int:
         """How many of the planned changes are due at this rank's step."""
-        if not self.planned:
-            return 0
         return sum(change.at_step <= self.rank.step for change in self.planned)
 
     async def live(self) -> None:
@@ -72,6 +71,10 @@ class Life(Ordering):
         await self.evaluate(together=True)
         self.say("running")
         self.ledger.stir()
+        await self.on()
+
+    async def on(self) -> None:
+        """From step to step, to the last."""
         self.go_on()
         while not await self.over():
             before = self.rank.step
@@ -88,18 +91,23 @@ class Life(Ordering):
 
     async def lay_out(self) -> None:
         """Before the first step: all that the ranks share out comes to lie where it belongs."""
+        await self.share_out(ahead=True)
+        self._laid = True
+        self.mark_buckets()
+        self.ledger.built()
+
+    async def share_out(self, ahead: bool = False) -> None:
+        """What every rank has whole comes to lie as the partition and the strategy say. ahead: in which order, too?"""
         if self.experiment.partition.size > 1:
             await changes.spread_out(self)  # type: ignore[arg-type]
         else:
             self.tuned()
         if self.experiment.partition.recompute[0] != "none":
             changes.note_again(self)  # type: ignore[arg-type]
-        await self.order_ahead()
+        if ahead:
+            await self.order_ahead()
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         await self.reading.shard()
-        self._laid = True
-        self.mark_buckets()
-        self.ledger.built()
 
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""
@@ -116,10 +124,9 @@ class Life(Ordering):
             await self.assemble()
         due = self.called_for if apart else self.due
         taken, self.planned = self.planned[:due], self.planned[due:]
-        for change in taken:
-            await self.obey(change)
+        await self.take(taken)
         while self.due and not self.apart:  # ranks that came together later than that have passed these steps
-            await self.obey(self.planned.pop(0))
+            await self.take([self.planned.pop(0)])
         await self.listen(apart)
         if apart or self.apart:
             self.go_on()
@@ -129,7 +136,8 @@ class Life(Ordering):
         if isinstance(change, Look):
             made = await self.steering.look(change)
         else:
-            made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
+            with self.undoable(True):
+                made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
         self.ledger.stir()
         return made
 
@@ -143,20 +151,21 @@ class Life(Ordering):
             await self._caught_up()
         self.rate.follow(self, due)
         self.rank.clip = self.experiment.clip
-        self.ledger.begin()
-        before = self.drawn
-        made = await self.make()
-        self.ledger.close()
-        self._note_examples((self.drawn - before) * self.experiment.batch)
-        if self.flushing and self.met:
-            if self.experiment.strategy.in_flight:
-                await self.experiment.strategy.drain(self.rank.replicas, self.state)
-            await residual.flushed(self)  # type: ignore[arg-type]
-        if self.reading.learning:
-            await self.reading.learn(self.shown)
-        if self.reorders:
-            await self.reorder(await self.learned())
-        self.rank.step += made
+        with self.undoable():
+            self.ledger.begin()
+            before = self.drawn
+            made = await self.make()
+            self.ledger.close()
+            self._note_examples((self.drawn - before) * self.experiment.batch)
+            if self.flushing and self.met:
+                if self.experiment.strategy.in_flight:
+                    await self.experiment.strategy.drain(self.rank.replicas, self.state)
+                await residual.flushed(self)  # type: ignore[arg-type]
+            if self.reading.learning:
+                await self.reading.learn(self.shown)
+            if self.reorders:
+                await self.reorder(await self.learned())
+            self.rank.step += made
         self.steering.steps += 1
         self.moved(made)
 

@@ -1,0 +1,118 @@
+"""Engines killed while they train, and how long it takes until that is seen and until the others go on.
+
+    python -m tests.deaths --kills 100 [--busy] [--seed 1] --out docs/data/deaths.json
+
+Each lab of four loses its ranks one after the other, until one is left; strategy, victim and moment are drawn. With
+`--busy` two processes spin beside it. A kill counts as survived if all that are left make steps again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import workbench
+from tests.spinning import spinning
+from workbench import Digits, Experiment, Lab
+
+STRATEGIES = ("DDP", "LocalSGD", "DiLoCo", "SlowMo", "Gossip", "EASGD", "ByteScheduler", "AsyncServer", "ShadowEASGD",
+              "OneBitAdam")  # fmt: skip
+LIMIT = 40.0  # seconds after which a kill counts as not survived
+
+
+class Kill(NamedTuple):
+    """One kill. seen: seconds until the notes say so; on: until all who are left have ended a new step; None: never."""
+
+    strategy: str
+    victim: int
+    step: int
+    seen: float | None
+    on: float | None
+    said: str
+
+
+def kill(lab: Lab, victim: int) -> Kill:
+    """Kills the engine of rank `victim` while `lab` trains, and waits until the others go on."""
+    live, known = lab._live, set(lab.notes)
+    assert live is not None
+    strategy, step = type(lab.experiment.strategy).__name__, live.step
+    os.kill(lab.status[victim]["pid"], signal.SIGKILL)
+    began, seen, mark = time.monotonic(), None, 0.0
+    while (now := time.monotonic() - began) < LIMIT and lab.live:
+        new = [note for note in lab.notes if note not in known]
+        if seen is None and new:
+            seen = now
+        told = [(t, said) for _, t, said in live.run.details("members") if victim in said.get("gone", ())]
+        if told:
+            mark, rest = told[-1][0], told[-1][1]["members"]
+            spans = live.run.timeline.spans.rows()
+            made = spans[spans.equal("lane", "step") & (spans.t0 > mark)]
+            if set(rest) <= {int(r) for r in made.rank}:
+                return Kill(strategy, victim, step, seen, now, told[-1][1]["text"])
+        time.sleep(0.01)
+    return Kill(strategy, victim, step, seen, None, "; ".join(lab.notes[-3:]))
+
+
+def trial(rng: random.Random, number: int, ranks: int = 4) -> list[Kill]:
+    """A lab that loses all of its ranks but one."""
+    strategy = getattr(workbench, STRATEGIES[number % len(STRATEGIES)])()
+    e = Experiment(task=Digits(), strategy=strategy, ranks=ranks, steps=0, on_death="go on", eval_every=25,
+                   pace=rng.choice([0.0, 10.0, 40.0])).checked()  # fmt: skip
+    found, left = [], list(range(ranks))
+    with Lab(ranks=ranks, name=f"deaths-{os.getpid()}-{number}") as lab:
+        lab.wait(120)
+        lab.run(e)
+        while lab._live is None or lab._live.step < 3:
+            time.sleep(0.01)
+        while len(left) > 1:
+            time.sleep(rng.uniform(0.3, 1.5))
+            victim = left.pop(rng.randrange(len(left)))
+            found.append(kill(lab, victim))
+            print(found[-1], flush=True)
+            if found[-1].on is None:
+                break
+        lab.abort()
+    return found
+
+
+def summary(kills: list[Kill]) -> dict[str, Any]:
+    """How many were survived, and the median, the 95th percentile and the worst of both times, in seconds."""
+    out: dict[str, Any] = {"kills": len(kills), "survived": sum(k.on is not None for k in kills)}
+    for name in ("seen", "on"):
+        times = sorted(t for k in kills if (t := getattr(k, name)) is not None)
+        if len(times) > 1:
+            out[name] = {"median": statistics.median(times), "p95": statistics.quantiles(times, n=20)[-1],
+                         "worst": times[-1]}  # fmt: skip
+    return out
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--kills", type=int, default=100)
+    ask.add_argument("--busy", action="store_true")
+    ask.add_argument("--seed", type=int, default=1)
+    ask.add_argument("--out", type=Path)
+    args = ask.parse_args()
+    rng, kills, number = random.Random(args.seed), [], 0
+    with spinning(2) if args.busy else nullcontext():
+        while len(kills) < args.kills:
+            kills += trial(rng, number)
+            number += 1
+    found = {"seed": args.seed, "busy": args.busy, "ranks": 4, **summary(kills)}
+    print(json.dumps(found, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps({**found, "each": [k._asdict() for k in kills]}, indent=1) + "\n")
+    sys.exit(found["survived"] < found["kills"])
+
+
+if __name__ == "__main__":
+    main()

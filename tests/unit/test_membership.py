@@ -1,0 +1,231 @@
+"""A rank is lost: who is left votes, agrees on one state and goes on; on real ranks, under every strategy."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import ended, live, shipped
+from workbench.engine import membership
+from workbench.engine.membership import Late, Said, here, vote
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.fabric import Slow
+from workbench.host.canonical import state_hash
+from workbench.host.reentry import fitting, unfit
+from workbench.settings import Change, KnobError
+from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
+from workbench.tasks import ClickThrough, Digits
+
+NOBODY = ["elsewhere", 1, 0.0]
+
+
+def said(member: int, step: int, **more: Any) -> Said:
+    rest = {"changes": 0, "trained": True, "asked": [], "done": [], "paused": False, "credit": 0, "settings": {},
+            "process": here()}  # fmt: skip
+    return Said(member, step, **{**rest, **more})
+
+
+def voted(folder: Path, each: dict[int, Said], size: int, patience: float = 20.0) -> dict[int, Any]:
+    """What all of `each`, by place, make of it, each on a thread; an error where it was one."""
+    found: dict[int, Any] = {}
+
+    def one(place: int) -> None:
+        store = dist.FileStore(str(folder / "store"), -1)
+        try:
+            found[place] = vote(store, place, size, each[place], patience, lambda: None)
+        except Exception as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=one, args=(place,)) for place in each]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    return found
+
+
+def test_all_who_are_left_hear_the_same(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    membership.gone(store, 2)
+    heard = voted(tmp_path, {0: said(5, 7), 1: said(6, 8), 3: said(9, 8)}, 4)
+    assert heard[0] == heard[1] == heard[3]
+    came = heard[0].came((0, 1, 3))
+    assert came.members == (5, 6, 9) and came.furthest == (1, 2) and came.step == 8
+    assert heard[0].first.member == 6 and heard[0].left == [1, 3, 0]
+
+
+def test_one_whose_process_is_dead_is_not_waited_for(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    membership.come(store, 1, [here()[0], 2**22 + 1, 0.0])  # no such pid
+    began = time.monotonic()
+    assert list(voted(tmp_path, {0: said(0, 3)}, 2)[0].by_place) == [0]
+    assert time.monotonic() - began < 10
+
+
+def test_one_who_says_nothing_is_left_behind_and_hears_of_it(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    membership.come(store, 1, NOBODY)
+    assert list(voted(tmp_path, {0: said(0, 3)}, 2, patience=0.3)[0].by_place) == [0]
+    late = voted(tmp_path, {1: said(1, 3)}, 2)[1]
+    assert isinstance(late, Late) and "the others went on without rank 1" in str(late)
+
+
+def test_what_was_asked_of_some_is_done_by_all_and_what_the_furthest_has_done_is_not_done_twice(tmp_path: Path) -> None:
+    one, two = {"id": "a", "kind": "change"}, {"id": "b", "kind": "pause"}
+    heard = voted(tmp_path, {0: said(0, 4, asked=[one, two]), 1: said(1, 5, done=["a"], asked=[two])}, 2)
+    assert heard[0].asked() == heard[1].asked() == [two]
+
+
+def test_as_many_go_on_as_can() -> None:
+    e = Experiment(task=Digits(), strategy=HierarchicalLocalSGD(group=2), ranks=6).checked()
+    fewer, places = fitting(e, [5, 0, 1, 2, 3])
+    assert (fewer.ranks, places) == (4, (0, 1, 2, 5))
+    with pytest.raises(KnobError, match="1 of 6 ranks are left, and cannot go on so: group=2 does not divide 1"):
+        fitting(e, [3])
+
+
+def test_faults_stay_with_their_ranks() -> None:
+    e = Experiment(task=Digits(), ranks=4).set("fabric.faults", (Slow(rank=1), Slow(rank=3), Slow(rank=2)))
+    fewer, _ = fitting(e, [0, 2, 3])
+    assert [f.rank for f in fewer.fabric.faults] == [2, 1]
+
+
+# -- on real ranks
+
+
+def lost(e: Experiment, victim: int, at: int = 8, changes: tuple[Change, ...] = ()) -> tuple[list[Session], dict]:
+    """Runs `e`, and `victim` leaves without a word about step `at`: (who is left, the Mark of it)."""
+    sessions = live(e, changes)
+    while sessions[victim].rank.step < at and not sessions[victim].join(0.001):
+        pass
+    sessions[victim].abort()
+    ended(sessions, 100)
+    left = [s for s in sessions if s.member != victim]
+    for s in left:
+        assert s.error is None, s.error["traceback"]
+    marks = [json.loads(m[3]) for s in left for m in s.record.noted("members")]
+    assert len(marks) == 1
+    return [s for s in left if s.member not in marks[0]["spare"]], marks[0]
+
+
+def setting(strategy: Strategy, **more: Any) -> Experiment:
+    task = ClickThrough() if strategy.tables else Digits()
+    rest = {"ranks": 4, "steps": 24, "eval_every": 10, "on_death": "go on", "seed": 3}
+    return Experiment(task=task, strategy=strategy, **{**rest, **more}).checked()
+
+
+OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not unfit(setting(cls()))]
+SHARDS = [name for name, cls in sorted(shipped(Strategy).items()) if cls().shards]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [0, 2, 3], ids="rank {}".format)
+@pytest.mark.parametrize("name", OUTLIVING)
+def test_the_others_go_on(name: str, victim: int) -> None:
+    left, mark = lost(setting(shipped(Strategy)[name]()), victim)
+    assert [s.phase for s in left] == ["done"] * len(left)
+    assert [s.rank.size for s in left] == [len(left)] * len(left) and mark["members"] == [s.member for s in left]
+    assert victim in mark["gone"] and 7 <= mark["step"] <= 24
+    strategy = left[0].experiment.strategy
+    if strategy.lockstep:
+        assert {s.rank.step for s in left} == {24}
+    if strategy.exact:  # and to the last step they have one model
+        assert len({state_hash(s.layout) for s in left}) == 1
+    for s in left:  # no step is in the record twice, and none of those that count is missing
+        steps = [row[0] for row in s.record if row[1] == "step"]
+        assert len(steps) == len(set(steps))
+        assert set(range(mark["step"], s.rank.step)) <= set(steps) or not strategy.lockstep
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", SHARDS)
+def test_where_nobody_else_has_its_shard_the_run_ends_and_says_why(name: str) -> None:
+    sessions = live(setting(shipped(Strategy)[name]()))
+    while sessions[1].rank.step < 5 and not sessions[1].join(0.001):
+        pass
+    sessions[1].abort()
+    ended(sessions, 60)
+    rest = [s for s in sessions if s.member != 1]
+    assert [s.phase for s in rest] == ["failed"] * 3
+    texts = [json.loads(m[3])["text"] for s in rest for m in s.record.noted("members")]
+    assert texts and all(f"strategy={name} nobody else has the rank's shard" in text for text in texts)
+
+
+@pytest.mark.ranks
+def test_by_default_the_run_ends() -> None:
+    sessions = live(setting(DDP(), on_death="end"))
+    while sessions[1].rank.step < 5:
+        time.sleep(0.001)
+    sessions[1].abort()
+    ended(sessions, 60)
+    assert [s.phase for s in sessions] == ["failed"] * 4 and not any(s.record.noted("members") for s in sessions)
+
+
+@pytest.mark.ranks
+def test_one_after_the_other_until_one_is_left() -> None:
+    sessions = live(setting(LocalSGD(every=4), steps=0))
+    for victim, at in ((0, 6), (3, 14), (1, 22)):
+        while sessions[2].rank.step < at:
+            time.sleep(0.001)
+        sessions[victim].abort()
+        assert sessions[victim].join(30)
+    while sessions[2].rank.step < 30:
+        assert not sessions[2].join(0.001), sessions[2].error
+    sessions[2].request({"id": "stop", "kind": "stop"})
+    assert sessions[2].join(30) and sessions[2].phase == "stopped" and sessions[2].members == (2,)
+
+
+@pytest.mark.ranks
+def test_two_at_once() -> None:
+    sessions = live(setting(DDP(), steps=40))
+    while sessions[0].rank.step < 8:
+        time.sleep(0.001)
+    sessions[1].abort()
+    sessions[2].abort()
+    ended(sessions, 60)
+    assert [sessions[r].phase for r in (0, 3)] == ["done"] * 2 and sessions[0].members == (0, 3)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [0, 1], ids=["who hears for all", "another"])
+def test_planned_changes_are_made_once_and_by_all(victim: int) -> None:
+    changes = tuple(Change(at, "bucket_mb", mb) for at, mb in ((8, 0.02), (12, 0.5), (16, 0.01)))
+    left, _ = lost(setting(DDP(), steps=30), victim, at=8, changes=changes)
+    assert {s.experiment.bucket_mb for s in left} == {0.01}
+    made = [json.loads(m[3])["value"] for s in left for m in s.record.noted("change")]
+    assert made[-2:] == [0.5, 0.01] and len(made) <= 3
+    assert len({state_hash(s.layout) for s in left}) == 1
+
+
+@pytest.mark.ranks
+def test_a_pause_outlives_a_rank() -> None:
+    sessions = live(setting(DDP(), steps=0))
+    while sessions[1].rank.step < 5:
+        time.sleep(0.001)
+    sessions[0].request({"id": "p", "kind": "pause"})
+    while sessions[1].phase != "paused":
+        time.sleep(0.001)
+    sessions[0].abort()
+    assert sessions[0].join(30)
+    until = time.monotonic() + 30
+    while sessions[1].members != (1, 2, 3) or sessions[1].phase != "paused":
+        assert time.monotonic() < until, sessions[1].status()
+        time.sleep(0.01)
+    step = sessions[1].rank.step
+    time.sleep(0.3)
+    assert sessions[1].rank.step == step
+    sessions[1].request({"id": "r", "kind": "resume"})
+    while sessions[1].rank.step < step + 5:
+        assert not sessions[1].join(0.001), sessions[1].error
+    sessions[1].request({"id": "s", "kind": "stop"})
+    ended(sessions, 60)
+    assert [s.phase for s in sessions[1:]] == ["stopped"] * 3
+    assert torch.isfinite(sessions[1].layout.weights[0]).all()

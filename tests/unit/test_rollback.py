@@ -1,0 +1,174 @@
+"""What a rank goes back to when a step cannot be ended: to the bit, under strategies that need a copy and those that
+do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import live, shipped
+from workbench.experiment import Experiment
+from workbench.host.reentry import unfit
+from workbench.host.rollback import Rollback, updates_last
+from workbench.host.slots import slots
+from workbench.strategies import DDP, LocalSGD, Strategy
+from workbench.tasks import Digits
+
+
+class Held:
+    """As much of a rank under way as a Rollback reads."""
+
+    def __init__(self, strategy: Strategy, on_death: str = "go on") -> None:
+        from workbench.host.layout import Layout
+        from workbench.rank import Rank
+
+        self.experiment = Experiment(task=Digits(), strategy=strategy, ranks=2, on_death=on_death).checked()
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.layout = Layout(self.model, 1.0)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
+        self.rank = Rank(0, 2)
+        bucket = self.layout.params()[0]
+        self.rank.memory.flat("residual", bucket).copy_(torch.randn(bucket.data.numel()))
+
+    def use_optimizer(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def train(self) -> None:
+        self.model(torch.randn(8, 3)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {**self.model.state_dict(), **slots(self.layout, self.optimizer)}
+        residual = self.rank.memory.buffers.get("residual", {})
+        return {k: v.clone() for k, v in {**found, **{f"residual {k}": v for k, v in residual.items()}}.items()}
+
+
+def spoil(run: Held) -> None:
+    """What an exchange that broke off may leave behind."""
+    run.train()
+    for x in [*run.model.parameters(), *run.model.buffers(), *run.rank.memory.buffers["residual"].values()]:
+        x.data.fill_(7)
+    run.rank.memory.flat("made since", run.layout.params()[0]).fill_(1.0)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["before the first step", "later"])
+def test_a_step_that_broke_off_leaves_nothing(steps: int) -> None:
+    torch.manual_seed(3)
+    run = Held(LocalSGD())
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    for _ in range(steps):
+        with rollback.within():
+            run.train()
+    before = run.state()
+    with pytest.raises(ConnectionError), rollback.within():
+        spoil(run)
+        raise ConnectionError
+    assert not same(run.state(), before)
+    assert rollback.back() == 0
+    assert same(run.state(), before)
+    assert "made since" not in run.rank.memory.buffers
+    assert rollback.back() == 0 and same(run.state(), before), "at a boundary there is nothing to take back"
+
+
+def test_a_step_that_ended_stays() -> None:
+    run = Held(LocalSGD())
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    with rollback.within():
+        run.train()
+    after = run.state()
+    assert rollback.back() == 0 and same(run.state(), after)
+
+
+def test_where_a_step_ends_in_its_update_that_counts_and_parameters_are_not_copied() -> None:
+    run = Held(DDP())
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    model = sum(p.nbytes for p in run.model.parameters())
+    with pytest.raises(ConnectionError), rollback.within():
+        rollback.updates()
+        run.train()
+        raise ConnectionError
+    after = run.state()
+    assert rollback.back() == 1 and same(run.state(), after)
+    assert rollback.nbytes == model, "the residual, and nothing else"
+
+
+def test_before_that_update_only_the_residual_goes_back() -> None:
+    run = Held(DDP())
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    before = run.state()
+    with pytest.raises(ConnectionError), rollback.within():
+        for x in run.rank.memory.buffers["residual"].values():
+            x.fill_(9)
+        raise ConnectionError
+    assert rollback.back() == 0 and same(run.state(), before)
+
+
+def test_a_change_that_broke_off_is_taken_back_under_every_strategy() -> None:
+    run = Held(DDP())
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    run.train()
+    before, was, optimizer = run.state(), run.experiment, run.optimizer
+    with pytest.raises(ConnectionError), rollback.within(changes=True):
+        run.experiment = run.experiment.set("bucket_mb", 0.01)
+        run.layout.rebucket(0.01)
+        spoil(run)
+        run.use_optimizer(torch.optim.SGD(run.model.parameters(), 0.1))
+        raise ConnectionError
+    assert rollback.back() == 0
+    assert run.experiment is was and run.optimizer is optimizer and len(run.layout.buckets) == 1
+    assert same(run.state(), before)
+
+
+def test_nothing_is_copied_where_nobody_goes_on() -> None:
+    run = Held(LocalSGD(), on_death="end")
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    with rollback.within():
+        run.train()
+    assert rollback.nbytes == 0
+
+
+LAST = [name for name, cls in sorted(shipped(Strategy).items()) if updates_last(cls()) and not cls().opaque]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LAST)
+def test_who_is_said_to_update_last_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No parameter changes before the update of everything, and nothing is exchanged after it."""
+    from workbench.engine.host import Host
+
+    strategy = shipped(Strategy)[name]()
+    e = Experiment(task=Digits(), strategy=strategy, ranks=2, steps=6, eval_every=0, on_death="go on").checked()
+    assert not unfit(e)
+    broken: list[str] = []
+    perform, closes = Host._perform, Host.close_step
+
+    def watched(self: Any, op: Any) -> Any:
+        versions = [p._version for p in self.model.parameters()]
+        value = perform(self, op)
+        if op.verb == "update":
+            self.updated = True
+        elif op.verb not in ("do", "drive", "stand"):
+            if versions != [p._version for p in self.model.parameters()]:
+                broken.append(f"{op.verb} writes parameters")
+            if getattr(self, "updated", False) and op.verb in ("start", "wait", "send", "recv", "all_reduce"):
+                broken.append(f"{op.verb} after the update")
+        return value
+
+    def closed(self: Any, alarm: Any) -> None:
+        self.updated = False
+        closes(self, alarm)
+
+    monkeypatch.setattr(Host, "_perform", watched)
+    monkeypatch.setattr(Host, "close_step", closed)
+    sessions = live(e)
+    assert all(s.join(100) for s in sessions) and [s.phase for s in sessions] == ["done"] * 2
+    assert not broken

@@ -1,0 +1,63 @@
+"""What the kernel asks of a run's ranks: one order after the other, to the rank that hears for all, or to everyone."""
+
+from __future__ import annotations
+
+import queue
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.cluster.live import Live
+
+AGAIN = 0.2  # seconds until an order is sent again for which no rank hears at the moment
+
+
+class Orders:
+    """The orders of one run, in the order asked. first: the rank that hears for all."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self.first = 0
+        self._queue: queue.Queue[tuple[str, bool, dict[str, Any]]] = queue.Queue()
+
+    def put(self, what: str, everyone: bool = False, **rest: Any) -> None:
+        """Asks the first rank, or everyone, to do something; done once the sessions are there."""
+        self._queue.put((what, everyone, rest))
+
+    def carry(self) -> None:
+        """Sends the next order, if there is one."""
+        try:
+            order = self._queue.get(timeout=0.5)
+        except queue.Empty:
+            return
+        self._send(*order)
+
+    def _send(self, what: str, everyone: bool, rest: dict[str, Any]) -> None:
+        live, line = self.live, self.live.cluster.line
+        try:
+            if everyone:
+                line.ask_all(what, timeout=1.0, ranks=live.ending.living, **rest)
+            else:
+                line.ask(self.first, what, timeout=1.0, **rest)
+        except Exception as failure:  # one order that fails must not keep the next from going out
+            if not everyone and self._leaderless and not live.over.wait(AGAIN):
+                return self.put(what, **rest)
+            live.note(failure)
+            if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave
+                live.free()
+
+    @property
+    def _leaderless(self) -> bool:
+        """Is the rank that hears for all gone, and are the others about to find another?"""
+        return self.first in self.live.ending.dead and self.live.ending.outlives()
+
+    def hears(self, rank: int) -> None:
+        """From now on it is this rank that hears for all. What the one before had not told the others is asked again,
+        and they drop what they know already.
+        """
+        if rank == self.first:
+            return
+        self.first = rank
+        for change in self.live.changes.unanswered():
+            self.put("request", request={"kind": "change", **change.plain()})
+        if self.live.state == "stopping":
+            self.put("request", request={"id": "stop", "kind": "stop"})

@@ -1,0 +1,65 @@
+"""Ranks added to a run that is live, and taken out of it: the kernel's side.
+
+Who comes has an engine of this lab that is in no run. Its session begins, says that it waits, and only then those who
+train are asked; they invite it (`engine/resizing.py`), so that a rank that cannot begin changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from workbench.cluster.beginning import begin
+from workbench.cluster.changes import PendingChange
+from workbench.cluster.place import ClusterError
+from workbench.settings import KnobError
+
+if TYPE_CHECKING:
+    from workbench.cluster.live import Live
+
+WAIT = 60.0  # seconds that a rank which is to come has to say that it waits
+LOOK = 0.05  # seconds between two looks
+
+
+def resize(live: Live, ranks: int) -> PendingChange:
+    """`ranks` of the run go on together before one of its next steps. Raises KnobError where so many cannot be had."""
+    here = list(live.members)
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
+    idle = _idle(live)
+    if ranks > len(here) + len(idle):
+        raise KnobError(
+            f"ranks={ranks}: {len(here)} ranks train and {len(idle)} engines of this lab are idle; take at most "
+            f"{len(here) + len(idle)}, or begin in a lab of more (Lab(ranks={ranks}))"
+        )
+    if live.state not in ("running", "paused"):
+        raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
+    new = idle[: max(0, ranks - len(here))]
+    if new:
+        _invite(live, new)
+    members = [*here[:ranks], *new]
+    asked = live.changes.resizing(ranks)
+    live.order("request", request={"kind": "resize", "members": members, "id": asked.id})
+    return asked
+
+
+def _idle(live: Live) -> list[int]:
+    """Ranks of this lab that were never in this run, and whose engines live."""
+    been = live.been
+    return [e.rank for e in live.cluster.engines if e.rank not in been and not live.cluster.death(e.rank)]
+
+
+def _invite(live: Live, new: list[int]) -> None:
+    """Their sessions begin and wait; raises RankError or ClusterError if one does not."""
+    live.admit(new)
+    live.spools |= begin(live.cluster, {**live.job, "joins": True}, live.blob, new, secret=live.secret)
+    until = time.monotonic() + WAIT
+    while True:
+        said = live.cluster.line.ask_all("status", timeout=1.0, ranks=new)
+        states = {rank: answer["state"] for rank, answer in said.items() if isinstance(answer, dict)}
+        if set(states.values()) == {"waiting"} and len(states) == len(new):
+            return
+        if time.monotonic() > until or live.over.is_set():
+            live.cluster.line.ask_all("abort", timeout=1.0, ranks=new)
+            raise ClusterError(f"ranks {new} did not begin within {WAIT:.0f} s; the run goes on as it was")
+        time.sleep(LOOK)

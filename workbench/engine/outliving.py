@@ -1,0 +1,143 @@
+"""How a rank outlives another: it leaves its generation, hears who is left, and begins the next with them.
+
+The session's thread does all of it, between two lives of its `Training`.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+from workbench.engine import membership
+from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, peer_left, text_of
+from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, named
+from workbench.engine.training import Training
+from workbench.experiment import Experiment
+from workbench.host.reentry import Came, fitting, unfit
+from workbench.rank import Rank
+
+if TYPE_CHECKING:
+    from workbench.engine.session import Session
+
+TIMES = 5.0  # a rank's longest step that others wait for its word
+
+
+def outlives(session: Session, error: BaseException) -> bool:
+    """Is `error` what a rank meets whose peer is gone, and does this run go on then? If not, a Mark says why."""
+    training = session.training
+    if training is None or not training.begun or session.ends or session.rank.size == 1:
+        return False
+    met = peer_left(error, text_of(error)) or (session.forming and isinstance(error, RuntimeError) and _lost(session))
+    if training.experiment.on_death != "go on" or not met:
+        return False
+    if reason := unfit(training.experiment):
+        session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {reason}"})
+    return not reason
+
+
+def _lost(session: Session) -> bool:
+    """Is a rank of this generation seen to be gone? While wires are opened the error may say anything."""
+    try:
+        membership.require(connect_store(*session.where, session.generation), range(session.rank.size))
+    except ConnectionError:
+        return True
+    return False
+
+
+def leave_generation(session: Session, training: Training) -> Said:
+    """Gives back what was the generation's; what this rank has then."""
+    training.leaving.set()
+    session.cut()
+    training.close()
+    if training.shared.held:
+        training.layout.lie_in([w.clone() for w in training.layout.weights])
+        training.shared.held = False
+    if training.rollback is not None:
+        session.rank.step += training.rollback.back()
+    wires, session.wires = session.wires, []
+    threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
+    e, rank = training.experiment, session.rank
+    return Said(session.member, rank.step, training.obeyed, e.strategy.trains(rank.id, rank.size),
+                [*training.asked, *(training.pocket or [])], list(training.done), training.paused, training.credit,
+                e.plain(), membership.here())  # fmt: skip
+
+
+def _close(wires: list[Wire]) -> None:
+    for wire in wires:
+        wire.close()
+
+
+def _look(session: Session) -> None:
+    if session.ends:
+        raise Aborted("told to leave while the ranks that are left were looking for each other")
+
+
+def hear(session: Session, mine: Said) -> Heard:
+    """What all who are left have. Raises Aborted when this rank must leave, Late where the others went on."""
+    store, training, rank = connect_store(*session.where, session.generation), session.set_up_already, session.rank
+    patience = max(PATIENCE, TIMES * max(training.evaluated, *training.lengths))
+    return membership.vote(store, rank.id, rank.size, mine, patience, partial(_look, session))
+
+
+def fewer(session: Session, heard: Heard) -> Next:
+    """How those go on who are left. Raises KnobError where so few cannot train as they did."""
+    before, first = session.set_up_already, heard.first
+    same = first.settings == heard.by_place[session.rank.id].settings  # to read it may need files of every family
+    e, places = fitting(before.experiment if same else Experiment.read(first.settings), heard.left)
+    came = heard.came(places)
+    spare = [heard.by_place[other].member for other in heard.left if other not in places]
+    gone = [member for member in session.members if member not in (*came.members, *spare)]
+    processes = [heard.by_place[other].process for other in places]
+    text = f"{named(gone)} {are(gone)} lost; {named(came.members)} went on from step {came.step}"
+    if spare:
+        text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
+    mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
+            "settings": e.plain()}  # fmt: skip
+    return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark)
+
+
+def begin_generation(session: Session, to: Next) -> Came:
+    """Those of the next generation meet. Raises Spare where this rank is not among them."""
+    came, before, old = to.came, session.training, session.rank
+    if session.member not in came.members:
+        raise Spare(f"the others went on from step {came.step} as {len(came.members)} ranks, without this one")
+    place = came.members.index(session.member)
+    rank = Rank(place, len(came.members), to.experiment.seed)
+    rank.step, rank.lr = came.step, old.lr
+    if before is not None:
+        rank.memory = old.memory
+        _adopt(before, to.experiment, rank)
+        before.planned = [*before.taken, *before.planned][to.changes - before.obeyed :]
+    session.rank, session.members, session.leaving = rank, came.members, Leaving()
+    session.turn += 1
+    session.generation, session.began_with = f"{session.base}+{session.turn}", to.experiment
+    session.forming = True
+    if rank.size > 1:
+        store = connect_store(*session.where, session.generation)
+        membership.gather(store, "meet", place, to.processes, partial(_look, session))
+    session.training = training = Training(session, before)
+    training.obeyed, training.begun = to.changes, True
+    training.paused, training.credit = to.paused, to.credit
+    training.done.extend(to.done)
+    if before is not None:
+        training.lengths, training.evaluated = before.lengths, before.evaluated
+    if place == 0:
+        session.mark("members", to.mark)
+        for what in to.asked:
+            session.inbox.put(what)
+    training.begin_again()
+    session.forming = False
+    return came
+
+
+def _adopt(training: Training, e: Experiment, rank: Rank) -> None:
+    """A change that the furthest has made is made here, too, as far as it is about what a rank keeps."""
+    was = training.experiment
+    training.rate.change(was, e, rank.step)
+    if e.bucket_mb != was.bucket_mb:
+        training.layout.rebucket(e.bucket_mb)
+    if e.optimizer != was.optimizer:
+        training.optimizer = training.make_optimizer(e)
+    training.experiment = e
+

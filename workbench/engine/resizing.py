@@ -1,0 +1,105 @@
+"""How ranks come and go on the engine because somebody asked for it: those who are there arrange it, and invite.
+
+All ranks heed the request at the same boundary. What lies apart comes together (`host/resizing.py`); the first place
+writes an invitation into the store for each who is to come; then the generation is over for all.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from workbench.engine import membership
+from workbench.engine.collectives import Aborted, connect_store
+from workbench.engine.membership import Next, Resized, are, named
+from workbench.experiment import Experiment
+from workbench.host.reentry import Came, fewer
+from workbench.host.resizing import come_together
+from workbench.host.steering import Look
+from workbench.settings import Change, KnobError
+
+if TYPE_CHECKING:
+    from workbench.engine.session import Session
+    from workbench.engine.training import Training
+
+
+async def resize(training: Training, members: tuple[int, ...], number: str) -> None:
+    """These `members` go on, some of whom may be yet to come. Raises Resized; or a Mark says why that cannot be."""
+    session = training.session
+    stay = [m for m in session.members if m in members]
+    try:
+        wanted = _wanted(training, session.members, stay, members)
+    except KnobError as error:
+        if training.rank.id == 0:
+            training.mark("refused", {"path": "ranks", "value": len(members), "id": number, "reason": str(error)})
+        return
+    places = tuple(session.members.index(m) for m in stay)
+    await come_together(training, places)
+    raise Resized((*stay, *(m for m in members if m not in stay)), wanted, number)
+
+
+def _wanted(training: Training, now: tuple[int, ...], stay: list[int], members: tuple[int, ...]) -> Experiment:
+    if not stay:
+        raise KnobError(f"ranks={len(members)}: at least one of those who train now must stay, to hand the model on")
+    few = fewer(training.experiment, tuple(now.index(m) for m in stay), len(members))
+    return training.able(few)
+
+
+def arranged(session: Session, asked: Resized) -> Next:
+    """What all agree on who have come together; waits until all have, and invites who is to come."""
+    training, members = session.set_up_already, asked.members
+    stay = [m for m in members if m in session.members]
+    places = tuple(session.members.index(m) for m in stay)
+    came = Came(members, places, tuple(range(len(stay))), tuple(range(len(stay))), session.rank.step)
+    store, base = connect_store(*session.where, session.generation), connect_store(*session.where, session.base)
+    if session.rank.size == 1:  # one rank alone has met nobody in the store
+        membership.come(store, 0)
+    there = [json.loads(store.get(f"process {place}")) for place in range(session.rank.size)]
+    membership.gather(store, "together", session.rank.id, there, lambda: _look(session))
+    processes = [there[place] for place in places]
+    processes += [json.loads(base.get(f"member {m}")) for m in members[len(stay) :]]
+    rest = training.asked[1:]
+    mark = _told(came, [m for m in session.members if m not in members], members[len(stay) :])
+    mark |= {"settings": asked.experiment.plain(), "id": asked.number}
+    to = Next(came, asked.experiment, training.obeyed, list(training.done), training.paused, training.credit, rest,
+              processes, mark)  # fmt: skip
+    if session.rank.id == 0:
+        for m in members[len(stay) :]:
+            base.set(f"join {m}", json.dumps(_invitation(session, training, to)))
+    return to
+
+
+def _look(session: Session) -> None:
+    if session.ends:
+        raise Aborted("told to leave while ranks were coming and going")
+
+
+def _invitation(session: Session, training: Training, to: Next) -> dict[str, Any]:
+    planned = [change.plain() for change in training.planned if not isinstance(change, Look)]
+    steps = [change.at_step for change in training.planned if not isinstance(change, Look)]
+    return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(), "turn": session.turn,
+            "asked": [], "planned": planned, "steps": steps}  # fmt: skip
+
+
+def invited(session: Session) -> Next:
+    """Waits until those who train invite this rank."""
+    store, session.phase = connect_store(*session.where, session.base), "waiting"
+    store.set(f"member {session.member}", json.dumps(membership.here()))
+    while not store.check([f"join {session.member}"]):
+        _look(session)
+        time.sleep(membership.LOOK)
+    said = json.loads(store.get(f"join {session.member}"))
+    session.turn = said.pop("turn")
+    planned, steps = said.pop("planned"), said.pop("steps")
+    session.planned = [Change.read(plain, step) for plain, step in zip(planned, steps, strict=True)]
+    came = Came(*(tuple(x) if isinstance(x, list) else x for x in said.pop("came").values()))  # type: ignore[arg-type]
+    return Next(came=came, experiment=Experiment.read(said.pop("experiment")), **said)
+
+
+def _told(came: Came, gone: list[int], new: tuple[int, ...]) -> dict[str, Any]:
+    said = [f"{named(gone)} {are(gone)} taken out"] if gone else []
+    said += [f"{named(new)} {are(new)} added"] if new else []
+    go = "train" if len(came.members) > 1 else "trains"
+    text = f"{', '.join(said)}; {named(came.members)} {go} from step {came.step}"
+    return {"members": came.members, "gone": gone, "spare": [], "new": new, "step": came.step, "text": text}

@@ -1,0 +1,61 @@
+"""What a rank's life needs to go on where others are lost: a way back from a step, and a new beginning."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from workbench.host.reentry import Came, reenter
+from workbench.host.rollback import Rollback
+from workbench.settings import Change
+
+
+class Outliving:
+    """The part of a Life that knows of generations.
+
+    rollback: the way back; None where nobody is ever lost
+    taken:    of the planned changes those that are to be made now
+    obeyed:   how many changes were made or refused so far
+    """
+
+    rollback: Rollback | None = None
+    taken: list[Change] = []  # noqa: RUF012 (never changed in place)
+    obeyed = 0
+
+    async def live_on(self: Any, came: Came) -> None:
+        """From a step on before which ranks were lost, or came, to the last step."""
+        await self.lie_alike()
+        await reenter(self, came)
+        if len(came.members) > len(came.places):
+            await self.rate.agree(self)
+        self.entered(came)
+        await self.share_out()
+        self.say("running")
+        await self.on()
+
+    async def lie_alike(self: Any) -> None:
+        """The parameters lie in one order on all; one who comes has not seen in which gradients do."""
+        here = [place.name for place in self.layout.order]
+        names = json.loads(await self.told(json.dumps(here) if self.rank.id == 0 else ""))
+        if names != here:
+            await self.relay_in(names)
+
+    def undoable(self, changes: bool = False) -> AbstractContextManager[None]:
+        """A step, or a change, goes on inside; if a rank is lost then, this one can go back."""
+        return nullcontext() if self.rollback is None else self.rollback.within(changes)
+
+    async def take(self, changes: list[Change]) -> None:
+        """Makes planned changes one after the other; those that are left stay in `taken`."""
+        self.taken = changes
+        while self.taken:
+            await self.obey(self.taken[0])
+            del self.taken[0]
+            self.obeyed += 1
+
+    @abstractmethod
+    async def obey(self, change: Change) -> bool: ...
+
+    def entered(self, came: Came) -> None:
+        """The generation has begun."""
