@@ -196,7 +196,6 @@ class Lab:
 
     def set(self, path: str, value: Any) -> PendingChange:
         """Sets one knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
-
         `lab.turn` is its old name, which goes on working for one release, as `lab.turns` for `lab.changes`.
         """
         if self.live and self._live:
@@ -224,7 +223,6 @@ class Lab:
 
     def stop(self) -> None:
         """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.
-
         Within 30 s (seven steps, if steps are longer than 3 s) it is over, if need be by ending engines: see `notes`.
         """
         if self.live and self._live:
@@ -236,9 +234,9 @@ class Lab:
             self._going("abort").abort()
 
     def _going(self, what: str) -> Live:
-        if not self.live or not self._live:
-            raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
-        return self._live
+        if self.live and self._live:
+            return self._live
+        raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
 
     def _request(self, kind: str, **rest: Any) -> None:
         self._going(kind).order("request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest})
