@@ -234,8 +234,7 @@ class Lab:
             self._going("abort").abort()
 
     def _going(self, what: str) -> Live:
-        if self.live and self._live:
-            return self._live
+        if self.live and self._live: return self._live  # noqa: E701
         raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
 
     def _request(self, kind: str, **rest: Any) -> None:
