@@ -9,7 +9,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,13 +48,6 @@ def within(experiment: Experiment, ranks: int) -> Experiment:
     if experiment.ranks > ranks:
         raise KnobError(f"ranks={experiment.ranks}: must be an integer in [1, {ranks}], the engines of this lab")
     return experiment
-
-
-def watching(on_nan: str | None, watchers: list[Callable[[], bool]]) -> Callable[[], bool]:
-    """Whether somebody watches a run when its loss is not finite: as it was asked for, or by who sees it then."""
-    if on_nan not in (None, "pause", "stop"):
-        raise KnobError(f"on_nan={on_nan!r}: must be one of pause, stop, or None (pause where somebody watches)")
-    return lambda: any(sees() for sees in watchers) if on_nan is None else on_nan == "pause"
 
 
 def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R:

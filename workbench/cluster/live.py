@@ -11,11 +11,12 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 
-from workbench.cluster import last_rows, spool
+from workbench.cluster import alarm, last_rows, spool
+from workbench.cluster.alarm import Alarm
 from workbench.cluster.attention import Attention, texts
 from workbench.cluster.changes import Changes, PendingChange
 from workbench.cluster.cluster import Cluster
@@ -27,20 +28,6 @@ from workbench.cluster.waiting import wait_for_run
 from workbench.cluster.watch import Watch
 from workbench.cluster.wire import Batch
 from workbench.record.run import FINAL, Run
-
-UNWATCHED = (
-    "the loss is {loss}, and the run was ended, for nobody watches it who could take something back and go on; lower "
-    "the learning rate, or let it pause: lab.run(..., on_nan='pause')"
-)
-
-
-class NotFinite(NamedTuple):
-    """A rank's loss was not finite."""
-
-    t: float
-    rank: int
-    step: int
-    loss: str
 
 
 class Live:
@@ -64,9 +51,7 @@ class Live:
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
-        self._nan: NotFinite | None = None  # the first since the run began, or went on
-        self._resumed = float("-inf")  # when that was
-        self._pauses = True  # does it pause the run?
+        self.alarm = Alarm(self)
         self._orders: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.gaps = Gaps(dict(run._following), self._missed, self._append)
         self._lock = threading.RLock()
@@ -102,7 +87,7 @@ class Live:
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        for name in ("change", "refused", "policy", "state", "error", "nan", "end"):
+        for name in ("change", "refused", "policy", "state", "error", *alarm.NAMES, "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -133,7 +118,8 @@ class Live:
         elif name == "refused":
             self.changes.refused(detail)
         elif name == "state" and detail["state"] not in FINAL:
-            self._forget(t, detail["state"])
+            if detail["state"] == "running":
+                self.alarm.went_on(t)
             if not (self.state == "stopping" and detail["state"] in ("running", "paused")):
                 self.state = detail["state"]
         elif name == "error":
@@ -144,32 +130,8 @@ class Live:
             self.ending.gone(rank, detail["state"])
         elif name == "policy" and detail["text"] not in self.notes:
             self.notes.append(detail["text"])
-        elif name == "nan":
-            self._not_finite(NotFinite(t, rank, step, detail.get("loss", "nan")))
-
-    def _forget(self, t: float, state: str) -> None:
-        """A run that goes on has left behind what was not finite before."""
-        if state == "running":
-            self._resumed = max(self._resumed, t)
-            self._nan = self._nan if self._nan and self._nan.t > t else None
-
-    def _not_finite(self, found: NotFinite) -> None:
-        """The first loss that is not finite pauses the run, or ends it where nobody would go on."""
-        if found.t < self._resumed:
-            return
-        known, self._nan = self._nan, min(found, self._nan or found)
-        if known is None:
-            self._pauses = self.watched()
-            if self._pauses:
-                self.order("request", request={"id": "nan", "kind": "pause"})
-            else:
-                self._stop()
-        if self._nan != known:  # rows of several ranks come in any order
-            does = "the run pauses" if self._pauses else "nobody watches, so the run ends"
-            text = f"rank {found.rank}'s loss was {found.loss} at step {found.step}, before any other's; {does}"
-            self.notes[:] = [n for n in self.notes if "before any other's" not in n] + [text]
-            about = {"rank": found.rank, "step": found.step, "op": "", "type": "FloatingPointError"}
-            self.ending.unwatched = None if self._pauses else {**about, "text": UNWATCHED.format(loss=found.loss)}
+        elif name in alarm.NAMES:
+            self.alarm.heard(name, rank, step, t, detail)
 
     # -- orders
 
@@ -232,9 +194,10 @@ class Live:
         """
         if self.state == "stopping":
             return self.abort()
-        self._stop()
+        self.come_to_end()
 
-    def _stop(self) -> None:
+    def come_to_end(self) -> None:
+        """Stops at the next step boundary."""
         self.state = "stopping"
         self.ending.stop()
         self.order("request", request={"id": "stop", "kind": "stop"})

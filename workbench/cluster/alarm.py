@@ -1,0 +1,119 @@
+"""What the lab does about a loss that is no number, or has run away: by the experiment's policy and by who watches.
+
+Ranks say it in their marks, and rank 0 pauses or stops for what it meets itself; of other ranks' nobody in the run
+hears, so the lab asks. Rows of several ranks come in any order, and the note names who was first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from workbench.cluster.live import Live
+
+UNWATCHED = (
+    "{what}, and the run was ended, {why}; lower the learning rate, let it skip such steps with "
+    "lab.set('on_nan', 'skip'), or let it pause: Experiment(on_nan='pause')"
+)
+NAMES = ("nan", "diverged")  # of the marks
+
+
+class Alarmed(NamedTuple):
+    """What a rank met, in the order in which what was first is looked for."""
+
+    t: float
+    rank: int
+    step: int
+    name: str
+    loss: str
+    layer: str
+    why: str
+    best: str
+
+    @property
+    def what(self) -> str:
+        if self.name == "diverged":
+            return f"the loss is {self.loss}, after {self.best} at its best"
+        return f"the loss is {self.loss}" if self.loss else "a gradient is not finite"
+
+    @property
+    def sentence(self) -> str:
+        """Who was first, and where."""
+        whose = f"rank {self.rank}'s"
+        if self.name == "diverged":
+            return f"{whose} loss was {self.loss} at step {self.step}, after {self.best} at its best"
+        met = f"loss was {self.loss}" if self.loss else "gradient was not finite"
+        return f"{whose} {met} at step {self.step}{self.place}"
+
+    @property
+    def place(self) -> str:
+        """The layer, and why it is that one."""
+        if self.layer:
+            return f", in layer {self.layer!r}" + (f" ({self.why})" if self.why else "")
+        return f" ({self.why})" if self.why else ""
+
+
+class Alarm:
+    """One run's. `note` is what it put last among the run's notes."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self._first: Alarmed | None = None  # since the run began, or went on
+        self._went_on = float("-inf")  # when that was
+        self._pauses = True  # does it pause the run?
+        self._skipped: dict[int, tuple[bool, str]] = {}  # by step: does a rank say it of itself, and what
+        self._note = ""
+
+    def went_on(self, t: float) -> None:
+        """A run that goes on has left behind what was met before."""
+        self._went_on = max(self._went_on, t)
+        self._first = self._first if self._first and self._first.t > t else None
+
+    def heard(self, name: str, rank: int, step: int, t: float, detail: dict[str, Any]) -> None:
+        """A rank's mark: the first pauses the run, or ends it where nobody would go on."""
+        said = {k: str(detail.get(k, "")) for k in ("loss", "layer", "why", "best")}
+        found = Alarmed(t, rank, step, name, **said)
+        if detail.get("skipped"):
+            return self._skip(found, bool(detail.get("own")))
+        if t < self._went_on:
+            return
+        known, self._first = self._first, min(found, self._first or found)
+        if known is None:
+            self._act()
+        if self._first != known:
+            self._tell(self._first)
+
+    def _skip(self, found: Alarmed, own: bool) -> None:
+        """A step that was skipped; who met it on its own data is named before who only has the sum of all."""
+        if own >= self._skipped.get(found.step, (False, ""))[0]:
+            self._skipped[found.step] = own, found.sentence
+        _, sentence = self._skipped[max(self._skipped)]
+        count = len(self._skipped)
+        self._say(f"{sentence}; that step was skipped" + (f", as {count} in all" if count > 1 else ""))
+
+    @property
+    def _policy(self) -> str:
+        policy: str = self.live.changes.experiment.on_nan
+        return policy if policy in ("pause", "stop") else "auto"
+
+    def _act(self) -> None:
+        self._pauses = self._policy == "pause" or (self._policy == "auto" and self.live.watched())
+        if self._pauses:
+            self.live.order("request", request={"id": "nan", "kind": "pause"})
+        else:
+            self.live.come_to_end()
+
+    def _tell(self, first: Alarmed) -> None:
+        asked = self._policy == "stop"
+        does = "the run pauses" if self._pauses else "the run ends" if asked else "nobody watches, so the run ends"
+        self._say(f"{first.sentence}, before any other's; {does}")
+        why = "as on_nan='stop' says" if asked else "for nobody watches it who could take something back and go on"
+        about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
+        text = UNWATCHED.format(what=first.what, why=why)
+        unwatched = {**about, "type": "FloatingPointError", "text": text}
+        self.live.ending.unwatched = None if self._pauses else unwatched
+
+    def _say(self, text: str) -> None:
+        """One note, brought up to date."""
+        self.live.notes[:] = [n for n in self.live.notes if n != self._note] + [text]
+        self._note = text
