@@ -45,7 +45,7 @@ def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
 
     with _hooked(model, enter, leave), _unchanged(model), torch.no_grad():
         _computed(lambda: loss(model, batch))
-    if spoiled := in_parameters(model, called):
+    if (spoiled := in_parameters(model, called)).layer:
         return spoiled
     if not _finite(batch):
         return Found("", "the batch holds numbers that are not finite")
@@ -131,12 +131,16 @@ def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., N
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """What is computed inside leaves running statistics and torch's random numbers as they were."""
+    """What is computed inside leaves running statistics and torch's random numbers as they were.
+
+    Nor does autograd notice, which may still have to go back through the forward that is looked at.
+    """
     state, before = torch.get_rng_state(), [(b, b.clone()) for b in model.buffers()]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        with torch.no_grad():
-            for buffer, was in before:
-                buffer.copy_(was)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(b for b, _ in before)):
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+            with torch.no_grad():
+                for buffer, was in before:
+                    buffer.copy_(was)
