@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from workbench.record.alarms import met, place
+
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
@@ -15,7 +17,6 @@ UNWATCHED = (
     "{what}, and the run was ended, {why}; lower the learning rate, let it skip such steps with "
     "lab.set('on_nan', 'skip'), or let it pause: Experiment(on_nan='pause')"
 )
-NAMES = ("nan", "diverged")  # of the marks
 
 
 class Alarmed(NamedTuple):
@@ -31,26 +32,13 @@ class Alarmed(NamedTuple):
     best: str
 
     @property
-    def what(self) -> str:
-        if self.name == "diverged":
-            return f"the loss is {self.loss}, after {self.best} at its best"
-        return f"the loss is {self.loss}" if self.loss else "a gradient is not finite"
-
-    @property
     def sentence(self) -> str:
         """Who was first, and where."""
-        whose = f"rank {self.rank}'s"
+        whose, about = f"rank {self.rank}'s", self._asdict()
         if self.name == "diverged":
             return f"{whose} loss was {self.loss} at step {self.step}, after {self.best} at its best"
-        met = f"loss was {self.loss}" if self.loss else "gradient was not finite"
-        return f"{whose} {met} at step {self.step}{self.place}"
-
-    @property
-    def place(self) -> str:
-        """The layer, and why it is that one."""
-        if self.layer:
-            return f", in layer {self.layer!r}" + (f" ({self.why})" if self.why else "")
-        return f" ({self.why})" if self.why else ""
+        what = f"loss was {self.loss}" if self.loss else "gradient was not finite"
+        return f"{whose} {what} at step {self.step}{place(about)}"
 
 
 class Alarm:
@@ -109,7 +97,8 @@ class Alarm:
         self._say(f"{first.sentence}, before any other's; {does}")
         why = "as on_nan='stop' says" if asked else "for nobody watches it who could take something back and go on"
         about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
-        text = UNWATCHED.format(what=first.what, why=why)
+        what = met(first.name, {**first._asdict(), "layer": "", "why": ""})  # the layer is where it was
+        text = UNWATCHED.format(what=what, why=why)
         unwatched = {**about, "type": "FloatingPointError", "text": text}
         self.live.ending.unwatched = None if self._pauses else unwatched
 

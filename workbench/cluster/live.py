@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from workbench.cluster import alarm, last_rows, spool
+from workbench.cluster import last_rows, spool
 from workbench.cluster.alarm import Alarm
 from workbench.cluster.attention import Attention, texts
 from workbench.cluster.changes import Changes, PendingChange
@@ -27,6 +27,7 @@ from workbench.cluster.steady import Steady
 from workbench.cluster.waiting import wait_for_run
 from workbench.cluster.watch import Watch
 from workbench.cluster.wire import Batch
+from workbench.record import alarms
 from workbench.record.run import FINAL, Run
 
 
@@ -87,7 +88,7 @@ class Live:
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        for name in ("change", "refused", "policy", "state", "error", *alarm.NAMES, "end"):
+        for name in ("change", "refused", "policy", "state", "error", *alarms.NAMES, "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -130,7 +131,7 @@ class Live:
             self.ending.gone(rank, detail["state"])
         elif name == "policy" and detail["text"] not in self.notes:
             self.notes.append(detail["text"])
-        elif name in alarm.NAMES:
+        elif name in alarms.NAMES:
             self.alarm.heard(name, rank, step, t, detail)
 
     # -- orders
