@@ -51,7 +51,7 @@ class StillLab:
 
 
 def noted(run: Run, *marks: tuple[int, int, str, dict[str, Any]]) -> Run:
-    run.timeline.marks.add([Mark(rank, step, name, float(step), json.dumps(detail)) for rank, step, name, detail in marks])
+    run.timeline.marks.add([Mark(r, step, name, float(step), json.dumps(detail)) for r, step, name, detail in marks])
     return run
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.cluster import spool
 from workbench.record.timeline import KINDS
+from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
@@ -63,7 +64,7 @@ def final(live: Live, state: str, error: BaseException | None) -> None:
     if live.run.path is None or (said and said[-1][2].get("state") == state):
         return
     now = max(time.time() - live.run.epoch, said[-1][1] if said else 0.0)
-    _add(live, 0, [(live.step, "state", now, {"state": state, "detail": str(error or "")})])
+    _add(live, 0, [(live.step, "state", now, {"state": state, "detail": "" if error is None else text_of(error)})])
 
 
 def _add(live: Live, rank: int, marks: Marks) -> None:

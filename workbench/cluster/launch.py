@@ -28,6 +28,7 @@ from workbench.experiment import Experiment, given
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
 from workbench.settings import Change, KnobError
+from workbench.settings.said import said
 
 R = TypeVar("R", bound=Run)
 LOOK = 0.2  # seconds between two looks at engines that are waited for
@@ -139,9 +140,9 @@ def _stamp(run: Run) -> None:
 def _pickled(what: Any) -> bytes:
     try:
         return cloudpickle.dumps(what)
-    except Exception as error:
-        text = re.sub(r"\s+", " ", str(error))
-        raise ClusterError(f"the experiment cannot be sent to the engines: {type(error).__name__}: {text}") from None
+    except (Exception, SystemExit) as error:
+        text = re.sub(r"\s+", " ", said(error))
+        raise ClusterError(f"the experiment cannot be sent to the engines: {text}") from None
 
 
 def new_generation() -> str:

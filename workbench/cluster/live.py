@@ -29,6 +29,7 @@ from workbench.cluster.watch import Watch
 from workbench.cluster.wire import Batch
 from workbench.record import alarms
 from workbench.record.run import FINAL, Run
+from workbench.settings.said import said, text_of
 
 
 class Live:
@@ -151,9 +152,9 @@ class Live:
             if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave
                 self.free()
 
-    def note(self, failure: Exception) -> None:
+    def note(self, failure: BaseException) -> None:
         """Says, once in a row, what went wrong here."""
-        text = str(failure) if isinstance(failure, ClusterError) else f"{type(failure).__name__}: {failure}"
+        text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
@@ -236,7 +237,7 @@ class Live:
                 return
             self.state, self.error = state, error
             if error:
-                self.notes.append(f"{type(error).__name__}: {error}")
+                self.notes.append(said(error))
             try:
                 last_rows.final(self, state, error)
             except Exception as failure:  # a full disk must not keep it from being over
