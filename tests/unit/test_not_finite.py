@@ -296,7 +296,7 @@ def losing(*values: float) -> Any:
 
 
 def ran_away(values: list[float], **rest: Any) -> list[tuple[int, dict[str, Any]]]:
-    e = experiment(1, len(values), task=losing(*values), pace=5.0, **rest)
+    e = experiment(1, len(values), **{"task": losing(*values), "pace": 5.0, "diverged": 10.0, **rest})
     return [(step, d) for step, _, d in simulate(e, real=True).details("diverged")]
 
 
@@ -314,7 +314,7 @@ def test_a_loss_that_is_near_nothing_may_be_many_times_itself() -> None:
 @pytest.mark.ranks
 def test_a_run_that_goes_on_after_a_pause_is_not_paused_for_the_same_again() -> None:
     values = [2.0] * 5 + [500.0] * 4000
-    (s,) = live(experiment(1, 0, task=losing(*values)))
+    (s,) = live(experiment(1, 0, task=losing(*values), diverged=10.0))
     until(lambda: s.phase == "paused")
     assert [step for step, _ in noted(s, "diverged")] == [5]
     s.request({"kind": "resume", "id": "go on"})

@@ -120,6 +120,7 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
         _stamp(run)
         job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch}
         cluster.place.write(run={"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks})
+        cluster.health.begin()
         live.spools = begin(cluster, job, blob, experiment.ranks, lambda: live.ending.unwanted)
         live.begun()
     except BaseException as error:
@@ -187,6 +188,7 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[Run]) -> Li
     cluster.take = waiting.append  # rows that come while the disk is read
     run = kind.open(about["path"])
     live = Live(run, cluster, Changes(experiment, listed), about["generation"])
+    cluster.health.begin()
     live.replay()
     cluster.take = live.take
     for batch in waiting:
