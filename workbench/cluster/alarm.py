@@ -13,10 +13,8 @@ from workbench.record.alarms import met, place
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
-UNWATCHED = (
-    "{what}, and the run was ended, {why}; lower the learning rate, let it skip such steps with "
-    "lab.set('on_nan', 'skip'), or let it pause: Experiment(on_nan='pause')"
-)
+UNWATCHED = "{what}, and the run was ended, {why}; lower the learning rate, {else_}, or let it pause: on_nan='pause'"
+ELSE = {"nan": "let it skip such steps: on_nan='skip'", "diverged": "let it go on: diverged=0"}
 
 
 class Alarmed(NamedTuple):
@@ -98,7 +96,7 @@ class Alarm:
         why = "as on_nan='stop' says" if asked else "for nobody watches it who could take something back and go on"
         about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
         what = met(first.name, {**first._asdict(), "layer": "", "why": ""})  # the layer is where it was
-        text = UNWATCHED.format(what=what, why=why)
+        text = UNWATCHED.format(what=what, why=why, else_=ELSE[first.name])
         unwatched = {**about, "type": "FloatingPointError", "text": text}
         self.live.ending.unwatched = None if self._pauses else unwatched
 

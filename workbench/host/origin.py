@@ -33,10 +33,12 @@ def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
     """
     called: list[str] = []
     bad: list[str] = []
+    fed: list[str] = []  # modules that were given what is not finite
     sound: dict[str, list[bool]] = {}
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         sound.setdefault(name, []).append(_finite((args, kwargs)))
+        fed.extend([name] * (not sound[name][-1]))
 
     def leave(name: str, module: nn.Module, _: Any, out: Any) -> None:
         called.append(name)
@@ -44,13 +46,19 @@ def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
             bad.append(name)
 
     with _hooked(model, enter, leave), _unchanged(model), torch.no_grad():
-        _computed(lambda: loss(model, batch))
+        again = _computed(lambda: loss(model, batch))
     if (spoiled := in_parameters(model, called)).layer:
         return spoiled
     if not _finite(batch):
         return Found("", "the batch holds numbers that are not finite")
     if bad:
         return Found(bad[0], "the first in forward order whose output is not finite")
+    if fed:
+        return Found("", "what the model is given is not finite")
+    if again is None:
+        return Found("", "that batch cannot be computed once more")
+    if _finite(again):
+        return Found("", "the same batch computed once more gives a number")
     return Found("", "every layer's output is finite, and the loss that is made of them is not")
 
 
