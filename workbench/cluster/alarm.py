@@ -40,7 +40,7 @@ class Alarmed(NamedTuple):
 
 
 class Alarm:
-    """One run's. `note` is what it put last among the run's notes."""
+    """One run's. What it says about the same is one note, brought up to date."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
@@ -48,7 +48,7 @@ class Alarm:
         self._went_on = float("-inf")  # when that was
         self._pauses = True  # does it pause the run?
         self._skipped: dict[int, tuple[bool, str]] = {}  # by step: does a rank say it of itself, and what
-        self._note = ""
+        self._notes: dict[str, str] = {}  # what it put among the run's notes, by what about
 
     def went_on(self, t: float) -> None:
         """A run that goes on has left behind what was met before."""
@@ -75,7 +75,7 @@ class Alarm:
             self._skipped[found.step] = own, found.sentence
         _, sentence = self._skipped[max(self._skipped)]
         count = len(self._skipped)
-        self._say(f"{sentence}; that step was skipped" + (f", as {count} in all" if count > 1 else ""))
+        self._say("skipped", f"{sentence}; that step was skipped" + (f", as {count} in all" if count > 1 else ""))
 
     @property
     def _policy(self) -> str:
@@ -92,7 +92,7 @@ class Alarm:
     def _tell(self, first: Alarmed) -> None:
         asked = self._policy == "stop"
         does = "the run pauses" if self._pauses else "the run ends" if asked else "nobody watches, so the run ends"
-        self._say(f"{first.sentence}, before any other's; {does}")
+        self._say("first", f"{first.sentence}, before any other's; {does}")
         why = "as on_nan='stop' says" if asked else "for nobody watches it who could take something back and go on"
         about = {"rank": first.rank, "step": first.step, "op": f"layer {first.layer!r}" if first.layer else ""}
         what = met(first.name, {**first._asdict(), "layer": "", "why": ""})  # the layer is where it was
@@ -100,7 +100,6 @@ class Alarm:
         unwatched = {**about, "type": "FloatingPointError", "text": text}
         self.live.ending.unwatched = None if self._pauses else unwatched
 
-    def _say(self, text: str) -> None:
-        """One note, brought up to date."""
-        self.live.notes[:] = [n for n in self.live.notes if n != self._note] + [text]
-        self._note = text
+    def _say(self, about: str, text: str) -> None:
+        self.live.notes[:] = [n for n in self.live.notes if n != self._notes.get(about)] + [text]
+        self._notes[about] = text
