@@ -266,6 +266,14 @@ def test_the_stages_of_all_replicas_skip_a_step_together() -> None:
     assert {step for step, v in losses if not math.isfinite(v)} == {BAD}
 
 
+def test_gradients_are_finite_but_for_any_number_that_is_none() -> None:
+    huge = torch.full((8,), 3e38)
+    assert finite.finite([None, huge, torch.zeros(0), torch.ones(3, dtype=torch.float16) * 6e4])
+    for bad in (NAN, math.inf, -math.inf):
+        assert not finite.finite([torch.zeros(3), torch.tensor([0.0, bad])])
+    assert not finite.finite([torch.tensor([math.inf, -math.inf])]) and finite.finite([])
+
+
 def test_a_policy_that_does_not_help_is_given_up_after_a_while() -> None:
     task = toy(loss=lambda model, pair: mse(model, pair) * NAN)
     found = simulate(skipping(task=task, steps=finite.IN_A_ROW + 5), real=True).details("nan")

@@ -158,8 +158,8 @@ def finite(grads: Any) -> bool:
     there = [g.detach() for g in grads if g is not None and g.numel()]
     if not there:
         return True
-    largest = torch._foreach_norm(there, math.inf)  # of a NaN it is NaN
-    return bool(torch.stack([x.float() for x in largest]).isfinite().all())
+    sums = torch.stack([g.sum(dtype=torch.float32) for g in there])  # the fastest way to read them
+    return bool(sums.isfinite().all()) or all(bool(g.isfinite().all()) for g in there)
 
 
 def _nothing(model: nn.Module) -> None:
