@@ -222,7 +222,8 @@ def torture(lab: Lab, seed: int, turns: int, say: Any = print) -> dict[str, Any]
 
 
 def start(ranks: int) -> Experiment:
-    return Experiment(task=Digits(), ranks=ranks, eval_every=10, pace=5, fabric=Fabric(link=Link(bandwidth=1000)))
+    fabric = Fabric(link=Link(bandwidth=1000))
+    return Experiment(task=Digits(), ranks=ranks, eval_every=10, pace=5, fabric=fabric, diverged=0)
 
 
 def agree(lab: Lab) -> None:

@@ -14,6 +14,7 @@ from widgets.marks import ChangeMark, change_marks
 from widgets.views import all_views
 from widgets.views._base import Patch, View
 from widgets.wire import Packing
+from workbench.settings.said import said
 
 Message = tuple[dict[str, Any], list[bytes]]  # what is said, and its binary buffers
 
@@ -56,10 +57,10 @@ class Feed:
                 if patch := self._hush(view) if view.tells and self.run.secret else self._told(view).update(self.run):
                     patches[view.name] = patch
             except Exception as error:
-                said = f"{view.title} could not be brought up to date: {type(error).__name__}: {error}"
-                if said not in self.troubles:
-                    self.troubles.append(said)
-                    trouble.append(said)
+                text = f"{view.title} could not be brought up to date: {said(error)}"
+                if text not in self.troubles:
+                    self.troubles.append(text)
+                    trouble.append(text)
         return patches, "; ".join(trouble)
 
     def _hush(self, view: View) -> Patch:

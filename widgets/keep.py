@@ -17,6 +17,8 @@ from weakref import finalize, ref
 from IPython import get_ipython
 from IPython.display import display, update_display
 
+from workbench.settings.said import said
+
 SOON = "A picture of the run's charts stays here once the run has ended."
 WIDTH = 1000  # px that a page gives the picture, however dense it is
 
@@ -73,7 +75,7 @@ class Keep:
             try:
                 self._bundle = bundle(run)
             except Exception as error:  # a picture that fails must not take the dashboard or the cell with it
-                self.trouble = f"The picture could not be drawn: {type(error).__name__}: {error}"
+                self.trouble = f"The picture could not be drawn: {said(error)}"
                 self._bundle = {"text/plain": self.trouble}, {}
             update_display(self._bundle[0], metadata=self._bundle[1], raw=True, display_id=self._id)
             if self._once:

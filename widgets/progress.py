@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections import deque
 from typing import Any
 
 from workbench.analysis import last_steps
 from workbench.analysis.window import MEASURING, Window
+from workbench.record.alarms import NAMES, met, place
 
 PATIENCE = 2.0  # seconds without a step after which a person wonders
 WINDOW = 20  # steps that the speed is taken over
@@ -85,16 +88,24 @@ def trouble(run: Any) -> dict[str, str]:
         return {}
     if errors := run.details("error"):
         return _error(errors)
-    marks = run.timeline.marks.rows()
-    nan = marks[marks.equal("name", "nan")]
-    if len(nan) and run.state == "paused":
-        title = f"Rank {nan.rank[0]}'s loss is no longer a number, first at step {nan.step[0]}; the run is paused."
-        return {
-            "title": title,
-            "text": "Take the last change back or lower the learning rate, then resume.",
-            "more": "",
-        }
-    return {}
+    return _paused(run) if run.state == "paused" else {}
+
+
+def _paused(run: Any) -> dict[str, str]:
+    """The first loss since the run went on that was no number, or had run away, if that paused it; or {}."""
+    went_on = max((t for _, t, d in run.details("state") if d.get("state") == "running"), default=-math.inf)
+    marks, found = run.timeline.marks.rows(), []
+    for name in NAMES:
+        rows = marks[marks.equal("name", name) & (marks.t >= went_on)]
+        every = zip(rows.t, rows.rank, rows.step, map(json.loads, rows.detail), strict=True)
+        found += [(float(t), int(r), int(s), name, d) for t, r, s, d in every if not d.get("skipped")]
+    if not found:
+        return {}
+    _, rank, step, name, detail = min(found, key=lambda row: row[:3])
+    no_number = f"Rank {rank}'s loss is no longer a number, first at step {step}{place(detail)}; the run is paused."
+    away = f"Rank {rank}'s loss has run away, first at step {step}: {met(name, detail)}; the run is paused."
+    title = no_number if name == "nan" else away
+    return {"title": title, "text": "Take the last change back or lower the learning rate, then resume.", "more": ""}
 
 
 def _error(errors: list[tuple[int, float, dict[str, Any]]]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from widgets.board import Board
+from workbench.settings.said import said
 
 
 class Refresh:
@@ -60,8 +61,8 @@ class Refresh:
                     call()
             return self.board.tick()
         except Exception as error:
-            said = f"The charts could not be brought up to date: {type(error).__name__}: {error}"
-            if said not in self.errors and len(self.errors) < 10:
-                self.errors.append(said)
-                self.board.complain(said)
+            text = f"The charts could not be brought up to date: {said(error)}"
+            if text not in self.errors and len(self.errors) < 10:
+                self.errors.append(text)
+                self.board.complain(text)
             return False

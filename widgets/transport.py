@@ -10,6 +10,7 @@ import traitlets
 from widgets.controls import HERE, page_js, told
 from widgets.progress import Progress, line, trouble
 from workbench.analysis.export import as_python
+from workbench.settings.said import said
 
 MAY = {
     "starting": ("stop",),
@@ -96,7 +97,7 @@ class Transport(anywidget.AnyWidget):
         try:
             verbs.get(what, self.lab.stop)()
         except Exception as error:  # whatever it is, the person who pressed the button must read it
-            self._refused = f"{type(error).__name__}: {error}"
+            self._refused = said(error)
         self.refresh()
 
 

@@ -165,12 +165,11 @@ class Lab:
         """Starts a run and returns it at once; the one under way if it is of this very experiment.
 
         changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
-        on_nan:  what a loss that is not finite does: "pause" the run, "stop" it as failed, or (None) pause it where
-                 somebody watches: a dashboard of this lab is on show or was in the last ten minutes.
+        on_nan:  the experiment's knob of that name, set for this run; None leaves it as it is.
         secret:  for riddles: what dashboards say in place of verdicts and faults, until `run.secret` is "" again.
         """
-        watched = launch.watching(on_nan, self.watchers)
         wanted = self.experiment if experiment is None else launch.fitted(given.experiment(experiment), self.ranks)
+        wanted = wanted if on_nan is None else wanted.set("on_nan", on_nan)
         if self.live and self._live:
             if experiment is None or wanted in (self.experiment, self._live.began_with):
                 return cast(Run, self._live.run)
@@ -180,10 +179,14 @@ class Lab:
         self._renew()
         run = launch.open_run(wanted, out, Run)
         run.secret = secret  # before anybody sees the run
-        self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), watched)
+        self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), self._watched)
         self._experiment = wanted
         threading.Thread(target=launch.launch, args=(self._live, to_come), name="run start", daemon=True).start()
         return run
+
+    def _watched(self) -> bool:
+        """Does a person see this lab: is a dashboard of it on show, or was in the last ten minutes?"""
+        return any(sees() for sees in self.watchers)
 
     def _renew(self) -> None:
         """Starts new engines if one was lost or would not leave, if the controller was, or if they never came up."""

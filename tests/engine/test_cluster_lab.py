@@ -242,7 +242,7 @@ def test_a_loss_that_is_not_a_number_with_nobody_watching_ends_the_run_with_a_se
 
 
 def test_what_a_loss_that_is_not_a_number_may_do_is_said(lab: Lab) -> None:
-    with pytest.raises(KnobError, match="on_nan='explode': must be one of pause, stop, or None"):
+    with pytest.raises(KnobError, match="on_nan='explode': must be one of auto, pause, stop, skip"):
         lab.run(Experiment(), on_nan="explode")
     assert not lab.live
 

@@ -206,6 +206,35 @@ def test_nan_pauses_and_says_which_rank_and_step(lab: Lab) -> None:
     assert lab.notes[0].startswith("rank 1's loss was nan at step 0")
 
 
+def bad_once(net: nn.Module, batch: Any, seen: list[int] = [0]) -> torch.Tensor:  # noqa: B006 (an engine's count)
+    import threading
+
+    seen[0] += 1
+    bad = seen[0] in (6, 7) and threading.current_thread().name.startswith("rank 1")
+    return loss(net, (batch[0] * float("nan"), batch[1]) if bad else batch)
+
+
+def test_a_bad_step_is_skipped_and_named_and_the_policy_is_set_live(lab: Lab) -> None:
+    run = lab.run(Experiment(task=task(bad_once), steps=30, on_nan="skip")).wait(60)
+    assert run.state == "done"
+    assert lab.notes == ["rank 1's gradient was not finite at step 5 (what the model is given is not finite); "
+                         "that step was skipped"]  # fmt: skip
+    running(lab, Experiment(task=task(turns_nan), on_nan="skip", diverged=0))
+    with pytest.raises(RankError, match="rank 1, step 20: FloatingPointError: a gradient is not finite, and "):
+        lab.run_now.wait(60)
+    (said,) = [note for note in lab.notes if "step was skipped" in note]
+    assert int(said.split("as ")[-1].split()[0]) >= 20, said
+
+
+def test_what_a_bad_loss_does_is_set_live(lab: Lab) -> None:
+    running(lab, Experiment(task=task(loss), on_nan="pause"))
+    assert lab.set("on_nan", "stop").wait(10).applied_at > 0
+    lab.set("lr", 100.0)
+    with pytest.raises(RankError, match=r"FloatingPointError: the loss is .* as on_nan='stop' says; lower the "):
+        lab.run_now.wait(60)
+    assert (lab.state, lab.run_now.state) == ("failed", "failed")
+
+
 def test_a_killed_engine_ends_the_run_within_a_second_or_so(lab: Lab) -> None:
     running(lab, Experiment(task=task()))
     began = time.monotonic()

@@ -51,7 +51,7 @@ class StillLab:
 
 
 def noted(run: Run, *marks: tuple[int, int, str, dict[str, Any]]) -> Run:
-    run.timeline.marks.add([Mark(rank, step, name, 1.0, json.dumps(detail)) for rank, step, name, detail in marks])
+    run.timeline.marks.add([Mark(r, step, name, float(step), json.dumps(detail)) for r, step, name, detail in marks])
     return run
 
 
@@ -147,6 +147,18 @@ def test_a_loss_that_is_no_number_is_said_while_the_run_is_paused() -> None:
     run = noted(Run({}, live=True), (3, 12, "nan", {"loss": "nan"}), (0, 13, "state", {"state": "paused"}))
     assert "Rank 3's loss is no longer a number, first at step 12" in trouble(run)["title"]
     assert trouble(noted(run, (0, 14, "state", {"state": "running"}))) == {}
+
+
+def test_what_paused_a_run_is_what_was_first_since_it_went_on_and_no_step_that_was_skipped() -> None:
+    layer = {"loss": "nan", "layer": "b", "why": "the first whose output is not finite"}
+    run = noted(Run({}, live=True), (3, 1, "nan", {"loss": "nan"}), (0, 2, "state", {"state": "running"}),
+                (0, 5, "nan", {"loss": "", "skipped": True}), (2, 9, "nan", layer), (1, 10, "nan", {"loss": "nan"}),
+                (0, 10, "state", {"state": "paused"}))  # fmt: skip
+    title = "Rank 2's loss is no longer a number, first at step 9, in layer 'b' (the first whose output is not finite)"
+    assert trouble(run)["title"] == f"{title}; the run is paused."
+    away = noted(Run({}, live=True), (1, 7, "diverged", {"loss": "500", "best": "1.5"}),
+                 (0, 8, "state", {"state": "paused"}))  # fmt: skip
+    assert "Rank 1's loss has run away, first at step 7: the loss is 500, after 1.5" in trouble(away)["title"]
 
 
 def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ RULES = {
     "what compression left unsent": ("host/residual.py", "change"),
     "the learning rate": ("host/rate.py", "due change"),
     "clipping": ("host/canonical.py", "clipped"),
+    "a loss that is no number": ("host/finite.py", "passed told"),
     "evaluation": ("host/evaluating.py", "numbers distance"),
     "memory": ("host/ledger.py", "begin forward backward close"),
     "a pipeline's messages": ("host/pipelining.py", "one_batch"),

@@ -7,8 +7,10 @@ from html import escape
 from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
+from workbench.record.alarms import NAMES, met
 
 MOST = 100  # different lines that are kept
+WRONG = ("error", "refused", *NAMES)  # what is shown first, and never folded away
 EMPTY = '<p class="wb-empty">What the ranks print, warn and log appears here, equal lines folded.</p>'
 
 
@@ -66,8 +68,8 @@ class Log(View):
         if not self._lines:
             return EMPTY
         lines = list(reversed(self._lines.values()))
-        wrong = [line.html() for line in lines if line.stream in ("error", "nan", "refused")]
-        rest = [line for line in lines if line.stream not in ("error", "nan", "refused")]
+        wrong = [line.html() for line in lines if line.stream in WRONG]
+        rest = [line for line in lines if line.stream not in WRONG]
         said = sum(sum(line.ranks.values()) for line in rest)
         folded = "".join(line.html() for line in rest)
         count = f"{said} line{'s' if said != 1 else ''}, {len(rest)} different"
@@ -84,8 +86,8 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
         case "error":
             where = f"rank {detail.get('rank')}, step {detail.get('step')}, {detail.get('op')}"
             return "error", f"{where}: {detail.get('type')}: {detail.get('text')}\n{detail.get('traceback', '')}"
-        case "nan":
-            return "nan", f"the loss is {detail.get('loss')}"
+        case "nan" | "diverged":
+            return name, met(name, detail) + ("; that step was skipped" if detail.get("skipped") else "")
         case "refused":
             return "refused", f"{detail.get('path')} = {detail.get('value')}: {detail.get('reason')}"
         case "optimizer" | "momentum" | "own":

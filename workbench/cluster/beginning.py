@@ -12,6 +12,7 @@ from workbench.cluster.ending import LEAVE
 from workbench.cluster.engines import spans_hosts
 from workbench.cluster.errors import RankError
 from workbench.cluster.place import ClusterError
+from workbench.settings.said import class_of, text_of
 
 TRUST_TIMEOUT = 30.0  # seconds for all ranks to be told the run's secret
 BEGIN = 60.0  # seconds that all ranks together have to begin
@@ -100,5 +101,5 @@ def _why(cluster: Cluster, rank: int, error: Exception) -> dict[str, Any]:
         return {**about, "type": "EngineDied", "text": f"its engine {how}"}
     if how := cluster.health.controller():
         return {**about, "type": "ControllerDied", "text": f"the controller {how}, so that no run can begin"}
-    name = getattr(error, "ename", type(error).__name__)
-    return {**about, "type": name, "text": getattr(error, "evalue", str(error))}
+    name = getattr(error, "ename", class_of(error))
+    return {**about, "type": name, "text": getattr(error, "evalue", text_of(error))}

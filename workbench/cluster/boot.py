@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from workbench.cluster.place import Place
 
 PATIENCE = 6.0  # seconds the guard has before a process ends itself
+DESCRIPTORS = 65_536  # that an engine may have open, where it may: soft limits of 1,024 were made for select()
 COURTESY = 5  # engines step back for the notebook and the page, which draw what they do on the same cores
 
 
@@ -33,9 +34,22 @@ def main(kind: str, file: str) -> None:
         from ipyparallel.engine.app import main as become
 
         os.nice(COURTESY)
+        more_descriptors()
     else:
         from ipyparallel.controller.app import main as become
     become()
+
+
+def more_descriptors() -> None:
+    """As many as this user may have without asking: every wire of a rank has one for each peer."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def find_workbench() -> None:

@@ -112,6 +112,10 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.capture.mine():
-            self.capture.say("log", self.format(record))
+            try:
+                text = self.format(record)
+            except Exception:  # as any handler of logging: what cannot be formatted is said, and ends nothing
+                return self.handleError(record)
+            self.capture.say("log", text)
         elif (last := logging.lastResort) and logging.getLogger().handlers == [self] and record.levelno >= last.level:
             last.handle(record)

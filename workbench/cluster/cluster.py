@@ -25,6 +25,7 @@ from workbench.cluster.place import ClusterError, Place, alive, check_connection
 from workbench.cluster.processes import Processes, end, log_tail, loopback, start_guard, wait_for
 from workbench.cluster.relay import Relay
 from workbench.cluster.wire import Batch
+from workbench.settings.said import text_of
 
 START_TIMEOUT = 120.0  # seconds for all engines to come up
 FIND_TIMEOUT = 10.0  # seconds for the engines of an existing cluster
@@ -73,7 +74,7 @@ class Cluster:
             self.progress = "ready"
         except BaseException as error:
             if not self._closed:
-                self.error, self.progress = error, f"failed: {error}"
+                self.error, self.progress = error, f"failed: {text_of(error)}"
             self._drop()
         finally:
             self.seconds = time.monotonic() - began

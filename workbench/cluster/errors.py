@@ -62,6 +62,8 @@ def brought_up(errors: dict[int, dict[str, Any]], experiment: Any) -> None:
 
 def consequence(error: dict[str, Any]) -> bool:
     """Whether an error only says that a peer is gone."""
+    if error.get("own"):  # the user's code raised it
+        return False
     return bool(error.get("consequence")) or any(w in str(error["text"]) for w in _CONSEQUENCES)
 
 

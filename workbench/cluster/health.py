@@ -17,6 +17,7 @@ import psutil
 from workbench.cluster.engines import Engine
 from workbench.cluster.place import alive, host
 from workbench.cluster.processes import code_in_words
+from workbench.cluster.scarcity import Scarcity
 
 if TYPE_CHECKING:
     from workbench.cluster.cluster import Cluster
@@ -30,6 +31,7 @@ class Health:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.scarcity = Scarcity()
         self._knocked = -KNOCK
         self._answers = True
 
@@ -55,10 +57,22 @@ class Health:
 
     def _death(self, engine: Engine) -> str | None:
         if child := self._child(f"engine {engine.id}"):
-            return None if (code := child.poll()) is None else f"(pid {engine.pid}) ended with {code_in_words(code)}"
+            if (code := child.poll()) is None:
+                return None
+            return f"(pid {engine.pid}) ended with {code_in_words(code)}{self._why(engine.pid, code)}"
         if engine.host == host():
-            return None if alive([engine.pid, engine.created]) else f"(pid {engine.pid}) is gone"
+            if alive([engine.pid, engine.created]):
+                return None
+            return f"(pid {engine.pid}) is gone{self._why(engine.pid)}"
         return None if engine.id in self.cluster.client.ids else f"(pid {engine.pid} on {engine.host}) is gone"
+
+    def _why(self, pid: int, code: int | None = None) -> str:
+        words = self.scarcity.words(pid, code)
+        return f": {words}" if words else ""
+
+    def begin(self) -> None:
+        """A run begins: for lack of what an engine ends from now on is told by what the system counts from now on."""
+        self.scarcity.look(engine.pid for engine in self.cluster.engines if engine.host == host())
 
     def controller(self) -> str | None:
         """How the controller ended, in words; None while it lives."""

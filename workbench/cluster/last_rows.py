@@ -11,6 +11,7 @@ from workbench.cluster import spool
 from workbench.cluster.disk import PATIENCE, within
 from workbench.cluster.processes import wait_for
 from workbench.record.timeline import KINDS
+from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
@@ -76,7 +77,7 @@ def final(live: Live, state: str, error: BaseException | None) -> None:
     if live.run.path is None or (said and said[-1][2].get("state") == state):
         return
     now = max(time.time() - live.run.epoch, said[-1][1] if said else 0.0)
-    _add(live, 0, [(live.step, "state", now, {"state": state, "detail": str(error or "")})])
+    _add(live, 0, [(live.step, "state", now, {"state": state, "detail": "" if error is None else text_of(error)})])
 
 
 def _add(live: Live, rank: int, marks: Marks) -> None:

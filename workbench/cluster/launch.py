@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from workbench.experiment import Experiment, given
 from workbench.record.run import Run, RunError
 from workbench.record.store import write_atomically
 from workbench.settings import Change, KnobError
+from workbench.settings.said import said
 
 R = TypeVar("R", bound=Run)
 LOOK = 0.2  # seconds between two looks at engines that are waited for
@@ -50,13 +51,6 @@ def within(experiment: Experiment, ranks: int) -> Experiment:
     if experiment.ranks > ranks:
         raise KnobError(f"ranks={experiment.ranks}: must be an integer in [1, {ranks}], the engines of this lab")
     return experiment
-
-
-def watching(on_nan: str | None, watchers: list[Callable[[], bool]]) -> Callable[[], bool]:
-    """Whether somebody watches a run when its loss is not finite: as it was asked for, or by who sees it then."""
-    if on_nan not in (None, "pause", "stop"):
-        raise KnobError(f"on_nan={on_nan!r}: must be one of pause, stop, or None (pause where somebody watches)")
-    return lambda: any(sees() for sees in watchers) if on_nan is None else on_nan == "pause"
 
 
 def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R:
@@ -129,6 +123,7 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
         job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch}
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write(run=told)
+        cluster.health.begin()
         live.job, live.blob, live.secret = {**job, "size": experiment.ranks}, blob, secrets.token_hex(32)
         live.spools = begin(cluster, job, blob, live.ranks, lambda: live.ending.unwanted, secret=live.secret)
         live.begun()
@@ -150,9 +145,9 @@ def _stamp(run: Run) -> None:
 def _pickled(what: Any) -> bytes:
     try:
         return cloudpickle.dumps(what)
-    except Exception as error:
-        text = re.sub(r"\s+", " ", str(error))
-        raise ClusterError(f"the experiment cannot be sent to the engines: {type(error).__name__}: {text}") from None
+    except (Exception, SystemExit) as error:
+        text = re.sub(r"\s+", " ", said(error))
+        raise ClusterError(f"the experiment cannot be sent to the engines: {text}") from None
 
 
 def new_generation() -> str:
@@ -208,6 +203,7 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
     cluster.take = waiting.append  # rows that come while the disk is read
     run = _opened(about, experiment, kind)
     live = Live(run, cluster, Changes(experiment, listed), about["generation"])
+    cluster.health.begin()
     live.replay()
     cluster.take = live.take
     for batch in waiting:

@@ -10,11 +10,12 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 
 from workbench.cluster import last_rows, spool
+from workbench.cluster.alarm import Alarm
 from workbench.cluster.attention import Attention, texts
 from workbench.cluster.changes import Changes, PendingChange
 from workbench.cluster.cluster import Cluster
@@ -27,21 +28,9 @@ from workbench.cluster.steady import Steady
 from workbench.cluster.waiting import wait_for_run
 from workbench.cluster.watch import Watch
 from workbench.cluster.wire import Batch
+from workbench.record import alarms
 from workbench.record.run import FINAL, Run
-
-UNWATCHED = (
-    "the loss is {loss}, and the run was ended, for nobody watches it who could take something back and go on; lower "
-    "the learning rate, or let it pause: lab.run(..., on_nan='pause')"
-)
-
-
-class NotFinite(NamedTuple):
-    """A rank's loss was not finite."""
-
-    t: float
-    rank: int
-    step: int
-    loss: str
+from workbench.settings.said import said, text_of
 
 
 class Live:
@@ -70,10 +59,8 @@ class Live:
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
         self.ending.outlives = lambda: self.changes.experiment.on_death == "go on"
-        self._nan: NotFinite | None = None  # the first since the run began, or went on
-        self._resumed = float("-inf")  # when that was
-        self._pauses = True  # does it pause the run?
         self.orders = Orders(self)
+        self.alarm = Alarm(self)
         self.gaps = Gaps(dict(run._following), self._missed, self._append)
         self._lock = threading.RLock()
         self.over = threading.Event()
@@ -108,7 +95,7 @@ class Live:
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        for name in ("change", "refused", "policy", "state", "error", "nan", "members", "end"):
+        for name in ("change", "refused", "policy", "state", "error", *alarms.NAMES, "members", "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -140,7 +127,8 @@ class Live:
         elif name == "refused":
             self.changes.refused(detail)
         elif name == "state" and detail["state"] not in FINAL:
-            self._forget(t, detail["state"])
+            if detail["state"] == "running":
+                self.alarm.went_on(t)
             if not (self.state == "stopping" and detail["state"] in ("running", "paused")):
                 self.state = detail["state"]
         elif name == "error":
@@ -153,8 +141,8 @@ class Live:
             self.notes.append(detail["text"])
         elif name == "members":
             self._outlived(step, detail)
-        elif name == "nan":
-            self._not_finite(NotFinite(t, rank, step, detail.get("loss", "nan")))
+        elif name in alarms.NAMES:
+            self.alarm.heard(name, rank, step, t, detail)
 
     def _outlived(self, step: int, detail: dict[str, Any]) -> None:
         """Ranks went on without others, or say why they cannot."""
@@ -178,39 +166,15 @@ class Live:
             where = f" at step {error['step']}" + (f", {error['op']}" if error["op"] else "")
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
 
-    def _forget(self, t: float, state: str) -> None:
-        """A run that goes on has left behind what was not finite before."""
-        if state == "running":
-            self._resumed = max(self._resumed, t)
-            self._nan = self._nan if self._nan and self._nan.t > t else None
-
-    def _not_finite(self, found: NotFinite) -> None:
-        """The first loss that is not finite pauses the run, or ends it where nobody would go on."""
-        if found.t < self._resumed:
-            return
-        known, self._nan = self._nan, min(found, self._nan or found)
-        if known is None:
-            self._pauses = self.watched()
-            if self._pauses:
-                self.order("request", request={"id": "nan", "kind": "pause"})
-            else:
-                self._stop()
-        if self._nan != known:  # rows of several ranks come in any order
-            does = "the run pauses" if self._pauses else "nobody watches, so the run ends"
-            text = f"rank {found.rank}'s loss was {found.loss} at step {found.step}, before any other's; {does}"
-            self.notes[:] = [n for n in self.notes if "before any other's" not in n] + [text]
-            about = {"rank": found.rank, "step": found.step, "op": "", "type": "FloatingPointError"}
-            self.ending.unwatched = None if self._pauses else {**about, "text": UNWATCHED.format(loss=found.loss)}
-
     # -- orders
 
     def order(self, what: str, everyone: bool = False, **rest: Any) -> None:
         """Asks the rank that hears for all, or everyone, to do something; done in the order asked."""
         self.orders.put(what, everyone, **rest)
 
-    def note(self, failure: Exception) -> None:
+    def note(self, failure: BaseException) -> None:
         """Says, once in a row, what went wrong here."""
-        text = str(failure) if isinstance(failure, ClusterError) else f"{type(failure).__name__}: {failure}"
+        text = text_of(failure) if isinstance(failure, ClusterError) else said(failure)
         if text not in self.notes[-5:]:
             self.notes.append(text)
 
@@ -245,9 +209,10 @@ class Live:
         """
         if self.state == "stopping":
             return self.abort()
-        self._stop()
+        self.come_to_end()
 
-    def _stop(self) -> None:
+    def come_to_end(self) -> None:
+        """Stops at the next step boundary."""
         self.state = "stopping"
         self.ending.stop()
         self.order("request", request={"id": "stop", "kind": "stop"})
@@ -289,7 +254,7 @@ class Live:
                 return
             self.state, self.error = state, error
             if error:
-                self.notes.append(f"{type(error).__name__}: {error}")
+                self.notes.append(said(error))
             try:
                 last_rows.final(self, state, error)
                 self.attention.recording.ended()

@@ -14,6 +14,7 @@ import zmq
 from workbench.cluster.keys import Keys
 from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, batches
+from workbench.settings.said import said
 
 PAUSE = 0.15  # seconds between two looks at a busy wire: six a second are enough for the eye
 
@@ -40,8 +41,8 @@ class Relay:
             self.seconds = time.thread_time()
             self._closing.wait(PAUSE)
 
-    def _wrong(self, error: Exception) -> None:
-        self.errors.append(f"{type(error).__name__}: {error}")
+    def _wrong(self, error: BaseException) -> None:
+        self.errors.append(said(error))
         del self.errors[:-20]
 
     def _drain(self) -> None:

@@ -9,6 +9,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from workbench.settings.said import said
+
 PAUSE = 0.2  # seconds until the next look after one that failed, so that a lasting failure does not spin
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ class Steady:
 
     def __init__(
         self, name: str, look: Callable[[], object], over: threading.Event,
-        said: Callable[[Exception], object] = lambda error: None, last: Callable[[], object] = lambda: None,
+        said: Callable[[BaseException], object] = lambda error: None, last: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.look, self.over, self.said, self.last = look, over, said, last
         self._logged = ""
@@ -45,16 +47,16 @@ class Steady:
         while not self.over.is_set():
             try:
                 self.look()
-            except Exception as error:
+            except BaseException as error:  # no interrupt comes here, and nobody's exit may end it
                 self._tell(error)
                 self.over.wait(PAUSE)
         self.last()
 
-    def _tell(self, error: Exception) -> None:
-        if (text := repr(error)) != self._logged:
+    def _tell(self, error: BaseException) -> None:
+        if (text := said(error)) != self._logged:
             self._logged = text
             _log.error("%s: a look failed, the next one is made all the same", self._thread.name, exc_info=error)
         try:
             self.said(error)
-        except Exception:
+        except BaseException:
             _log.exception("%s: what it said was not taken", self._thread.name)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from workbench.cluster.keys import Keys, admit
 from workbench.cluster.place import alive, host
 from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, encode
+from workbench.settings.said import said, speaks, traceback_of
 
 SILENCE = 60.0  # seconds without a word from a kernel on another host, after which a run is abandoned
 
@@ -51,7 +51,12 @@ def host_store(session: str, where: str) -> tuple[str, int]:
 
 def begin(job: dict[str, Any], blob: bytes) -> str:
     """Builds this rank's session of what is pickled in `blob` and starts it; returns where it spools."""
-    return _opened().begin(job, blob)
+    try:
+        return _opened().begin(job, blob)
+    except BaseException as error:
+        if speaks(error):
+            raise
+        raise RuntimeError(said(error)) from None  # ipyparallel asks an error for its words as it is
 
 
 def _opened() -> Bench:
@@ -168,11 +173,11 @@ class Bench:
         elif self.busy and self._abandoned():
             self.session.abort()
 
-    def _stumbled(self, error: Exception) -> None:
+    def _stumbled(self, error: BaseException) -> None:
         """A look of the line failed: into the engine's log file, the next status and the record."""
-        text = "".join(traceback.format_exception(error))
+        text = traceback_of(error)
         print(text, file=sys.__stderr__, flush=True)
-        self.trouble = f"{type(error).__name__}: {error}"
+        self.trouble = said(error)
         self._log("stderr", f"the engine's line: {text}")
 
     def _reply(self, ask: dict[str, Any], blob: bytes) -> list[bytes]:
@@ -184,8 +189,8 @@ class Bench:
                 out = value
             else:
                 answer["value"] = value
-        except Exception as error:
-            answer["error"] = f"{type(error).__name__}: {error}"
+        except BaseException as error:  # a class from a cell may do anything while it is unpickled
+            answer["error"] = said(error)
         return [json.dumps(answer, default=str).encode(), out]
 
     def on_status(self, blob: bytes) -> dict[str, Any]:

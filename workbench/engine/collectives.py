@@ -31,6 +31,7 @@ from workbench.engine import device
 from workbench.engine.device.gloo import LOOPBACK
 from workbench.rank import StrategyError
 
+_TORCH, _HERE = Path(torch.__file__).parent, Path(__file__).parents[1]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -38,19 +39,22 @@ class Aborted(RuntimeError):
     """This rank was told to leave a collective that its peers did not finish."""
 
 
-def text_of(error: BaseException) -> str:
-    """What `error` says; an exception's own `__str__` may fail, and its cause shall not be lost over that."""
-    try:
-        return str(error)
-    except Exception as wrong:
-        return f"it cannot be put into words: its __str__ raised {type(wrong).__name__}"
-
-
 def peer_left(error: BaseException, text: str) -> bool:
     """Whether `error`, which says `text`, is what a rank meets whose peer has failed or was told to leave."""
     signs = ("onnection closed by peer", "onnection reset", "ead error", "rite error", "roken pipe", "pair closure",
              "emote process exiting", "ommunicator was aborted")
     return isinstance(error, (RuntimeError, ConnectionError)) and any(sign in text for sign in signs)
+
+
+def of_own(error: BaseException) -> bool:
+    """Was it raised by code that is neither ours nor torch's? Whatever it says, then no peer's leaving is behind it."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    file = Path(last.tb_frame.f_code.co_filename)
+    return not (file.is_relative_to(_TORCH) or file.is_relative_to(_HERE))
 
 
 class Leaving(threading.Event):

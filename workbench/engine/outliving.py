@@ -10,12 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.engine import membership
-from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, peer_left, text_of
+from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
 from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, named
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.reentry import Came, fitting, unfit
 from workbench.rank import Rank
+from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
     from workbench.engine.session import Session
@@ -28,7 +29,8 @@ def outlives(session: Session, error: BaseException) -> bool:
     training = session.training
     if training is None or not training.begun or session.ends or session.rank.size == 1:
         return False
-    met = peer_left(error, text_of(error)) or (session.forming and isinstance(error, RuntimeError) and _lost(session))
+    met = peer_left(error, text_of(error)) and not of_own(error)
+    met = met or (session.forming and isinstance(error, RuntimeError) and _lost(session))
     if training.experiment.on_death != "go on" or not met:
         return False
     if reason := unfit(training.experiment):

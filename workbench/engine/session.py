@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from workbench.engine.at import op_of, status
-from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, peer_left, text_of
+from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
 from workbench.engine.membership import Resized, Spare, gone
 from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives
 from workbench.engine.peers import removed
@@ -33,6 +33,7 @@ from workbench.host.layout import Layout
 from workbench.rank import Rank
 from workbench.record.run import FINAL
 from workbench.settings import Change
+from workbench.settings.said import class_of, text_of, traceback_of
 
 
 class Session:
@@ -221,18 +222,17 @@ class Session:
             removed(self.files)
 
     def _fail(self, error: BaseException) -> None:
-        text = text_of(error)
-        consequence = peer_left(error, text)
+        text, own = text_of(error), of_own(error)
+        consequence = not own and peer_left(error, text)
         if consequence and not self.stopping:  # a peer left: if it was told to, so are we, any moment now
             self._asked.wait(0.4)
         if (self.stopping and self.naps.hurried) or (consequence and self._asked.is_set()):
             return self.say("stopped", f"left in the middle of step {self.rank.step}")
         self.error = {
-            "rank": self.member, "step": self.rank.step, "op": op_of(self), "type": type(error).__name__,
-            "text": text, "traceback": "".join(traceback.format_exception(error)),
-            "consequence": consequence,
+            "rank": self.member, "step": self.rank.step, "op": op_of(self), "type": class_of(error),
+            "text": text, "traceback": traceback_of(error), "consequence": consequence, "own": own,
         }
-        error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
+        BaseException.with_traceback(error, None)  # a kept traceback keeps the dead group's sockets open
         self.mark("error", self.error)
         self.say("failed", text)
         if self.training is not None:

@@ -30,6 +30,7 @@ from workbench.experiment import Experiment, momentum, partitioned, sharding
 from workbench.host import repartition
 from workbench.host.batches import Batches, example
 from workbench.host.counted import Counted
+from workbench.host.finite import Finite
 from workbench.host.layout import Layout
 from workbench.host.ledger import Ledger
 from workbench.host.life import Life
@@ -176,6 +177,7 @@ class Parts(Life):
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
         self.host.ledger, self.host.away = self.ledger, self.away
         self.reading = self.host.reading = Reading(run, self.host.read, listens=True)
+        self.finite = self.host.finite = Finite(run, self.alarmed)
 
     def _allocator(self) -> dict[str, int]:
         """What the allocator of this rank's chip says, where it has one that says something."""
@@ -254,6 +256,11 @@ class Parts(Life):
             raise KnobError(reason)
         repartition.able(self, wanted)
         return wanted
+
+    def alarmed(self, does: str) -> None:
+        """A loss is no number, or has run away: rank 0 pauses all ranks, or stops them; others are heard by the lab."""
+        if self.rank.id == 0:
+            self.inbox.put({"kind": does, "id": "nan"})
 
     # -- saying --
 

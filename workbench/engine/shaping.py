@@ -7,8 +7,6 @@ transfer for free; arrivals are exchanged through a small shared file, or over t
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from workbench.engine.mapped import mapped
 from workbench.fabric import Fabric, Fault, Load
 from workbench.fabric.load import choke, comes, leaves, message_seconds, port_seconds, stretch
 from workbench.fabric.pace import SHARES, Kept, lasts
@@ -63,12 +62,7 @@ class ArrivalTable:
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
         nbytes = RING * size * 8
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, nbytes)
-            self._map = mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
+        self._map = mapped(path, nbytes)
         self._cells = np.frombuffer(self._map, dtype=np.float64).reshape(RING, size)
         self.rank = rank
 

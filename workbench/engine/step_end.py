@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +34,7 @@ class StepEnd:
             self.lane.chip.await_host(self.lane.chip.mark(), self.watch.look)
         self.pace.reach(fraction)
 
-    def close_step(self, alarm: Callable[[float], None]) -> None:
+    def close_step(self, told: Callable[[int, float], None]) -> None:
         """The step is done, as far as this thread is concerned: what is known of it and of the pace is written down."""
         if self.losses:  # a step without a forward has none
             self.watch.loss(self.rank.step, self.losses)
@@ -45,17 +44,16 @@ class StepEnd:
         self.watch.settle()
         if said := self.pace.over():
             self.record.mark(self.rank.step, "pace", self.clock.now(), json.dumps(said))
-        self._tell(alarm)
+        self._tell(told)
 
-    def catch_up(self, alarm: Callable[[float], None]) -> None:
+    def catch_up(self, told: Callable[[int, float], None]) -> None:
         """Waits for what this rank's chip still has to do, and writes it down."""
         self.watch.flush()
-        self._tell(alarm)
+        self._tell(told)
 
-    def _tell(self, alarm: Callable[[float], None]) -> None:
-        """The training losses known by now, each the mean of a step's; `alarm` hears of one that is no number."""
+    def _tell(self, told: Callable[[int, float], None]) -> None:
+        """The training losses known by now, each the mean of a step's, into the record; `told` hears of each."""
         while self.watch.losses:
             step, loss = self.watch.losses.popleft()
             self.record.sample(step, "loss", self.clock.now(), loss)
-            if not math.isfinite(loss):
-                alarm(loss)
+            told(step, loss)

@@ -16,8 +16,6 @@ it heard of that step only then. So there a ticket is taken as many steps later 
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import queue
 from collections import deque
 from pathlib import Path
@@ -28,6 +26,7 @@ import torch
 
 from workbench.engine.collectives import Wire
 from workbench.engine.lane import Lane
+from workbench.engine.mapped import mapped
 
 Ticket = dict[str, Any]  # {"requests": [...]} and nothing else; an empty one is None
 
@@ -36,12 +35,7 @@ class Flag:
     """A number in a small file that the ranks of one host share: rank 0 writes it and all read it."""
 
     def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, 8)
-            self._map = mmap.mmap(fd, 8)
-        finally:
-            os.close(fd)
+        self._map = mapped(path, 8)
         self.number = np.frombuffer(self._map, dtype=np.int64)
 
     def close(self) -> None:

@@ -111,9 +111,9 @@ class Training(Turnable):
             host.at("workers")
             made = await Op("do", self.workers.step) or 1
         else:
-            made = await Op("drive", self.measuring.step(self)) or 1
+            made = await Op("drive", self.finite.step(self.measuring.step(self))) or 1
         host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
-        await Op("do", partial(host.close_step, self._not_finite))
+        await Op("do", partial(host.close_step, self.finite.told))
         self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
         return made
 
@@ -154,7 +154,7 @@ class Training(Turnable):
 
     async def finish(self) -> None:
         await self.leave_opaque()
-        await Op("do", partial(self.host.catch_up, self._not_finite))
+        await Op("do", partial(self.host.catch_up, self.finite.told))
         self.say("stopped" if self.session.stopping else "done")
 
     def before_update(self) -> None:
@@ -218,7 +218,7 @@ class Training(Turnable):
             self.tickets.asked = False
             self._since = since if quiet and self.rank.step else None
         if self.paused and not self.session.stopping:
-            await Op("do", partial(self.host.catch_up, self._not_finite))
+            await Op("do", partial(self.host.catch_up, self.finite.told))
             self.say("paused")
             self._since = None
             while self.paused and not self.session.stopping:
@@ -245,8 +245,10 @@ class Training(Turnable):
                     self.paused, self.credit = True, 0
                 case "resume":
                     self.paused, self.credit = False, 0
+                    self.finite.forget()
                 case "step":
                     self.paused, self.credit = False, int(what.get("n", 1))
+                    self.finite.forget()
                 case "resize":
                     await resize(self, tuple(what["members"]), what.get("id", ""))
                 case "stop":
@@ -254,11 +256,6 @@ class Training(Turnable):
             self.done.append(what.get("id", ""))
             del self.asked[0]
             self.obeyed += what["kind"] == "change"
-
-    def _not_finite(self, loss: float) -> None:
-        self.mark("nan", {"loss": str(loss), "rank": self.rank.id})
-        if self.rank.id == 0:
-            self.inbox.put({"kind": "pause", "id": "nan"})
 
     def close(self) -> None:
         """Gives back all but the wires, which are the session's to close."""

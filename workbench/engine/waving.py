@@ -29,6 +29,7 @@ class Waving(Compute):
             self.losses.append(loss.detach())
             if not falls:
                 self._open[micro] = loss
+            self._look_at_loss(drawn)
         self.ledger.forward(drawn)
         self.paced(1.0)
         self._computed()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.compressors import Compressor, Dense, inside
-from workbench.experiment import arranged, momentum, partitioned, rates, sharding
+from workbench.experiment import arranged, finite, momentum, partitioned, rates, sharding
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
 from workbench.partitions import Partition, Whole
@@ -53,6 +53,8 @@ class Experiment:
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
     on_death: str = knob("end", choices=("end", "go on"), doc=DEATH)
+    on_nan: str = knob("auto", choices=finite.ACTIONS, doc=finite.ON_NAN)
+    diverged: float = knob(10.0, 0.0, 1e6, log=True, doc=finite.DIVERGED)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class Experiment:
             )
         if reason := good.optimizer.refuses():
             raise KnobError(reason)
-        if reason := momentum.refused(good) or sharding.refused(good):
+        if reason := momentum.refused(good) or sharding.refused(good) or finite.refused(good):
             raise KnobError(reason)
         if reason := arranged.refused_algorithm(good.fabric.algorithm, good.strategy):
             raise KnobError(reason)

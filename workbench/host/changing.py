@@ -22,6 +22,7 @@ class Changing(Protocol):
     ledger: Any  # its Ledger
     flow: Any  # its Flow
     steering: Any  # its Steering
+    finite: Any  # its Finite
     spread: Spread | None  # how a replica lies on several ranks
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.host import changes, handover, meeting, residual
 from workbench.host.evaluating import Evaluated
+from workbench.host.finite import Finite
 from workbench.host.flow import Flow
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
@@ -45,6 +46,7 @@ class Life(Outliving, Ordering):
     reading: Reading
     flow: Flow
     steering: Steering
+    finite: Finite
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0

@@ -26,6 +26,7 @@ from workbench.host.together import computing, slice_of
 from workbench.partitions import Partition, Whole
 from workbench.rank import Memory
 from workbench.settings import KnobError
+from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
 
@@ -95,7 +96,8 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
             except Exception as error:
                 raise KnobError(
                     f"partition={type(way).__name__}: when ranks meet in a pass cannot be told, for the model does not "
-                    f"run on the meta device ({error}); take a task whose model does, or train it on real ranks"
+                    f"run on the meta device ({text_of(error)}); take a task whose model does, or train it on real "
+                    f"ranks"
                 ) from error
     return made[key]
 

@@ -21,6 +21,7 @@ from workbench.host.piece import micro_batches
 from workbench.host.splitting import Split
 from workbench.host.together import computing, slice_of
 from workbench.settings import KnobError
+from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
 Shares = tuple[float, ...]
@@ -69,8 +70,8 @@ def _tried(e: Experiment, learner: Learner, split: Split | None) -> Shares:
         raise
     except Exception as error:
         raise KnobError(
-            f"checkpoint={what}: tried on one batch, a unit cannot be computed again: {error}; let no unit write into "
-            f"what it is given, or take checkpoint=none"
+            f"checkpoint={what}: tried on one batch, a unit cannot be computed again: {text_of(error)}; let no unit "
+            f"write into what it is given, or take checkpoint=none"
         ) from error
     shares = tuple((b - a) / (forward or 1.0) for (forward, a), (_, b) in zip(plain, again, strict=True))
     if what == "attention" and not any(shares):

@@ -19,6 +19,7 @@ from typing import Any
 from workbench.host.changes import refused
 from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolve, to_plain
+from workbench.settings.said import said
 
 FAILURES = (Exception, SystemExit)  # of a policy; the process is not its to end, but KeyboardInterrupt is a person's
 
@@ -89,8 +90,7 @@ class Steering:
         try:
             at = int(policy.next_look(self.run.experiment, after))
         except FAILURES as error:
-            name = f"{type(error).__name__}: {error}"
-            self._say("next_look", f"its next_look failed with {name}; it looks every {policy.look_every} steps")
+            self._say("next_look", f"its next_look failed with {said(error)}; it looks every {policy.look_every} steps")
             at = max(after, 0) + policy.look_every
         return max(at, after + 1)
 
@@ -183,7 +183,7 @@ class Steering:
             return json.dumps(wanted)
         except FAILURES as error:
             text = (
-                f"{name} failed at step {seen.step} with {type(error).__name__}: {error}; it is put off, and training "
+                f"{name} failed at step {seen.step} with {said(error)}; it is put off, and training "
                 f"goes on without it; policy.paused=false lets it try again"
             )
             self._say(text, text, named=True)

@@ -15,6 +15,7 @@ from workbench.host.piece import Piece, micro_batches
 from workbench.host.spread import Spread
 from workbench.host.trying_slices import check_slices
 from workbench.settings import KnobError
+from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
 Again = Callable[[Callable[[], Tensor]], Tensor]
@@ -47,7 +48,7 @@ def check_parts(model: nn.Module, learner: Learner, batch: Any, said: str) -> No
         with _untouched(model) as again:
             whole, pieces, calls = _composed(again, model, parts, learner, batch)
     except Exception as error:
-        raise KnobError(f"{said}: tried on one batch, the model part by part fails: {error}") from error
+        raise KnobError(f"{said}: tried on one batch, the model part by part fails: {text_of(error)}") from error
     _require_once(calls, said, "it is passed part by part once")
     _compare(float(whole), float(pieces), said)
 
@@ -147,6 +148,6 @@ def _failed(model: nn.Module, error: Exception) -> str:
     if next(model.parameters()).is_meta:
         return (
             f"partition=Pipeline: what stages hand on cannot be told, for the model does not run on the meta device "
-            f"({error}); take a task whose model does, or real=True"
+            f"({text_of(error)}); take a task whose model does, or real=True"
         )
-    return f"partition=Pipeline: tried on one batch, a stage fails: {error}"
+    return f"partition=Pipeline: tried on one batch, a stage fails: {text_of(error)}"

@@ -19,6 +19,7 @@ from workbench.host.crew import together
 from workbench.host.splitting import Split
 from workbench.host.together import computing, slice_of
 from workbench.settings import KnobError
+from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
 NEAR = {True: 1e-6, False: 2e-2}  # in double precision or not: so far a gradient of slices may be, of its length
@@ -54,7 +55,7 @@ def check_slices(model: nn.Module, learner: Learner, split: Split, batch: Any) -
         try:
             found = together(works)
         except Exception as error:
-            raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {error}") from error
+            raise KnobError(f"partition=Tensor: tried on one batch, a rank's slices fail: {text_of(error)}") from error
     _compare(split, loss, whole, [one[0] for one in found], [one[1] for one in found], double)
 
 
@@ -70,7 +71,8 @@ def _whole(twin: nn.Module, learner: Learner, batch: Any) -> tuple[bool, tuple[f
     try:
         return False, _learned(twin, learner, batch), batch
     except Exception as error:
-        raise KnobError(f"partition=Tensor: tried on one batch on the CPU, the model itself fails: {error}") from error
+        said = f"partition=Tensor: tried on one batch on the CPU, the model itself fails: {text_of(error)}"
+        raise KnobError(said) from error
 
 
 def _learned(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dict[str, Tensor]]:

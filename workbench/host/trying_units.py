@@ -17,6 +17,7 @@ from workbench.host.part import place, smaller
 from workbench.host.trying_slices import on_cpu
 from workbench.rank import Units
 from workbench.settings import KnobError
+from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
 STIR = 0.02  # added to each parameter: a layer that begins as zero would hide what those before it do
@@ -60,8 +61,8 @@ def _try(learner: Learner, units: list[Units], batch: Any, seed: int) -> None:
             loss()
         except Exception as error:
             raise KnobError(
-                f"tried on one batch, a sub-model fails: {error}; let the model take its sizes from what a layer "
-                f"returns, and name no layer whose outputs others read, too"
+                f"tried on one batch, a sub-model fails: {text_of(error)}; let the model take its sizes from what a "
+                f"layer returns, and name no layer whose outputs others read, too"
             ) from error
     if abs(whole - other) > NEAR[double] * abs(whole):
         raise KnobError(

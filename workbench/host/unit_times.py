@@ -16,6 +16,7 @@ from workbench.host.meetings import Passes
 from workbench.host.meta import outline
 from workbench.host.piece import micro_batches
 from workbench.settings import KnobError
+from workbench.settings.said import text_of
 from workbench.tasks import Learner
 
 WARM = 3  # passes before those that are timed
@@ -59,7 +60,7 @@ def unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[Unit, ...]
     except Exception as error:
         raise KnobError(
             f"partition={type(e.partition).__name__}: the model's parts cannot be timed one by one, for one fails: "
-            f"{error}; give the times (`times=`), or the task other `parts`"
+            f"{text_of(error)}; give the times (`times=`), or the task other `parts`"
         ) from error
     finally:
         torch.set_num_threads(threads)
@@ -84,7 +85,7 @@ def handed_on(e: Experiment, learner: Learner) -> tuple[int, ...]:
     except Exception as error:
         raise KnobError(
             f"partition={type(e.partition).__name__}: what the model's parts hand on cannot be told, for they do not "
-            f"run on the meta device ({error}); take a task whose model does"
+            f"run on the meta device ({text_of(error)}); take a task whose model does"
         ) from error
 
 

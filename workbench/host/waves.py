@@ -14,6 +14,7 @@ from workbench.host.cutting import instead, parts_of, through, weight
 from workbench.host.piece import Handed, entering
 from workbench.rank import StrategyError
 from workbench.settings import KnobError
+from workbench.settings.said import text_of
 
 _WRITTEN = "leaf Variable that requires grad"  # what torch says of who writes into where a graph begins
 
@@ -81,7 +82,7 @@ class Waves:
         try:
             made = self._through(risen.batch, x, piece, of)
         except RuntimeError as error:
-            if entry is None or _WRITTEN not in str(error):
+            if entry is None or _WRITTEN not in text_of(error):
                 raise
             raise StrategyError(
                 f"piece {piece} of {of} writes into what it is handed: let it compute x = x + y instead of x += y, or "

@@ -13,6 +13,7 @@ from workbench.experiment import Experiment
 from workbench.host import changes, meeting, residual
 from workbench.host.counted import Counted
 from workbench.host.evaluating import Evaluated
+from workbench.host.finite import Finite
 from workbench.host.ledger import Ledger
 from workbench.host.measuring import Measuring
 from workbench.host.momentum import stilled
@@ -28,6 +29,7 @@ from workbench.sim.evaluation import taken
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
 from workbench.sim.known import Known
+from workbench.sim.world import Stopped
 from workbench.tasks import at_rate, rate
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Session(Turnable):
         )
         self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts(), body.away)
         self.reading = self.host.reading = body.reading = Reading(self, None, listens=world.real)
+        self.finite = body.finite = Finite(self, self._alarmed)
         self.background: Fiber | None = None
         self.host.ended = self._ended
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
@@ -118,16 +121,27 @@ class Session(Turnable):
         if strategy.workers > 1:
             await self._all_workers()
         else:
-            made = await Op("drive", self.measuring.step(self))
+            made = await Op("drive", self.finite.step(self.measuring.step(self)))
         if (costs := self.world.costs) is not None and costs.between:
             await Op("stand", costs.between)
         if said := host.pace_said():
             self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
         if losses := self.body.losses:
-            host.note("loss", sum(losses) / len(losses))
+            host.note("loss", loss := sum(losses) / len(losses))
             losses.clear()
+            self.finite.told(self.rank.step, loss)
         return made or 1
+
+    def _alarmed(self, does: str) -> None:
+        """A loss is no number, or has run away. There is nobody to wait for, so it goes on unless it is to stop."""
+        if does == "stop":
+            raise Stopped
+
+    def stopped(self) -> None:
+        """The simulation ended before its last step."""
+        self.say("stopped")
+        self.mark("end", {"rank": self.rank.id, "state": "stopped"})
 
     @property
     def reorders(self) -> bool:

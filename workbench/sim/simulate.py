@@ -16,6 +16,7 @@ from workbench.host.repartition import able
 from workbench.rank import StrategyError
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError
+from workbench.settings.said import text_of
 from workbench.sim.alike import unlike
 from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
@@ -92,7 +93,7 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
             sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
             world.run(sessions)
         except (RuntimeError, NotImplementedError) as error:
-            if real or "meta" not in str(error):
+            if real or "meta" not in text_of(error):
                 raise
             raise StrategyError(
                 f"sizes only: {experiment.strategy} or {experiment.compressor} looks at the values of a tensor, which "

@@ -54,6 +54,7 @@ class Tensors(Portion):
         self.losses: list[float] = []
         self.ledger: Any = None  # its session's
         self.reading: Any = None  # its session's
+        self.finite: Any = None  # its session's
         self._open: dict[tuple[str, int], Tensor] = {}  # losses whose backward is to come, by worker and micro-batch
         self._worker = ""
         self._looked: dict[str, Any] = {}  # by worker, the batch of its next forward, whose rows were looked up
@@ -153,6 +154,7 @@ class Tensors(Portion):
         self.losses.append(float(loss.detach()))
         self.curvature.forward(inputs)
         self.ledger.forward(inputs)
+        self._look_at_loss(loss, inputs)
         return loss.detach()
 
     def rise(self, waves: Waves, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
@@ -164,8 +166,13 @@ class Tensors(Portion):
             self.losses.append(float(loss.detach()))
             if not falls:
                 self._open[self._worker, micro] = loss
+            self._look_at_loss(loss, batch)
         self.ledger.forward(batch)
         return None if loss is None else loss.detach()
+
+    def _look_at_loss(self, loss: Tensor, batch: Any) -> None:
+        with self._own_randomness():
+            self.finite.passed(loss.detach(), batch)
 
     def opened(self) -> Iterable[Tensor]:
         """What backward is still to be asked of."""

@@ -20,6 +20,10 @@ AT_ONCE = 500_000  # things that happen at one time, and more per rank, before t
 PER_RANK = 2_000
 
 
+class Stopped(BaseException):
+    """A rank ends the simulation before its last step, for all: `on_nan` says so."""
+
+
 class World:
     """All that the ranks of one simulation have in common.
 
@@ -56,6 +60,13 @@ class World:
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
         self.lives += [Fiber(s.host, _counted(self, s.live()), "step") for s in sessions]
+        try:
+            self._live()
+        except Stopped:
+            for session in sessions:
+                session.stopped()
+
+    def _live(self) -> None:
         for fiber in self.lives:
             fiber.resume(None)
         self._happen()

@@ -35,6 +35,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     periodic:   ranks may differ between rounds; the canonical state is their mean
     exchanges:  "gradients", "moments", "displacements" or "parameters"; compressors act on all but the last
     clips:      when `update` is asked for, all gradients that it uses are there, so their norm can be told and limited
+    skips:      what it remembers has nothing of a step's gradients when that step's update is left out
     plain:      on one rank its step is the optimizer's and no more (no outer momentum, no moments of its own)
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     sees_all:   its step goes by all gradients of a replica, or by its examples, so a rank must be a whole replica
@@ -49,6 +50,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     periodic: ClassVar[bool] = False
     exchanges: ClassVar[str] = "gradients"
     clips: ClassVar[bool] = True
+    skips: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     opaque: ClassVar[bool] = False
     sees_all: ClassVar[bool] = False

@@ -85,6 +85,7 @@ class KFAC(Strategy):
 
     plain: ClassVar[bool] = False
     sees_all: ClassVar[bool] = True
+    skips: ClassVar[bool] = False  # a batch is in the factors before its update
     own: ClassVar[dict[str, str]] = {
         "inputs*": "drop", "outputs*": "drop", "folded": "drop", "inverted": "drop", "layers": "drop",
         "steps": "drop",

@@ -1,0 +1,252 @@
+"""An error's cause is never lost, whatever its `__str__` does: every place that puts an error of others into words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import ended, experiment, live, mse, toy
+from tests.waiting import until
+from workbench.cluster import launch, worker
+from workbench.cluster.capture import Capture
+from workbench.cluster.changes import Changes
+from workbench.cluster.errors import RankError
+from workbench.cluster.live import Live
+from workbench.cluster.place import ClusterError
+from workbench.cluster.relay import Relay
+from workbench.cluster.steady import Steady
+from workbench.cluster.worker import Bench
+from workbench.experiment import Experiment
+from workbench.run import Run
+from workbench.settings import KnobError
+from workbench.settings.said import LONGEST, LONGEST_TRACEBACK, said, speaks, text_of, traceback_of
+
+
+class Words(str):
+    """A text of a class of its own, which nobody may ask anything."""
+
+    def __format__(self, how: str) -> str:
+        raise SystemExit
+
+    def __len__(self) -> int:
+        raise SystemExit
+
+
+class Evil(RuntimeError):
+    """Says what `how` makes it say, if anything."""
+
+    def __init__(self, how: str = "exit") -> None:
+        super().__init__(how)
+
+    def __str__(self) -> str:
+        match self.args[0]:
+            case "exit":
+                raise SystemExit(3)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "no text":
+                return 5  # type: ignore[return-value]
+            case "long":
+                return "head" + "x" * 100_000_000 + "tail"
+            case "own text":
+                return Words("mine")
+            case "half a letter":
+                return "a\ud800b"
+        raise ValueError
+
+    __repr__ = __str__
+
+
+HOW = {
+    "exit": "it cannot be put into words: its __str__ raised SystemExit",
+    "interrupt": "it cannot be put into words: its __str__ raised KeyboardInterrupt",
+    "no text": "it cannot be put into words: its __str__ raised TypeError",
+    "own text": "mine",
+    "half a letter": "a\\ud800b",
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_an_error_is_put_into_words_whatever_its_str_does(how: str) -> None:
+    assert text_of(Evil(how)) == HOW[how] and type(text_of(Evil(how))) is str
+    assert said(Evil(how)) == f"Evil: {HOW[how]}" and not speaks(Evil(how))
+    assert said(ValueError()) == "ValueError" and speaks(ValueError("plain")) and not speaks(SystemExit("plain"))
+
+
+def test_of_a_hundred_megabytes_the_beginning_and_the_end_are_kept() -> None:
+    text = text_of(Evil("long"))
+    assert len(text) < 2 * LONGEST + 100 and text.startswith("headxxx") and text.endswith("xxxtail")
+    assert "99980008 letters left out" in text
+    try:
+        raise Evil("long")
+    except Evil as error:
+        found = traceback_of(error)
+    assert len(found) < LONGEST + LONGEST_TRACEBACK + 100 and 'raise Evil("long")' in found
+
+
+def test_the_name_of_a_class_is_its_own_whatever_that_says() -> None:
+    class Meta(type):
+        @property
+        def __name__(cls) -> str:  # type: ignore[override]
+            raise SystemExit
+
+    assert said(Meta("Odd", (RuntimeError,), {})("text")) == "Odd: text"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", [*HOW, "long"])
+def test_a_rank_that_fails_names_the_cause(how: str) -> None:
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("rank 1"):
+            raise Evil(how)
+        return mse(model, pair)
+
+    sessions = live(experiment(2, 4, task=toy(loss=loss)))
+    ended(sessions)
+    (cause,) = [s.error for s in sessions if s.error and not s.error["consequence"]]
+    assert (cause["rank"], cause["type"], cause["op"]) == (1, "Evil", "forward")
+    assert cause["text"] == HOW.get(how, cause["text"]) and "raise Evil(how)" in cause["traceback"]
+    assert len(json.dumps(cause)) < 200_000 and sessions[1].phase == "failed"
+
+
+@pytest.mark.ranks
+def test_an_error_that_lets_nobody_take_its_traceback_or_says_what_a_lost_peer_would_is_still_the_cause() -> None:
+    class Stubborn(RuntimeError):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if value is None:
+                raise SystemExit
+            super().__setattr__(name, value)
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        if threading.current_thread().name.startswith("rank 1"):
+            raise Stubborn("Connection closed by peer, and timed out")
+        return mse(model, pair)
+
+    sessions = live(experiment(2, 4, task=toy(loss=loss)))
+    ended(sessions)
+    found = RankError([{"t": 1.0 - s.rank.id, **s.error} for s in sessions if s.error])
+    assert (found.rank, found.type, found.ranks, found.freed) == (1, "Stubborn", [1], [0])
+
+
+def bench() -> Bench:
+    """An engine's end without its sockets."""
+    made = Bench.__new__(Bench)
+    made.session, made.trouble, made.learned = None, "", []
+    return made
+
+
+class Unpickled:
+    def __reduce__(self) -> Any:
+        return _raise, ("exit",)
+
+
+def _raise(how: str) -> None:
+    raise SystemExit(how)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_an_engine_s_line_answers_with_what_failed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Bench, blob: bytes) -> None:
+        raise Evil(how)
+
+    monkeypatch.setattr(Bench, "on_hurry", fails)
+    answer = json.loads(bench()._reply({"number": 3, "what": "hurry"}, b"")[0])
+    assert answer == {"number": 3, "error": f"Evil: {HOW[how]}"}
+    made = bench()
+    made._stumbled(Evil(how))
+    assert made.trouble == f"Evil: {HOW[how]}"
+
+
+def test_a_class_from_a_cell_may_exit_while_it_is_unpickled_and_the_line_answers() -> None:
+    blob = cloudpickle.dumps(Unpickled())
+    answer = json.loads(bench()._reply({"number": 3, "what": "learn"}, blob)[0])
+    assert answer == {"number": 3, "error": "SystemExit: exit"}
+
+
+def test_what_an_engine_could_not_begin_with_is_said_in_words_that_ipyparallel_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(job: Any, blob: bytes) -> None:
+        raise Evil
+
+    made = bench()
+    made.begin = fails  # type: ignore[method-assign]
+    monkeypatch.setattr(worker, "_bench", made)
+    with pytest.raises(RuntimeError, match="Evil: it cannot be put into words: its __str__ raised SystemExit"):
+        worker.begin({}, b"")
+
+
+@pytest.mark.parametrize("error", [Evil("exit"), Evil("interrupt"), SystemExit(3)])
+def test_a_thread_that_others_wait_for_outlives_it(error: BaseException) -> None:
+    over, looks, told = threading.Event(), [], []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) < 3:
+            raise error
+
+    it = Steady("steady", look, over, lambda e: told.append(said(e))).start()
+    assert until(lambda: len(looks) > 3, 5)
+    over.set()
+    assert it.join(5) and told == [said(error)] * 2
+
+
+def following() -> Live:
+    return Live(Run({}, live=True), Any, Changes(Experiment(ranks=2), []), "g")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_run_is_over_and_its_notes_say_why(how: str) -> None:
+    it = following()
+    it.note(Evil(how))  # type: ignore[arg-type]
+    it.end("failed", Evil(how))
+    assert it.over.is_set() and it.notes[-1] == it.notes[0] == f"Evil: {HOW[how]}"
+
+
+def test_what_cannot_be_sent_is_said_and_the_relay_keeps_it() -> None:
+    class Unsendable:
+        def __reduce__(self) -> Any:
+            raise Evil
+
+    with pytest.raises(ClusterError, match="cannot be sent to the engines: Evil: it cannot be put into words"):
+        launch._pickled(Unsendable())
+    relay = Relay.__new__(Relay)
+    relay.errors = []
+    relay._wrong(Evil())  # type: ignore[arg-type]
+    assert relay.errors == [f"Evil: {HOW['exit']}"]
+
+
+def test_a_model_that_fails_on_trial_is_refused_with_what_it_says() -> None:
+    from tests.piped import batches, deep, held_out
+    from workbench import simulate
+    from workbench.partitions import Pipeline
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        raise Evil
+
+    task = toy(model=deep, data=batches, evaluate=held_out, loss=loss)
+    with pytest.raises(KnobError, match="it cannot be put into words: its __str__ raised SystemExit"):
+        simulate(experiment(2, 2, task=task, partition=Pipeline(stages=2), pace=5.0), real=True)
+
+
+def test_a_log_line_that_cannot_be_put_into_words_ends_no_step() -> None:
+    lines: list[tuple[str, str]] = []
+    ends: list[str] = []
+
+    def train() -> None:  # pytest's own handler would raise
+        record = logging.LogRecord("user", logging.WARNING, "cell", 1, "%d examples", ("many",), None)
+        captured._handler.emit(record)
+        ends.append("well")
+
+    with Capture("rank ", lambda stream, text: lines.append((stream, text))) as captured:
+        thread = threading.Thread(target=train, name="rank 0 training")
+        thread.start()
+        thread.join()
+    assert ends == ["well"] and any("%d format" in text for _, text in lines)

@@ -1,0 +1,207 @@
+"""A rank that the system ended for lack of memory is named as that, by whichever counts the system keeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.cluster import boot
+from workbench.cluster.scarcity import MACHINE, Scarcity
+from workbench.engine.mapped import mapped
+
+KILLED = -signal.SIGKILL
+V1, V2 = "4:memory:/lab\n0::/\n", "0::/lab.slice\n"
+FILES = {
+    V1: ("/sys/fs/cgroup/memory/lab/memory.oom_control", "/sys/fs/cgroup/memory/lab/memory.limit_in_bytes"),
+    V2: ("/sys/fs/cgroup/lab.slice/memory.events", "/sys/fs/cgroup/lab.slice/memory.max"),
+}
+
+
+class System(dict[str, str]):
+    """Its files by path."""
+
+    def read(self, path: str) -> str:
+        if path not in self:
+            raise FileNotFoundError(path)
+        return self[path]
+
+    def ended(self, path: str) -> None:
+        """One process more was ended, as the file at `path` counts."""
+        before, after = self[path].split("oom_kill ")
+        self[path] = f"{before}oom_kill {int(after.split()[0]) + 1}\n"
+
+
+def system(cgroups: str = "", **more: str) -> System:
+    files = {"/proc/7/cgroup": cgroups, MACHINE: "nr_free_pages 5\noom_kill 3\n", **more}
+    if cgroups in FILES:
+        count, limit = FILES[cgroups]
+        files |= {count: "low 0\noom 2\noom_kill 1\n", limit: "200000000"}
+    return System(files)
+
+
+def looked(files: System) -> Scarcity:
+    made = Scarcity(files.read)
+    made.look([7])
+    return made
+
+
+@pytest.mark.parametrize("cgroups", [V1, V2])
+def test_a_memory_cgroup_of_either_version_says_so(cgroups: str) -> None:
+    files = system(cgroups)
+    it = looked(files)
+    assert it.words(7, KILLED) == ""
+    files.ended(FILES[cgroups][0])
+    files.ended(MACHINE)
+    assert it.words(7, KILLED).startswith("the system ended it for lack of memory (its cgroup may have 200 MB); take ")
+    assert it.words(7) != "", "of an engine that another kernel started nobody knows the exit code"
+    assert it.words(7, 1) == it.words(7, -signal.SIGTERM) == it.words(8, KILLED) == ""
+
+
+def test_where_only_the_machine_counts_it_was_most_likely_this_one() -> None:
+    files = system()
+    it = looked(files)
+    files.ended(MACHINE)
+    assert "most likely this one; take a smaller batch" in it.words(7, KILLED)
+    it.look([7])
+    assert it.words(7, KILLED) == "", "what was counted before this run is no reason"
+
+
+ODD = System({"/proc/7/cgroup": "nonsense\n4:memory", MACHINE: "oom_kill many\n"})
+
+
+@pytest.mark.parametrize("files", [System(), ODD])
+def test_where_nothing_is_counted_nothing_is_said(files: System) -> None:
+    assert looked(files).words(7, KILLED) == ""
+
+
+def test_no_limit_is_no_number() -> None:
+    files = system(V2)
+    it = looked(files)
+    files.ended(FILES[V2][0])
+    for limit in ("max", str(9223372036854771712)):
+        files[FILES[V2][1]] = limit
+        assert it.words(7, KILLED).startswith("the system ended it for lack of memory; ")
+
+
+def test_a_process_that_wrote_where_there_is_no_room_is_told_what_dev_shm_has() -> None:
+    found = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=0)
+    it = Scarcity(System().read, lambda path: found)  # type: ignore[arg-type, return-value]
+    assert "no room (/dev/shm has 67.1 MB, 0.0 free); give it more" in it.words(7, -signal.SIGBUS)
+
+    def none(path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    assert Scarcity(System().read, none).words(7, -signal.SIGBUS).endswith("for which there was no room")
+
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+EATS = """
+import sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(__import__("os").getpid()))
+print("in", flush=True)
+sys.stdin.readline()
+kept = []
+while True:
+    kept.append(bytearray(10**7))
+"""
+
+
+@pytest.fixture
+def small() -> Any:
+    """A memory cgroup of 60 MB."""
+    made = CGROUP / f"workbench-test-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / "memory.limit_in_bytes").write_text("60000000")
+    except OSError:
+        pytest.skip("no memory cgroup of version 1 can be made here")
+    yield made
+    made.rmdir()
+
+
+def test_a_real_process_that_eats_too_much_is_told_from_one_that_was_killed(small: Path) -> None:
+    for eats in (True, False):
+        command = [sys.executable, "-c", EATS, str(small)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdin and child.stdout and child.stdout.readline() == b"in\n"
+        it = Scarcity()
+        it.look([child.pid])
+        if eats:
+            child.stdin.write(b"go\n")
+            child.stdin.flush()
+        else:
+            child.kill()
+        assert child.wait(30) == KILLED
+        said = it.words(child.pid, KILLED)
+        assert ("its cgroup may have 60 MB" in said) == eats and (said == "") != eats
+        child.stdin.close()
+        child.stdout.close()
+
+
+# -- rooms and descriptors --
+
+
+def test_room_that_ranks_share_is_taken_when_it_is_mapped(tmp_path: Path) -> None:
+    one, two = mapped(tmp_path / "x", 4096), mapped(tmp_path / "x", 4096)
+    one[:2] = b"hi"
+    assert two[:2] == b"hi" and (tmp_path / "x").stat().st_blocks * 512 >= 4096
+    with pytest.raises(OSError, match="8 bytes that ranks share; make room there, or set TMPDIR"):
+        raise_full(tmp_path)
+
+
+def raise_full(path: Path) -> None:
+    import errno
+
+    with pytest.MonkeyPatch.context() as patch:
+        def full(fd: int, at: int, nbytes: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(os, "posix_fallocate", full)
+        mapped(path / "y", 8)
+
+
+FULL = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from workbench.engine.mapped import mapped
+try:
+    block = mapped(Path(sys.argv[2]) / "arrivals", 1 << 20)
+except OSError as error:
+    print(error)
+else:
+    block[:] = bytes(1 << 20)
+"""
+
+
+def test_on_a_real_disk_that_is_full_a_rank_hears_it_in_words_and_is_not_ended(tmp_path: Path) -> None:
+    script = f"mount -t tmpfs -o size=64k none {tmp_path} && exec {sys.executable} -c '{FULL}' {Path.cwd()} {tmp_path}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    if (done.returncode in (1, 32) and "unshare" in done.stderr + done.stdout) or "mount:" in done.stderr:
+        pytest.skip("no file system can be mounted here")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No space left on device: 1048576 bytes that ranks share; make room there" in done.stdout
+
+
+LIMITS = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+from workbench.cluster import boot
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))
+boot.more_descriptors()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize("hard", [2000, 256])
+def test_an_engine_may_have_as_many_descriptors_as_its_user_may(hard: int) -> None:
+    script = LIMITS.format(hard=hard)
+    done = subprocess.run([sys.executable, "-c", script, str(Path.cwd())], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{min(hard, boot.DESCRIPTORS)}\n", done.stderr

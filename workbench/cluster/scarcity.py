@@ -1,0 +1,102 @@
+"""What of an end says that something was scarce: memory, for lack of which the system ends processes, or /dev/shm.
+
+The system tells nobody whom it ended and why, but it counts: for each memory cgroup (version 1 and 2) and for the whole
+machine. Each count is read where there is one. If one has risen while a process was killed, that is the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+CGROUPS = "/sys/fs/cgroup"
+MACHINE = "/proc/vmstat"
+WHAT_WOULD_DO = "take a smaller batch or model, let memory_mb refuse what does not fit, or give it more memory"
+NO_LIMIT = 1 << 60  # bytes: cgroups of version 1 write a huge number where there is none
+
+Read = Callable[[str], str]  # the text of a file; raises OSError where there is none
+
+
+def read_text(path: str) -> str:
+    """A file's text; raises OSError."""
+    return Path(path).read_text(errors="replace")
+
+
+class Scarcity:
+    """The counts of some processes, as they were at a `look`."""
+
+    def __init__(self, read: Read = read_text, room: Callable[[str], os.statvfs_result] | None = None) -> None:
+        self.read = read
+        self._room = room or getattr(os, "statvfs", None)
+        self._before: dict[int, dict[str, int]] = {}  # by process and file
+
+    def look(self, pids: Iterable[int]) -> None:
+        """From now on what is counted concerns these processes, which live."""
+        self._before = {pid: self._counts(pid) for pid in pids}
+
+    def words(self, pid: int, code: int | None = None) -> str:
+        """What was scarce for a process that has ended, with `code` where that is known; "" if nothing shows it."""
+        if code == -signal.SIGBUS:
+            return self._shared_memory()
+        if code is not None and code != -signal.SIGKILL:
+            return ""
+        before = self._before.get(pid, {})
+        risen = [file for file, count in before.items() if self._count(file) > count]
+        own = next((file for file in risen if file != MACHINE), "")
+        if own:
+            return f"the system ended it for lack of memory{self._limit(own)}; {WHAT_WOULD_DO}"
+        if risen:
+            said = "the system has just ended a process of this machine for lack of memory, most likely this one"
+            return f"{said}; {WHAT_WOULD_DO}"
+        return ""
+
+    def _counts(self, pid: int) -> dict[str, int]:
+        found = {file: self._count(file) for file in [*self._files(pid), MACHINE]}
+        return {file: count for file, count in found.items() if count >= 0}
+
+    def _files(self, pid: int) -> list[str]:
+        """Where the memory cgroup of a process counts; in a container its own path may not be seen, but the top is."""
+        try:
+            lines = self.read(f"/proc/{pid}/cgroup").splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            _, _, rest = line.partition(":")
+            which, _, path = rest.partition(":")
+            if "memory" in which.split(","):
+                found += [f"{CGROUPS}/memory{at}/memory.oom_control" for at in (path.rstrip("/"), "")]
+            elif not which:
+                tops = (CGROUPS, f"{CGROUPS}/unified")
+                found += [f"{top}{at}/memory.events" for top in tops for at in (path.rstrip("/"), "")]
+        return list(dict.fromkeys(found))
+
+    def _count(self, file: str) -> int:
+        """Processes ended for lack of memory, as a file counts them; -1 where it does not."""
+        try:
+            words = [line.split() for line in self.read(file).splitlines()]
+            return next((int(line[1]) for line in words if len(line) == 2 and line[0] == "oom_kill"), -1)
+        except (OSError, ValueError):
+            return -1
+
+    def _limit(self, file: str) -> str:
+        """What a cgroup may have, in words."""
+        name = "memory.max" if file.endswith("events") else "memory.limit_in_bytes"
+        try:
+            limit = int(self.read(f"{os.path.dirname(file)}/{name}"))
+        except (OSError, ValueError):
+            return ""
+        return f" (its cgroup may have {limit / 1e6:.0f} MB)" if limit < NO_LIMIT else ""
+
+    def _shared_memory(self) -> str:
+        said = "it wrote to shared memory or a mapped file for which there was no room"
+        try:
+            found = self._room("/dev/shm") if self._room else None  # noqa: S108 (it is asked for its size)
+        except OSError:
+            found = None
+        if found is None:
+            return said
+        whole, free = (n * found.f_frsize / 1e6 for n in (found.f_blocks, found.f_bavail))
+        return f"{said} (/dev/shm has {whole:.1f} MB, {free:.1f} free); give it more, or data loaders no workers"

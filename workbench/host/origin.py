@@ -1,0 +1,154 @@
+"""Which layer a number that is none came from: found afterwards, by computing a batch once more or by what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Found(NamedTuple):
+    """A layer's name in the model ("" where it is no layer, or not known) and why it is that one."""
+
+    layer: str
+    why: str
+
+    def plain(self) -> dict[str, str]:
+        return {"layer": self.layer, "why": self.why}
+
+
+UNKNOWN = Found("", "")
+
+
+def in_forward(model: nn.Module, loss: Loss, batch: Any) -> Found:
+    """The layer that makes a loss of `batch` no number.
+
+    Where parameters are not finite the layer is that which an earlier backward has spoiled first: gradients go back
+    from there to the layers before it. Else it is the first that makes such a number of finite ones, innermost.
+    """
+    called: list[str] = []
+    bad: list[str] = []
+    fed: list[str] = []  # modules that were given what is not finite
+    sound: dict[str, list[bool]] = {}
+
+    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        sound.setdefault(name, []).append(_finite((args, kwargs)))
+        fed.extend([name] * (not sound[name][-1]))
+
+    def leave(name: str, module: nn.Module, _: Any, out: Any) -> None:
+        called.append(name)
+        if sound[name].pop() and not bad and not _finite(out):
+            bad.append(name)
+
+    with _hooked(model, enter, leave), _unchanged(model), torch.no_grad():
+        again = _computed(lambda: loss(model, batch))
+    if (spoiled := in_parameters(model, called)).layer:
+        return spoiled
+    if not _finite(batch):
+        return Found("", "the batch holds numbers that are not finite")
+    if bad:
+        return Found(bad[0], "the first in forward order whose output is not finite")
+    if fed:
+        return Found("", "what the model is given is not finite")
+    if again is None:
+        return Found("", "that batch cannot be computed once more")
+    if _finite(again):
+        return Found("", "the same batch computed once more gives a number")
+    return Found("", "every layer's output is finite, and the loss that is made of them is not")
+
+
+def in_backward(model: nn.Module, loss: Loss, batch: Any) -> Found | None:
+    """The layer whose gradient of `batch` is the first that is not finite, in backward order; None if all are."""
+    called: list[str] = []
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def leave(name: str, *_: Any) -> None:
+        called.append(name)
+
+    def grads() -> Any:
+        return torch.autograd.grad(loss(model, batch), list(named.values()), allow_unused=True)
+
+    with _hooked(model, lambda *_: None, leave), _unchanged(model), torch.enable_grad():
+        found = _computed(grads)
+    wrong = {name for name, g in zip(named, found or (), strict=False) if g is not None and not _finite(g)}
+    return _last(called, wrong, "the first in backward order whose gradient is not finite") if wrong else None
+
+
+def in_gradients(model: nn.Module) -> Found:
+    """The same of the gradients that are there, which may be the sum of all ranks'."""
+    wrong = {name for name, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)}
+    return _last(list(_layers(model)), wrong, "the first in backward order whose gradient, of all ranks, is not finite")
+
+
+def in_parameters(model: nn.Module, called: Iterable[str] = ()) -> Found:
+    """The layer whose parameters an update has spoiled first. called: names of modules in forward order, where known"""
+    wrong = {name for name, p in model.named_parameters() if not _finite(p.detach())}
+    why = "its parameters are not finite, as the first in backward order: a gradient of a step before was not"
+    return _last(list(called) or list(_layers(model)), wrong, why)
+
+
+def _last(called: list[str], wrong: set[str], why: str) -> Found:
+    """Of the layers that hold the parameters `wrong` the one that was called last."""
+    holders = {name.rpartition(".")[0] for name in wrong}
+    if not wrong:
+        return UNKNOWN
+    return Found(next((name for name in reversed(called) if name in holders), sorted(holders)[-1]), why)
+
+
+def _layers(model: nn.Module) -> Iterator[str]:
+    return (name for name, _ in model.named_modules())
+
+
+def _finite(x: Any) -> bool:
+    """Whether all floating-point tensors in `x` are finite, however they are nested."""
+    if isinstance(x, Tensor):
+        return x.is_meta or not (x.is_floating_point() or x.is_complex()) or bool(x.isfinite().all())
+    if isinstance(x, Mapping):
+        return all(map(_finite, x.values()))
+    return all(map(_finite, x)) if isinstance(x, (list, tuple)) else True
+
+
+def _computed(what: Callable[[], Any]) -> Any:
+    """A model that cannot be computed once more has said what it has to say; None then."""
+    try:
+        return what()
+    except Exception:
+        return None
+
+
+@contextmanager
+def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Inside, every module says when it is called and when it has answered, by name."""
+    handles: list[Any] = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(
+                module.register_forward_pre_hook(lambda m, a, k, name=name: enter(name, m, a, k), with_kwargs=True)
+            )
+            handles.append(module.register_forward_hook(lambda m, a, out, name=name: leave(name, m, a, out)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """What is computed inside leaves running statistics and torch's random numbers as they were.
+
+    Nor does autograd notice, which may still have to go back through the forward that is looked at.
+    """
+    state, before = torch.get_rng_state(), [(b, b.clone()) for b in model.buffers()]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(b for b, _ in before)):
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+            with torch.no_grad():
+                for buffer, was in before:
+                    buffer.copy_(was)

@@ -1,0 +1,30 @@
+"""What the marks "nan" and "diverged" say, in words: what a rank met, and in which layer. For notes and views alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NAMES = ("nan", "diverged")  # of the marks
+
+
+def met(name: str, detail: Mapping[str, Any]) -> str:
+    """What a rank met.
+
+    >>> met("nan", {"loss": "nan", "layer": "blocks.1", "why": "the first whose output is not finite"})
+    "the loss is nan, in layer 'blocks.1' (the first whose output is not finite)"
+    >>> met("diverged", {"loss": "500", "best": "1.55"})
+    'the loss is 500, after 1.55 at its best'
+    """
+    if name == "diverged":
+        return f"the loss is {detail.get('loss')}, after {detail.get('best')} at its best"
+    what = f"the loss is {detail['loss']}" if detail.get("loss") else "a gradient is not finite"
+    return what + place(detail)
+
+
+def place(detail: Mapping[str, Any]) -> str:
+    """In which layer, and why it is that one; "" for a record that does not say."""
+    layer, why = detail.get("layer"), detail.get("why")
+    if layer:
+        return f", in layer {str(layer)!r}" + (f" ({why})" if why else "")
+    return f" ({why})" if why else ""
