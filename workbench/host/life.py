@@ -40,7 +40,6 @@ class Life(Outliving, Ordering):
     layout: Any
     state: Any  # what the strategy remembers
     rate: Rate
-    planned: list[Change]
     measuring: Measuring
     ledger: Ledger
     reading: Reading
@@ -114,8 +113,8 @@ class Life(Outliving, Ordering):
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""
         await self.boundary()
-        steps, lockstep = self.experiment.steps, self.experiment.strategy.lockstep
-        return self.ended or (lockstep and 0 < steps <= self.rank.step)
+        e = self.experiment
+        return self.ended or (e.strategy.lockstep and 0 < e.steps <= self.rank.step)
 
     async def boundary(self) -> None:
         """Makes the changes that are due before the next step; ranks that go on apart come together for them."""

@@ -21,6 +21,7 @@ class Outliving:
     """
 
     rollback: Rollback | None = None
+    planned: list[Change]
     taken: list[Change] = []  # noqa: RUF012 (never changed in place)
     obeyed = 0
 
