@@ -176,7 +176,7 @@ class Lab:
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = given.planned(wanted, given.changes(changes))
         require_memory(wanted)
-        self._renew()
+        self.cluster = launch.renewed(self.cluster)
         run = launch.open_run(wanted, out, Run)
         run.secret = secret  # before anybody sees the run
         self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), self._watched)
@@ -188,17 +188,9 @@ class Lab:
         """Does a person see this lab: is a dashboard of it on show, or was in the last ten minutes?"""
         return any(sees() for sees in self.watchers)
 
-    def _renew(self) -> None:
-        """Starts new engines if one was lost or would not leave, if the controller was, or if they never came up."""
-        launch.refuse_closed(self.cluster)
-        if not self.cluster.error and (not self.cluster.ready or self.cluster.healthy):
-            return
-        old = self.cluster
-        old.close()
-        self.cluster = Cluster(old.name, old.ranks, old.device, old.connection).start()
-
     def set(self, path: str, value: Any) -> PendingChange:
         """Sets one knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
+
         `lab.turn` is its old name, which goes on working for one release, as `lab.turns` for `lab.changes`.
         """
         if self.live and self._live:
@@ -226,6 +218,7 @@ class Lab:
 
     def stop(self) -> None:
         """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.
+
         Within 30 s (seven steps, if steps are longer than 3 s) it is over, if need be by ending engines: see `notes`.
         """
         if self.live and self._live:
@@ -237,8 +230,9 @@ class Lab:
             self._going("abort").abort()
 
     def _going(self, what: str) -> Live:
-        if self.live and self._live: return self._live  # noqa: E701
-        raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
+        if not self.live or not self._live:
+            raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
+        return self._live
 
     def _request(self, kind: str, **rest: Any) -> None:
         self._going(kind).order("request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest})

@@ -84,6 +84,15 @@ def refuse_closed(cluster: Cluster, knob: str = "") -> None:
         raise ClusterError(f"{knob}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")
 
 
+def renewed(cluster: Cluster) -> Cluster:
+    """`cluster`, or a new one if an engine was lost or would not leave, the controller was, or they never came up."""
+    refuse_closed(cluster)
+    if not cluster.error and (not cluster.ready or cluster.healthy):
+        return cluster
+    cluster.close()
+    return Cluster(cluster.name, cluster.ranks, cluster.device, cluster.connection).start()
+
+
 def _unwritable(path: Path, error: OSError) -> ClusterError:
     why = error.strerror or str(error)
     return ClusterError(f"nothing can be recorded in {path}: {why}; make room, or name another place with run(out=...)")

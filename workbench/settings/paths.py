@@ -26,7 +26,7 @@ def resolve(thing: Any, path: str) -> tuple[str, Knob]:
         return hits[0], every[hits[0]]
     if hits:
         raise KnobError(f"{path}: could mean any of {', '.join(hits)}; say more of it")
-    near = difflib.get_close_matches(path, every, n=3, cutoff=0.4) or list(every)
+    near = difflib.get_close_matches(path, every, n=3, cutoff=0.4) or [p for p in every if "." not in p] or list(every)
     raise KnobError(f"{path[:100]}: no such knob here; did you mean {', '.join(near)}?")
 
 
