@@ -140,21 +140,21 @@ def test_what_a_hostile_record_holds_as_values_stays_text(tmp_path: Path, monkey
 def test_a_class_of_your_own_is_named_and_found_where_it_is_defined() -> None:
     from workbench.compressors import Cast, ErrorFeedback
 
-    mine = {"ErrorFeedback": {"of": {"OfMyOwn": {"share": 0.5}}}}
+    mine = {"ErrorFeedback": {"of": {"Owned": {"share": 0.5}}}}
     code = as_python(Run({"compressor": mine, "strategy": {"DDP": {"accumulate": 2}}, "lr": 0.5, "steps": 5}))
     assert 'experiment = Experiment.read({\n    "compressor": ' in code
     assert '    "strategy": DDP(accumulate=2),\n' in code
-    assert f'"compressor": {mine},  # OfMyOwn: your own, to be defined before' in code
+    assert f'"compressor": {mine},  # Owned: your own, to be defined before' in code
     with pytest.raises(KnobError, match="no such compressor"):
         experiment_of(code)
 
     @dataclass(frozen=True, kw_only=True)
-    class OfMyOwn(Cast):
+    class Owned(Cast):
         share: float = knob(0.1, 0.0, 1.0, doc="how much")
 
     found = experiment_of(code)
-    assert found.compressor == ErrorFeedback(of=OfMyOwn(share=0.5)) and (found.lr, found.strategy.accumulate) == (0.5, 2)
-    del OfMyOwn, found  # other tests look for members, too
+    assert found.compressor == ErrorFeedback(of=Owned(share=0.5)) and (found.lr, found.strategy.accumulate) == (0.5, 2)
+    del Owned, found  # other tests look for members, too
     gc.collect()
 
 
