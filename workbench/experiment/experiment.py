@@ -17,6 +17,8 @@ from workbench.tasks import ByteGPT, TaskBase
 
 CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
 MEMORY = "memory of each rank's device: what needs more is refused; 0 is no limit"
+EVERY = "a checkpoint every so many steps, written beside the training; 0 only when one is asked for"
+KEEP = "the newest checkpoints that are kept, besides the best one and those that were asked for"
 MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
 
 
@@ -52,6 +54,8 @@ class Experiment:
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
+    checkpoint_every: int = knob(0, 0, 10**6, unit="steps", doc=EVERY)
+    checkpoint_keep: int = knob(2, 1, 1000, doc=KEEP)
 
     def __post_init__(self) -> None:
         if self.policy is None:

@@ -19,6 +19,7 @@ from workbench.host.ordering import Ordering
 from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.saved.saving import Save, Saving
 from workbench.host.spread import Spread
 from workbench.host.steering import Look, Steering
 from workbench.host.trial import Trial
@@ -44,6 +45,8 @@ class Life(Ordering):
     reading: Reading
     flow: Flow
     steering: Steering
+    saving: Saving
+    held_out: float | None = None  # the last one
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
@@ -68,8 +71,10 @@ class Life(Ordering):
     async def live(self) -> None:
         """From the first evaluation to the last step."""
         await self.lay_out()
+        await self.saving.regain()
         self.steering.begin()
         await self.evaluate(together=True)
+        self.saving.begin()
         self.say("running")
         self.ledger.stir()
         self.go_on()
@@ -95,6 +100,7 @@ class Life(Ordering):
         if self.experiment.partition.recompute[0] != "none":
             changes.note_again(self)  # type: ignore[arg-type]
         await self.order_ahead()
+        await self.saving.order()
         await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
         await self.reading.shard()
         self._laid = True
@@ -125,12 +131,16 @@ class Life(Ordering):
             self.go_on()
 
     async def obey(self, change: Change) -> bool:
-        """Makes one change, or refuses it in words; or asks the policy. Was something made?"""
+        """Makes one change, or refuses it in words; or asks the policy; or makes a checkpoint. Was something made?"""
+        if isinstance(change, Save):
+            await self.saving.due(change)
+            return False
         if isinstance(change, Look):
             made = await self.steering.look(change)
         else:
             made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
         self.ledger.stir()
+        self.saving.plan()
         return made
 
     async def step(self) -> None:
@@ -179,6 +189,7 @@ class Life(Ordering):
         self.span("eval", "evaluate", began)
         if drift is not None:
             self.sample("drift", drift)
+        self.held_out = numbers.get("loss", self.held_out)
         for name, value in numbers.items():
             self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
 
@@ -204,6 +215,21 @@ class Life(Ordering):
     @abstractmethod
     def drawn(self) -> int:
         """How many batches this rank has drawn."""
+
+    @property
+    @abstractmethod
+    def reads(self) -> Any:
+        """The Batches that this rank learns from."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> Any:
+        """How random numbers of this rank's forwards go on; `draw_on` has them go on so."""
+
+    @property
+    @abstractmethod
+    def crowd(self) -> Any:
+        """`at` of its Together, if it has slices of the model; `join_crowd` puts it there."""
 
     @property
     @abstractmethod

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from workbench.settings import short
 
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
-COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup")
+COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "checkpoint_every",
+          "checkpoint_keep")  # fmt: skip
 
 
 class Rule(NamedTuple):
