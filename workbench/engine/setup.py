@@ -28,7 +28,7 @@ from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum, partitioned, sharding
 from workbench.host import repartition
-from workbench.host.batches import Batches, example
+from workbench.host.batches import Batches, Chance, example, numbers
 from workbench.host.counted import Counted
 from workbench.host.layout import Layout
 from workbench.host.ledger import Ledger
@@ -38,6 +38,7 @@ from workbench.host.narrowing import Narrowing
 from workbench.host.offload import LANES
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.saved.saving import Saving
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
 from workbench.host.steering import Overheard, Steering
@@ -85,6 +86,7 @@ class Parts(Life):
         self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
         self.meeting = Meeting(self)
         self.state: Any = None
+        self.saving = Saving(self, session.keeper(self), session.saved())
         self.measuring = Measuring()
         self.paused, self.credit = False, 0
         self.pocket: list[dict[str, Any]] | None = None
@@ -126,6 +128,25 @@ class Parts(Life):
     def example(self, wanted: Experiment) -> Any:
         """A batch, the same on all ranks, that training does not miss."""
         return example(self.learner, wanted, self.session.device)
+
+    @property
+    def reads(self) -> Batches:
+        return self.batches
+
+    @property
+    def draws(self) -> Any:
+        return numbers()
+
+    def draw_on(self, states: Any) -> None:
+        Chance(states).begin()
+
+    @property
+    def crowd(self) -> Any:
+        return self.host.together.at if self.host.together is not None else None
+
+    def join_crowd(self, at: Any) -> None:
+        if at is not None and self.host.together is not None:
+            self.host.together.at = at
 
     def restart_data(self) -> None:
         self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))

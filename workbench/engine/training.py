@@ -42,6 +42,8 @@ class Training(Turnable):
         self.set_fabric(None, self.experiment)
         residual.begin(self)
         changes.note_idle(self)
+        if self.saving.saved is not None:
+            self.saving.saved.begin(self)
         self.enter(None, self.experiment)
         if self.experiment.strategy.opaque:
             self.enter_opaque()
@@ -122,6 +124,7 @@ class Training(Turnable):
     async def finish(self) -> None:
         await self.leave_opaque()
         await Op("do", partial(self.host.catch_up, self._not_finite))
+        await Op("do", self.saving.end)
         self.say("stopped" if self.session.stopping else "done")
 
     def before_update(self) -> None:
@@ -207,6 +210,8 @@ class Training(Turnable):
                     self.paused, self.credit = False, 0
                 case "step":
                     self.paused, self.credit = False, int(what.get("n", 1))
+                case "checkpoint":
+                    await self.saving.make(asked=True)
                 case "stop":
                     self.session.stopping = True
 

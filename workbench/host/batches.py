@@ -43,6 +43,10 @@ class Chance:
         """How they go on."""
         return self._mine  # type: ignore[no-any-return]
 
+    def begin(self) -> None:
+        """The process's go on from here, for good."""
+        self._swapped(self._mine)
+
     def __enter__(self) -> None:
         self._theirs = self._swapped(self._mine)
 

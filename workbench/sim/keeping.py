@@ -27,7 +27,7 @@ class Kept:
             images, self._images = [self._images[rank] for rank in range(self._size)], {}
             path = written(self._folder, images, about | {"held_out": session.world.sessions[0].held_out})
             checkpoints.prune(self._folder, session.experiment.checkpoint_keep)
-            session.mark("saved", {"path": str(path), "step": image.step, "text": f"a checkpoint is in {path}"})
+            session.mark("saved", {"path": str(path), "step": about["step"], "text": f"a checkpoint is in {path}"})
 
 
 class _Mine:
@@ -41,10 +41,13 @@ class _Mine:
     def keep(self, image: Image, about: dict[str, Any]) -> None:
         self._kept.take(self._session, image, about)
 
+    def close(self, patience: float | None = None) -> None:
+        """Nothing is under way."""
+
 
 def written(folder: Path, images: list[Image], about: dict[str, Any]) -> Path:
     """Makes a checkpoint of these images, by rank. Raises OSError."""
-    draft = Draft(folder, images[0].step)
+    draft = Draft(folder, about["step"])
     draft.begin()
     try:
         found = [filing.pieces(image) for image in images]

@@ -27,7 +27,7 @@ from workbench.host.spread import placed
 class Item(NamedTuple):
     """A dense tensor of one rank, (n,) in the host's memory.
 
-    name:  what it is, or is part of: "model/NAME", "optimizer/exp_avg/NAME"; "" where it is this rank's own
+    name:  what it is, or is part of: "model.NAME", "optimizer.exp_avg/NAME"; "" where it is this rank's own
     shape: of all of that; boxes: where in it the elements lie, in their order
     """
 
@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Image:
-    """step: the next one to be made. items: its tensors; said: all else, with numbers of items where tensors are."""
+    """step: the next one that the rank makes. items: its tensors; said: all else, with numbers of items where tensors are."""
 
     step: int
     items: list[Item] = field(default_factory=list)
@@ -68,9 +68,10 @@ def taken(run: Any) -> Image:
     """All that `run`'s rank holds, whose strategy has nothing under way. Raises Unkept for what cannot be written."""
     image = Image(run.rank.step)
     said = image.said
-    said["parameters"] = {name: image.add(f"model/{name}", x, *place) for name, x, place in parameters(run)}
-    said["beside"] = {name: image.add(f"model/{name}", x, tuple(x.shape)) for name, x in beside(run)}
-    said["slots"] = {name: [image.add(f"optimizer/{name}", x, *place), list(x.shape), x.device.type]
+    said["step"] = image.step
+    said["parameters"] = {name: image.add(f"model.{name}", x, *place) for name, x, place in parameters(run)}
+    said["beside"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x in beside(run)}
+    said["slots"] = {name: [image.add(f"optimizer.{name}", x, *place), list(x.shape), x.device.type]
                      for name, x, place in _slots(run)}  # fmt: skip
     said["order"] = [place.name for place in run.layout.order]
     state, optimizer = run.optimizer.state, run.optimizer

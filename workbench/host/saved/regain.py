@@ -29,8 +29,8 @@ class Regained:
     tensor: the tensor of a number, flat where it was written in several pieces
     """
 
-    def __init__(self, path: str, step: int, kind: str, said: Mapping[str, Any], tensor: Callable[[int], Tensor]) -> None:
-        self.path, self.step, self.whole, self.said, self.tensor = path, step, kind == "whole", said, tensor
+    def __init__(self, path: str, kind: str, said: Mapping[str, Any], tensor: Callable[[int], Tensor]) -> None:
+        self.path, self.whole, self.said, self.tensor = path, kind == "whole", said, tensor
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -51,7 +51,8 @@ class Regained:
 
     def begin(self, run: Any) -> None:
         """Before the first strategy takes over: the step, and of a whole image all that every rank is to hold."""
-        run.rank.step = self.step
+        with self.refusing():
+            run.rank.step = int(self.said["step"])
         if self.whole:
             with self.refusing(), torch.no_grad():
                 _values(run, self)
@@ -74,6 +75,7 @@ class Regained:
     async def take(self, run: Any) -> None:
         """All that the rank held is put where it belongs; random numbers come last, by `settle`."""
         e, reader = run.experiment, self.reader(run)
+        await e.strategy.recall(run.rank.replicas, run.state)
         if e.strategy.opaque:
             await run.leave_opaque()
         with self.refusing(), torch.no_grad():
@@ -193,4 +195,4 @@ def regained(checkpoint: Any, files: Any, rank: int) -> Regained:
                 if blob.nbytes else torch.zeros(blob.sizes, dtype=getattr(torch, blob.dtype)) for blob in found]  # fmt: skip
         return read[0] if len(read) == 1 else torch.cat([x.reshape(-1) for x in read])
 
-    return Regained(str(checkpoint.path), checkpoint.step, checkpoint.kind, mine["said"], tensor)
+    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], tensor)

@@ -15,6 +15,7 @@ from workbench.host.pipelining import drained
 from workbench.host.saved.image import Image, taken
 from workbench.host.saved.regain import Regained
 from workbench.host.saved.tree import Unkept
+from workbench.rank import Op
 from workbench.settings import Change
 
 
@@ -32,6 +33,7 @@ class Keeper(Protocol):
     @property
     def busy(self) -> bool: ...
     def keep(self, image: Image, about: dict[str, Any]) -> None: ...
+    def close(self, patience: float | None = None) -> None: ...
 
 
 class Saving:
@@ -82,6 +84,11 @@ class Saving:
             self._next = Save(at)
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
+    def end(self) -> None:
+        """The run ends: waits until what is being written is there."""
+        if self.keeper is not None:
+            self.keeper.close()
+
     async def due(self, save: Save) -> None:
         """All ranks are here: makes the one that was planned."""
         if save is self._next:
@@ -92,9 +99,15 @@ class Saving:
     async def make(self, asked: bool) -> None:
         """Makes a checkpoint of this moment, or says why not. asked: by a person, so that it is never pruned"""
         run = self.run
-        if run.layout.order[0].param.is_meta or run.rank.step == self._last or (self.keeper is None and not asked):
+        if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
+            return
+        step = (await run.gather(run.rank.step))[0]
+        if step == self._last:
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.busy)
+        if 2 in able and 0 not in able and (asked or step == run.experiment.steps):  # it is worth waiting for
+            await Op("do", self.end)
+            able = [1]
         if self.keeper is None or set(able) != {1}:
             missing = "there is no run directory to keep it in"
             busy = "the one before it is still being written; raise checkpoint_every"
@@ -104,10 +117,10 @@ class Saving:
         refusing = await run.gather(int(image is None))
         if image is None or any(refusing):
             return self._refuse(reason or "another rank cannot") if run.rank.id == refusing.index(1) else None
-        self._last = image.step
-        run.ledger.surge(image.nbytes)
-        run.sample("checkpoint_copy", run.now - began)
-        self.keeper.keep(image, self._about(asked))
+        self._last = step
+        run.sample("checkpoint_copied", run.now - began)
+        run.sample("checkpoint_bytes", image.nbytes)
+        self.keeper.keep(image, self._about(asked, step))
 
     async def _image(self) -> tuple[Image | None, str]:
         """What this rank holds, with nothing under way; or why that cannot be written."""
@@ -127,11 +140,11 @@ class Saving:
             if strategy.opaque:
                 run.enter_opaque()
 
-    def _about(self, asked: bool) -> dict[str, Any]:
+    def _about(self, asked: bool, step: int) -> dict[str, Any]:
         """What its manifest says of the run."""
         run = self.run
         planned = [change.plain() | {"at_step": change.at_step} for change in run.planned if type(change) is Change]
-        return {"kind": "ranks", "step": run.rank.step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
+        return {"kind": "ranks", "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
                 "held_out": run.held_out, "asked": asked, "planned": planned}  # fmt: skip
 
     def _refuse(self, reason: str) -> None:

@@ -74,7 +74,8 @@ def _object(x: Any, keep: Keep, where: str) -> Any:
     if isinstance(x, tuple):  # with names
         return {"named": name, "values": [written(one, keep, f"{where}.{n}") for n, one in zip(x._fields, x)]}  # type: ignore[attr-defined] # noqa: B905
     values = {n: written(value, keep, f"{where}.{n}") for n, value in attributes(x).items()}
-    return {"object": name, "values": values}
+    items = {"items": written(dict(x), keep, where)} if isinstance(x, dict) else {}
+    return {"object": name, "values": values} | items
 
 
 def attributes(x: Any) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def _plain_class(kind: type) -> bool:
     bases = [base for base in kind.__mro__ if base.__module__ == "builtins"]
     others = [base for base in kind.__mro__ if base.__module__ != "builtins"]
     return (
-        type(kind) in (type, ABCMeta) and all(base in (object, tuple) for base in bases) and (named or tuple not in bases)
+        type(kind) in (type, ABCMeta) and all(base in (object, tuple, dict) for base in bases) and (named or tuple not in bases)
         and not any(odd in base.__dict__ for base in others for odd in ("__del__", "__getattribute__"))
     )  # fmt: skip
 
@@ -177,7 +178,10 @@ class Reader:
         kind = self._class(said["object"])
         if issubclass(kind, tuple):
             raise ValueError(f"{said['object']!r} has other fields")
-        made, slots = object.__new__(kind), [name for base in kind.__mro__ for name in _slots(base)]
+        made = dict.__new__(kind) if issubclass(kind, dict) else object.__new__(kind)
+        if isinstance(made, dict):
+            dict.update(made, self._dict(said["items"]))
+        slots = [name for base in kind.__mro__ for name in _slots(base)]
         for name, value in said["values"].items():
             if name in slots:
                 object.__setattr__(made, name, self.read(value))
