@@ -86,6 +86,12 @@ def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: boo
         return _run(experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen)
 
 
+def standing(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
+    """All ranks of a checkpoint come to where it was made, do `what` there and end. Raises what `simulate` does."""
+    with _staying():
+        _run(experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint)
+
+
 def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
          changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None,
          resume: Checkpoint | None = None, checkpoints: Path | None = None) -> Run:  # fmt: skip

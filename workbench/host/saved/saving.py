@@ -27,6 +27,11 @@ class Save(Change):
     value: Any = field(default=None)
 
 
+@dataclass(frozen=True)
+class Together(Save):
+    """The same where the ranks are to bring together what they hold, for ranks of another number."""
+
+
 class Keeper(Protocol):
     """Writes images. busy: is one being written here?"""
 
@@ -91,7 +96,9 @@ class Saving:
 
     async def due(self, save: Save) -> None:
         """All ranks are here: makes the one that was planned."""
-        if save is self._next:
+        if isinstance(save, Together):
+            await save.value(self.run)
+        elif save is self._next:
             self._next = None
             await self.make(asked=False)
             self.plan()
