@@ -22,7 +22,7 @@ from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
 from workbench.experiment import Experiment, given
 from workbench.record.display import face, show
-from workbench.run import Run, require_memory
+from workbench.run import Run, require_memory, resumed
 from workbench.settings import Change, KnobError
 
 _labs: dict[str, Lab] = {}
@@ -160,39 +160,36 @@ class Lab:
 
     def run(
         self, experiment: Experiment | None = None, changes: Sequence[Change] = (), out: Path | str | None = None,
-        on_nan: str | None = None, secret: str = "",
+        on_nan: str | None = None, secret: str = "", resume: Path | str | None = None,
     ) -> Run:  # fmt: skip
         """Starts a run and returns it at once; the one under way if it is of this very experiment.
+
+        resume:  goes on from a checkpoint: its folder, or a run's directory, whose newest it is. Without an experiment
+                 as it was, to the bit in lockstep; with one, what is otherwise is changed before the first step.
 
         changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
         on_nan:  what a loss that is not finite does: "pause" the run, "stop" it as failed, or (None) pause it where
                  somebody watches: a dashboard of this lab is on show or was in the last ten minutes.
         secret:  for riddles: what dashboards say in place of verdicts and faults, until `run.secret` is "" again.
         """
-        watched = launch.watching(on_nan, self.watchers)
+        watched, begun = launch.watching(on_nan, self.watchers), None
         wanted = self.experiment if experiment is None else launch.fitted(given.experiment(experiment), self.ranks)
+        if resume is not None:
+            begun = resumed(resume, None if experiment is None else wanted, given.changes(changes) or None, self.ranks)
+            wanted, changes = launch.within(begun.experiment, self.ranks), begun.changes
         if self.live and self._live:
-            if experiment is None or wanted in (self.experiment, self._live.began_with):
+            if begun is None and (experiment is None or wanted in (self.experiment, self._live.began_with)):
                 return cast(Run, self._live.run)
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = given.planned(wanted, given.changes(changes))
         require_memory(wanted)
-        self._renew()
-        run = launch.open_run(wanted, out, Run)
+        self.cluster = launch.renewed(self.cluster)
+        run = launch.open_run(wanted, out, Run, begun and begun.parent)
         run.secret = secret  # before anybody sees the run
         self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), watched)
-        self._experiment = wanted
-        threading.Thread(target=launch.launch, args=(self._live, to_come), name="run start", daemon=True).start()
+        self._experiment, rest = wanted, (self._live, to_come, begun and begun.at)
+        threading.Thread(target=launch.launch, args=rest, name="run start", daemon=True).start()
         return run
-
-    def _renew(self) -> None:
-        """Starts new engines if one was lost or would not leave, if the controller was, or if they never came up."""
-        launch.refuse_closed(self.cluster)
-        if not self.cluster.error and (not self.cluster.ready or self.cluster.healthy):
-            return
-        old = self.cluster
-        old.close()
-        self.cluster = Cluster(old.name, old.ranks, old.device, old.connection).start()
 
     def set(self, path: str, value: Any) -> PendingChange:
         """Sets one knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
@@ -221,6 +218,10 @@ class Lab:
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 10**6:
             raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
         self._request("step", n=n)
+
+    def checkpoint(self) -> None:
+        """Makes a checkpoint at the next step boundary, in the run's directory; it stays until somebody removes it."""
+        self._request("checkpoint")
 
     def stop(self) -> None:
         """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.

@@ -57,7 +57,7 @@ def watching(on_nan: str | None, watchers: list[Callable[[], bool]]) -> Callable
     return lambda: any(sees() for sees in watchers) if on_nan is None else on_nan == "pause"
 
 
-def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R:
+def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], parent: Any = None) -> R:
     """A new run, of a `kind` of Run, in a directory of its own: `out`, or `<time>-<strategy>` among this user's runs.
 
     Raises ClusterError where nothing can be written there.
@@ -67,7 +67,8 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R
     try:
         path = path if out is not None else _claimed(path)
         run = kind(
-            experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time()
+            experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time(),
+            parent=parent,
         )  # fmt: skip
         run.save()
     except OSError as error:
@@ -86,6 +87,15 @@ def refuse_closed(cluster: Cluster, knob: str = "") -> None:
     if knob and cluster.error:
         name = cluster.name
         raise ClusterError(f"{knob}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")
+
+
+def renewed(cluster: Cluster) -> Cluster:
+    """`cluster`, or new engines if one was lost or would not leave, if the controller was, or if none came up."""
+    refuse_closed(cluster)
+    if not cluster.error and (not cluster.ready or cluster.healthy):
+        return cluster
+    cluster.close()
+    return Cluster(cluster.name, cluster.ranks, cluster.device, cluster.connection).start()
 
 
 def _unwritable(path: Path, error: OSError) -> ClusterError:
@@ -111,8 +121,11 @@ def environment(experiment: Experiment) -> dict[str, Any]:
     return {**{k.lower(): v for k, v in here().items()}, **{k: v for k, v in machine.items() if k != "ranks"}}
 
 
-def launch(live: Live, changes: Sequence[Change]) -> None:
-    """Waits for the engines and starts every rank's session; what fails ends the run with that error."""
+def launch(live: Live, changes: Sequence[Change], resume: Callable[[Path], Path] | None = None) -> None:
+    """Waits for the engines and starts every rank's session; what fails ends the run with that error.
+
+    resume: given a folder to put one into, where the checkpoint is that ranks go on from
+    """
     cluster, run, experiment = live.cluster, live.run, live.changes.experiment
     try:
         while not live.ending.asked and not cluster.settled(LOOK):
@@ -121,10 +134,12 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
             return live.end("stopped")
         cluster.wait()
         cluster.take = live.take
+        begun = resume(Path(run.path or ".") / "begun") if resume else ""
         new = [*classes(experiment), *(c for change in changes for c in classes(change.value))]
         blob = _pickled((experiment, tuple(changes), new))
         _stamp(run)
-        job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch}
+        job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
+               "resume": str(begun)}  # fmt: skip
         cluster.place.write(run={"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks})
         live.spools = begin(cluster, job, blob, experiment.ranks, lambda: live.ending.unwanted)
         live.begun()

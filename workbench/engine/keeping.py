@@ -66,7 +66,7 @@ class Keeper:
 
     def _tell(self, about: dict[str, Any], manifest: dict[str, Any], seconds: float) -> None:
         """Rank 0's Mark says that it is there, and which are there no more."""
-        path, keep = self.folder / checkpoints.name(about["step"]), self.run.experiment.checkpoint_keep
+        path, keep = self.folder / checkpoints.name(about["step"]), self.run.experiment.saves
         nbytes = sum(file["nbytes"] for file in manifest["files"].values())
         text = f"the checkpoint before step {about['step']} is whole: {nbytes / 1e6:.1f} MB, written in {seconds:.1f} s"
         said = {"step": about["step"], "path": str(path), "nbytes": nbytes, "seconds": seconds, "asked": about["asked"]}

@@ -19,8 +19,8 @@ from torch import nn
 
 from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, host_store, peer_left, text_of
-from workbench.engine.peers import removed
 from workbench.engine.keeping import Keeper
+from workbench.engine.peers import removed
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
 from workbench.engine.shaping import Clock, Naps
@@ -164,7 +164,7 @@ class Session:
         self.training.begin()
         return self.training
 
-    def keeper(self, training: Training) -> Keeper | None:
+    def keeper(self, training: Any) -> Keeper | None:
         """Who writes its checkpoints."""
         return Keeper(training, Path(self.run_dir) / FOLDER) if self.run_dir is not None else None
 

@@ -28,7 +28,7 @@ from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum, partitioned, sharding
 from workbench.host import repartition
-from workbench.host.batches import Batches, Chance, example, numbers
+from workbench.host.batches import Batches, Chance, Numbers, example, numbers
 from workbench.host.counted import Counted
 from workbench.host.layout import Layout
 from workbench.host.ledger import Ledger
@@ -134,17 +134,18 @@ class Parts(Life):
         return self.batches
 
     @property
-    def draws(self) -> Any:
+    def draws(self) -> Numbers | None:
         return numbers()
 
-    def draw_on(self, states: Any) -> None:
-        Chance(states).begin()
+    def draw_on(self, states: Numbers | None) -> None:
+        if states is not None:
+            Chance(states).begin()
 
     @property
-    def crowd(self) -> Any:
+    def crowd(self) -> tuple[int, int] | None:
         return self.host.together.at if self.host.together is not None else None
 
-    def join_crowd(self, at: Any) -> None:
+    def join_crowd(self, at: tuple[int, int] | None) -> None:
         if at is not None and self.host.together is not None:
             self.host.together.at = at
 

@@ -54,8 +54,8 @@ class Experiment:
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
-    checkpoint_every: int = knob(0, 0, 10**6, unit="steps", doc=EVERY)
-    checkpoint_keep: int = knob(2, 1, 1000, doc=KEEP)
+    save_every: int = knob(0, 0, 10**6, unit="steps", doc=EVERY)
+    saves: int = knob(2, 1, 1000, doc=KEEP)
 
     def __post_init__(self) -> None:
         if self.policy is None:

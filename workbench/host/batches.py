@@ -19,7 +19,6 @@ from workbench.host.memory import tensors
 from workbench.rank import StrategyError
 from workbench.tasks import Learner, TaskError
 
-
 Numbers = tuple[Any, Any, Any]  # how torch's, numpy's and Python's random numbers go on
 
 
@@ -32,7 +31,7 @@ class Chance:
     """Random numbers of its own: inside it torch's, numpy's and Python's draw from here, and go on where they were."""
 
     def __init__(self, seed: int | Numbers) -> None:
-        self._mine: Any = seed if isinstance(seed, tuple) else (
+        self._mine: Numbers = seed if isinstance(seed, tuple) else (
             torch.Generator().manual_seed(seed).get_state(), np.random.RandomState(seed % 2**32).get_state(),
             random.Random(seed).getstate(),
         )  # fmt: skip
@@ -41,7 +40,7 @@ class Chance:
     @property
     def numbers(self) -> Numbers:
         """How they go on."""
-        return self._mine  # type: ignore[no-any-return]
+        return self._mine
 
     def begin(self) -> None:
         """The process's go on from here, for good."""
@@ -184,7 +183,8 @@ class Batches:
         mine, found = self._client, dict[tuple[int, int], Stand]()
         for client in (*self._clients, mine):
             self.client(*client)
-            found[client] = Stand(self._total, self._drawn, len(self._early), self._opened, self._pass_began, self._last)
+            stand = self._total, self._drawn, len(self._early), self._opened, self._pass_began, self._last
+            found[client] = Stand(*stand)
         self.client(*mine)
         return found
 
@@ -229,7 +229,7 @@ class Batches:
 
 
 def marked(batch: Any) -> int:
-    """A hash of a few bytes of a batch's first tensors, by which it is told from another; 0 where there is none here."""
+    """A hash of a few bytes of a batch's first tensors, by which it is told from another; 0 where none is here."""
     found = 0
     for x in islice(tensors(batch), 2):
         if x.device.type == "cpu" and x.layout == torch.strided and x.numel():

@@ -19,7 +19,7 @@ from workbench.host.ordering import Ordering
 from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
-from workbench.host.saved.saving import Save, Saving
+from workbench.host.saved.saving import Holding, Save
 from workbench.host.spread import Spread
 from workbench.host.steering import Look, Steering
 from workbench.host.trial import Trial
@@ -27,7 +27,7 @@ from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
 
-class Life(Ordering):
+class Life(Ordering, Holding):
     """The part of a Session that goes on from boundary to boundary. See workbench.host.changing for what changes see.
 
     planned:       changes to come, in the order of their steps
@@ -45,8 +45,6 @@ class Life(Ordering):
     reading: Reading
     flow: Flow
     steering: Steering
-    saving: Saving
-    held_out: float | None = None  # the last one
     spread: Spread | None = None
     flushing = 0
     pending_pause = 0.0
@@ -215,21 +213,6 @@ class Life(Ordering):
     @abstractmethod
     def drawn(self) -> int:
         """How many batches this rank has drawn."""
-
-    @property
-    @abstractmethod
-    def reads(self) -> Any:
-        """The Batches that this rank learns from."""
-
-    @property
-    @abstractmethod
-    def draws(self) -> Any:
-        """How random numbers of this rank's forwards go on; `draw_on` has them go on so."""
-
-    @property
-    @abstractmethod
-    def crowd(self) -> Any:
-        """`at` of its Together, if it has slices of the model; `join_crowd` puts it there."""
 
     @property
     @abstractmethod

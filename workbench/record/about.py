@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from workbench.settings import short
 
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
-COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "checkpoint_every",
-          "checkpoint_keep")  # fmt: skip
+COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
+          "saves")  # fmt: skip
 
 
 class Rule(NamedTuple):
@@ -61,7 +61,8 @@ SETTINGS = Rule(lambda v: isinstance(v, Mapping) and all(map(name_of_code, v)), 
 MEMBER = Rule(member, "one name with its settings, such as {'TopK': {'density': 0.1}}")
 COUNT = Rule(count, "a whole number, 0 or more")
 RANKS = Rule(lambda v: count(v) and v >= 1, "a whole number, 1 or more")
-RULES = {"epoch": NUMBER, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS}
+RULES = {"epoch": NUMBER, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS,
+         "parent": OBJECT}  # fmt: skip
 
 
 def wrong(about: Any) -> str | None:

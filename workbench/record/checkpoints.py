@@ -72,7 +72,7 @@ class Checkpoint:
         self.run = str(said.get("run") or "")
         self.planned: list[dict[str, Any]] = list(said.get("planned") or ())
         self.each: list[dict[str, Any]] = list(said["each"])
-        self.blobs = [Blob(*blob[:4], tuple(blob[4])) for blob in said["blobs"]]
+        self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
 
     @classmethod
     def open(cls, path: Path | str) -> Checkpoint:
@@ -83,8 +83,8 @@ class Checkpoint:
         path = Path(path)
         there = [path] if (path / MANIFEST).exists() else [*found(path), *found(path / FOLDER)]
         if not there:
-            raise RunError(f"{path}: holds no checkpoint that is whole; name a checkpoint's folder, or the directory of "
-                           f"a run that had checkpoint_every above 0")  # fmt: skip
+            raise RunError(f"{path}: holds no checkpoint that is whole; name a checkpoint's folder, or the directory "
+                           f"of a run that had save_every above 0")  # fmt: skip
         path = there[-1]
         try:
             with os.fdopen(_opened(path / MANIFEST), "rb") as file:

@@ -26,7 +26,7 @@ class Kept:
         if len(self._images) == self._size:
             images, self._images = [self._images[rank] for rank in range(self._size)], {}
             path = written(self._folder, images, about | {"held_out": session.world.sessions[0].held_out})
-            checkpoints.prune(self._folder, session.experiment.checkpoint_keep)
+            checkpoints.prune(self._folder, session.experiment.saves)
             session.mark("saved", {"path": str(path), "step": about["step"], "text": f"a checkpoint is in {path}"})
 
 

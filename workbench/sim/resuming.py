@@ -20,18 +20,35 @@ from workbench.host.saved.whole import brought_together, image_of
 from workbench.partitions import Whole
 from workbench.policies import ByHand
 from workbench.record.checkpoints import Checkpoint
-from workbench.settings import Change, KnobError, knobs, to_plain
+from workbench.settings import Change, KnobError, knobs, short, to_plain
 from workbench.sim.keeping import written
 from workbench.sim.simulate import standing
 from workbench.strategies import DDP
 
 
 class Resumed(NamedTuple):
-    """experiment: under which all ranks begin, from `checkpoint`; changes: made before steps from that on"""
+    """How a run goes on.
+
+    experiment: under which all ranks begin; changes: made before the checkpoint's step, and later ones
+    checkpoint: from which; made: by which settings
+    """
 
     experiment: Experiment
     changes: tuple[Change, ...]
     checkpoint: Checkpoint
+    made: Experiment
+
+    @property
+    def parent(self) -> dict[str, Any]:
+        """What the record of the run says of where it comes from."""
+        of = self.checkpoint.path.parent.parent
+        return {"checkpoint": str(self.checkpoint.path), "step": self.checkpoint.step, "run": str(of)}
+
+    def at(self, folder: Path) -> Path:
+        """The checkpoint that ranks read; for others than there were it is made now, in `folder`."""
+        if self.experiment.ranks == self.checkpoint.ranks:
+            return self.checkpoint.path
+        return together(self.checkpoint, self.made, self.experiment.ranks, folder).path
 
 
 def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
@@ -44,41 +61,48 @@ def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
 
 
 def _task(checkpoint: Checkpoint) -> Any:
-    """Of which task it is; None where only a notebook knows."""
+    """Of which task it is, as plain data; None where only a notebook knows."""
     with suppress(KnobError):
-        return settings_of(checkpoint).task
+        return to_plain(settings_of(checkpoint).task)
     return None
 
 
-def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence[Change] | None, folder: Path) -> Resumed:
+def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence[Change] | None = None,
+            most: int = 0) -> Resumed:  # fmt: skip
     """How a run goes on from `checkpoint` under `wanted`; None: as it was. Raises KnobError for what cannot be.
 
     changes: to come, at steps of the whole run; None: those that were still to come
-    folder:  where what ranks of another number bring together is kept
+    most:    as many ranks are there at most, where `wanted` does not say how many
     """
     if checkpoint.kind == "whole":
-        raise KnobError(f"resume={checkpoint.path}: was brought together for one run; resume from the checkpoint of ranks "
+        raise KnobError(f"resume={checkpoint.path}: was brought together for one run; resume from the checkpoint "
                         f"that it was made of")  # fmt: skip
-    saved = settings_of(checkpoint, wanted and wanted.task)
-    wanted, step = wanted.checked() if wanted else saved, checkpoint.step
-    if (known := _task(checkpoint)) is not None and known != wanted.task:
-        raise KnobError(f"task={wanted.task}: the checkpoint is of {known}; resume with that")
+    saved, step = settings_of(checkpoint, wanted and wanted.task), checkpoint.step
+    wanted = replace(saved, ranks=min(saved.ranks, most or saved.ranks)) if wanted is None else wanted
+    wanted = wanted.checked()
+    task, known = to_plain(wanted.task), _task(checkpoint)
+    if known is not None and known != task:
+        raise KnobError(f"task={short(task)}: the checkpoint is of {short(known)}; resume with that")
     if 0 < wanted.steps <= step:
         raise KnobError(f"steps={wanted.steps}: the checkpoint was made before step {step}; take more steps, or 0")
-    to_come = tuple(changes) if changes is not None else tuple(
-        Change.read(plain, int(plain["at_step"])) for plain in checkpoint.planned)  # fmt: skip
-    if wanted.ranks != checkpoint.ranks:
-        start, checkpoint = _for_others(checkpoint, saved, wanted, folder)
-    else:
-        start = saved
+    to_come = tuple(changes) if changes is not None else _planned(checkpoint)
+    start = saved if wanted.ranks == checkpoint.ranks else _for_others(saved, wanted)
     fixed = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if not k.live}
     start = replace(start, **fixed).checked()
-    made = tuple(Change(step, k, to_plain(value)) for k, value in _differences(start, wanted))
-    return Resumed(start, (*made, *(c for c in to_come if c.at_step >= step)), checkpoint)
+    made = tuple(Change(step, name, to_plain(value)) for name, value in _differences(start, wanted))
+    return Resumed(start, (*made, *(c for c in to_come if c.at_step >= step)), checkpoint, saved)
+
+
+def _planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
+    """The changes that were still to come. Raises KnobError where they are none."""
+    try:
+        return tuple(Change.read(plain, int(plain["at_step"])) for plain in checkpoint.planned)
+    except (KeyError, TypeError, ValueError):
+        raise KnobError(f"resume={checkpoint.path}: its planned changes are none; give changes=[] or others") from None
 
 
 def _differences(start: Experiment, wanted: Experiment) -> Iterator[tuple[str, Any]]:
-    """Knobs to be set, each of which can be when its turn comes. Raises KnobError, with the reason of one that cannot."""
+    """Knobs to be set, each of which can be when its turn comes. Raises KnobError."""
     left = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if k.live}
     now = start
     while left := {name: value for name, value in left.items() if getattr(now, name) != value}:
@@ -94,20 +118,15 @@ def _differences(start: Experiment, wanted: Experiment) -> Iterator[tuple[str, A
             raise KnobError(f"a change from what the checkpoint was made with is refused: {reason}")
 
 
-def _for_others(checkpoint: Checkpoint, saved: Experiment, wanted: Experiment,
-                folder: Path) -> tuple[Experiment, Checkpoint]:  # fmt: skip
+def _for_others(saved: Experiment, wanted: Experiment) -> Experiment:
     """Where ranks of another number begin: as much as can be as it was, and each with the whole model."""
     reason: KnobError | None = None
-    for more in ({"compressor": saved.compressor}, {}):
+    for compressor in (saved.compressor, wanted.compressor):
         try:
-            kept = {"optimizer": saved.optimizer, "partition": Whole(), **more}
-            start = replace(wanted, **kept).checked()
-            break
+            return replace(wanted, optimizer=saved.optimizer, partition=Whole(), compressor=compressor).checked()
         except KnobError as error:
             reason = error
-    else:
-        raise KnobError(f"ranks={wanted.ranks}: cannot go on from a checkpoint of {saved.ranks}: {reason}")
-    return start, together(checkpoint, saved, wanted.ranks, folder)
+    raise KnobError(f"ranks={wanted.ranks}: cannot go on from a checkpoint of {saved.ranks}: {reason}")
 
 
 def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
@@ -125,7 +144,7 @@ def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path)
     strategy = DDP() if saved.strategy.opaque else saved.strategy  # which leaves the same
     e = replace(
         saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
-        measure_every=0, checkpoint_every=0, fabric=replace(saved.fabric, faults=()),
+        measure_every=0, save_every=0, fabric=replace(saved.fabric, faults=()),
     )  # fmt: skip
     standing(e, checkpoint, Together(0, value=hand_in))
     about = {**{k: v for k, v in checkpoint.said.items() if k in ("experiment", "held_out")},

@@ -57,7 +57,7 @@ def simulate(
 
     resume:   goes on from this checkpoint, of as many ranks under the same settings; to the bit, as the engine does.
               With real tensors. `Checkpoint.open` finds one
-    checkpoints: the folder in which `checkpoint_every` makes some, of real tensors
+    checkpoints: the folder in which `save_every` makes some, of real tensors
 
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
     passes, and StrategyError when they ask for different things. What a member raises comes out as it is, but for
@@ -74,7 +74,8 @@ def simulate(
     first = _first(experiment, costs, real or replay is not None or bool(changes)) if alike else experiment.ranks
     followed = _followed(replay, experiment)
     with _staying():
-        return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume, checkpoints)
+        return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
+                    checkpoints)  # fmt: skip
 
 
 def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,

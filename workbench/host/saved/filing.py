@@ -42,6 +42,7 @@ def _hash(x: Tensor) -> str:
 
 
 def table(found: list[list[tuple[str, Tensor]]]) -> Table:
+    """The bytes of each of a rank's pieces."""
     return {name: x.numel() * x.element_size() for item in found for name, x in item}
 
 

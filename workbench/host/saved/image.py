@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Image:
-    """step: the next one that the rank makes. items: its tensors; said: all else, with numbers of items where tensors are."""
+    """step: the next one that the rank makes; items: its tensors; said: all else, with their numbers where they are."""
 
     step: int
     items: list[Item] = field(default_factory=list)

@@ -190,9 +190,15 @@ def regained(checkpoint: Any, files: Any, rank: int) -> Regained:
     items: list[Any] = mine["items"]
 
     def tensor(number: int) -> Tensor:
-        found = [checkpoint.blobs[blob] for blob in items[number][1]]
-        read = [torch.frombuffer(files.read(blob), dtype=getattr(torch, blob.dtype)).view(blob.sizes)
-                if blob.nbytes else torch.zeros(blob.sizes, dtype=getattr(torch, blob.dtype)) for blob in found]  # fmt: skip
+        read = [_of(blob, files) for blob in (checkpoint.blobs[number] for number in items[number][1])]
         return read[0] if len(read) == 1 else torch.cat([x.reshape(-1) for x in read])
 
     return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], tensor)
+
+
+def _of(blob: Any, files: Any) -> Tensor:
+    """The tensor of its bytes."""
+    dtype = getattr(torch, blob.dtype)
+    if not blob.nbytes:
+        return torch.zeros(blob.sizes, dtype=dtype)
+    return torch.frombuffer(files.read(blob), dtype=dtype).view(blob.sizes)

@@ -7,10 +7,12 @@ keeps images (each host has a Keeper) writes them meanwhile.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from workbench.host.batches import Numbers
 from workbench.host.pipelining import drained
 from workbench.host.saved.image import Image, taken
 from workbench.host.saved.regain import Regained
@@ -30,6 +32,39 @@ class Save(Change):
 @dataclass(frozen=True)
 class Together(Save):
     """The same where the ranks are to bring together what they hold, for ranks of another number."""
+
+
+class Holding(ABC):
+    """The part of a Life of which checkpoints are made.
+
+    held_out: the last held-out loss that this rank knows
+    """
+
+    saving: Saving
+    held_out: float | None = None
+
+    @property
+    @abstractmethod
+    def reads(self) -> Any:
+        """The Batches that this rank learns from; None where there are sizes only."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> Numbers | None:
+        """How random numbers of this rank's forwards go on."""
+
+    @abstractmethod
+    def draw_on(self, states: Numbers | None) -> None:
+        """They go on so."""
+
+    @property
+    @abstractmethod
+    def crowd(self) -> tuple[int, int] | None:
+        """`at` of its Together, where it has slices of the model."""
+
+    @abstractmethod
+    def join_crowd(self, at: tuple[int, int] | None) -> None:
+        """It is there."""
 
 
 class Keeper(Protocol):
@@ -76,7 +111,7 @@ class Saving:
 
     def plan(self) -> None:
         """The next one stands among the planned changes, behind all that are due by then. Asked after every change."""
-        run, every = self.run, self.run.experiment.checkpoint_every
+        run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
             return
         run.planned = [change for change in run.planned if not isinstance(change, Save)]
@@ -117,7 +152,7 @@ class Saving:
             able = [1]
         if self.keeper is None or set(able) != {1}:
             missing = "there is no run directory to keep it in"
-            busy = "the one before it is still being written; raise checkpoint_every"
+            busy = "the one before it is still being written; raise save_every"
             return self._refuse(missing if 0 in able else busy) if run.rank.id == 0 else None
         began = run.now
         image, reason = await self._image()

@@ -72,7 +72,8 @@ def _object(x: Any, keep: Keep, where: str) -> Any:
     if not _plain_class(kind) or "<locals>" in name or callable(x):
         raise Unkept(f"{where} is a {kind.__qualname__}, which no checkpoint can hold")
     if isinstance(x, tuple):  # with names
-        return {"named": name, "values": [written(one, keep, f"{where}.{n}") for n, one in zip(x._fields, x)]}  # type: ignore[attr-defined] # noqa: B905
+        fields: tuple[str, ...] = x._fields  # type: ignore[attr-defined]
+        return {"named": name, "values": [written(one, keep, f"{where}.{n}") for n, one in zip(fields, x, strict=True)]}
     values = {n: written(value, keep, f"{where}.{n}") for n, value in attributes(x).items()}
     items = {"items": written(dict(x), keep, where)} if isinstance(x, dict) else {}
     return {"object": name, "values": values} | items
@@ -94,10 +95,10 @@ def _plain_class(kind: type) -> bool:
     named = issubclass(kind, tuple) and hasattr(kind, "_fields")
     bases = [base for base in kind.__mro__ if base.__module__ == "builtins"]
     others = [base for base in kind.__mro__ if base.__module__ != "builtins"]
-    return (
-        type(kind) in (type, ABCMeta) and all(base in (object, tuple, dict) for base in bases) and (named or tuple not in bases)
-        and not any(odd in base.__dict__ for base in others for odd in ("__del__", "__getattribute__"))
-    )  # fmt: skip
+    if type(kind) not in (type, ABCMeta) or (tuple in bases and not named):
+        return False
+    odd = [name for base in others for name in ("__del__", "__getattribute__") if name in base.__dict__]
+    return not odd and all(base in (object, tuple, dict) for base in bases)
 
 
 class Reader:
