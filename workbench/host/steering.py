@@ -20,6 +20,7 @@ from workbench.host.changes import refused
 from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolve, to_plain
 
+KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # what a checkpoint has of it
 FAILURES = (Exception, SystemExit)  # of a policy; the process is not its to end, but KeyboardInterrupt is a person's
 
 
@@ -88,15 +89,14 @@ class Steering:
 
     def kept(self) -> dict[str, Any]:
         """All that it goes by, for a checkpoint."""
-        names = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")
         made = [(change.at_step, change.plain()) for change in self._made]
-        return {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in KEPT} | {
             "made": made, "next": self._next and self._next.at_step}  # fmt: skip
 
     def regain(self, kept: dict[str, Any]) -> None:
         """After `begin`: goes on from what was `kept`."""
         following, self._made = kept.pop("next"), [Change.read(plain, step) for step, plain in kept.pop("made")]
-        vars(self).update({name: value for name, value in kept.items() if name in vars(self)})
+        vars(self).update({name: kept[name] for name in KEPT})
         if self._next is not None and following is not None:
             self._plan(following - 1, following)
 

@@ -25,9 +25,10 @@ class Draft:
 
     def begin(self) -> None:
         """Makes an empty folder, and removes what runs that were killed have left beside it. Raises OSError."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for old in self.path.parent.glob(".step-*.part"):
             shutil.rmtree(old)
-        self.path.mkdir(mode=0o700, parents=True)
+        self.path.mkdir(mode=0o700)
 
     def file(self, called: str) -> Written:
         return Written(self.path / called)

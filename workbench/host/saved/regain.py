@@ -19,6 +19,7 @@ from workbench.host.saved.image import beside, parameters
 from workbench.host.saved.tree import Reader
 from workbench.settings import KnobError
 
+FITS_NOT = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # what comes of that
 OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; what compression owes, by rank that it is for
 
 
@@ -37,7 +38,7 @@ class Regained:
         """What does not fit is refused in a sentence that names the checkpoint."""
         try:
             yield
-        except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
+        except FITS_NOT as error:
             said = f"it holds no {error}" if isinstance(error, KeyError) else str(error).split("\n")[0]
             raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the task "
                             f"that it was made with, and change them afterwards") from error  # fmt: skip
@@ -160,7 +161,7 @@ def _remembered(run: Any, saved: Regained) -> None:
     for name, more in reader.read(saved.said["others"]).items():
         optimizer.state[places[name]].update(more)
     for group, said in zip(optimizer.param_groups, groups, strict=True):
-        group.update(_named(said, group))
+        group.update({name: value for name, value in said.items() if name in group and name != "params"})
 
 
 def _stood(run: Any, said: Any) -> bool:
