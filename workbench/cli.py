@@ -87,7 +87,7 @@ def run(
 
     with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
     try:
-        done = with_lab.run(experiment, out=out, **({"resume": resume} if resume else {}))
+        done = with_lab.run(experiment, out=out, resume=resume)
         done.wait()
         print_summary(done)
     finally:

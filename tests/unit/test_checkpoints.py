@@ -125,7 +125,7 @@ def test_the_task_and_the_steps_must_fit(tmp_path: Path) -> None:
     kept = Checkpoint.open(tmp_path / "a")
     with pytest.raises(KnobError, match="steps=10: the checkpoint was made before step 10; take more steps, or 0"):
         resumed(kept, experiment(2, 10))
-    with pytest.raises(KnobError, match="does not fit this run: its model has .*; resume with the settings and"):
+    with pytest.raises(KnobError, match=r"does not fit this run: its model has .*; resume with the settings and"):
         sessions = live(piped(2, 20), run_dir=None, resume=str(kept.path))
         ended(sessions)
         raise KnobError(str(sessions[0].error and sessions[0].error["text"]))
@@ -175,7 +175,8 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
 
     def look(one: Any, other: Any) -> None:
         seen.append(found(Path(other).parent))
-        assert sorted(p.name for p in Path(one).iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+        there = sorted(p.name for p in Path(one).iterdir())
+        assert there == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
         true(one, other)
 
     folder = tmp_path / "a" / FOLDER
@@ -202,7 +203,8 @@ def test_one_that_is_due_while_another_is_written_is_left_out_in_words(
     monkeypatch.setattr(Keeper, "close", lambda self, patience=None: (goes.set(), self._thread.join()))
     sessions = lived(experiment(2, 9, save_every=3), tmp_path / "a")
     (left,) = said(sessions, "not saved")
-    assert left["text"] == "no checkpoint was made before step 6: the one before it is still being written; raise save_every"
+    why = "the one before it is still being written; raise save_every"
+    assert left["text"] == f"no checkpoint was made before step 6: {why}"
     assert [one["step"] for one in said(sessions, "saved")] == [3, 9]  # for the last one ranks wait
 
 

@@ -128,7 +128,9 @@ def test_links_pipes_and_what_is_gone_are_said(file: str, made: Path, tmp_path: 
     assert sentence(goes_on(made))
 
 
-ODD: list[Any] = [None, -1, 2**70, 1.5, "x", "../../etc/passwd", [], {}, [[]], {"a": 1}, True, float("nan"), "__0_0.distcp"]
+ODD: list[Any] = [
+    None, -1, 2**70, 1.5, "x", "../../etc/passwd", [], {}, [[]], {"a": 1}, True, float("nan"), "__0_0.distcp",
+]  # fmt: skip
 
 
 def places(of: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -99,7 +99,7 @@ def test_a_memory_comes_back_with_how_its_numbers_go_on() -> None:
     assert torch.equal(torch.rand(3, generator=back.generator()), torch.rand(3, generator=generator))
 
 
-@pytest.mark.parametrize("x", [object, lambda: 1, ValueError("x"), Ends(), open, iter(())], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("x", [object, lambda: 1, ValueError("x"), Ends(), open, iter(())], ids=type)
 def test_what_cannot_be_written_down_is_refused_with_its_place(x: Any) -> None:
     with pytest.raises(Unkept, match=r"state\.anchor is an? .*which no checkpoint can hold"):
         written({"k": x}["k"], lambda _: 0, "state.anchor")
@@ -112,10 +112,10 @@ class Row(NamedTuple):
 
 
 CLASSES = [
-    "os:system", "builtins:eval", "subprocess:Popen", "workbench.settings:Change.read", "workbench.engine.session:Session",
-    "workbench.cluster.launch:launch", "workbench.strategies:os", "workbench.rank.bucket:Memory.__init__", f"{__name__}:Ends",
-    "tests.kept:nn", f"{__name__}:ran", f"{__name__}:test_values_come_back_as_they_were", "workbench.rank:", ":", "x",
-    "workbench.rank.bucket:Memory.clear.__globals__", "workbench.compressors._base:ABC",
+    "os:system", "builtins:eval", "subprocess:Popen", "workbench.settings:Change.read", "workbench.rank:", ":", "x",
+    "workbench.engine.session:Session", "workbench.cluster.launch:launch", "workbench.strategies:os", "tests.kept:nn",
+    "workbench.rank.bucket:Memory.__init__", f"{__name__}:Ends", f"{__name__}:ran", "workbench.compressors._base:ABC",
+    f"{__name__}:test_values_come_back_as_they_were", "workbench.rank.bucket:Memory.clear.__globals__",
 ]  # fmt: skip
 
 
@@ -123,7 +123,7 @@ CLASSES = [
 @pytest.mark.parametrize("kind", ["object", "named"])
 def test_no_class_is_made_but_those_that_members_remember_by(name: str, kind: str) -> None:
     reader = Reader(lambda n: torch.zeros(1), {__name__})
-    with pytest.raises(ValueError, match="which is no class that a run remembers things by|has other fields"):
+    with pytest.raises(ValueError, match=r"which is no class that a run remembers things by|has other fields"):
         reader.read({kind: name, "values": {} if kind == "object" else []})
 
 
@@ -134,7 +134,8 @@ def test_a_class_is_made_without_any_of_its_code() -> None:
 
 
 ODD = [
-    [1], {}, {"call": "f"}, {"tensor": "0"}, {"tensor": -1}, {"tensor": True}, {"list": 3}, {"dict": [1]}, {"dtype": "load"},
+    [1], {}, {"call": "f"}, {"tensor": "0"}, {"tensor": -1}, {"tensor": True}, {"list": 3}, {"dict": [1]},
+    {"dtype": "load"},
     {"memory": {"seed": 0}}, {"generator": {"tensor": 0}}, {"random": [3, [1, 2], None]}, {"deque": [], "most": "x"},
     {"named": f"{__name__}:Row", "values": [1, 2]}, {"object": f"{__name__}:Known", "values": [1]}, {"object": None},
     {"_class": "os:system"}, {"read": 1}, {"into": 1},
