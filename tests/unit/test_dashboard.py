@@ -43,6 +43,9 @@ class StillLab:
     def resume(self) -> None:
         self.asked.append("resume")
 
+    def checkpoint(self) -> None:
+        self.asked.append("checkpoint")
+
     def step(self) -> None:
         raise RuntimeError("there is no run to step")
 
@@ -90,7 +93,7 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
     transport.asked("start")
     dashboard.refresh()
     assert dashboard.board.run is lab.run_now
-    assert set(transport.may) == {"pause", "stop"}
+    assert set(transport.may) == {"pause", "stop", "checkpoint"}
     assert transport.line.startswith("running · step 29 · ") and "steps/s · 4 ranks" in transport.line
 
 
@@ -98,7 +101,7 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
     ("state", "may"),
     [
         ("starting", {"start"}),
-        ("paused", {"resume", "step", "stop"}),
+        ("paused", {"resume", "step", "stop", "checkpoint"}),
         ("stopping", {"stop"}),
         ("failed", {"start"}),
         ("closed", set()),
@@ -114,6 +117,8 @@ def test_what_cannot_be_done_is_answered_in_words() -> None:
     assert "there is no run to step" in transport.error["text"]
     transport.asked("resume")
     assert transport.error == {}
+    transport.asked("checkpoint")
+    assert transport.lab.asked == ["resume", "checkpoint"] and transport.error == {}
 
 
 def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypatch: pytest.MonkeyPatch) -> None:

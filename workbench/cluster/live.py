@@ -102,7 +102,7 @@ class Live:
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        for name in ("change", "refused", "policy", "state", "error", "nan", "end"):
+        for name in ("change", "refused", "policy", "not saved", "data", "state", "error", "nan", "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -142,7 +142,7 @@ class Live:
             self.attention.mark(rank, step, name, detail)
         elif name == "end":
             self.ending.gone(rank, detail["state"])
-        elif name == "policy" and detail["text"] not in self.notes:
+        elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
             self.notes.append(detail["text"])
         elif name == "nan":
             self._not_finite(NotFinite(t, rank, step, detail.get("loss", "nan")))
