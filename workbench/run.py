@@ -88,7 +88,7 @@ class Run(record.Run):
         """The same ended run, with the methods below."""
         return cls(
             run.experiment, timeline=run.timeline, environment=run._environment, name=run.name, started=run.started,
-            epoch=run.epoch,
+            epoch=run.epoch, parent=run.parent,
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:

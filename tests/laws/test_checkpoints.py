@@ -18,6 +18,8 @@ from workbench.settings import Change
 from workbench.sim.resuming import settings_of, together
 from workbench.strategies import Strategy
 
+pytestmark = pytest.mark.ranks
+
 RANKS, AT, STEPS = 3, 5, 10
 STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has
 COMPRESSORS, OPTIMIZERS = shipped(Compressor), shipped(Optimizer)

@@ -21,6 +21,7 @@ from workbench.compressors import TopK
 from workbench.engine.keeping import Keeper
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
+from workbench.host.saved import filing
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.partitions.schedules import PipeDream
@@ -29,6 +30,8 @@ from workbench.record.drafts import Draft
 from workbench.settings import Change, KnobError
 from workbench.sim.resuming import resumed, together
 from workbench.strategies import DDP, DiLoCo, LocalSGD, TorchDDP, TorchFSDP, ZeRO3, ZeROInfinity
+
+pytestmark = pytest.mark.ranks
 
 EXPERIMENTS = {
     "DDP": experiment(3, 20),
@@ -206,6 +209,39 @@ def test_one_that_is_due_while_another_is_written_is_left_out_in_words(
     why = "the one before it is still being written; raise save_every"
     assert left["text"] == f"no checkpoint was made before step 6: {why}"
     assert [one["step"] for one in said(sessions, "saved")] == [3, 9]  # for the last one ranks wait
+
+
+def test_a_run_that_is_ended_meanwhile_leaves_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes, true = threading.Event(), threading.Event(), filing.filed
+
+    def slow(*rest: Any) -> Any:
+        begun.set()
+        goes.wait(20.0)
+        return true(*rest)
+
+    monkeypatch.setattr(filing, "filed", slow)
+    sessions = live(experiment(2, 0, save_every=3, pace=5.0), run_dir=tmp_path)
+    assert begun.wait(20.0)
+    for s in sessions:
+        s.abort(asked=True)
+    goes.set()
+    ended(sessions)
+    for s in sessions:
+        s.training.saving.end()
+    assert found(tmp_path / FOLDER) == [] and not said(sessions, "saved")
+
+
+def test_paused_ranks_make_one_too(tmp_path: Path) -> None:
+    sessions = live(experiment(2, 0, pace=5.0), run_dir=tmp_path)
+    for what in ("pause", "checkpoint"):
+        sessions[0].request({"kind": what, "id": what})
+    while not said(sessions, "saved"):
+        assert not sessions[0].join(0.05)
+    assert sessions[0].phase == "paused"
+    sessions[0].request({"kind": "stop", "id": "stop"})
+    ended(sessions)
+    (kept,) = found(tmp_path / FOLDER)
+    assert Checkpoint.open(kept).step == sessions[0].rank.step == sessions[1].rank.step
 
 
 def test_a_person_asks_for_one_and_it_stays(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from workbench.settings import KnobError
 from workbench.sim.resuming import resumed, settings_of
 from workbench.strategies import KFAC
 
+pytestmark = pytest.mark.ranks
+
 
 class Canary:
     """Says by a file that it was unpickled."""

@@ -92,7 +92,8 @@ def as_python(run: Run) -> str:
     """Code that runs the same experiment with the same changes at the same steps.
 
     Two such runs of a lockstep strategy on one machine have bit-identical losses. A run without an end gets the
-    steps it had done so far. Raises RunError for a record with names that no program has.
+    steps it had done so far; one that went on from a checkpoint does so again. Raises RunError for a record with names
+    that no program has.
     """
     from workbench.analysis import last_steps
 
@@ -123,7 +124,9 @@ def as_python(run: Run) -> str:
     head = ["from workbench import Change, Experiment, Lab", *sorted(imports)]
     ranks = settings.get("ranks", 4)
     body = ["experiment = Experiment(", *lines, ")", "changes = [", *changes, "]"]
-    tail = [f"lab = Lab(ranks={ranks})", "run = lab.run(experiment, changes=changes)", "run.wait()"]
+    begun = run.parent.get("checkpoint")
+    resume = f", resume={begun!r}" if isinstance(begun, str) else ""
+    tail = [f"lab = Lab(ranks={ranks})", f"run = lab.run(experiment, changes=changes{resume})", "run.wait()"]
     return "\n".join([*head, "", *body, *tail, ""])
 
 

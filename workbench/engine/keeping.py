@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +79,17 @@ class Keeper:
 
     def _written(self, image: Image, about: dict[str, Any], draft: Draft) -> tuple[str, dict[str, Any]]:
         """Why it could not be written, or ""; and on rank 0 its manifest."""
-        me = self.run.rank.id
-        found = filing.pieces(image)
-        tables = self._exchanged(draft.begin if me == 0 else None, lambda: filing.table(found))
+        me, found, files = self.run.rank.id, list[Any](), list[Any]()
+
+        def look() -> filing.Table:
+            if me == 0:
+                draft.begin()
+            found.extend(filing.pieces(image))
+            return filing.table(found)
+
+        tables = self._exchanged(look)
         if isinstance(tables, str):
             return tables, {}
-        files: list[Any] = []
 
         def file() -> Any:
             files.append(draft.file(filing.file_of(me)))
@@ -93,28 +99,23 @@ class Keeper:
             places = filing.filed(found, filing.dealt(tables)[me], file)
             return filing.report(image, found, places, files[0].close() if files else None)
 
-        reports = self._exchanged(None, write)
+        reports = self._exchanged(write)
         if isinstance(reports, str) or me:
             return (reports, {}) if isinstance(reports, str) else ("", {})
         try:
             manifest = filing.manifest(about, reports)
             manifest["files"][checkpoints.METADATA] = _metadata(draft, reports)
             draft.commit(manifest)
-        except OSError as error:
+        except Exception as error:
             return _why(error), {}
         return "", manifest
 
-    def _exchanged(self, first: Any, make: Any) -> Any:
+    def _exchanged(self, make: Callable[[], Any]) -> Any:
         """What every rank makes, by rank; or, as text, why one could not."""
-        said: dict[str, Any] = {}
         try:
-            if first is not None:
-                first()
-            said["made"] = make()
-        except OSError as error:
+            said = {"made": make()}
+        except Exception as error:  # the others wait to be told
             said = {"failed": _why(error)}
-        except Exception as error:
-            said = {"failed": f"{type(error).__name__}: {text_of(error)}"}
         every = [json.loads(text) for text in self._all(json.dumps(said))]
         failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(every) if "failed" in one]
         return failed[0] if failed else [one["made"] for one in every]
@@ -133,8 +134,10 @@ class Keeper:
         return [bytes(row[:n].numpy()).decode() for row, n in zip(out, lengths, strict=True)]
 
 
-def _why(error: OSError) -> str:
-    return error.strerror or str(error)
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {text_of(error)}"
 
 
 def _metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class Session:
         if not self.resume:
             return None
         checkpoint = Checkpoint.open(self.resume)
-        return regained(checkpoint, Bytes(checkpoint), self.rank.id)
+        return regained(checkpoint, Bytes(checkpoint), self.rank.id, alone=True)
 
     def tear_down(self) -> None:
         """Gives everything back; whatever fails on the way, the record's last row says that this rank has left."""

@@ -224,6 +224,7 @@ class Training(Turnable):
         """Gives back all but the wires, which are the session's to close."""
         self._count_cost()
         self.leaving.set()  # whatever still waits beside this thread
+        self.saving.end(patience=5.0)
         self.meeting.leave()
         self.host.forget_hooks()
         self.unwrap()

@@ -28,10 +28,12 @@ class Regained:
 
     whole:  is it of a whole model, which ranks of another number had together?
     tensor: the tensor of a number, flat where it was written in several pieces
+    close:  nothing more is read
     """
 
-    def __init__(self, path: str, kind: str, said: Mapping[str, Any], tensor: Callable[[int], Tensor]) -> None:
-        self.path, self.whole, self.said, self.tensor = path, kind == "whole", said, tensor
+    def __init__(self, path: str, kind: str, said: Mapping[str, Any], tensor: Callable[[int], Tensor],
+                 close: Callable[[], None]) -> None:  # fmt: skip
+        self.path, self.whole, self.said, self.tensor, self.close = path, kind == "whole", said, tensor, close
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -185,8 +187,11 @@ def _states(said: Any) -> Numbers | None:
     return torchs, numpys, (version, tuple(numbers.tolist()), gauss)
 
 
-def regained(checkpoint: Any, files: Any, rank: int) -> Regained:
-    """What rank `rank` goes on from. checkpoint, files: a Checkpoint of workbench.record.checkpoints, and its Bytes"""
+def regained(checkpoint: Any, files: Any, rank: int, alone: bool = False) -> Regained:
+    """What rank `rank` goes on from.
+
+    checkpoint, files: a Checkpoint of workbench.record.checkpoints, and its Bytes, which the rank closes if `alone`
+    """
     mine = checkpoint.each[0 if checkpoint.kind == "whole" else rank]
     items: list[Any] = mine["items"]
 
@@ -194,7 +199,7 @@ def regained(checkpoint: Any, files: Any, rank: int) -> Regained:
         read = [_of(blob, files) for blob in (checkpoint.blobs[number] for number in items[number][1])]
         return read[0] if len(read) == 1 else torch.cat([x.reshape(-1) for x in read])
 
-    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], tensor)
+    return Regained(str(checkpoint.path), checkpoint.kind, mine["said"], tensor, files.close if alone else lambda: None)
 
 
 def _of(blob: Any, files: Any) -> Tensor:

@@ -104,6 +104,7 @@ class Saving:
         """The last thing before the first step."""
         if self.saved is not None:
             self.saved.settle(self.run)
+            self.saved.close()
         self.saved = None
         self.plan()
 
@@ -124,10 +125,10 @@ class Saving:
             self._next = Save(at)
             run.planned.insert(bisect_right([change.at_step for change in run.planned], at), self._next)
 
-    def end(self) -> None:
-        """The run ends: waits until what is being written is there."""
+    def end(self, patience: float | None = None) -> None:
+        """Waits until what is being written is there. patience: seconds"""
         if self.keeper is not None:
-            self.keeper.close()
+            self.keeper.close(patience)
 
     async def due(self, save: Save) -> None:
         """All ranks are here: makes the one that was planned."""
