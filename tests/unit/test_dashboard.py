@@ -13,6 +13,7 @@ from tests.unit.synthetic import run as recorded
 from widgets import Dashboard, display
 from widgets.progress import Progress, line, trouble
 from widgets.transport import Transport
+from widgets.views.loss import Loss
 from workbench.experiment import Experiment
 from workbench.record.timeline import Mark
 from workbench.run import Run
@@ -109,6 +110,16 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
 )
 def test_only_what_can_be_done_now_can_be_pressed(state: str, may: set[str]) -> None:
     assert set(Transport(StillLab(state=state)).may) == may
+
+
+def test_the_loss_has_a_diamond_where_a_checkpoint_was_made() -> None:
+    run, view = recorded(steps=30, ranks=2), Loss()
+    view.update(run)
+    saved = {"step": 10, "held_out": 0.5}
+    noted(run, (0, 12, "saved", saved), (0, 22, "saved", {"step": 20, "held_out": None}))
+    patch = view.update(run)
+    assert [list(patch.replace[n]["x"]) for n in (6, 7)] == [[10.0], [1.0]] and list(patch.replace[6]["y"]) == [0.5]
+    assert view.figure(run).data[6].name == "checkpoint" and not view.update(run).replace
 
 
 def test_what_cannot_be_done_is_answered_in_words() -> None:

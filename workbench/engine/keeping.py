@@ -70,7 +70,8 @@ class Keeper:
         path, keep = self.folder / checkpoints.name(about["step"]), self.run.experiment.saves
         nbytes = sum(file["nbytes"] for file in manifest["files"].values())
         text = f"the checkpoint before step {about['step']} is whole: {nbytes / 1e6:.1f} MB, written in {seconds:.1f} s"
-        said = {"step": about["step"], "path": str(path), "nbytes": nbytes, "seconds": seconds, "asked": about["asked"]}
+        said = {"step": about["step"], "path": str(path), "nbytes": nbytes, "seconds": seconds, "asked": about["asked"],
+                "held_out": about["held_out"]}  # fmt: skip
         try:
             gone = [old.name for old in checkpoints.prune(self.folder, keep)]
         except OSError as error:

@@ -25,9 +25,11 @@ class Kept:
         self._images[session.rank.id] = image
         if len(self._images) == self._size:
             images, self._images = [self._images[rank] for rank in range(self._size)], {}
-            path = written(self._folder, images, about | {"held_out": session.world.sessions[0].held_out})
+            about = about | {"held_out": session.world.sessions[0].held_out}
+            path = written(self._folder, images, about)
             checkpoints.prune(self._folder, session.experiment.saves)
-            session.mark("saved", {"path": str(path), "step": about["step"], "text": f"a checkpoint is in {path}"})
+            said = {"path": str(path), "step": about["step"], "held_out": about["held_out"]}
+            session.mark("saved", said | {"text": f"a checkpoint is in {path}"})
 
 
 class _Mine:
