@@ -1,4 +1,4 @@
-"""Transport: Start, Pause, Resume, Step and Stop of a lab, and what its run is doing, in words."""
+"""Transport: Start, Pause, Resume, Step, Stop and Checkpoint of a lab, and what its run is doing, in words."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from workbench.settings.said import said
 MAY = {
     "starting": ("stop",),
     "idle": ("start",),
-    "running": ("pause", "stop"),
-    "paused": ("resume", "step", "stop"),
+    "running": ("pause", "stop", "checkpoint"),
+    "paused": ("resume", "step", "stop", "checkpoint"),
     "stopping": ("stop",),
     "failed": ("start",),
     "closed": (),
@@ -27,6 +27,7 @@ WHY = {
     "resume": "go on from here",
     "step": "one step, then pause again; pause first",
     "stop": "end this run at the next step, its record stays; pressed again: end it at once",
+    "checkpoint": "write down all that the ranks hold, beside the training; a run can go on from there",
 }
 SHOW_ALL = ("copy", "start")  # these show the experiment with its faults: as code, or in a run that hides nothing
 FRESH = """from workbench import Lab
@@ -93,7 +94,8 @@ class Transport(anywidget.AnyWidget):
         if what == "copy":
             self.send({"python": python(self.lab)})
             return self.refresh()
-        verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step}
+        verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step,
+                 "checkpoint": self.lab.checkpoint}  # fmt: skip
         try:
             verbs.get(what, self.lab.stop)()
         except Exception as error:  # whatever it is, the person who pressed the button must read it

@@ -66,19 +66,20 @@ def demo(
 @app.command()
 @plainly
 def run(
-    recipe: Annotated[str, typer.Argument(help="a recipe, such as first_run, digits or slow_link")],
     out: Annotated[Path, typer.Option(help="the run directory that is written")],
+    recipe: Annotated[str | None, typer.Argument(help="a recipe, such as first_run, digits or slow_link")] = None,
     knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps (200 if the recipe does not say)")] = None,
     ranks: Annotated[int | None, typer.Option(help="how many ranks train")] = None,
+    resume: Annotated[Path | None, typer.Option(help="go on from this checkpoint, or the newest of this run")] = None,
 ) -> None:
-    """Run a recipe without a browser and record it."""
+    """Run a recipe without a browser and record it, or go on from a checkpoint, with other settings if you like."""
     from workbench.experiment import given
-    from workbench.experiment.recipes import recipe as find
 
     given.ranks(4 if ranks is None else ranks)
     asked = [*map(setting, knobs or ()), ("steps", steps), ("ranks", ranks)]
-    experiment = given.turned(find(recipe), [(path, value) for path, value in asked if value is not None])
+    start = begun(recipe, resume)
+    experiment = given.turned(start, [(path, value) for path, value in asked if value is not None])
     experiment = experiment if experiment.steps else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
@@ -86,7 +87,7 @@ def run(
 
     with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
     try:
-        done = with_lab.run(experiment, out=out)
+        done = with_lab.run(experiment, out=out, resume=resume)
         done.wait()
         print_summary(done)
     finally:
@@ -108,6 +109,19 @@ def show(
         from workbench.doors.report import write_page
 
         typer.echo(f"wrote {write_page(found, out)}")
+
+
+def begun(recipe: str | None, resume: Path | None) -> Any:
+    """The experiment that settings are set in: a recipe's, or a checkpoint's."""
+    from workbench.experiment.recipes import recipe as find
+
+    if (recipe is None) == (resume is None):
+        raise KnobError("run: name a recipe, such as digits, or a checkpoint with --resume; and not both")
+    if recipe is not None:
+        return find(recipe)
+    from workbench.run import settings_of
+
+    return settings_of(resume or "")
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -22,7 +23,7 @@ from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
 from workbench.experiment import Experiment, given
 from workbench.record.display import face, show
-from workbench.run import Run, require_memory
+from workbench.run import Run, require_memory, resumed
 from workbench.settings import Change, KnobError
 
 _labs: dict[str, Lab] = {}
@@ -73,8 +74,7 @@ class Lab:
         if cluster is not None and profile is not None:
             raise KnobError(f"cluster={str(cluster)!r}, profile={profile!r}: give one of them")
         cluster = given.path(cluster, "cluster", "security/ipcontroller-client.json") if cluster is not None else None
-        profile = given.text(profile, "profile", "default") if profile is not None else None
-        connection = f"profile:{profile}" if profile is not None else cluster
+        connection = f"profile:{given.text(profile, 'profile', 'default')}" if profile is not None else cluster
         self._take_over(name, ranks, Cluster(name, ranks, given.device(device), connection).start())
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
@@ -160,33 +160,36 @@ class Lab:
 
     def run(
         self, experiment: Experiment | None = None, changes: Sequence[Change] = (), out: Path | str | None = None,
-        on_nan: str | None = None, secret: str = "",
+        on_nan: str | None = None, secret: str = "", resume: Path | str | None = None,
     ) -> Run:  # fmt: skip
         """Starts a run and returns it at once; the one under way if it is of this very experiment.
 
+        resume:  goes on from a checkpoint: its folder, or a run's directory, whose newest it is. Without an experiment
+                 as it was, to the bit in lockstep; with one, what is otherwise is changed before the first step.
         changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
         on_nan:  the experiment's knob of that name, set for this run; None leaves it as it is.
         secret:  for riddles: what dashboards say in place of verdicts and faults, until `run.secret` is "" again.
         """
         wanted = self.experiment if experiment is None else launch.fitted(given.experiment(experiment), self.ranks)
+        begun = None
+        if resume is not None:
+            begun = resumed(resume, None if experiment is None else wanted, given.changes(changes) or None, self.ranks)
+            wanted, changes = launch.within(begun.experiment, self.ranks), begun.changes
         wanted = wanted if on_nan is None else wanted.set("on_nan", on_nan)
         if self.live and self._live:
-            if experiment is None or wanted in (self.experiment, self._live.began_with):
+            if begun is None and (experiment is None or wanted in (self.experiment, self._live.began_with)):
                 return cast(Run, self._live.run)
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = given.planned(wanted, given.changes(changes))
         require_memory(wanted)
         self.cluster = launch.renewed(self.cluster)
-        run = launch.open_run(wanted, out, Run)
+        run = launch.open_run(wanted, out, Run, begun and begun.parent)
         run.secret = secret  # before anybody sees the run
-        self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), self._watched)
-        self._experiment = wanted
-        threading.Thread(target=launch.launch, args=(self._live, to_come), name="run start", daemon=True).start()
+        seen = partial(launch.seen, self.watchers)
+        self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), seen)
+        self._experiment, rest = wanted, (self._live, to_come, begun and begun.at)
+        threading.Thread(target=launch.launch, args=rest, name="run start", daemon=True).start()
         return run
-
-    def _watched(self) -> bool:
-        """Does a person see this lab: is a dashboard of it on show, or was in the last ten minutes?"""
-        return any(sees() for sees in self.watchers)
 
     def set(self, path: str, value: Any) -> PendingChange:
         """Sets one knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
@@ -215,6 +218,10 @@ class Lab:
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 10**6:
             raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
         self._request("step", n=n)
+
+    def checkpoint(self) -> None:
+        """Makes a checkpoint at the next step boundary, in the run's directory; it stays until somebody removes it."""
+        self._request("checkpoint")
 
     def stop(self) -> None:
         """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.
@@ -245,11 +252,8 @@ class Lab:
 
     def close(self) -> None:
         """Ends the run, and every process that this lab started."""
-        if self.live and self._live:
-            self._live.stop()
-            if not self._live.over.wait(3.0):
-                self._live.abort()
-                self._live.over.wait(2.0)
+        if self._live:
+            self._live.close()
         self._leave("the lab was closed")
         self.cluster.close()
 
@@ -276,9 +280,8 @@ class Lab:
         what = f"Lab {self.name!r}: {self.ranks} rank{'s' * (self.ranks != 1)}"
         if not self.cluster.ready:
             return f"{what}, {self.progress}"
-        gpus = self.cluster.devices[0] != "cpu"
-        engines = f"{len(self.cluster.engines)} {'GPU' if gpus else 'CPU'} engine{'s' * (self.ranks != 1)}"
-        what += f" on {engines}, {self.state}"
+        kind = "CPU" if self.cluster.devices[0] == "cpu" else "GPU"
+        what += f" on {len(self.cluster.engines)} {kind} engine{'s' * (self.ranks != 1)}, {self.state}"
         if self._live:
             what += f" {self.experiment.strategy} at step {self._live.step}"
         return f"{what}; {self._live.run.holdup}" if self._live and self._live.run.holdup else what

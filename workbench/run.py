@@ -6,10 +6,12 @@ A door like `workbench.lab`: rooms inside pass the data alone (`workbench.record
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench import analysis
 from workbench.record import run as record
+from workbench.record.checkpoints import Checkpoint
 from workbench.record.display import face, show
 from workbench.record.store import RunError as RunError
 from workbench.settings import Change
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from workbench.sim import Costs
     from workbench.sim.balancer import Balanced
     from workbench.sim.planner import Planned
+    from workbench.sim.resuming import Resumed
     from workbench.sim.tuner import Training, Tuned
     from workbench.sim.what_if import WhatIf
 
@@ -51,6 +54,20 @@ def tune(on: Experiment | Training, paths: Sequence[str] | None = None, **how: A
     return tune(on, BYTES if paths is None else paths, **how)
 
 
+def resumed(path: Path | str, wanted: Experiment | None, changes: Sequence[Change] | None, most: int) -> Resumed:
+    """How a run goes on from the checkpoint at `path`. Raises KnobError and RunError. See `workbench.sim.resuming`."""
+    from workbench.sim.resuming import resumed
+
+    return resumed(Checkpoint.open(path), wanted, changes, most)
+
+
+def settings_of(path: Path | str) -> Experiment:
+    """Under which the checkpoint at `path` was made. Raises KnobError and RunError."""
+    from workbench.sim.resuming import settings_of
+
+    return settings_of(Checkpoint.open(path))
+
+
 def require_memory(experiment: Experiment, path: str = "", value: Any = None) -> None:
     """Raises KnobError if ranks of `experiment`, or a change of it, would need more than `memory_mb`; see sim.fits."""
     if experiment.memory_mb or path == "memory_mb":
@@ -71,7 +88,7 @@ class Run(record.Run):
         """The same ended run, with the methods below."""
         return cls(
             run.experiment, timeline=run.timeline, environment=run._environment, name=run.name, started=run.started,
-            epoch=run.epoch,
+            epoch=run.epoch, parent=run.parent,
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
@@ -112,9 +129,11 @@ class Run(record.Run):
 
 def simulate(
     experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False,
-    replay: record.Run | None = None, alike: bool = False,
+    replay: record.Run | None = None, alike: bool = False, resume: Checkpoint | None = None,
+    checkpoints: Path | None = None,
 ) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.simulate`, which this is."""
     from workbench.sim import simulate
 
-    return Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike))
+    return Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike,
+                           resume=resume, checkpoints=checkpoints))  # fmt: skip

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from workbench.cli import app, setting
 from workbench.doors import jupyter
 from workbench.doors.demo import TOUR
 from workbench.experiment import Experiment
-from workbench.run import Run, RunError
+from workbench.experiment.recipes import recipe
+from workbench.run import Run, RunError, simulate
 from workbench.settings import KnobError
+
+RESUMED: list[Path] = []  # what a run is to go on from
 
 
 def say(*words: str) -> Result:
@@ -43,9 +47,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
         def __init__(self, ranks: int, *, name: str) -> None:
             self.ranks = ranks
 
-        def run(self, experiment: Experiment, out: Path) -> Any:
+        def run(self, experiment: Experiment, out: Path, resume: Path | None) -> Any:
             assert experiment.ranks == self.ranks
             found.append(experiment)
+            assert (resume is None) == (not RESUMED) or resume == RESUMED[0]
             done = Run(experiment, path=out)
             done.timeline.marks.add([(0, 5, "state", 1.0, '{"state": "done"}')])
             return done
@@ -73,9 +78,25 @@ def test_run_without_a_number_of_steps_ends(asked: list[Experiment], tmp_path: P
     assert asked[0].steps == 200
 
 
+def test_run_goes_on_from_a_checkpoint_with_what_is_set(
+    asked: list[Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = recipe("digits").set("ranks", 2).set("pace", 5.0).set("save_every", 1).set("lr", 0.003)
+    simulate(replace(e, steps=1), real=True, checkpoints=tmp_path / "checkpoints")
+    monkeypatch.setattr(f"{__name__}.RESUMED", [tmp_path])
+    done = say("run", "--resume", str(tmp_path), "--out", str(tmp_path / "r"), "--steps", "9", "--set", "every=16",
+               "--set", "strategy=LocalSGD", "--ranks", "3")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    (experiment, _) = asked
+    assert (experiment.lr, experiment.steps, experiment.ranks, experiment.strategy.every) == (0.003, 9, 3, 16)
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
+        ([], "name a recipe, such as digits, or a checkpoint with --resume; and not both"),
+        (["digits", "--resume", "x"], "name a recipe, such as digits, or a checkpoint with --resume; and not both"),
+        (["--resume", "no/where"], "no/where: holds no checkpoint that is whole"),
         (["digit"], "recipe='digit': no such recipe; did you mean digits?"),
         (["digits", "--set", "strategy=LocalSDG"], "did you mean LocalSGD"),
         (["digits", "--set", "strategy=LocalSGD", "--set", "every=0"], "every=0: must be an integer in [1, 256] steps"),

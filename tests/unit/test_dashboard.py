@@ -13,6 +13,7 @@ from tests.unit.synthetic import run as recorded
 from widgets import Dashboard, display
 from widgets.progress import Progress, line, trouble
 from widgets.transport import Transport
+from widgets.views.loss import Loss
 from workbench.experiment import Experiment
 from workbench.record.timeline import Mark
 from workbench.run import Run
@@ -42,6 +43,9 @@ class StillLab:
 
     def resume(self) -> None:
         self.asked.append("resume")
+
+    def checkpoint(self) -> None:
+        self.asked.append("checkpoint")
 
     def step(self) -> None:
         raise RuntimeError("there is no run to step")
@@ -90,7 +94,7 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
     transport.asked("start")
     dashboard.refresh()
     assert dashboard.board.run is lab.run_now
-    assert set(transport.may) == {"pause", "stop"}
+    assert set(transport.may) == {"pause", "stop", "checkpoint"}
     assert transport.line.startswith("running · step 29 · ") and "steps/s · 4 ranks" in transport.line
 
 
@@ -98,7 +102,7 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
     ("state", "may"),
     [
         ("starting", {"start"}),
-        ("paused", {"resume", "step", "stop"}),
+        ("paused", {"resume", "step", "stop", "checkpoint"}),
         ("stopping", {"stop"}),
         ("failed", {"start"}),
         ("closed", set()),
@@ -108,12 +112,24 @@ def test_only_what_can_be_done_now_can_be_pressed(state: str, may: set[str]) -> 
     assert set(Transport(StillLab(state=state)).may) == may
 
 
+def test_the_loss_has_a_diamond_where_a_checkpoint_was_made() -> None:
+    run, view = recorded(steps=30, ranks=2), Loss()
+    view.update(run)
+    saved = {"step": 10, "held_out": 0.5}
+    noted(run, (0, 12, "saved", saved), (0, 22, "saved", {"step": 20, "held_out": None}))
+    patch = view.update(run)
+    assert [list(patch.replace[n]["x"]) for n in (6, 7)] == [[10.0], [1.0]] and list(patch.replace[6]["y"]) == [0.5]
+    assert view.figure(run).data[6].name == "checkpoint" and not view.update(run).replace
+
+
 def test_what_cannot_be_done_is_answered_in_words() -> None:
     transport = Transport(StillLab(state="paused"))
     transport.asked("step")
     assert "there is no run to step" in transport.error["text"]
     transport.asked("resume")
     assert transport.error == {}
+    transport.asked("checkpoint")
+    assert transport.lab.asked == ["resume", "checkpoint"] and transport.error == {}
 
 
 def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypatch: pytest.MonkeyPatch) -> None:

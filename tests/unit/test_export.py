@@ -90,6 +90,14 @@ def test_the_code_of_a_run_rebuilds_its_experiment_and_changes() -> None:
     assert experiment_of(code) == experiment and tuple(executed(code)["changes"]) == run.changes
 
 
+def test_the_code_of_a_run_that_went_on_from_a_checkpoint_does_so_again(tmp_path: Path) -> None:
+    parent = {"checkpoint": "runs/it's/step-00000004", "step": 4, "run": "runs/it's"}
+    path = Run({"ranks": 2}, name="branch", parent=parent).save(tmp_path / "branch")
+    assert Run.open(path).parent == parent
+    assert """changes=changes, resume="runs/it's/step-00000004")""" in as_python(Run.open(path))
+    assert "resume" not in as_python(Run({"ranks": 2}, name="odd", parent={"checkpoint": ["x"]}))
+
+
 def test_a_run_without_an_end_gets_the_steps_it_had_done() -> None:
     run = synthetic.run(steps=30, changes=())
     run.settings["steps"] = 0

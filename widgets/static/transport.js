@@ -1,4 +1,4 @@
-// Start, Pause, Step and Stop, one line that says what the run is doing, and the error that ended it.
+// Start, Pause, Step, Stop and Checkpoint, one line that says what the run is doing, and the error that ended it.
 
 const KEYS = ["button", "summary", "textarea", "ol"]; // see [Note: Keys] in controls.js
 const el = (tag, cls, attrs = {}) => {
@@ -6,14 +6,14 @@ const el = (tag, cls, attrs = {}) => {
   if (KEYS.includes(tag)) made.dataset.lmSuppressShortcuts = "true";
   return made;
 };
-const SIGN = { start: "▶", pause: "❚❚", resume: "▶", step: "▶❙", stop: "■" };
+const SIGN = { start: "▶", pause: "❚❚", resume: "▶", step: "▶❙", stop: "■", checkpoint: "⤓" };
 
 function bar(model) {
   const root = el("div", "twb-bar");
   root.setAttribute("role", "toolbar");
   root.setAttribute("aria-label", "Run");
   const buttons = {};
-  for (const name of ["start", "pause", "step", "stop"]) {
+  for (const name of ["start", "pause", "step", "stop", "checkpoint"]) {
     const button = el("button", "twb-button", { type: "button" });
     button.dataset.do = name;
     button.addEventListener("click", () => model.send({ do: button.dataset.do }));

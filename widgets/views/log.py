@@ -94,7 +94,7 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             return name, str(detail.get("text"))
         case "residual":
             return ("residual", str(detail["text"])) if "text" in detail else None
-        case "stood still" | "spool":
+        case "stood still" | "spool" | "saved" | "not saved" | "data":
             return name, str(detail.get("text"))
         case "fault":
             return "fault", str(detail.get("text") or json.dumps(detail))

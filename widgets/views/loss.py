@@ -21,12 +21,16 @@ class Loss(View):
     about: ClassVar[str] = (
         "Held-out loss of the consolidated model as a strong line with markers and each rank's training loss as a "
         "thin line of its own, against steps on the left and against seconds on the right; a vertical mark at each "
-        "change."
+        "change, and a diamond where a checkpoint was made."
     )
     empty: ClassVar[str] = "The loss appears here after the first step."
     order: ClassVar[int] = 20
     axes: ClassVar[dict[str, str]] = {"x": "step", "x2": "t"}
     labelled: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._saved = 0  # checkpoints that are drawn
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=_layout())
@@ -35,6 +39,8 @@ class Loss(View):
                 figure.add_trace(_training(rank, panel, self.ranks(run)))
         for panel in ("x", "x2"):
             figure.add_trace(_held_out(panel))
+        for panel in ("x", "x2"):
+            figure.add_trace(_saved(panel))
         return figure
 
     def update(self, run: Any) -> Patch:
@@ -53,6 +59,11 @@ class Loss(View):
                     patch.facts.setdefault("counts", {})[trace] = len(mine)
         if patch:
             patch.facts["newest"] = float(rows.t.max())
+        saved = [(d["step"], t, d["held_out"]) for _, t, d in run.details("saved") if d.get("held_out") is not None]
+        if len(saved) > self._saved:
+            self._saved = len(saved)
+            step, seconds, held_out = np.array(saved, float).T
+            patch.replace |= {2 * ranks + 2: {"x": step, "y": held_out}, 2 * ranks + 3: {"x": seconds, "y": held_out}}
         return patch
 
     def table(self, run: Any) -> Grid:
@@ -100,4 +111,13 @@ def _held_out(panel: str) -> go.Scatter:
         line={"color": theme.INK, "width": 2.5}, marker={"size": 7, "color": theme.INK},
         name="held-out loss, consolidated model", showlegend=panel == "x",
         hovertemplate="held-out: %{y:.4f} at %{x:.6~g}<extra></extra>",
+    )  # fmt: skip
+
+
+def _saved(panel: str) -> go.Scatter:
+    """Where checkpoints are, on the held-out loss that was known then."""
+    return go.Scatter(
+        x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="markers", showlegend=False, name="checkpoint",
+        marker={"symbol": "diamond-open", "size": 13, "color": theme.INK, "line": {"width": 2}},
+        hovertemplate="a checkpoint, at %{x:.6~g}<extra></extra>",
     )  # fmt: skip

@@ -93,8 +93,9 @@ def as_python(run: Run) -> str:
     """Code that runs the same experiment with the same changes at the same steps.
 
     Two such runs of a lockstep strategy on one machine have bit-identical losses. A run without an end gets the
-    steps it had done so far. Only members that ship are called by their names; all else that the record holds is data,
-    in which `Experiment.read` finds classes of your own. Raises RunError for a record with names that no program has.
+    steps it had done so far; one that went on from a checkpoint does so again. Only members that ship are called by
+    their names; all else that the record holds is data, in which `Experiment.read` finds classes of your own. Raises
+    RunError for a record with names that no program has.
     """
     from workbench.analysis import last_steps
 
@@ -126,7 +127,10 @@ def as_python(run: Run) -> str:
     imports = [f"from workbench.{home} import {', '.join(sorted(used))}" for home, used in names.items() if used]
     head = ["from workbench import Change, Experiment, Lab", *sorted(imports)]
     body = [opens, *lines, closes, "changes = [", *changes, "]"]
-    tail = [f"lab = Lab(ranks={settings.get('ranks', 4)})", "run = lab.run(experiment, changes=changes)", "run.wait()"]
+    begun = run.parent.get("checkpoint")
+    resume = f", resume={begun!r}" if isinstance(begun, str) else ""
+    tail = [f"lab = Lab(ranks={settings.get('ranks', 4)})", f"run = lab.run(experiment, changes=changes{resume})"]
+    tail += ["run.wait()"]
     return "\n".join([*head, "", *body, *tail, ""])
 
 

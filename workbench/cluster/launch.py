@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +53,7 @@ def within(experiment: Experiment, ranks: int) -> Experiment:
     return experiment
 
 
-def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R:
+def open_run(experiment: Experiment, out: Path | str | None, kind: type[R], parent: Any = None) -> R:
     """A new run, of a `kind` of Run, in a directory of its own: `out`, or `<time>-<strategy>` among this user's runs.
 
     Raises ClusterError where nothing can be written there.
@@ -63,7 +63,8 @@ def open_run(experiment: Experiment, out: Path | str | None, kind: type[R]) -> R
     try:
         path = path if out is not None else _claimed(path)
         run = kind(
-            experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time()
+            experiment, name=path.name, environment=environment(experiment), path=path.resolve(), epoch=time.time(),
+            parent=parent,
         )  # fmt: skip
         run.save()
     except OSError as error:
@@ -82,6 +83,11 @@ def refuse_closed(cluster: Cluster, knob: str = "") -> None:
     if knob and cluster.error:
         name = cluster.name
         raise ClusterError(f"{knob}: lab {name!r} has no engines, lab.run() starts them again; {cluster.error}")
+
+
+def seen(watchers: Sequence[Callable[[], bool]]) -> bool:
+    """Does a person see a lab: is a dashboard of it on show, or was in the last ten minutes?"""
+    return any(sees() for sees in watchers)
 
 
 def renewed(cluster: Cluster) -> Cluster:
@@ -116,8 +122,11 @@ def environment(experiment: Experiment) -> dict[str, Any]:
     return {**{k.lower(): v for k, v in here().items()}, **{k: v for k, v in machine.items() if k != "ranks"}}
 
 
-def launch(live: Live, changes: Sequence[Change]) -> None:
-    """Waits for the engines and starts every rank's session; what fails ends the run with that error."""
+def launch(live: Live, changes: Sequence[Change], resume: Callable[[Path], Path] | None = None) -> None:
+    """Waits for the engines and starts every rank's session; what fails ends the run with that error.
+
+    resume: given a folder to put one into, where the checkpoint is that ranks go on from
+    """
     cluster, run, experiment = live.cluster, live.run, live.changes.experiment
     try:
         while not live.ending.asked and not cluster.settled(LOOK):
@@ -126,10 +135,12 @@ def launch(live: Live, changes: Sequence[Change]) -> None:
             return live.end("stopped")
         cluster.wait()
         cluster.take = live.take
+        begun = resume(Path(run.path or ".") / "begun") if resume else ""
         new = [*classes(experiment), *(c for change in changes for c in classes(change.value))]
         blob = _pickled((experiment, tuple(changes), new))
         _stamp(run)
-        job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch}
+        job = {"session": SESSION, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
+               "resume": str(begun) if begun else ""}  # fmt: skip
         told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write(run=told)
         cluster.health.begin()

@@ -95,7 +95,8 @@ class Live:
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        for name in ("change", "refused", "policy", "state", "error", *alarms.NAMES, "members", "end"):
+        names = ("change", "refused", "policy", "not saved", "data", "state", "error", *alarms.NAMES, "members", "end")
+        for name in names:
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -137,7 +138,7 @@ class Live:
             self.attention.mark(rank, step, name, detail)
         elif name == "end":
             self.ending.gone(rank, detail["state"])
-        elif name == "policy" and detail["text"] not in self.notes:
+        elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
             self.notes.append(detail["text"])
         elif name == "members":
             self._outlived(step, detail)
@@ -223,6 +224,14 @@ class Live:
         self.state = "stopping"
         self.ending.stop()
         self.free()
+
+    def close(self) -> None:
+        """Stops it; in a few seconds it is over, or told to leave."""
+        if not self.over.is_set():
+            self.stop()
+            if not self.over.wait(3.0):
+                self.abort()
+                self.over.wait(2.0)
 
     def free(self) -> None:
         """Tells all ranks to leave in the middle of a step."""

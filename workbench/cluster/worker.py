@@ -136,7 +136,7 @@ class Bench:
             experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
             run_dir=where, push=self.push, epoch=job["epoch"], changes=changes, device=job["device"],
             kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
-            **({"joins": True} if job.get("joins") else {}),
+            **{name: job[name] for name in ("joins", "resume") if job.get(name)},
         )  # fmt: skip
         self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
         self.job, self.blob, self.sent = job, blob, {}

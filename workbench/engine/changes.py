@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -185,3 +187,11 @@ class Turnable(Parts):
     def foreseen(self, cheaply: bool) -> Any:
         """What a step is going to read; None where nobody can tell."""
         return foreseen(self.learner, self.experiment, cheaply)
+
+    def mark_start(self) -> None:
+        """Where this rank trains, and what."""
+        self.mark("start", {
+            "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
+            "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
+            "parameters": self.layout.numel, "nbytes": self.layout.nbytes,
+        })  # fmt: skip

@@ -16,7 +16,6 @@ from workbench.engine.membership import Next, Resized, are, named
 from workbench.experiment import Experiment
 from workbench.host.reentry import Came, fewer
 from workbench.host.resizing import come_together
-from workbench.host.steering import Look
 from workbench.settings import Change, KnobError
 
 if TYPE_CHECKING:
@@ -76,8 +75,8 @@ def _look(session: Session) -> None:
 
 
 def _invitation(session: Session, training: Training, to: Next) -> dict[str, Any]:
-    planned = [change.plain() for change in training.planned if not isinstance(change, Look)]
-    steps = [change.at_step for change in training.planned if not isinstance(change, Look)]
+    planned = [change.plain() for change in training.planned if type(change) is Change]
+    steps = [change.at_step for change in training.planned if type(change) is Change]
     return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(), "turn": session.turn,
             "asked": [], "planned": planned, "steps": steps}  # fmt: skip
 

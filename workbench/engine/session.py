@@ -20,6 +20,7 @@ from torch import nn
 
 from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
+from workbench.engine.keeping import Keeper
 from workbench.engine.membership import Resized, Spare, gone
 from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives
 from workbench.engine.peers import removed
@@ -30,7 +31,9 @@ from workbench.engine.shaping import Clock, Naps
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.layout import Layout
+from workbench.host.saved.regain import Regained, regained
 from workbench.rank import Rank
+from workbench.record.checkpoints import FOLDER, Bytes, Checkpoint
 from workbench.record.run import FINAL
 from workbench.settings import Change
 from workbench.settings.said import class_of, text_of, traceback_of
@@ -50,7 +53,7 @@ class Session:
         self, experiment: Experiment, *, rank: int, size: int, store: tuple[str, int], generation: str,
         secret: bytes, epoch: float, run_dir: Path | None = None, push: Callable[..., None] | None = None,
         changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
-        joins: bool = False,
+        joins: bool = False, resume: str = "",
     ) -> None:
         self.began_with = experiment.checked()
         self.member, self.members = rank, tuple(range(size))
@@ -62,6 +65,7 @@ class Session:
         self.clock = Clock(epoch)
         self.naps = Naps(self.clock)
         self.record = Recorder(rank, run_dir, push)
+        self.run_dir, self.resume = run_dir, resume
         self.planned = sorted(changes, key=lambda c: c.at_step)
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.leaving = Leaving()
@@ -198,6 +202,17 @@ class Session:
         self.training = Training(self)
         self.training.begin()
         return self.training
+
+    def keeper(self, training: Any) -> Keeper | None:
+        """Who writes its checkpoints."""
+        return Keeper(training, Path(self.run_dir) / FOLDER) if self.run_dir is not None else None
+
+    def saved(self) -> Regained | None:
+        """What this rank goes on from. Raises RunError where that cannot be read."""
+        if not self.resume:
+            return None
+        checkpoint = Checkpoint.open(self.resume)
+        return regained(checkpoint, Bytes(checkpoint), self.rank.id, alone=True)
 
     def tear_down(self) -> None:
         """Gives everything back; whatever fails on the way, the record's last row says that this rank has left."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +26,7 @@ from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum, partitioned, sharding
 from workbench.host import repartition
-from workbench.host.batches import Batches, example
+from workbench.host.batches import Batches, Chance, Numbers, example, numbers
 from workbench.host.counted import Counted
 from workbench.host.finite import Finite
 from workbench.host.layout import Layout
@@ -40,6 +38,7 @@ from workbench.host.offload import LANES
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.rollback import Rollback
+from workbench.host.saved.saving import Saving
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
 from workbench.host.steering import Overheard, Steering
@@ -89,6 +88,7 @@ class Parts(Life):
         self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
         self.meeting = Meeting(self)
         self.state: Any = None
+        self.saving = Saving(self, session.keeper(self), None if before or session.joins else session.saved())
         self.measuring = Measuring()
         self.rollback = self.host.rollback = Rollback(self)  # type: ignore[arg-type]
         self.paused, self.credit = False, 0
@@ -139,6 +139,26 @@ class Parts(Life):
     def example(self, wanted: Experiment) -> Any:
         """A batch, the same on all ranks, that training does not miss."""
         return example(self.learner, wanted, self.session.device)
+
+    @property
+    def reads(self) -> Batches:
+        return self.batches
+
+    @property
+    def draws(self) -> Numbers | None:
+        return numbers()
+
+    def draw_on(self, states: Numbers | None) -> None:
+        if states is not None:
+            Chance(states).begin()
+
+    @property
+    def crowd(self) -> tuple[int, int] | None:
+        return self.host.together.at if self.host.together is not None else None
+
+    def join_crowd(self, at: tuple[int, int] | None) -> None:
+        if at is not None and self.host.together is not None:
+            self.host.together.at = at
 
     def restart_data(self) -> None:
         self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))
@@ -276,11 +296,3 @@ class Parts(Life):
 
     def say(self, phase: str) -> None:
         self.session.say(phase)
-
-    def mark_start(self) -> None:
-        """Where this rank trains, and what."""
-        self.mark("start", {
-            "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
-            "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
-            "parameters": self.layout.numel, "nbytes": self.layout.nbytes,
-        })  # fmt: skip

@@ -53,6 +53,8 @@ class Training(Turnable):
         self.set_fabric(None, self.experiment)
         residual.begin(self)
         changes.note_idle(self)
+        if self.saving.saved is not None:
+            self.saving.saved.begin(self)
         self.enter(None, self.experiment)
         if self.experiment.strategy.opaque:
             self.enter_opaque()
@@ -75,6 +77,8 @@ class Training(Turnable):
         if self.experiment.strategy.opaque:
             self.enter_opaque()
         self.choose_lane()
+        self.steering.begin_again()
+        self.saving.plan()
         self.ledger.stir()
 
     @property
@@ -155,6 +159,7 @@ class Training(Turnable):
     async def finish(self) -> None:
         await self.leave_opaque()
         await Op("do", partial(self.host.catch_up, self.finite.told))
+        await Op("do", self.saving.end)
         self.say("stopped" if self.session.stopping else "done")
 
     def before_update(self) -> None:
@@ -251,6 +256,8 @@ class Training(Turnable):
                     self.finite.forget()
                 case "resize":
                     await resize(self, tuple(what["members"]), what.get("id", ""))
+                case "checkpoint":
+                    await self.saving.make(asked=True)
                 case "stop":
                     self.session.stopping = True
             self.done.append(what.get("id", ""))
@@ -261,6 +268,7 @@ class Training(Turnable):
         """Gives back all but the wires, which are the session's to close."""
         self._count_cost()
         self.leaving.set()  # whatever still waits beside this thread
+        self.saving.end(patience=5.0)
         self.meeting.leave()
         self.host.forget_hooks()
         self.unwrap()

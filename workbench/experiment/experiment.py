@@ -18,6 +18,8 @@ from workbench.tasks import ByteGPT, TaskBase
 CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
 MEMORY = "memory of each rank's device: what needs more is refused; 0 is no limit"
 DEATH = "what the others do when a rank is lost: end the run as failed, or go on without it"
+EVERY = "a checkpoint every so many steps, written beside the training; 0 only when one is asked for"
+KEEP = "the newest checkpoints that are kept, besides the best one and those that were asked for"
 MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
 
 
@@ -56,6 +58,8 @@ class Experiment:
     on_nan: str = knob("auto", choices=finite.ACTIONS, doc=finite.ON_NAN)
     diverged: float = knob(10.0, 0.0, 1e6, log=True, doc=finite.DIVERGED)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
+    save_every: int = knob(0, 0, 10**6, unit="steps", doc=EVERY)
+    saves: int = knob(2, 1, 1000, doc=KEEP)
 
     def __post_init__(self) -> None:
         if self.policy is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +19,32 @@ from workbench.host.memory import tensors
 from workbench.rank import StrategyError
 from workbench.tasks import Learner, TaskError
 
+Numbers = tuple[Any, Any, Any]  # how torch's, numpy's and Python's random numbers go on
+
+
+def numbers() -> Numbers:
+    """How the process's go on now."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
 
 class Chance:
     """Random numbers of its own: inside it torch's, numpy's and Python's draw from here, and go on where they were."""
 
-    def __init__(self, seed: int) -> None:
-        self._mine: tuple[Any, ...] = (
+    def __init__(self, seed: int | Numbers) -> None:
+        self._mine: Numbers = seed if isinstance(seed, tuple) else (
             torch.Generator().manual_seed(seed).get_state(), np.random.RandomState(seed % 2**32).get_state(),
             random.Random(seed).getstate(),
         )  # fmt: skip
-        self._theirs: tuple[Any, ...] = ()
+        self._theirs: Any = ()
+
+    @property
+    def numbers(self) -> Numbers:
+        """How they go on."""
+        return self._mine
+
+    def begin(self) -> None:
+        """The process's go on from here, for good."""
+        self._swapped(self._mine)
 
     def __enter__(self) -> None:
         self._theirs = self._swapped(self._mine)
@@ -34,12 +52,26 @@ class Chance:
     def __exit__(self, *_: object) -> None:
         self._mine = self._swapped(self._theirs)
 
-    def _swapped(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
-        was = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    def _swapped(self, states: Numbers) -> Numbers:
+        was = numbers()
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
         return was
+
+
+class Stand(NamedTuple):
+    """Where one who reads stands: batches drawn since it began, and in this pass of the data; how many of them early.
+
+    opened, began: random numbers when it began, and when this pass did; last: a hash of some of the last batch
+    """
+
+    total: int
+    drawn: int
+    early: int
+    opened: Numbers | None
+    began: Numbers | None
+    last: int
 
 
 def nbytes_of(batch: Any) -> int:
@@ -55,6 +87,10 @@ class Batches:
         self._source: Iterable[Any] = ()
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
+        self._total = 0  # with those of passes that are over
+        self._last = 0  # a hash of some of the last batch
+        self._opened: Numbers | None = None  # random numbers when the data was opened, and when this pass began
+        self._pass_began: Numbers | None = None
         self.taken = 0  # by `next`, so far
         self.nbytes = 0  # of the last one's tensors
         self._early: deque[Any] = deque()  # drawn before their turn
@@ -83,19 +119,26 @@ class Batches:
             raise StrategyError(f"client {index} of {count}: there are 0 to {count - 1}")
         if (index, count) == self._client:
             return
-        self._clients[self._client] = self._source, self._iterator, self._drawn, self._early
+        self._set_aside()
         self._client = index, count
         if self._client in self._clients:
-            self._source, self._iterator, self._drawn, self._early = self._clients.pop(self._client)
+            (self._source, self._iterator, self._drawn, self._early, self._total, self._last,
+             self._opened, self._pass_began) = self._clients.pop(self._client)  # fmt: skip
         else:
             self._open()
+
+    def _set_aside(self) -> None:
+        """Who reads now goes on from here when it reads again."""
+        self._clients[self._client] = (self._source, self._iterator, self._drawn, self._early, self._total, self._last,
+                                       self._opened, self._pass_began)  # fmt: skip
 
     def _open(self) -> None:
         batch, seed, step = self._began
         index, count = self._client
         with self._chance or nullcontext():
+            self._opened = self._pass_began = numbers()
             self._source = self._data(self._rank * count + index, self._size * count, batch, seed + 7919 * step)
-            self._iterator, self._drawn = iter(self._source), 0
+            self._iterator, self._drawn, self._total = iter(self._source), 0, 0
             self._early = deque()
 
     def next(self) -> Any:
@@ -112,23 +155,87 @@ class Batches:
 
     def _draw(self) -> Any:
         with self._chance or nullcontext():
-            return self._next()
+            batch = self._next()
+        self._last = marked(batch)
+        return to_device(batch, self._device)
 
     def _next(self) -> Any:
         for batch in self._iterator:
-            self._drawn += 1
-            return to_device(batch, self._device)
+            self._drawn, self._total = self._drawn + 1, self._total + 1
+            return batch
         if not self._drawn:
             raise TaskError(f"the data of rank {self._rank} yields nothing: give every rank at least one batch")
         drawn, self._drawn = self._drawn, 0
+        self._pass_began = numbers()
         self._iterator = iter(self._source)
         for batch in self._iterator:
-            self._drawn = 1
-            return to_device(batch, self._device)
+            self._drawn, self._total = 1, self._total + 1
+            return batch
         raise TaskError(
             f"the data of rank {self._rank} ran out after {drawn} batches and cannot start over: return something that "
             f"can be iterated again (a list, a DataLoader), or a generator that does not end"
         )
+
+    # -- where it stands, and to stand there again --
+
+    def stands(self) -> dict[tuple[int, int], Stand]:
+        """Where each client stands; the last one is who reads now."""
+        mine, found = self._client, dict[tuple[int, int], Stand]()
+        for client in (*self._clients, mine):
+            self.client(*client)
+            stand = self._total, self._drawn, len(self._early), self._opened, self._pass_began, self._last
+            found[client] = Stand(*stand)
+        self.client(*mine)
+        return found
+
+    @property
+    def began(self) -> tuple[int, int, int]:
+        """The batch, the seed and the step of the last restart."""
+        return self._began
+
+    @property
+    def chance(self) -> Chance | None:
+        """Random numbers of its own."""
+        return self._chance
+
+    def stand(self, began: tuple[int, int, int], chance: Numbers | None, stands: dict[tuple[int, int], Stand]) -> bool:
+        """Everyone stands there, having read the same again; no random number of the process is used up.
+
+        Is the last batch of each the one that it was? Else the data yields others when it is read again.
+        """
+        self._began, self._chance, same, last = began, None, True, list(stands)[-1]
+        self._clients.clear()
+        for self._client, at in stands.items():
+            with Chance(at.opened or numbers()):
+                self._open()
+                for n in range(at.total - at.drawn):
+                    self._read_again(n, at)
+            with Chance(at.began or numbers()):
+                for n in range(at.total - at.drawn, at.total):
+                    self._read_again(n, at)
+            same &= self._last == at.last
+            self._opened, self._pass_began = at.opened, at.began
+            if self._client != last:
+                self._set_aside()
+        self._chance = None if chance is None else Chance(chance)
+        return same
+
+    def _read_again(self, number: int, at: Stand) -> None:
+        batch = self._next()
+        if number == at.total - 1:
+            self._last = marked(batch)
+        if number >= at.total - at.early:
+            self._early.append(to_device(batch, self._device))
+
+
+def marked(batch: Any) -> int:
+    """A hash of a few bytes of a batch's first tensors, by which it is told from another; 0 where none is here."""
+    found = 0
+    for x in islice(tensors(batch), 2):
+        if x.device.type == "cpu" and x.layout == torch.strided and x.numel():
+            few = x.detach().reshape(-1)[:16].contiguous().view(torch.uint8)
+            found = zlib.crc32(few.numpy().tobytes(), found)
+    return found
 
 
 def example(learner: Learner, e: Experiment, device: str) -> Any:

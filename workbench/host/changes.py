@@ -214,21 +214,7 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
     moved, lies, remembered = moves(was, wanted), handover.cut(run, was.strategy), names(run.state)
     stays = not moved and lies is not None and lies == handover.cut(run, wanted.strategy)  # in the shards where it is
     with run.switching(was, wanted):
-        if wanted.lr_warmup and not in_step(was):
-            await run.rate.agree(run)
-        if was.strategy.opaque:
-            await run.leave_opaque()
-        else:
-            await was.strategy.recall(run.rank.replicas, run.state)
-            if not (stays and "parameters" in wanted.strategy.shards):
-                await run.reading.unshard()
-            await run.leave(was.strategy)
-            if said := was.strategy.left(run.state):
-                run.mark("left", {"strategy": type(was.strategy).__name__, "text": said})
-            if not stays:
-                await handover.reshard(run, lies, None)
-            await handover.consolidate(run, was.strategy)
-            await handover.spread(run, was.strategy)
+        await leave(run, was, wanted, lies, stays)
         await residual.change(run, was, wanted, _foreign(was, wanted))
         momentum = was.strategy.hands_on(run.rank.replicas, run.state)
         if moved:
@@ -244,6 +230,28 @@ async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
         if wanted.strategy.opaque:
             run.enter_opaque()
         await run.reading.shard()
+
+
+async def leave(run: Changing, was: Experiment, wanted: Experiment, lies: handover.Cut | None, stays: bool) -> None:
+    """The strategy is left: of all that ranks hold together each has what lies with it, but what `stays` in shards.
+
+    lies: how the optimizer's state lies in shards
+    """
+    if wanted.lr_warmup and not in_step(was):
+        await run.rate.agree(run)
+    if was.strategy.opaque:
+        await run.leave_opaque()
+    else:
+        await was.strategy.recall(run.rank.replicas, run.state)
+        if not (stays and "parameters" in wanted.strategy.shards):
+            await run.reading.unshard()
+        await run.leave(was.strategy)
+        if said := was.strategy.left(run.state):
+            run.mark("left", {"strategy": type(was.strategy).__name__, "text": said})
+        if not stays:
+            await handover.reshard(run, lies, None)
+        await handover.consolidate(run, was.strategy)
+        await handover.spread(run, was.strategy)
 
 
 async def spread_out(run: Changing) -> None:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.host import changes, handover, meeting, residual
+from workbench.host import changes, meeting, residual
 from workbench.host.evaluating import Evaluated
 from workbench.host.finite import Finite
 from workbench.host.flow import Flow
@@ -21,6 +21,7 @@ from workbench.host.outliving import Outliving
 from workbench.host.pipelining import drained
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.saved.saving import Holding, Save
 from workbench.host.spread import Spread
 from workbench.host.steering import Look, Steering
 from workbench.host.trial import Trial
@@ -28,7 +29,7 @@ from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Change
 
 
-class Life(Outliving, Ordering):
+class Life(Outliving, Ordering, Holding):
     """The part of a Session that goes on from boundary to boundary. See workbench.host.changing for what changes see.
 
     planned:       changes to come, in the order of their steps
@@ -68,8 +69,10 @@ class Life(Outliving, Ordering):
     async def live(self) -> None:
         """From the first evaluation to the last step."""
         await self.lay_out()
+        await self.saving.regain()
         self.steering.begin()
         await self.evaluate(together=True)
+        self.saving.begin()
         self.say("running")
         self.ledger.stir()
         await self.on()
@@ -97,19 +100,6 @@ class Life(Outliving, Ordering):
         self.mark_buckets()
         self.ledger.built()
 
-    async def share_out(self, ahead: bool = False) -> None:
-        """What every rank has whole comes to lie as the partition and the strategy say. ahead: in which order, too?"""
-        if self.experiment.partition.size > 1:
-            await changes.spread_out(self)  # type: ignore[arg-type]
-        else:
-            self.tuned()
-        if self.experiment.partition.recompute[0] != "none":
-            changes.note_again(self)  # type: ignore[arg-type]
-        if ahead:
-            await self.order_ahead()
-        await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))  # type: ignore[arg-type]
-        await self.reading.shard()
-
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""
         await self.boundary()
@@ -133,13 +123,17 @@ class Life(Outliving, Ordering):
             self.go_on()
 
     async def obey(self, change: Change) -> bool:
-        """Makes one change, or refuses it in words; or asks the policy. Was something made?"""
+        """Makes one change, or refuses it in words; or asks the policy; or makes a checkpoint. Was something made?"""
+        if isinstance(change, Save):
+            await self.saving.due(change)
+            return False
         if isinstance(change, Look):
             made = await self.steering.look(change)
         else:
             with self.undoable(True):
                 made = await self.steering.heeding(change, changes.obey(self, change))  # type: ignore[arg-type]
         self.ledger.stir()
+        self.saving.plan()
         return made
 
     async def step(self) -> None:
@@ -189,6 +183,7 @@ class Life(Outliving, Ordering):
         self.span("eval", "evaluate", began)
         if drift is not None:
             self.sample("drift", drift)
+        self.held_out = numbers.get("loss", self.held_out)
         for name, value in numbers.items():
             self.sample("held_out" if name == "loss" else f"held_out:{name}", value)
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from workbench.experiment import Experiment
+from workbench.host import changes, handover
 from workbench.host.reading import Reading
 from workbench.host.recut import recut
 from workbench.rank import Rank
@@ -20,6 +21,20 @@ class Ordering(ABC):
     layout: Any
     state: Any
     reading: Reading
+
+    async def share_out(self: Any, ahead: bool = False) -> None:
+        """What every rank has whole comes to lie as the partition and the strategy say. ahead: in which order, too?"""
+        if self.experiment.partition.size > 1:
+            await changes.spread_out(self)
+        else:
+            self.tuned()
+        if self.experiment.partition.recompute[0] != "none":
+            changes.note_again(self)
+        if ahead:
+            await self.order_ahead()
+            await self.saving.order()
+        await handover.reshard(self, None, handover.cut(self, self.experiment.strategy))
+        await self.reading.shard()
 
     async def order_ahead(self) -> None:
         """Buckets are cut in the order in which gradients will come, if that is told before they do.

@@ -21,6 +21,7 @@ from workbench.policies import Policy, Seen
 from workbench.settings import Change, KnobError, resolve, to_plain
 from workbench.settings.said import said
 
+KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # what a checkpoint has of it
 FAILURES = (Exception, SystemExit)  # of a policy; the process is not its to end, but KeyboardInterrupt is a person's
 
 
@@ -71,19 +72,39 @@ class Steering:
             self._say("given", "its decisions are those of another run, given as changes; it makes no others")
         self._plan(-1)
 
-    def _plan(self, after: int) -> None:
-        """The next look stands among the planned changes, behind all that are due by then; or none."""
+    def begin_again(self) -> None:
+        """Other ranks go on from the present step, which all have in common, than were there before."""
+        self._forget()
+        self._plan(self.run.rank.step - 1)
+
+    def _plan(self, after: int, at: int | None = None) -> None:
+        """The next look, later than `after` or `at` a step, stands among the planned changes, behind all that are due
+        by then; or none.
+        """
         run, policy = self.run, self.policy
         run.planned = [change for change in run.planned if not isinstance(change, Look)]
         self.names, self._next = (), None
         if policy is None or policy.paused:
             return
         self.names = policy.reads
-        at = self._looks(policy, after)
+        at = self._looks(policy, after) if at is None else at
         if at < run.experiment.steps or not run.experiment.steps:
             steps = [change.at_step for change in run.planned]
             self._next = Look(at)
             run.planned.insert(bisect_right(steps, at), self._next)
+
+    def kept(self) -> dict[str, Any]:
+        """All that it goes by, for a checkpoint."""
+        made = [(change.at_step, change.plain()) for change in self._made]
+        return {name: getattr(self, name) for name in KEPT} | {
+            "made": made, "next": self._next and self._next.at_step}  # fmt: skip
+
+    def regain(self, kept: dict[str, Any]) -> None:
+        """After `begin`: goes on from what was `kept`."""
+        following, self._made = kept.pop("next"), [Change.read(plain, step) for step, plain in kept.pop("made")]
+        vars(self).update({name: kept[name] for name in KEPT})
+        if self._next is not None and following is not None:
+            self._plan(following - 1, following)
 
     def _looks(self, policy: Policy, after: int) -> int:
         """The step before which it wants to look next, later than `after`; what fails there falls back on its knob."""

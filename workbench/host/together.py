@@ -69,6 +69,15 @@ class Together:
         seen = [(name, model.get_parameter(name)) for name in sorted(split.partial)]
         self._hooks += [p.register_hook(partial(self._added, name)) for name, p in seen if not isinstance(p, Absent)]
 
+    @property
+    def at(self) -> tuple[int, int]:
+        """Its seed, and how many forwards there were: from these follow the random numbers of the next one."""
+        return self._seed, self._passes
+
+    @at.setter
+    def at(self, stands: tuple[int, int]) -> None:
+        self._seed, self._passes = stands
+
     def undo(self) -> None:
         """Its modules compute as they did before."""
         for _, module, _ in self._modules:

@@ -16,7 +16,8 @@ from workbench.settings import short
 FAMILIES = ("task", "strategy", "compressor", "fabric", "optimizer")
 DEEPEST = 40  # levels of JSON: settings need 10
 LARGEST = 2**63  # what a number is below
-COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup")
+COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_base", "lr_warmup", "save_every",
+          "saves")  # fmt: skip
 
 
 class RunError(ValueError):
@@ -80,6 +81,7 @@ RANKS = Rule(lambda v: count(v) and v >= 1, "a whole number, 1 or more")
 MISSING = Rule(lambda v: v is None or count(v), "a whole number, 0 or more")
 RULES = {
     "epoch": NUMBER, "missing": MISSING, "name": TEXT, "started": TEXT, "environment": OBJECT, "experiment": SETTINGS,
+    "parent": OBJECT,
 }  # fmt: skip
 
 

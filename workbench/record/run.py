@@ -64,6 +64,7 @@ class Run:
         started: str = "",
         epoch: float = 0.0,
         live: bool = False,
+        parent: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = None if isinstance(experiment, Mapping) else experiment
         self.settings: dict[str, Any] = dict(experiment) if isinstance(experiment, Mapping) else experiment.plain()
@@ -73,6 +74,7 @@ class Run:
         self.started = started or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.epoch = epoch
         self.live = live
+        self.parent: dict[str, Any] = dict(parent or {})  # "checkpoint", "step" and "run" that it went on from
         self.secret = ""  # in a riddle: what is said in place of verdicts and faults, until it is answered
         self.missing = self.unwritten = self.duplicates = 0
         self.warnings: tuple[str, ...] = ()
@@ -90,7 +92,8 @@ class Run:
         path = Path(path)
         about = store.about(path)
         name, started = str(about.get("name") or path.name), str(about.get("started") or "")
-        run = cls(about["experiment"], environment=about.get("environment"), name=name, path=path)
+        run = cls(about["experiment"], environment=about.get("environment"), name=name, path=path,
+                  parent=about.get("parent"))  # fmt: skip
         run.started, run.epoch = started, float(about["epoch"])
         loaded = store.read(path)
         run.timeline, run._following = loaded.timeline, loaded.following
@@ -106,6 +109,7 @@ class Run:
         """
         where = Path(path or self.path or self.name)
         about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
+        about |= {"parent": self.parent} if self.parent else {}
         lost = {"missing": self.missing} if self.missing else {}
         rows = store.keep(where, {**about, "started": self.started, "name": self.name, **lost}, self.timeline)
         if not (self.live and self.path):

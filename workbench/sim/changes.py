@@ -13,7 +13,7 @@ from workbench.experiment import Experiment, momentum, sharding
 from workbench.experiment.arranged import sharers
 from workbench.experiment.partitioned import dealt, drawn
 from workbench.fabric.load import pauses
-from workbench.host.batches import example
+from workbench.host.batches import Numbers, example, numbers
 from workbench.host.changes import in_step, take_role
 from workbench.host.foreseen import foreseen
 from workbench.host.handover import Cut
@@ -84,6 +84,26 @@ class Turnable(Life):
     def restart_data(self) -> None:
         self.body.deal(*dealt(self.experiment, self.rank.id))
         self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
+
+    @property
+    def reads(self) -> Any:
+        return getattr(self.body, "batches", None)
+
+    @property
+    def draws(self) -> Numbers | None:
+        return None if self.body.random_state is None else (self.body.random_state, *numbers()[1:])
+
+    def draw_on(self, states: Numbers | None) -> None:
+        if states is not None:
+            self.body.random_state = states[0]
+
+    @property
+    def crowd(self) -> tuple[int, int] | None:
+        return self.body.crowd
+
+    def join_crowd(self, at: tuple[int, int] | None) -> None:
+        if at is not None:
+            self.body.crowd = at
 
     def make_optimizer(self, wanted: Experiment, params: list[Any] | None = None) -> Any:
         return self.body.made(wanted, params)

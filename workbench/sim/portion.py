@@ -123,6 +123,25 @@ class Portion:
         """The next batch, or `x`."""
         return self.batches.next() if x is None else x
 
+    @property
+    def random_state(self) -> Any:
+        """How this rank's random numbers go on."""
+        return self._random_state
+
+    @random_state.setter
+    def random_state(self, state: Tensor) -> None:
+        self._random_state = state
+
+    @property
+    def crowd(self) -> Any:
+        """Where those who compute slices together stand in their random numbers."""
+        return self._together.at if self._together is not None else None
+
+    @crowd.setter
+    def crowd(self, at: Any) -> None:
+        if self._together is not None:
+            self._together.at = at
+
     def reseed(self, number: int) -> None:
         """Draws other random numbers from now on."""
         self._random_state = torch.Generator().manual_seed(number).get_state()

@@ -20,6 +20,7 @@ from workbench.host.momentum import stilled
 from workbench.host.narrowing import Narrowing
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.saved.saving import Saving
 from workbench.host.steering import Steering
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op
@@ -50,6 +51,7 @@ class Session(Turnable):
         self.planned = list(world.planned)
         self.state: Any = None
         self.measuring = Measuring()
+        self.saving = Saving(self, world.keeper and world.keeper.of(self), world.saved and world.saved(index))
         self.narrowing = self.host.narrowing = body.narrowing = Narrowing(
             body.model, body.learner, self._made_for, lambda: self.experiment, lies=world.real
         )
@@ -91,6 +93,8 @@ class Session(Turnable):
             said["stands_for"] = many
         self.mark("start", said)
         changes.note_idle(self)
+        if self.saving.saved is not None:
+            self.saving.saved.begin(self)
         self.enter(None, self.experiment)
         await super().live()
 

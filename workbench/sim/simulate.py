@@ -6,6 +6,8 @@ import gc
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,7 +15,9 @@ import torch
 
 from workbench.experiment import Experiment, given
 from workbench.host.repartition import able
+from workbench.host.saved.regain import regained
 from workbench.rank import StrategyError
+from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError
 from workbench.settings.said import text_of
@@ -21,6 +25,7 @@ from workbench.sim.alike import unlike
 from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
 from workbench.sim.evaluate import assembled
+from workbench.sim.keeping import Kept
 from workbench.sim.outline import Outline, outline
 from workbench.sim.replay import Replay
 from workbench.sim.session import Session
@@ -35,7 +40,7 @@ COPIES = 6  # of the parameters per rank: weights, gradients, two of the optimiz
 
 def simulate(
     experiment: Experiment, *, changes: Iterable[Change] = (), costs: Costs | None = None, real: bool = False,
-    replay: Run | None = None, alike: bool = False,
+    replay: Run | None = None, alike: bool = False, resume: Checkpoint | None = None, checkpoints: Path | None = None,
 ) -> Run:  # fmt: skip
     """Runs `experiment` on a virtual clock, without processes: the same strategies, the same record.
 
@@ -50,6 +55,10 @@ def simulate(
               in all others, to the bit: thousands cost no more than few. With sizes only, without changes. What goes to
               a host or disk (ZeROOffload, ZeROInfinity) is the first rank's: a shard has a counter of 4 bytes for each
               parameter of which it has a piece, and the last may be shorter, so others are off by as little
+
+    resume:   goes on from this checkpoint, of as many ranks under the same settings; to the bit, as the engine does.
+              With real tensors. `Checkpoint.open` finds one
+    checkpoints: the folder in which `save_every` makes some, of real tensors
 
     Raises KnobError for what cannot be simulated, Deadlock when ranks wait for each other or go on while no time
     passes, and StrategyError when they ask for different things. What a member raises comes out as it is, but for
@@ -66,7 +75,8 @@ def simulate(
     first = _first(experiment, costs, real or replay is not None or bool(changes)) if alike else experiment.ranks
     followed = _followed(replay, experiment)
     with _staying():
-        return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed)
+        return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
+                    checkpoints)  # fmt: skip
 
 
 def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: bool,
@@ -78,11 +88,21 @@ def rehearsed(experiment: Experiment, learner: Learner, costs: Costs, alike: boo
         return _run(experiment, learner, costs, experiment.partition.size if alike else experiment.ranks, seen)
 
 
+def standing(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> None:
+    """All ranks of a checkpoint come to where it was made, do `what` there and end. Raises what `simulate` does."""
+    with _staying():
+        _run(experiment, experiment.task.build(), None, experiment.ranks, None, [what], True, None, checkpoint)
+
+
 def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
-         changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None) -> Run:  # fmt: skip
+         changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None,
+         resume: Checkpoint | None = None, checkpoints: Path | None = None) -> Run:  # fmt: skip
     planned = sorted(changes, key=lambda c: c.at_step)
     with _apart(real), nullcontext() if real else Shapes():
         world = World(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
+        world.keeper = Kept(checkpoints, experiment.ranks) if checkpoints is not None and real else None
+        files = Bytes(resume) if resume is not None else None
+        world.saved = partial(regained, resume, files) if files is not None else None
         bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first, seen)
         body = next(bodies)
         if reason := refused(experiment, costs, lambda: body.optimizer):
@@ -101,6 +121,8 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
             ) from error
         finally:
             world.close()
+            if files is not None:
+                files.close()
         every = [session.body for session in sessions]
         for body in every if real and every[0].reading.sharded else ():
             assembled(every, body)

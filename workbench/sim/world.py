@@ -50,6 +50,8 @@ class World:
         self.latest = self.due = 0  # at the last meeting: the highest step, the planned changes due
         self.meets = -1  # the step at which ranks that are apart meet next; -1: at none
         self._listening: list[Fiber] = []
+        self.keeper: Any = None  # takes what a checkpoint is to hold
+        self.saved: Any = None  # by rank, what it goes on from
 
     @property
     def hosts(self) -> list[Any]:

@@ -1,0 +1,54 @@
+"""A lab goes on from a checkpoint: with a task of a notebook's own, on engines, and as branches on fewer of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.kept import losses
+from workbench.compressors import TopK
+from workbench.experiment import Experiment
+from workbench.lab import ClusterError, Lab
+from workbench.record.checkpoints import FOLDER, Checkpoint, found
+from workbench.run import Run, RunError
+from workbench.strategies import LocalSGD
+from workbench.tasks import Task
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+def task() -> Task:
+    """Draws its examples, and dropout, from torch's own random numbers."""
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        x = nn.functional.dropout(batch, 0.2)
+        return nn.functional.mse_loss(net(x), batch.sum(1, keepdim=True))
+
+    def data(rank: int, ranks: int, seed: int) -> Any:
+        while True:
+            yield torch.randn(8, 6)
+
+    return Task(model=lambda: nn.Linear(6, 1), data=data, loss=loss, optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+                evaluate=lambda net: float(net.weight.detach().square().sum()))  # fmt: skip
+
+
+def test_a_lab_goes_on_to_the_bit_and_in_branches(tmp_path: Path) -> None:
+    e = Experiment(task=task(), ranks=2, steps=16, save_every=6, strategy=LocalSGD(every=4), compressor=TopK.usual())
+    with Lab(ranks=2, name="checkpoints") as lab:
+        whole = lab.run(e, out=tmp_path / "whole").wait(120)
+        at = found(tmp_path / "whole" / FOLDER)[0]
+        rest = lab.run(e, out=tmp_path / "rest", resume=at).wait(120)
+        assert losses(rest, 2) == losses(whole, 2, since=Checkpoint.open(at).step) and len(losses(rest, 2)[0]) == 10
+        assert Run.open(tmp_path / "rest").parent == {
+            "checkpoint": str(at), "step": 6, "run": str(tmp_path / "whole")}  # fmt: skip
+        one = lab.run(e.set("ranks", 1).set("steps", 9), out=tmp_path / "one", resume=at).wait(120)
+        assert len(losses(one, 1)[0]) == 3 and one.experiment.ranks == 1
+        with pytest.raises(RunError, match="holds no checkpoint that is whole"):
+            lab.run(e, resume=tmp_path / "one" / "spans-0.arrow")
+        lab.run(e.set("steps", 0), out=tmp_path / "live")
+        with pytest.raises(ClusterError, match="a run is live"):
+            lab.run(e, resume=at)

@@ -1,0 +1,73 @@
+"""Runs that make checkpoints and runs that go on from one, on both hosts, and what must then be equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.ranks import assemble, ended, experiment, live, mse, toy
+from tests.sim.virtual import samples
+from workbench import simulate
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.record.checkpoints import FOLDER, Checkpoint, found
+from workbench.run import Run
+from workbench.settings import Change
+
+
+def simulated(ranks: int, steps: int, folder: Path, every: int = 0, resume: Checkpoint | None = None,
+              changes: tuple[Change, ...] = (), **rest: Any) -> tuple[Run, list[torch.Tensor]]:  # fmt: skip
+    """A simulated run with real tensors that keeps checkpoints in `folder`, and every rank's parameters in the end."""
+    models: dict[int, nn.Module] = {}
+
+    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
+        first = next(model.parameters())
+        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # these only show what will be
+            models[id(model)] = model
+        return mse(model, pair)
+
+    e = experiment(ranks, steps, **{"task": toy(loss=loss), "pace": 5.0, "save_every": every, **rest})
+    done = simulate(e, changes=changes, real=True, resume=resume, checkpoints=folder)
+    named = [sorted(m.named_parameters()) for m in models.values()]
+    return done, [torch.cat([p.detach().reshape(-1).double() for _, p in params]) for params in named]
+
+
+def losses(run: Run, ranks: int, since: int = 0) -> list[list[float]]:
+    """By rank, of the steps from `since` on."""
+    rows = run.timeline.samples.rows()
+    rows = rows[rows.step >= since]
+    assert len(samples(run, "loss"))
+    return [rows[rows.equal("name", "loss") & (rows.rank == r)].value.tolist() for r in range(ranks)]
+
+
+def lived(e: Experiment, folder: Path, resume: Path | str = "", changes: tuple[Change, ...] = ()) -> list[Session]:
+    """A run on threads in a run directory of its own."""
+    folder.mkdir(parents=True)
+    sessions = live(e, changes, run_dir=folder, resume=str(resume))
+    ended(sessions)
+    for s in sessions:
+        assert s.error is None, s.error["traceback"]
+    return sessions
+
+
+def held(sessions: list[Session]) -> list[dict[str, torch.Tensor]]:
+    """By rank, the parameters that lie there."""
+    assemble(sessions)
+    return [{place.name: place.param.detach().clone() for place in s.layout.order} for s in sessions]
+
+
+def twice(e: Experiment, folder: Path, at: int) -> tuple[list[Session], list[Session]]:
+    """A run that makes checkpoints every `at` steps, and one that goes on from its first."""
+    whole = lived(replace(e, save_every=at), folder / "whole")
+    first = found(folder / "whole" / FOLDER)[0]
+    return whole, lived(replace(e, save_every=at), folder / "rest", first)
+
+
+def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> bool:
+    """Equal to the bit?"""
+    return all(x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+               for x, y in zip(one, other, strict=True))  # fmt: skip

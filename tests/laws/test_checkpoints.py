@@ -1,0 +1,66 @@
+"""Every member goes on from a checkpoint as if nothing had been, on the simulator; and hands on as in a live switch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kept import losses, simulated
+from tests.ranks import fitting, shipped, toy
+from workbench.compressors import Compressor
+from workbench.host.saved.regain import regained
+from workbench.optimizers import Optimizer
+from workbench.record.checkpoints import Bytes, Checkpoint, found
+from workbench.settings import Change
+from workbench.sim.resuming import settings_of, together
+from workbench.strategies import Strategy
+
+pytestmark = pytest.mark.ranks
+
+RANKS, AT, STEPS = 3, 5, 10
+STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has
+COMPRESSORS, OPTIMIZERS = shipped(Compressor), shipped(Optimizer)
+
+
+def resumes_to_the_bit(folder: Path, **rest: Any) -> None:
+    whole, ends = simulated(RANKS, STEPS, folder / "whole", AT, **rest)
+    first = Checkpoint.open(found(folder / "whole")[0])
+    assert not whole.details("not saved") and first.step == AT
+    again, others = simulated(RANKS, STEPS, folder / "again", AT, resume=first, **rest)
+    assert not again.details("data")
+    assert losses(again, RANKS) == losses(whole, RANKS, since=AT)
+    assert len(ends) == len(others) == RANKS and all(map(torch.equal, ends, others))
+
+
+@pytest.mark.parametrize("name", [n for n, cls in STRATEGIES.items() if cls.lockstep])
+def test_a_strategy_goes_on_to_the_bit_from_the_middle_of_a_round(name: str, tmp_path: Path) -> None:
+    resumes_to_the_bit(tmp_path, strategy=fitting(STRATEGIES[name], RANKS))
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_a_compressor_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    resumes_to_the_bit(tmp_path, compressor=COMPRESSORS[name].usual())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_on_to_the_bit_while_the_rate_rises(name: str, tmp_path: Path) -> None:
+    resumes_to_the_bit(tmp_path, optimizer=OPTIMIZERS[name](), lr=1e-3, lr_warmup=8)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_ranks_bring_together_for_others_is_what_a_switch_hands_on(name: str, tmp_path: Path) -> None:
+    strategy = fitting(STRATEGIES[name], RANKS)
+    simulated(RANKS, 2 * STEPS, tmp_path, 7, strategy=strategy)
+    kept = Checkpoint.open(found(tmp_path)[0])
+    to = Change(kept.step, "strategy", "LocalSGD" if name == "DDP" else "DDP")
+    _, switched = simulated(RANKS, kept.step, tmp_path, 0, changes=(to,), strategy=strategy)
+    whole = together(kept, settings_of(kept, toy()), 2, tmp_path / "begun")
+    saved = regained(whole, Bytes(whole), 1)
+    flat = torch.cat([saved.tensor(n).reshape(-1).double() for _, n in sorted(saved.said["parameters"].items())])
+    if STRATEGIES[name].lockstep:
+        assert torch.equal(flat, switched[0])
+    else:  # a resumed background comes round at other moments
+        torch.testing.assert_close(flat, switched[0], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,274 @@
+"""Checkpoints on real ranks, as threads: a run goes on to the bit, or on other ranks; a failing disk ends none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.kept import held, lived, same, twice
+from tests.piped import piped
+from tests.ranks import ended, experiment, live, net, toy, weights
+from workbench.compressors import TopK
+from workbench.engine.keeping import Keeper
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.host.saved import filing
+from workbench.optimizers import AdamW
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.partitions.schedules import PipeDream
+from workbench.record.checkpoints import FOLDER, Checkpoint, found, name, prune
+from workbench.record.drafts import Draft
+from workbench.settings import Change, KnobError
+from workbench.sim.resuming import resumed, together
+from workbench.strategies import DDP, DiLoCo, LocalSGD, TorchDDP, TorchFSDP, ZeRO3, ZeROInfinity
+
+pytestmark = pytest.mark.ranks
+
+EXPERIMENTS = {
+    "DDP": experiment(3, 20),
+    "one rank": experiment(1, 20),
+    "LocalSGD in a round": experiment(3, 20, strategy=LocalSGD(every=4)),
+    "ZeRO3": experiment(3, 20, strategy=ZeRO3(), optimizer=AdamW()),
+    "ZeROInfinity": experiment(2, 20, strategy=ZeROInfinity(), optimizer=AdamW()),
+    "TopK": experiment(3, 20, compressor=TopK.usual()),
+    "AdamW while the rate rises": experiment(3, 20, optimizer=AdamW(), lr_warmup=15, clip=0.5, eval_every=3),
+    "TorchDDP": experiment(2, 20, strategy=TorchDDP()),
+    "TorchFSDP": experiment(2, 20, strategy=TorchFSDP(), optimizer=AdamW()),
+    "stages": piped(4, 20, partition=Pipeline(), strategy=LocalSGD(every=4), compressor=TopK.usual()),
+    "stages that never flush": piped(4, 20, partition=Pipeline(schedule=PipeDream(), micros=1)),
+    "slices": piped(4, 20, partition=Tensor()),
+}
+
+
+def said(sessions: list[Session], mark: str) -> list[dict[str, Any]]:
+    return [json.loads(row[3]) for s in sessions for row in s.record.noted(mark)]
+
+
+@pytest.mark.parametrize("label", EXPERIMENTS)
+def test_a_run_goes_on_to_the_bit(label: str, tmp_path: Path) -> None:
+    whole, rest = twice(EXPERIMENTS[label], tmp_path, 10)
+    late = [[v for step, kind, _, v in s.record.samples if kind == "loss" and step >= 10] for s in whole]
+    assert [s.record.losses() for s in rest] == late and len(late[0]) == 10
+    assert same(held(whole), held(rest))
+    assert not said([*whole, *rest], "not saved") and not said(rest, "data")
+
+
+def test_a_checkpoint_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+    e = experiment(2, 12, strategy=LocalSGD(every=5), compressor=TopK.usual())
+    saves = lived(replace(e, save_every=4), tmp_path / "a")
+    assert same(held(saves), held(lived(e, tmp_path / "b")))
+
+
+def test_the_planned_changes_that_were_still_to_come_are_in_it(tmp_path: Path) -> None:
+    changes = (Change(3, "lr", 0.01), Change(15, "strategy", "LocalSGD"), Change(17, "batch", 8))
+    whole = lived(replace(EXPERIMENTS["DDP"], save_every=10), tmp_path / "a", changes=changes)
+    kept = Checkpoint.open(found(tmp_path / "a" / FOLDER)[0])
+    begun = resumed(kept, replace(kept_settings(kept), save_every=10))
+    assert [(c.at_step, c.path) for c in begun.changes] == [(15, "strategy"), (17, "batch")]
+    rest = lived(begun.experiment, tmp_path / "b", kept.path, begun.changes)
+    assert same(held(whole), held(rest))
+
+
+def kept_settings(kept: Checkpoint) -> Experiment:
+    """Under which it was made; the toy task is in no record."""
+    return replace(Experiment.read({k: v for k, v in kept.settings.items() if k != "task"}), task=toy()).checked()
+
+
+OTHERS: dict[str, tuple[Experiment, dict[str, Any]]] = {
+    "fewer, shards to shards": (EXPERIMENTS["ZeRO3"], {"ranks": 2}),
+    "more, out of a round": (EXPERIMENTS["LocalSGD in a round"], {"ranks": 4}),
+    "more, with what is owed": (EXPERIMENTS["TopK"], {"ranks": 4}),
+    "stages to whole": (piped(4, 20, partition=Pipeline()), {"ranks": 2, "partition": Whole()}),
+    "whole to stages": (piped(2, 20), {"ranks": 4, "partition": Pipeline()}),
+    "slices to stages": (piped(4, 20, partition=Tensor()), {"partition": Pipeline()}),
+    "another strategy": (EXPERIMENTS["ZeRO3"], {"strategy": LocalSGD(every=2), "compressor": TopK.usual()}),
+    "an outer momentum": (experiment(3, 20, strategy=DiLoCo(every=5)), {"ranks": 2}),
+    "torch's own": (EXPERIMENTS["TorchFSDP"], {"ranks": 3, "strategy": DDP()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", OTHERS)
+def test_a_run_goes_on_with_other_ranks_strategies_and_partitions(label: str, tmp_path: Path) -> None:
+    e, rest = OTHERS[label]
+    before = lived(replace(e, steps=10, save_every=10, eval_every=10), tmp_path / "a")
+    kept = Checkpoint.open(tmp_path / "a")
+    begun = resumed(kept, replace(e, steps=20, eval_every=10, **rest).checked())
+    after = lived(begun.experiment, tmp_path / "b", begun.at(tmp_path / "begun"), begun.changes)
+    assert [s.rank.step for s in after] == [20] * len(after) and len(after) == rest.get("ranks", e.ranks)
+    assert after[0].experiment == replace(e, steps=20, eval_every=10, **rest).checked()
+    ends, begins = ([v for _, kind, _, v in ss[0].record.samples if kind == "held_out"] for ss in (before, after))
+    assert begins[0] == pytest.approx(ends[-1], rel=1e-5) and begins[-1] < 2 * begins[0]
+    assert not said(after, "refused") and not said(after, "not saved")
+
+
+def test_what_compression_owes_goes_to_heirs(tmp_path: Path) -> None:
+    e = replace(experiment(3, 10, compressor=TopK.usual()), save_every=10)
+    before = lived(e, tmp_path / "a")
+    owed = [s.rank.memory.buffers["residual"] for s in before]
+    whole = together(Checkpoint.open(tmp_path / "a"), e, 2, tmp_path / "begun")
+    after = live(replace(e, ranks=2, save_every=0), resume=str(whole.path))  # whose last step is made: it only begins
+    ended(after)
+    mine = [s.rank.memory.buffers["residual"] for s in after]
+    for of in owed[0]:
+        torch.testing.assert_close(mine[0][of].view(-1), (owed[0][of] + owed[1][of]).view(-1))
+        torch.testing.assert_close(mine[1][of].view(-1), owed[2][of].view(-1))
+
+
+def test_the_task_and_the_steps_must_fit(tmp_path: Path) -> None:
+    lived(experiment(2, 10, save_every=10), tmp_path / "a")
+    kept = Checkpoint.open(tmp_path / "a")
+    with pytest.raises(KnobError, match="steps=10: the checkpoint was made before step 10; take more steps, or 0"):
+        resumed(kept, experiment(2, 10))
+    with pytest.raises(KnobError, match=r"does not fit this run: its model has .*; resume with the settings and"):
+        sessions = live(piped(2, 20), run_dir=None, resume=str(kept.path))
+        ended(sessions)
+        raise KnobError(str(sessions[0].error and sessions[0].error["text"]))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_it_as_its_own(tmp_path: Path) -> None:
+    sessions = lived(experiment(3, 10, strategy=ZeRO3(), save_every=10), tmp_path / "a")
+    model = net()
+    dcp.load({"model": model.state_dict()}, checkpoint_id=str(found(tmp_path / "a" / FOLDER)[-1]), no_dist=True)
+    held(sessions)
+    mine = torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
+    assert torch.equal(mine, weights(sessions[0]))
+
+
+def test_what_ranks_hold_alike_is_written_once(tmp_path: Path) -> None:
+    sessions = lived(experiment(3, 10, save_every=10), tmp_path / "a")
+    nbytes = sum(file.stat().st_size for file in found(tmp_path / "a" / FOLDER)[-1].glob("*.distcp"))
+    model = sessions[0].layout.nbytes
+    assert 2 * model < nbytes < 3.5 * model + 80_000  # weights and momenta; each rank's own are numbers' states
+    assert len({s.rank.id for s in sessions}) == 3
+
+
+# -- when it fails --
+
+
+def test_a_disk_that_fails_ends_a_checkpoint_and_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = Draft.file
+
+    def full(self: Draft, called: str) -> Any:
+        if called == "__1_0.distcp" and name(4) in str(self.path):
+            raise OSError(28, "No space left on device")
+        return true(self, called)
+
+    monkeypatch.setattr(Draft, "file", full)
+    e = experiment(2, 12, strategy=LocalSGD(every=5), save_every=4, pace=30.0)  # rank 1 has a file in any case
+    sessions = lived(e, tmp_path / "a")
+    (why,) = said(sessions, "not saved")
+    assert why["text"] == "no checkpoint was made before step 4: rank 1: No space left on device"
+    assert [p.name for p in sorted((tmp_path / "a" / FOLDER).iterdir())] == [name(8), name(12)]
+
+
+def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever moment a run ends at, none that is found is torn; what is torn goes with the next one."""
+    seen: list[list[Path]] = []
+    true = os.rename
+
+    def look(one: Any, other: Any) -> None:
+        seen.append(found(Path(other).parent))
+        there = sorted(p.name for p in Path(one).iterdir())
+        assert there == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+        true(one, other)
+
+    folder = tmp_path / "a" / FOLDER
+    (folder / ".step-00000002.part").mkdir(parents=True)
+    (folder / ".step-00000002.part" / "__0_0.distcp").write_bytes(b"torn")
+    (folder / "step-00000001").mkdir()
+    monkeypatch.setattr(os, "rename", look)
+    sessions = live(experiment(2, 12, strategy=LocalSGD(every=5), save_every=12), run_dir=tmp_path / "a")
+    ended(sessions)
+    assert seen == [[]] and [p.name for p in found(folder)] == [name(12)]
+    assert not list(folder.glob(".step-*"))
+
+
+def test_one_that_is_due_while_another_is_written_is_left_out_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes, true = threading.Event(), Keeper._serve
+
+    def slow(self: Keeper, *rest: Any) -> None:
+        goes.wait(20.0)
+        true(self, *rest)
+
+    monkeypatch.setattr(Keeper, "_serve", slow)
+    monkeypatch.setattr(Keeper, "close", lambda self, patience=None: (goes.set(), self._thread.join()))
+    sessions = lived(experiment(2, 9, save_every=3), tmp_path / "a")
+    (left,) = said(sessions, "not saved")
+    why = "the one before it is still being written; raise save_every"
+    assert left["text"] == f"no checkpoint was made before step 6: {why}"
+    assert [one["step"] for one in said(sessions, "saved")] == [3, 9]  # for the last one ranks wait
+
+
+def test_a_run_that_is_ended_meanwhile_leaves_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes, true = threading.Event(), threading.Event(), filing.filed
+
+    def slow(*rest: Any) -> Any:
+        begun.set()
+        goes.wait(20.0)
+        return true(*rest)
+
+    monkeypatch.setattr(filing, "filed", slow)
+    sessions = live(experiment(2, 0, save_every=3, pace=5.0), run_dir=tmp_path)
+    assert begun.wait(20.0)
+    for s in sessions:
+        s.abort(asked=True)
+    goes.set()
+    ended(sessions)
+    for s in sessions:
+        s.training.saving.end()
+    assert found(tmp_path / FOLDER) == [] and not said(sessions, "saved")
+
+
+def test_paused_ranks_make_one_too(tmp_path: Path) -> None:
+    sessions = live(experiment(2, 0, pace=5.0), run_dir=tmp_path)
+    for what in ("pause", "checkpoint"):
+        sessions[0].request({"kind": what, "id": what})
+    while not said(sessions, "saved"):
+        assert not sessions[0].join(0.05)
+    assert sessions[0].phase == "paused"
+    sessions[0].request({"kind": "stop", "id": "stop"})
+    ended(sessions)
+    (kept,) = found(tmp_path / FOLDER)
+    assert Checkpoint.open(kept).step == sessions[0].rank.step == sessions[1].rank.step
+
+
+def test_a_person_asks_for_one_and_it_stays(tmp_path: Path) -> None:
+    sessions = live(experiment(2, 0, pace=5.0, saves=1), run_dir=tmp_path)
+    for _ in range(2):
+        sessions[0].request({"kind": "checkpoint", "id": "one"})
+        count = len(said(sessions, "saved"))
+        while len(said(sessions, "saved")) == count:
+            assert not sessions[0].join(0.05)
+    sessions[0].request({"kind": "change", **Change(0, "save_every", 2).plain()})
+    while len(said(sessions, "saved")) < 6:
+        assert not sessions[0].join(0.05)
+    sessions[0].request({"kind": "stop", "id": "stop"})
+    ended(sessions)
+    asked = [Checkpoint.open(path).asked for path in found(tmp_path / FOLDER)]
+    assert asked[:2] == [True, True] and not any(asked[2:]) and len(asked) == 3
+
+
+def test_the_newest_the_best_and_those_asked_for_stay(tmp_path: Path) -> None:
+    lived(experiment(1, 10, save_every=10), tmp_path / "a")
+    of = found(tmp_path / "a" / FOLDER)[0]
+    about = json.loads((of / "manifest.json").read_text())
+    for step, held_out, asked in ((1, 0.9, False), (2, 0.1, False), (3, None, True), (4, 0.5, False), (5, 0.4, False)):
+        shutil.copytree(of, tmp_path / "b" / name(step))
+        changed = about | {"step": step, "held_out": held_out, "asked": asked}
+        (tmp_path / "b" / name(step) / "manifest.json").write_text(json.dumps(changed))
+    (tmp_path / "b" / name(9)).mkdir()
+    (tmp_path / "b" / name(9) / "manifest.json").write_text("{}")  # not ours to remove
+    assert [p.name for p in prune(tmp_path / "b", 1)] == [name(1), name(4)]
+    assert [p.name for p in found(tmp_path / "b")] == [name(2), name(3), name(5), name(9)]

@@ -1,0 +1,148 @@
+"""What is remembered as JSON and back; and that what comes back chooses values, never what is run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from workbench.compressors import ErrorFeedback, TopK
+from workbench.host.saved.tree import Reader, Unkept, written
+from workbench.rank import Memory, Part
+
+
+@dataclass(frozen=True)
+class Known:
+    """As a member of a notebook's own might remember by."""
+
+    at: int
+    cuts: tuple[float, ...]
+
+
+class Slotted:
+    """Some of it in slots."""
+
+    __slots__ = ("levels", "mine")
+
+    def __init__(self) -> None:
+        self.levels, self.mine = deque([1.5, float("inf")], 3), {(0, "a"): {2, 1}}
+
+
+class Ends:
+    """Runs code when it goes."""
+
+    def __del__(self) -> None:
+        ran.append("end")
+
+
+class Makes:
+    """Runs code when it is made."""
+
+    def __new__(cls) -> Makes:
+        ran.append("new")
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        ran.append("set")
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    @size.setter
+    def size(self, value: int) -> None:
+        ran.append("property")
+
+
+ran: list[str] = []
+
+
+def there_and_back(x: Any, modules: set[str]) -> Any:
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> int:
+        kept.append(x.clone())
+        return len(kept) - 1
+
+    said = json.loads(json.dumps(written(x, keep, "x")))
+    return Reader(lambda n: kept[n], modules).read(said)
+
+
+def test_values_come_back_as_they_were() -> None:
+    plain = {"a": [1, 2.5, None, True, "x"], 3: (float("-inf"), frozenset({1})), "c": Counter("aab")}
+    assert there_and_back(plain, set()) == plain
+    assert there_and_back(Known(2, (0.1, 1e-300)), {__name__}) == Known(2, (0.1, 1e-300))
+    assert there_and_back(Part("w", (2, 3), 0, 6), set()) == Part("w", (2, 3), 0, 6)
+    assert there_and_back(ErrorFeedback(of=TopK(density=0.3)), set()) == ErrorFeedback(of=TopK(density=0.3))
+    back = there_and_back(Slotted(), {__name__})
+    assert (back.levels, back.mine) == (deque([1.5, float("inf")]), {(0, "a"): {1, 2}}) and back.levels.maxlen == 3
+    drawn = random.Random(4)
+    drawn.random()
+    assert there_and_back(drawn, set()).random() == drawn.random()
+
+
+def test_a_memory_comes_back_with_how_its_numbers_go_on() -> None:
+    memory = Memory(7)
+    memory.buffers["owed"] = {"w": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16)}
+    memory.parts["q"] = {"w": (torch.zeros(0, 3), 4)}
+    generator = memory.generator()
+    assert generator is not None
+    torch.rand(5, generator=generator)
+    back = there_and_back(memory, set())
+    assert torch.equal(back.buffers["owed"]["w"].view(torch.int16), memory.buffers["owed"]["w"].view(torch.int16))
+    assert back.parts["q"]["w"][0].shape == (0, 3) and back.parts["q"]["w"][1] == 4 and back.seed == 7
+    assert torch.equal(torch.rand(3, generator=back.generator()), torch.rand(3, generator=generator))
+
+
+@pytest.mark.parametrize("x", [object, lambda: 1, ValueError("x"), Ends(), open, iter(())], ids=type)
+def test_what_cannot_be_written_down_is_refused_with_its_place(x: Any) -> None:
+    with pytest.raises(Unkept, match=r"state\.anchor is an? .*which no checkpoint can hold"):
+        written({"k": x}["k"], lambda _: 0, "state.anchor")
+
+
+class Row(NamedTuple):
+    """Has other fields than are said."""
+
+    a: int
+
+
+CLASSES = [
+    "os:system", "builtins:eval", "subprocess:Popen", "workbench.settings:Change.read", "workbench.rank:", ":", "x",
+    "workbench.engine.session:Session", "workbench.cluster.launch:launch", "workbench.strategies:os", "tests.kept:nn",
+    "workbench.rank.bucket:Memory.__init__", f"{__name__}:Ends", f"{__name__}:ran", "workbench.compressors._base:ABC",
+    f"{__name__}:test_values_come_back_as_they_were", "workbench.rank.bucket:Memory.clear.__globals__",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("kind", ["object", "named"])
+def test_no_class_is_made_but_those_that_members_remember_by(name: str, kind: str) -> None:
+    reader = Reader(lambda n: torch.zeros(1), {__name__})
+    with pytest.raises(ValueError, match=r"which is no class that a run remembers things by|has other fields"):
+        reader.read({kind: name, "values": {} if kind == "object" else []})
+
+
+def test_a_class_is_made_without_any_of_its_code() -> None:
+    reader = Reader(lambda n: torch.zeros(1), {__name__})
+    made = reader.read({"object": f"{__name__}:Makes", "values": {"size": 3, "other": {"list": [1]}}})
+    assert type(made) is Makes and made.__dict__ == {"size": 3, "other": [1]} and ran == []
+
+
+ODD = [
+    [1], {}, {"call": "f"}, {"tensor": "0"}, {"tensor": -1}, {"tensor": True}, {"list": 3}, {"dict": [1]},
+    {"dtype": "load"},
+    {"memory": {"seed": 0}}, {"generator": {"tensor": 0}}, {"random": [3, [1, 2], None]}, {"deque": [], "most": "x"},
+    {"named": f"{__name__}:Row", "values": [1, 2]}, {"object": f"{__name__}:Known", "values": [1]}, {"object": None},
+    {"_class": "os:system"}, {"read": 1}, {"into": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ODD, ids=str)
+def test_what_nobody_wrote_is_an_error_and_nothing_else(said: Any) -> None:
+    with pytest.raises((ValueError, TypeError, LookupError, AttributeError, RuntimeError)):
+        Reader(lambda n: torch.zeros(1), {__name__}).read(said)

@@ -1,0 +1,212 @@
+"""What a strategy, a compressor, an optimizer or a policy remembers, as JSON and a list of tensors; and back.
+
+Objects become their attributes under the name of their class. On the way back only classes are made that lie in the
+families' own modules, or in that of a member that the run has anyway, by `object.__new__` and without any of their
+code: so what a checkpoint holds chooses values, and never what is run.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from abc import ABCMeta
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from workbench.rank import Memory
+
+PLAIN = (bool, int, float, str, type(None))
+LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+ROOMS = ("strategies", "compressors", "optimizers", "policies", "partitions", "rank", "settings")  # of workbench
+Keep = Callable[[Tensor], int]
+
+
+class Unkept(TypeError):
+    """Something that is remembered cannot be written down; says what and where."""
+
+
+def written(x: Any, keep: Keep, where: str) -> Any:
+    """`x` as JSON; keep: takes a tensor and answers with its number; where: what `x` is called. Raises Unkept."""
+    if type(x) in PLAIN:
+        return x
+    if isinstance(x, Tensor):
+        return {"tensor": keep(x)}
+    if isinstance(x, np.generic):
+        return x.item()
+    for kind, of in LISTS.items():
+        if type(x) is of:
+            every = sorted(x, key=repr) if kind.endswith("set") else x
+            return {kind: [written(one, keep, f"{where}[]") for one in every]}
+    if type(x) in (dict, Counter):
+        pairs = [[written(k, keep, where), written(v, keep, f"{where}[{k!r}]")] for k, v in x.items()]
+        return {"counter" if type(x) is Counter else "dict": pairs}
+    if isinstance(x, deque):
+        return {"deque": [written(one, keep, f"{where}[]") for one in x], "most": x.maxlen}
+    if isinstance(x, Memory):
+        return _memory(x, keep, where)
+    if isinstance(x, Generator):
+        return {"generator": keep(x.get_state()), "on": str(x.device)}
+    if isinstance(x, random.Random):
+        version, numbers, gauss = x.getstate()
+        return {"random": [version, list(numbers), gauss]}
+    if isinstance(x, torch.dtype):
+        return {"dtype": str(x)[6:]}
+    return _object(x, keep, where)
+
+
+def _memory(x: Memory, keep: Keep, where: str) -> Any:
+    """What it holds; how it joins buffers is found again."""
+    said = {"buffers": x.buffers, "parts": x.parts, "seed": x.seed, "_generator": x._generator}
+    return {"memory": {name: written(value, keep, f"{where}.{name}") for name, value in said.items()}}
+
+
+def _object(x: Any, keep: Keep, where: str) -> Any:
+    kind = type(x)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if not _plain_class(kind) or "<locals>" in name or callable(x):
+        raise Unkept(f"{where} is a {kind.__qualname__}, which no checkpoint can hold")
+    if isinstance(x, tuple):  # with names
+        fields: tuple[str, ...] = x._fields  # type: ignore[attr-defined]
+        return {"named": name, "values": [written(one, keep, f"{where}.{n}") for n, one in zip(fields, x, strict=True)]}
+    values = {n: written(value, keep, f"{where}.{n}") for n, value in attributes(x).items()}
+    items = {"items": written(dict(x), keep, where)} if isinstance(x, dict) else {}
+    return {"object": name, "values": values} | items
+
+
+def attributes(x: Any) -> dict[str, Any]:
+    """All that an object holds, by name, whether in slots or not."""
+    slots = [n for kind in type(x).__mro__ for n in _slots(kind) if n not in ("__dict__", "__weakref__")]
+    return {**getattr(x, "__dict__", {}), **{n: getattr(x, n) for n in slots if hasattr(x, n)}}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _plain_class(kind: type) -> bool:
+    """Is it one of whose values nothing is hidden, and none of whose code runs when it is made or goes?"""
+    named = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    bases = [base for base in kind.__mro__ if base.__module__ == "builtins"]
+    others = [base for base in kind.__mro__ if base.__module__ != "builtins"]
+    if type(kind) not in (type, ABCMeta) or (tuple in bases and not named):
+        return False
+    odd = [name for base in others for name in ("__del__", "__getattribute__") if name in base.__dict__]
+    return not odd and all(base in (object, tuple, dict) for base in bases)
+
+
+class Reader:
+    """The way back. tensor: by its number; modules: where else than in workbench's families classes may be found."""
+
+    def __init__(self, tensor: Callable[[int], Tensor], modules: set[str]) -> None:
+        self._tensor, self._modules = tensor, modules
+
+    def read(self, said: Any) -> Any:
+        """What was written down as `said`. Raises ValueError where nobody here wrote that."""
+        if type(said) in PLAIN:
+            return said
+        if not isinstance(said, dict) or not said:
+            raise ValueError("it holds a list where a kind of value must be named")
+        kind = next(iter(said))
+        if kind in LISTS:
+            return LISTS[kind](map(self.read, self._list(said, kind)))
+        if kind not in READ:
+            raise ValueError(f"it holds a {kind!r}, which is no kind of value")
+        return getattr(self, READ[kind])(said)
+
+    def _list(self, said: dict[str, Any], kind: str) -> list[Any]:
+        if not isinstance(said[kind], list):
+            raise ValueError(f"its {kind} is none")
+        return list(said[kind])
+
+    def _tensor_at(self, number: Any) -> Tensor:
+        if type(number) is not int or number < 0:
+            raise ValueError("it names no tensor")
+        return self._tensor(number)
+
+    def _one(self, said: dict[str, Any]) -> Tensor:
+        return self._tensor_at(said["tensor"])
+
+    def _dict(self, said: dict[str, Any]) -> dict[Any, Any]:
+        return {self.read(k): self.read(v) for k, v in self._list(said, next(iter(said)))}
+
+    def _counter(self, said: dict[str, Any]) -> Counter[Any]:
+        return Counter(self._dict(said))
+
+    def _deque(self, said: dict[str, Any]) -> deque[Any]:
+        return deque(map(self.read, self._list(said, "deque")), said.get("most"))
+
+    def _dtype(self, said: dict[str, Any]) -> torch.dtype:
+        found = getattr(torch, str(said["dtype"]), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError("it names no dtype")
+        return found
+
+    def _random(self, said: dict[str, Any]) -> random.Random:
+        version, numbers, gauss = self._list(said, "random")
+        made = random.Random()
+        made.setstate((version, tuple(numbers), gauss))
+        return made
+
+    def _generator(self, said: dict[str, Any]) -> Generator:
+        made = Generator(str(said["on"]))
+        made.set_state(self._tensor_at(said["generator"]))
+        return made
+
+    def _memory(self, said: dict[str, Any]) -> Memory:
+        return self.into(Memory(), said)
+
+    def into(self, memory: Memory, said: dict[str, Any]) -> Memory:
+        """`memory` holds what is said of one, and nothing else."""
+        values = {name: self.read(value) for name, value in said["memory"].items()}
+        memory.buffers, memory.parts = values["buffers"], values["parts"]
+        memory.seed, memory._generator, memory._joined = values["seed"], values["_generator"], {}
+        return memory
+
+    def _named(self, said: dict[str, Any]) -> Any:
+        kind, values = self._class(said["named"]), list(map(self.read, self._list(said, "values")))
+        if not issubclass(kind, tuple) or len(values) != len(kind._fields):  # type: ignore[attr-defined]
+            raise ValueError(f"{said['named']!r} has other fields")
+        return tuple.__new__(kind, values)
+
+    def _object(self, said: dict[str, Any]) -> Any:
+        kind = self._class(said["object"])
+        if issubclass(kind, tuple):
+            raise ValueError(f"{said['object']!r} has other fields")
+        made = dict.__new__(kind) if issubclass(kind, dict) else object.__new__(kind)
+        if isinstance(made, dict):
+            dict.update(made, self._dict(said["items"]))
+        slots = [name for base in kind.__mro__ for name in _slots(base)]
+        for name, value in said["values"].items():
+            if name in slots:
+                object.__setattr__(made, name, self.read(value))
+            else:
+                made.__dict__[name] = self.read(value)
+        return made
+
+    def _class(self, name: Any) -> type:
+        module, _, path = str(name).partition(":")
+        known = module in self._modules or module.startswith(tuple(f"workbench.{room}" for room in ROOMS))
+        if known and module in sys.modules and all(part.isidentifier() for part in path.split(".")):
+            try:
+                found = reduce(_inside, path.split("."), sys.modules[module])
+            except KeyError:
+                found = None
+            if isinstance(found, type) and found.__module__ == module and _plain_class(found):
+                return found
+        raise ValueError(f"it names {str(name)[:100]!r}, which is no class that a run remembers things by")
+
+
+def _inside(of: Any, name: str) -> Any:
+    return vars(of)[name]
+
+
+READ = {"tensor": "_one", "dict": "_dict", "counter": "_counter", "deque": "_deque", "dtype": "_dtype",
+        "random": "_random", "generator": "_generator", "memory": "_memory", "named": "_named",
+        "object": "_object"}  # fmt: skip

@@ -1,0 +1,250 @@
+"""Checkpoints on disk: one folder each, which is whole or not there; what its manifest may say; which are kept.
+
+    step-00000010/        has this name once all of it is written: until then it is `.step-00000010.part`
+        manifest.json     step, settings, where the bytes of every tensor lie, what is each rank's own, files' SHA-256
+        __3_0.distcp      what rank 3 wrote, as torch.distributed.checkpoint lays tensors out
+        .metadata         for torch.distributed.checkpoint alone: a pickle, and nothing here opens it
+
+Read are the manifest, as JSON, and the raw bytes of tensors at the places that it names. Nothing of it becomes code: a
+file that is a pickle, or holds one, is so many bytes. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workbench.record.about import SETTINGS, count, number
+from workbench.record.store import RunError
+from workbench.settings import short
+
+SCHEMA = 1
+FOLDER, MANIFEST, METADATA = "checkpoints", "manifest.json", ".metadata"  # of a run; of a checkpoint
+_NAMED = re.compile(r"step-(\d{8,10})")
+_FILES = re.compile(r"__\d{1,4}_0\.distcp|\.metadata")
+LARGEST = 2**28  # bytes of a manifest
+MOST_RANKS, LONGEST = 4096, 2**48  # ranks; elements along a dimension
+CHUNK = 2**22  # bytes that are hashed at a time
+WIDTHS = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip  # bytes of an element, by dtype
+
+
+class Blob(NamedTuple):
+    """A dense tensor: `nbytes` raw bytes of `file` from byte `at` on."""
+
+    file: str
+    at: int
+    nbytes: int
+    dtype: str
+    sizes: tuple[int, ...]
+
+
+def name(step: int) -> str:
+    """What the checkpoint before `step` is called."""
+    return f"step-{step:08d}"
+
+
+class Checkpoint:
+    """A checkpoint as its manifest tells it. Opening reads that alone; `Bytes` reads tensors.
+
+    step:  the step before which it was made
+    ranks: how many trained; each: by rank what it held, for `workbench.host.saved`. Of kind "whole" all held the same
+    """
+
+    def __init__(self, path: Path, said: Mapping[str, Any]) -> None:
+        self.path, self.said = path, said
+        self.step, self.ranks, self.kind = int(said["step"]), int(said["ranks"]), str(said["kind"])
+        self.settings: dict[str, Any] = dict(said["experiment"])
+        self.held_out: float | None = said.get("held_out")
+        self.asked = bool(said.get("asked"))
+        self.run = str(said.get("run") or "")
+        self.planned: list[dict[str, Any]] = list(said.get("planned") or ())
+        self.each: list[dict[str, Any]] = list(said["each"])
+        self.blobs = [Blob(file, at, nbytes, dtype, tuple(sizes)) for file, at, nbytes, dtype, sizes in said["blobs"]]
+
+    @classmethod
+    def open(cls, path: Path | str) -> Checkpoint:
+        """The checkpoint in a folder, or the newest of a run's directory. Raises RunError, which says what is wrong."""
+        if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
+            raise RunError(f"resume={short(path)}: must be a checkpoint's folder or a run's directory, such as "
+                           f"'runs/first/checkpoints/step-00000100'")  # fmt: skip
+        path = Path(path)
+        there = [path] if (path / MANIFEST).exists() else [*found(path), *found(path / FOLDER)]
+        if not there:
+            raise RunError(f"{path}: holds no checkpoint that is whole; name a checkpoint's folder, or the directory "
+                           f"of a run that had save_every above 0")  # fmt: skip
+        path = there[-1]
+        try:
+            with os.fdopen(_opened(path / MANIFEST), "rb") as file:
+                text = file.read(LARGEST + 1)
+            said = json.loads(text if len(text) <= LARGEST else b"")
+        except OSError as error:
+            raise RunError(f"{path}: its {MANIFEST} cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError):
+            raise RunError(f"{path}: its {MANIFEST} is truncated or not one that workbench wrote") from None
+        if reason := wrong(said):
+            raise RunError(f"{path}: its {MANIFEST} is not one that workbench wrote: {reason}")
+        return cls(path.resolve(), said)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint before step {self.step} of {self.ranks} ranks in {self.path}"
+
+
+class Bytes:
+    """The files of a checkpoint, open for reading; what is read of one was hashed before, through the same opening."""
+
+    def __init__(self, of: Checkpoint) -> None:
+        self._of = of
+        self._open: dict[str, int] = {}
+
+    def read(self, blob: Blob) -> bytearray:
+        """The bytes of a tensor. Raises RunError where its file is not the one that was written."""
+        if blob.file not in self._open:
+            self._open[blob.file] = self._checked(blob.file)
+        data, fd = bytearray(blob.nbytes), self._open[blob.file]
+        view, done = memoryview(data), 0
+        while done < blob.nbytes:
+            if not (n := os.preadv(fd, [view[done:]], blob.at + done)):
+                raise self._damaged(blob.file, "ends too early")
+            done += n
+        return data
+
+    def _checked(self, file: str) -> int:
+        path, said = self._of.path / file, self._of.said["files"][file]
+        try:
+            fd = _opened(path)
+        except OSError as error:
+            raise self._damaged(file, f"cannot be read ({error.strerror})") from None
+        digest = hashlib.sha256()
+        for at in range(0, os.fstat(fd).st_size, CHUNK):
+            digest.update(os.pread(fd, CHUNK, at))
+        if digest.hexdigest() != said["sha256"]:
+            os.close(fd)
+            raise self._damaged(file, "is not what was written, for its SHA-256 is another")
+        return fd
+
+    def _damaged(self, file: str, why: str) -> RunError:
+        return RunError(f"{self._of.path}: {file} {why}; resume from another checkpoint")
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a plain file: no link is followed, and no pipe waited for. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(0, "it is no plain file")
+    return fd
+
+
+# -- which there are, and which are kept --
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that are whole, the newest last."""
+    with suppress(OSError):
+        named = [p for p in folder.iterdir() if _NAMED.fullmatch(p.name) and (p / MANIFEST).exists()]
+        return sorted(named, key=lambda p: int(p.name[5:]))
+    return []
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Removes all but the `keep` newest, the one of the lowest held-out loss, and those that a person asked for.
+
+    What cannot be opened was not written here, and stays. Returns what was removed. Raises OSError.
+    """
+    every = []
+    for path in found(folder):
+        with suppress(RunError):
+            every.append(Checkpoint.open(path))
+    rated = [c for c in every if c.held_out is not None]
+    stay = {c.path for c in every[-keep:]} | {c.path for c in every if c.asked}
+    stay |= {min(rated, key=lambda c: float(c.held_out or 0.0)).path} if rated else set()
+    gone = [c.path for c in every if c.path not in stay]
+    for path in gone:
+        shutil.rmtree(path)
+    return gone
+
+
+# -- what a manifest may say --
+
+
+def wrong(said: Any) -> str | None:
+    """What is wrong with the content of a manifest, in words that name field and value; or None."""
+    return next(_wrongs(said), None)
+
+
+def _wrongs(said: Any) -> Iterator[str]:
+    if not isinstance(said, dict):
+        yield f"it holds {short(said)}, which must be an object"
+        return
+    rules: dict[str, tuple[bool, str]] = {
+        "schema": (said.get("schema") == SCHEMA, f"{SCHEMA}, which this version reads"),
+        "kind": (said.get("kind") in ("ranks", "whole"), "ranks or whole"),
+        "step": (count(said.get("step")) and said["step"] < 10**10, "a whole number, 0 or more"),
+        "ranks": (count(said.get("ranks")) and 1 <= said["ranks"] <= MOST_RANKS, f"from 1 to {MOST_RANKS}"),
+        "experiment": (bool(SETTINGS.good(said.get("experiment"))), SETTINGS.words),
+        "held_out": (said.get("held_out") is None or number(said["held_out"]), "a number, or null"),
+        "planned": (_list_of(said.get("planned", []), dict), "a list of changes"),
+        "files": (isinstance(said.get("files"), dict), "an object of files by name"),
+        "blobs": (_list_of(said.get("blobs"), list), "a list of tensors"),
+        "each": (_list_of(said.get("each"), dict), "a list of what each rank held"),
+    }
+    for field, (good, words) in rules.items():
+        if not good:
+            yield f"{field} is {short(said.get(field))}, which must be {words}"
+            return
+    for file, about in said["files"].items():
+        fine = _FILES.fullmatch(file) and isinstance(about, dict) and count(about.get("nbytes"))
+        if not fine or not re.fullmatch("[0-9a-f]{64}", str(about.get("sha256"))):
+            yield f"files.{short(file)} is {short(about)}, which must be nbytes and sha256 of a file of a checkpoint"
+    for at, blob in enumerate(said["blobs"]):
+        if not _good_blob(blob, said["files"]):
+            yield f"blobs[{at}] is {short(blob)}, which must be a place in a file, a dtype and sizes"
+    wanted = said["ranks"] if said["kind"] == "ranks" else 1
+    if len(said["each"]) != wanted:
+        yield f"each has {len(said['each'])} entries, and must have {wanted}"
+    for rank, one in enumerate(said["each"]):
+        items = one.get("items")
+        if not _list_of(items, list) or not all(_good_item(item, len(said["blobs"])) for item in items):
+            yield f"each[{rank}].items is {short(items)}, which must be a list of tensors by name"
+
+
+def _list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kind) for one in value)
+
+
+def _good_blob(blob: list[Any], files: Mapping[str, Any]) -> bool:
+    if len(blob) != 5 or not isinstance(blob[0], str) or blob[0] not in files or blob[0] == METADATA:
+        return False
+    file, at, nbytes, dtype, sizes = blob
+    if not (count(at) and count(nbytes) and isinstance(dtype, str) and dtype in WIDTHS and _good_sizes(sizes)):
+        return False
+    return bool(prod(sizes) * WIDTHS[dtype] == nbytes and at + nbytes <= files[file]["nbytes"])
+
+
+def _good_sizes(sizes: Any) -> bool:
+    return _list_of(sizes, int) and len(sizes) <= 64 and all(count(n) and n <= LONGEST for n in sizes)
+
+
+def _good_item(item: list[Any], blobs: int) -> bool:
+    """[its name, its blobs one after the other, its shape]"""
+    if len(item) != 3 or not isinstance(item[0], str) or not _list_of(item[1], int) or not _good_sizes(item[2]):
+        return False
+    return all(count(n) and n < blobs for n in item[1])

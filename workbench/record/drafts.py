@@ -1,0 +1,86 @@
+"""A checkpoint while it is written: nobody sees it before it is whole, and then it is on the disk.
+
+Each rank writes one file into a hidden folder; rank 0 adds the manifest and gives the folder its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.record.checkpoints import MANIFEST, SCHEMA, name
+from workbench.record.store import private
+
+
+class Draft:
+    """A checkpoint that is being written. Rank 0 begins and ends it; each rank writes one file of its own."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path, self._to = folder / f".{name(step)}.part", folder / name(step)
+
+    def begin(self) -> None:
+        """Makes an empty folder, and removes what runs that were killed have left beside it. Raises OSError."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in self.path.parent.glob(".step-*.part"):
+            shutil.rmtree(old)
+        self.path.mkdir(mode=0o700)
+
+    def file(self, called: str) -> Written:
+        return Written(self.path / called)
+
+    def commit(self, manifest: Mapping[str, Any]) -> Path:
+        """All files are there: the checkpoint is, too, from now on, and after a power cut. Raises OSError."""
+        with Written(self.path / MANIFEST) as file:
+            file.write(json.dumps({"schema": SCHEMA, **manifest}).encode())
+        _synced(self.path)
+        if self._to.exists():
+            shutil.rmtree(self._to)
+        os.rename(self.path, self._to)
+        _synced(self._to.parent)
+        return self._to
+
+    def give_up(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Written:
+    """A new file that counts and hashes what is written into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.nbytes, self._hash = 0, hashlib.sha256()
+        self._file = open(path, "xb", buffering=0, opener=private)  # closed by `close`
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += self._file.write(view[done:])
+        self._hash.update(view)
+        self.nbytes += done
+        return done
+
+    def close(self) -> dict[str, Any]:
+        """What a manifest says of it, once it is on the disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return {"sha256": self._hash.hexdigest(), "nbytes": self.nbytes}
+
+    def __enter__(self) -> Written:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._file.closed:
+            self.close()
+
+
+def _synced(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
