@@ -127,7 +127,7 @@ def test_a_second_replica_comes_and_goes(strategy: Strategy, partition: Any) -> 
 
 def test_who_comes_has_to_the_bit_what_the_others_have() -> None:
     """At the boundary itself: the run is paused, so nobody has stepped since."""
-    with Crowd(setting(DDP(), lr=0.05)) as crowd:
+    with Crowd(setting(DDP())) as crowd:
         crowd.reach(6)
         crowd.first.request({"kind": "pause", "id": "p"})
         crowd.until(lambda: crowd.first.phase == "paused")
