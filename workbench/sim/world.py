@@ -61,7 +61,7 @@ class World:
         """Lets all ranks live; raises Deadlock when they wait for each other, or go on without time passing."""
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
-        self.lives += [Fiber(s.host, _counted(self, s.live()), "step") for s in sessions]
+        self.lives += [Fiber(s.host, _counted(self, s), "step") for s in sessions]
         try:
             self._live()
         except Stopped:
@@ -153,8 +153,8 @@ class World:
             self.clock.at(self.clock.now, fiber)
 
 
-async def _counted(world: World, life: Any) -> None:
-    await life
+async def _counted(world: World, session: Any) -> None:
+    await session.live()
     world.ended += 1
 
 
