@@ -232,7 +232,7 @@ def test_a_background_that_fails_fails_the_run() -> None:
 
 def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo may not hear that a group was cut in the middle of a round, and then keeps its thread for ten minutes."""
-    ends, cuts, again, cut = [], [], Background._again, Session._cut
+    ends, cuts, again, cut = [], [], Background._again, Session.cut
 
     def late(background: Background, rest: float, alone: bool) -> int:
         goes_on = again(background, rest, alone)
@@ -247,7 +247,7 @@ def test_no_rank_cuts_its_wires_while_another_is_in_its_last_round(monkeypatch: 
         cut(session)
 
     monkeypatch.setattr(Background, "_again", late)
-    monkeypatch.setattr(Session, "_cut", noted)
+    monkeypatch.setattr(Session, "cut", noted)
     sessions = live(experiment(3, 0, task=poisoned(2, 5), strategy=ShadowMA(), pace=4.0))
     ended(sessions)
     assert len(ends) == len(cuts) == 3 and min(cuts) > max(ends)
