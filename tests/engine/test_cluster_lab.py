@@ -317,7 +317,7 @@ def test_private_files_are_private(lab: Lab) -> None:
 def test_rows_come_from_ranks_whose_disk_is_not_seen_here(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = launch.begin
     unseen = {"run_dir": "/nowhere/at/all"}
-    monkeypatch.setattr(launch, "begin", lambda cluster, job, *rest: begin(cluster, {**job, **unseen}, *rest))
+    monkeypatch.setattr(launch, "begin", lambda at, job, *rest, **more: begin(at, {**job, **unseen}, *rest, **more))
     take, came, lost = Live.take, [], []
 
     def loses(live: Live, batch: Batch) -> None:
