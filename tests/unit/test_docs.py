@@ -122,7 +122,7 @@ def test_the_command_lines_are_accepted() -> None:
 def test_the_simulators_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block, fitting, cutting, tuning = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
+    block, fitting, _, cutting, tuning = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
     small = Experiment(ranks=2, steps=30, pace=20.0, fabric=Fabric(link=Link(bandwidth=200)))
     simulate(small).save(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
@@ -136,6 +136,23 @@ def test_the_simulators_example_runs(
     assert "part  0 on stage 0" in capsys.readouterr().out
     exec(tuning.replace("layers=4", "layers=1").replace("trials=12", "trials=2"), names)
     assert re.search(r"partition_mb.*bucket_mb", capsys.readouterr().out)
+
+
+@pytest.mark.engine
+def test_the_example_of_checkpoints_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    going_on = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)[2]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    names: dict[str, Any] = {}
+    try:
+        exec(going_on, names)
+    finally:
+        names["lab"].close()
+    *losses, step = capsys.readouterr().out.split()[-3:]
+    assert step == "40" and len({float(x) for x in losses}) == 2
 
 
 # -- the glossary

@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.gpu_order import Gpu, gpu_here, look_up
 from tests.ranks import Rows, assemble, ended, experiment, live, mse, run, toy, weights
 from tests.waiting import until
 from workbench.compressors import PowerSGD, TopK
-from workbench.engine import device, peers
+from workbench.engine import collectives, device, peers
 from workbench.engine.collectives import Leaving, Wire, connect_store, host_store
 from workbench.engine.device.cuda import Cuda
 from workbench.engine.device.gloo import SLICE
@@ -47,6 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Gpu]]:
         made_so_far.append(Gpu(seed=len(made_so_far)))
         return Cuda(name, api=made_so_far[-1])
 
+    monkeypatch.setattr(collectives, "_TORCH", Path(__file__).parents[1])  # what stands in for NCCL here is torch's
     monkeypatch.setitem(device.CHIPS, "cpu", chip)
     monkeypatch.setitem(device.KINDS, "nccl", partial(Nccl, made=made))
     yield made_so_far
