@@ -18,7 +18,7 @@ import pytest
 
 from tests.engine.stranger import NOBODY
 from tests.waiting import until
-from workbench.cluster import beginning
+from workbench.cluster import launch
 from workbench.cluster.processes import alive
 from workbench.experiment import Experiment
 from workbench.lab import Lab
@@ -108,7 +108,7 @@ def stepped(lab: Lab) -> int:
 def test_another_user_hears_nothing_and_the_run_trains_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     hidden = secrets.token_hex
-    monkeypatch.setattr(beginning.secrets, "token_hex", lambda n: made.append(hidden(n)) or made[-1])
+    monkeypatch.setattr(launch.secrets, "token_hex", lambda n: made.append(hidden(n)) or made[-1])
     folder = Path(os.environ["WORKBENCH_RUNTIME_DIR"]).parent
     run = lab.run(Experiment(task=Digits(), strategy=Gossip()), out=folder / "out")
     assert until(lambda: lab.state == "running" and stepped(lab) > 3, 60)
