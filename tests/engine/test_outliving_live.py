@@ -1,0 +1,79 @@
+"""Engines that die in a lab whose run goes on, and ranks that come and go by the notebook's word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deaths import kill
+from tests.waiting import until
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+from workbench.settings import KnobError
+from workbench.strategies import DDP, LocalSGD
+from workbench.tasks import Digits
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        with Lab(ranks=4, name="outliving") as made:
+            yield made.wait(120)
+
+
+def endless(**more: object) -> Experiment:
+    return Experiment(**{"task": Digits(), "steps": 0, "eval_every": 25, "pace": 10.0, **more}).checked()
+
+
+def reached(lab: Lab, step: int) -> None:
+    until(lambda: lab._live is not None and lab._live.step >= step, 60)
+
+
+def test_ranks_come_and_go(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=2))
+    reached(lab, 10)
+    came = lab.resize(4).wait(90)
+    assert lab.experiment.ranks == 4 and lab.changes[-1] is came and came.applied_at is not None
+    assert lab.set("strategy", LocalSGD(every=4)).wait(30).applied_at is not None
+    gone = lab.resize(3).wait(60)
+    assert gone.applied_at is not None
+    reached(lab, gone.applied_at + 5)
+    with pytest.raises(KnobError, match="3 ranks train and 0 engines of this lab are idle; take at most 3"):
+        lab.resize(4)
+    with pytest.raises(KnobError, match="must be an integer of at least 1"):
+        lab.resize(0)
+    lab.stop()
+    assert run.wait(60).summary()["ranks"] == 2 and lab.state == "idle"
+    spans = run.spans
+    first = spans[spans.lane == "step"].groupby("rank").step.min().to_dict()
+    assert set(first) == {0, 1, 2, 3} and first[2] == first[3] == came.applied_at
+    last = spans[spans.lane == "step"].groupby("rank").step.max().to_dict()
+    assert last[3] < gone.applied_at <= last[0] == last[1] == last[2]
+
+
+def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_gets_new_engines(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=4, on_death="go on"))
+    reached(lab, 10)
+    found = kill(lab, 0)
+    assert found.on is not None and "rank 0 is lost; ranks 1, 2, 3 went on from step" in found.said
+    assert lab.set("bucket_mb", 0.05).wait(30).applied_at is not None, "another rank hears for all"
+    second = kill(lab, 2)
+    assert second.on is not None and "ranks 1, 3 went on" in second.said
+    lab.pause()
+    until(lambda: lab.state == "paused", 30)
+    lab.resume()
+    lab.stop()
+    run.wait(60)
+    assert lab.state == "idle" and lab._live is not None and lab._live.error is None
+    assert any("rank 0 is lost at step" in note and "SIGKILL" in note for note in lab.notes)
+    died = {detail["rank"]: detail for _, _, detail in run.details("error")}
+    assert set(died) == {0, 2} and all(d["type"] == "EngineDied" for d in died.values())
+    assert lab.run(endless(strategy=DDP(), ranks=4).set("seed", 5)) is not run
+    reached(lab, 3)
+    lab.stop()
+    assert lab._live.over.wait(60) and lab._live.state == "stopped"
