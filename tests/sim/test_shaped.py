@@ -50,10 +50,15 @@ def test_a_strategy_does_the_same_with_what_stands_for_tensors(name: str, monkey
 
 
 @pytest.mark.ranks
+def test_so_do_two_strategies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    both(E, monkeypatch, Change(2, "strategy", LocalSGD(every=2)), Change(4, "strategy", DDP()))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", shipped(Compressor))
 def test_so_does_a_compressor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     e = replace(E, compressor=shipped(Compressor)[name].usual(), measure_every=2)
-    both(e, monkeypatch, Change(2, "bucket_mb", 0.5), Change(3, "strategy", LocalSGD(every=2)))
+    both(e, monkeypatch, Change(2, "bucket_mb", 0.5))
 
 
 def test_what_works_in_place_answers_with_the_very_tensor() -> None:
