@@ -54,7 +54,8 @@ def test_what_codecs_between_stages_cost_is_measured_from_steps_that_have_them()
     assert Costs.measured(record).coder["Cast"] == pytest.approx(CODER["Cast"])
     (first, last) = run(e)
     for rank, session in enumerate((first, last)):
-        done = {r[2]: r[6] for r in session.record if r[1] == "codec"}
+        # a bucket that nobody encodes is kept only where it took long: on a busy machine
+        done = {r[2]: r[6] for r in session.record if r[1] == "codec" and r[6]}
         ways = ("encode", "decode") if rank == 0 else ("decode", "encode")
         assert done == {f"{how} {what} {micro}": BYTES // 2 for micro in range(2)
                         for how, what in zip(ways, ("activation", "gradient"), strict=True)}  # fmt: skip
