@@ -12,6 +12,7 @@ import anywidget
 import traitlets
 
 from widgets.controls import HERE, page_js
+from workbench.settings import KnobError
 from workbench.settings.said import said
 
 WHY = {
@@ -61,5 +62,5 @@ class Members(anywidget.AnyWidget):
             else:
                 verbs[message["do"]](int(message["rank"]))
         except Exception as error:  # whatever it is, the person who pressed the button must read it
-            self.error = said(error)
+            self.error = str(error) if isinstance(error, (KnobError, RuntimeError)) else said(error)
         self.refresh()

@@ -77,14 +77,15 @@ class Transport(anywidget.AnyWidget):
             return ""
         return str(self.lab.run_now.holdup)
 
-    def _error(self, run: Any) -> dict[str, str]:
+    def _error(self, run: Any) -> dict[str, Any]:
         if self._refused:
             return {"title": "Refused:", "text": self._refused, "more": ""}
         if found := trouble(run):
             return found
         notes = self.lab.notes
         title = "The run failed." if self.lab.state == "failed" else "Attention:"
-        return {"title": title, "text": notes[-1], "more": ""} if notes else {}
+        held = {"stacks": True} if run is not None and run.holdup else {}
+        return {"title": title, "text": notes[-1], "more": "", **held} if notes else {}
 
     def asked(self, what: str) -> None:
         """A person pressed a button on the page."""

@@ -8,6 +8,13 @@ const el = (tag, cls, attrs = {}) => {
 };
 const SIGN = { start: "▶", pause: "❚❚", resume: "▶", step: "▶❙", stop: "■", checkpoint: "⤓" };
 
+function asksForStacks(model, textContent) {
+  const button = el("button", "twb-button twb-quiet twb-stacks", { type: "button", textContent });
+  button.title = "what every thread of every rank is in; also of a rank that hangs";
+  button.addEventListener("click", () => model.send({ do: "stacks" }));
+  return button;
+}
+
 function bar(model) {
   const root = el("div", "twb-bar");
   root.setAttribute("role", "toolbar");
@@ -24,9 +31,7 @@ function bar(model) {
   state.setAttribute("role", "status");
   const copy = el("button", "twb-button twb-quiet", { type: "button", textContent: "Copy as Python" });
   copy.addEventListener("click", () => model.send({ do: "copy" }));
-  const stacks = el("button", "twb-button twb-quiet", { type: "button", textContent: "Stacks" });
-  stacks.title = "what every thread of every rank is in; also of a rank that hangs";
-  stacks.addEventListener("click", () => model.send({ do: "stacks" }));
+  const stacks = asksForStacks(model, "Stacks");
   root.append(state, stacks, copy);
   let cut = ""; // why nothing can be asked of the kernel; said by the board, which hears it or does not
   const update = () => {
@@ -64,6 +69,7 @@ function errorBox(model) {
     sign.setAttribute("aria-hidden", "true");
     head.append(sign, el("b", "", { textContent: error.title }), ` ${error.text}`);
     root.replaceChildren(head);
+    if (error.stacks) root.append(asksForStacks(model, "Stacks of all ranks"));
     if (error.more) {
       const details = el("details");
       details.append(el("summary", "", { textContent: "where it happened" }), el("pre", "", { textContent: error.more }));
