@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
 from tests.deaths import kill
+from tests.harm import Patient, cut
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.lab import Lab
@@ -54,6 +56,17 @@ def test_ranks_come_and_go(lab: Lab) -> None:
     assert set(first) == {0, 1, 2, 3} and first[2] == first[3] == came.applied_at
     last = spans[spans.lane == "step"].groupby("rank").step.max().to_dict()
     assert last[3] < gone.applied_at <= last[0] == last[1] == last[2]
+
+
+def test_all_go_on_where_a_wire_between_two_is_cut(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
+    reached(lab, 10)
+    patient = Patient(lab, Random(3))
+    assert cut(patient).startswith("cut ") and until(lambda: run.details("members"), 60)
+    patient.goes_on("cut")
+    assert any("a connection between ranks was lost; ranks 0, 1, 2 went on from step" in note for note in lab.notes)
+    lab.stop()
+    assert run.wait(60).state == "stopped"
 
 
 def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_gets_new_engines(lab: Lab) -> None:
