@@ -1,13 +1,13 @@
 """Predicted against measured steps of a Llama: every strategy, every compressor, stages and slices, on four real ranks.
 
-    python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list] [--predict]
+    python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list] [--predict] [--calibrate NAME ...]
 
 The model is transformers', small, built from its configuration and never trained before. Calibrated are: DDP on a Link
 that no setting has; so are messages too short for it; on it each compressor, and each way of spreading or stepping
 that has arithmetic of its own, once.
 Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
-included. A setting that fails is said and left out; the next start tries it again. With --predict nothing is measured:
-what the file holds is predicted anew from its calibrations.
+included, but for those named with --calibrate. A setting that fails is said and left out; the next start tries it again.
+With --predict no setting is measured: what the file holds is predicted anew from its calibrations.
 """
 
 from __future__ import annotations
@@ -212,10 +212,6 @@ def _longer(ran: Callable[..., Run], e: Experiment, then: tuple[str, Any] | None
     return _done(ran(replace(e, steps=2 * e.steps), changes))
 
 
-def _none(e: Experiment, changes: Sequence[Change] = ()) -> Run:
-    raise RuntimeError("a calibration is not there: measure it first")
-
-
 def _done(run: Run) -> Run:
     if run.state != "done":
         raise RuntimeError(f"{run.experiment.strategy}, {run.experiment.compressor} ended as {run.state}")
@@ -253,11 +249,10 @@ def main() -> None:
     ask.add_argument("--runs", type=Path, default=Path("runs"))
     ask.add_argument("--only", nargs="*", default=[], metavar="WORD", help="settings whose names hold one of these")
     ask.add_argument("--list", action="store_true", help="say what would be measured")
-    ask.add_argument("--predict", action="store_true", help="measure nothing, predict anew what was measured")
+    ask.add_argument("--predict", action="store_true", help="measure no setting, predict anew what was measured")
+    ask.add_argument("--calibrate", nargs="*", default=[], metavar="NAME", help="calibrations to be measured again")
     a = ask.parse_args()
     wanted = [(n, e) for n, e in settings() if not a.only or any(word in n for word in a.only)]
-    if a.predict:
-        return Campaign(a.out, _none).predict()
     if a.list:
         return print("\n".join(name for name, _ in wanted), f"\n{len(wanted)} settings", flush=True)
     with Lab(ranks=RANKS, name="llama") as lab:
@@ -270,6 +265,10 @@ def main() -> None:
                 raise
 
         campaign = Campaign(a.out, ran)
+        for name in a.calibrate:
+            campaign.found["costs"].pop(name, None)
+        if a.predict:
+            return campaign.predict()
         names = {name for name in calibrations() if any(name in n.replace(",", "").split() for n, _ in wanted)}
         costs = campaign.costs(sorted(names) if a.only else ())
         for name, e in wanted:

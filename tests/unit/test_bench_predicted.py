@@ -88,7 +88,7 @@ def test_what_was_measured_is_predicted_anew_from_calibrations_that_are_there(tm
     known: dict[str, Any] = {"costs": dict.fromkeys(("DDP", "short messages"), costs_as_plain(given))}
     known["rows"] = [{"setting": "one", "predicted": 1.0, "measured": 0.04}]
     (tmp_path / "llama.json").write_text(json.dumps(known))
-    llama.Campaign(tmp_path / "llama.json", llama._none).predict()
+    llama.Campaign(tmp_path / "llama.json", lambda *_: pytest.fail("nothing is to be measured")).predict()
     (row,) = json.loads((tmp_path / "llama.json").read_text())["rows"]
     assert row["measured"] == 0.04 and row["predicted"] == pytest.approx(0.03, rel=0.05)
 
