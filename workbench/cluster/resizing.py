@@ -26,15 +26,15 @@ def resize(live: Live, ranks: int) -> PendingChange:
     here = list(live.members)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
-    idle = _idle(live)
-    if ranks > len(here) + len(idle):
+    spare = idle(live)
+    if ranks > len(here) + len(spare):
         raise KnobError(
-            f"ranks={ranks}: {len(here)} ranks train and {len(idle)} engines of this lab are idle; take at most "
-            f"{len(here) + len(idle)}, or begin in a lab of more (Lab(ranks={ranks}))"
+            f"ranks={ranks}: {len(here)} ranks train and {len(spare)} engines of this lab are idle; take at most "
+            f"{len(here) + len(spare)}, or begin in a lab of more (Lab(ranks={ranks}))"
         )
     if live.state not in ("running", "paused"):
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
-    new = idle[: max(0, ranks - len(here))]
+    new = spare[: max(0, ranks - len(here))]
     if new:
         _invite(live, new)
     members = [*here[:ranks], *new]
@@ -43,7 +43,7 @@ def resize(live: Live, ranks: int) -> PendingChange:
     return asked
 
 
-def _idle(live: Live) -> list[int]:
+def idle(live: Live) -> list[int]:
     """Ranks of this lab that were never in this run, and whose engines live."""
     been = live.been
     return [e.rank for e in live.cluster.engines if e.rank not in been and not live.cluster.death(e.rank)]
