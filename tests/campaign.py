@@ -108,7 +108,7 @@ def changed(p: Patient, say: Say) -> dict[str, int]:
     count = {"applied": 0, "refused": 0, "paused": 0}
     asked: list[tuple[str, Any, Any]] = []
     for _ in range(p.rng.randint(4, CHANGES)):
-        what, value = one(p.rng, len(p.members))
+        what, value = one(p.rng, max(2, len(p.members)))
         if what == "partition":
             continue
         if what in ("pause", "step"):

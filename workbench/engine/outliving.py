@@ -31,7 +31,7 @@ def outlives(session: Session, error: BaseException) -> bool:
         return False
     met = peer_left(error, text_of(error)) and not of_own(error)
     met = met or (session.forming and isinstance(error, RuntimeError) and _lost(session))
-    if not met or (training.experiment.on_death != "go on" and not session.outlives_next):
+    if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
     if reason := refused(session):
         session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {reason}"})
