@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anywidget
@@ -94,6 +95,9 @@ class Transport(anywidget.AnyWidget):
         if what == "copy":
             self.send({"python": python(self.lab)})
             return self.refresh()
+        if what == "stacks":  # a rank that hangs may take seconds, and the kernel is not to wait
+            threading.Thread(target=self._show_stacks, name="dashboard request", daemon=True).start()
+            return self.refresh()
         verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step,
                  "checkpoint": self.lab.checkpoint}  # fmt: skip
         try:
@@ -101,6 +105,13 @@ class Transport(anywidget.AnyWidget):
         except Exception as error:  # whatever it is, the person who pressed the button must read it
             self._refused = said(error)
         self.refresh()
+
+    def _show_stacks(self) -> None:
+        try:
+            self.send({"stacks": str(self.lab.stacks())})
+        except Exception as error:
+            self._refused = said(error)
+            self.refresh()
 
 
 def python(lab: Any) -> str:

@@ -82,6 +82,28 @@ def test_nothing_is_cut_off_and_no_two_texts_touch(shown: Sheet, size: str, them
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_single_ranks_are_acted_on_and_stacks_shown_without_anything_cut_off(shown: Sheet, size: str) -> None:
+    sized(shown, size)
+    panel = shown.page.locator(".twb-members")
+    panel.locator("summary").click()
+    panel.scroll_into_view_if_needed()
+    assert panel.locator("option").all_text_contents() == ["rank 0", "rank 1", "rank 3"]
+    panel.locator("select").select_option("3")
+    panel.locator("[data-do=evict]").click()
+    panel.locator(".twb-error:visible").wait_for(timeout=30_000)
+    assert panel.locator(".twb-error").text_content() == "rank=3: the others cannot go on alone"
+    shown.page.get_by_role("button", name="Stacks").click()
+    box = shown.page.locator(".twb-code:visible textarea")
+    box.wait_for(timeout=30_000)
+    assert box.input_value() == "rank 0: in forward of step 5"
+    assert cut_off(shown.page, ".twb-members") == [] == cut_off(shown.page, ".twb-transport")
+    assert touching(shown.page, ".twb-members button, .twb-members select") == []
+    shown.shot(f"members-{size}")
+    panel.locator("summary").click()
+    shown.page.locator(".twb-code:visible button").click()
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_the_timeline_is_in_sight_while_any_control_is_turned(shown: Sheet, size: str) -> None:
     sized(shown, size)
     seen = """() => {

@@ -29,6 +29,11 @@ class Handles:
         """Whether a run is under way."""
         return self._live is not None and not self._live.over.is_set()
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that train now; none without a run that is under way."""
+        return self._live.members if self.live and self._live else ()
+
     def pause(self) -> None:
         """Pauses all ranks at the next step boundary."""
         self._request("pause")

@@ -145,6 +145,8 @@ class Live:
             self.ending.gone(rank, detail["state"])
         elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
             self.notes.append(detail["text"])
+        elif name in ("rolled back", "not rolled back"):
+            self.alarm.went_back(t, detail)
         elif name == "members":
             self._outlived(step, detail)
         elif name in alarms.NAMES:
