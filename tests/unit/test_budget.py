@@ -211,3 +211,15 @@ def test_what_comes_only_with_a_strategys_first_round_is_foreseen_and_enforced()
     sessions = live(replace(e, memory_mb=limit))
     ended(sessions)
     assert {s.phase for s in sessions} == {"failed"}
+
+
+@pytest.mark.parametrize("partition", [Tensor(), Pipeline()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_the_first_move_into_parts_takes_is_foreseen_from_sizes_alone(partition: Any, after: int) -> None:
+    """At the start an optimizer remembers nothing yet, and nothing of it moves."""
+    e = lesson(batch=4, steps=3)
+    changes = [Change(after, "partition", partition)] if after else []
+    e = e if after else replace(e, partition=partition)
+    session, model = run(e, *changes)[0], simulate(e, changes=changes).samples
+    foreseen = model[(model.name == "memory peak") & (model["rank"] == 0)].value
+    assert list(foreseen) == pytest.approx(seen(session, "memory peak"), rel=0.02, abs=8e5)  # buckets in gloo's hands

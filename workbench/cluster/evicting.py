@@ -10,6 +10,7 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.cluster.meeting import cannot_start
 from workbench.cluster.place import ClusterError
 from workbench.cluster.resizing import idle, resize
 from workbench.cluster.silence import Verdict, named
@@ -62,6 +63,8 @@ class Evicting:
     def went_on(self, gone: Sequence[int]) -> None:
         """The others went on without these."""
         self.leaving -= set(gone)
+        if self.live.changes.experiment.on_death == "replace":
+            self._replaced |= {rank for rank in gone if self.live.cluster.death(rank)}
         if count := len(self._replaced & set(gone)):
             self._replaced -= set(gone)
             threading.Thread(target=self._replace, args=(count,), name="run replacing", daemon=True).start()
@@ -117,12 +120,14 @@ class Evicting:
         return True
 
     def _replace(self, count: int) -> None:
-        """Idle engines come in, as many as were put out, or as there are."""
+        """Others come in, as many as are gone: idle engines, or new ones; or as many as there are."""
         live = self.live
-        if not (there := len(idle(live))):
-            live.notes.append("no engine of this lab is idle that could come in: Lab(ranks=...) may have more")
-            return
         try:
-            resize(live, len(live.members) + min(count, there))
+            if cannot_start(live.cluster, 1):
+                count = min(count, len(idle(live)))
+            if not count:
+                raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "
+                                   "none can be started")  # fmt: skip
+            resize(live, len(live.members) + count)
         except Exception as failure:  # the run goes on without
             live.note(failure)

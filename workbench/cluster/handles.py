@@ -65,13 +65,18 @@ class Handles:
             self._going("abort").abort()
 
     def resize(self, ranks: int) -> PendingChange:
-        """So many ranks train together before one of the next steps: some are taken out, or idle engines come in."""
+        """So many ranks train together before one of the next steps: some are taken out, or idle engines come in.
+
+        Where too few are idle, engines are started on this machine, which takes some seconds, nearly all of them
+        imports; a lab of more ranks than the run keeps them warm. Raises KnobError where so many cannot be had, and
+        ClusterError where they do not come up; the run goes on as it was then.
+        """
         return resize(self._going("resize"), ranks)
 
     def evict(self, *ranks: int, replace: bool = False) -> None:
         """Puts ranks that hang out of the run: their engines are ended, and the others go on from the last boundary.
 
-        replace: idle engines of this lab come in for them, where there are any
+        replace: others come in for them: idle engines of this lab, or new ones
         Raises KnobError or ClusterError, and changes nothing, where the others could not go on.
         """
         self._going("evict").evicting.evict(ranks, "as asked", replace)

@@ -60,7 +60,7 @@ class Live:
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
         self.evicting = Evicting(self)
-        self.ending.outlives = lambda: self.changes.experiment.on_death == "go on" or bool(self.evicting.leaving)
+        self.ending.outlives = lambda: self.changes.experiment.on_death != "end" or bool(self.evicting.leaving)
         self.orders = Orders(self)
         self.alarm = Alarm(self)
         self.gaps = Gaps(dict(run._following), self._missed, self._append)

@@ -31,7 +31,7 @@ def outlives(session: Session, error: BaseException) -> bool:
         return False
     met = peer_left(error, text_of(error)) and not of_own(error)
     met = met or (session.forming and isinstance(error, RuntimeError) and _lost(session))
-    if not met or (training.experiment.on_death != "go on" and not session.outlives_next):
+    if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
     if reason := refused(session):
         session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {reason}"})
@@ -107,7 +107,8 @@ def fewer(session: Session, heard: Heard) -> Next:
     spare = [heard.by_place[other].member for other in heard.left if other not in places]
     gone = [member for member in session.members if member not in (*came.members, *spare)]
     processes = [heard.by_place[other].process for other in places]
-    text = f"{named(gone)} {are(gone)} lost; {named(came.members)} went on from step {came.step}"
+    lost = f"{named(gone)} {are(gone)} lost" if gone else "a connection between ranks was lost"
+    text = f"{lost}; {named(came.members)} went on from step {came.step}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,

@@ -17,8 +17,8 @@ from workbench.tasks import ByteGPT, TaskBase
 
 CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
 MEMORY = "memory of each rank's device: what needs more is refused; 0 is no limit"
-DEATH = "what the others do when a rank is lost: end the run as failed, or go on without it"
-HANG = "what is done with a rank that hangs: wait for it, put it out, or put it out and bring an idle engine in"
+DEATH = "what the others do when a rank is lost: end the run as failed, go on without it, or have another come"
+HANG = "what is done with a rank that hangs: wait for it, put it out, or put it out and have another come"
 HANG_AFTER = "a rank hangs that holds the others up so long in one operation; 0: 10 s, or five of its usual steps"
 EVERY = "a checkpoint every so many steps, written beside the training; 0 only when one is asked for"
 KEEP = "the newest checkpoints that are kept, besides the best one and those that were asked for"
@@ -56,7 +56,7 @@ class Experiment:
     seed: int = knob(0, 0, 2**31 - 1, live=False, doc="random seed of the model and the data")
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
-    on_death: str = knob("end", choices=("end", "go on"), doc=DEATH)
+    on_death: str = knob("end", choices=("end", "go on", "replace"), doc=DEATH)
     on_hang: str = knob("wait", choices=("wait", "evict", "replace"), doc=HANG)
     hang_after: float = knob(0.0, 0.0, 86400.0, unit="s", log=True, doc=HANG_AFTER)
     on_nan: str = knob("auto", choices=finite.ACTIONS, doc=finite.ON_NAN)

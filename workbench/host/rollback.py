@@ -51,7 +51,7 @@ class Rollback:
     @property
     def wanted(self) -> bool:
         e = self.run.experiment
-        return (e.on_death == "go on" or e.on_hang != "wait") and self.run.rank.size > 1 and not unfit(e)
+        return (e.on_death != "end" or e.on_hang != "wait") and self.run.rank.size > 1 and not unfit(e)
 
     @property
     def free(self) -> bool:
