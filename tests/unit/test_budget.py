@@ -14,6 +14,7 @@ from tests.ranks import ended, live, run, weights
 from tests.unit.test_zero_3 import many, seen
 from workbench import KnobError, simulate
 from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link
 from workbench.host.budget import OutOfMemory
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor
@@ -215,6 +216,18 @@ def test_what_comes_only_with_a_strategys_first_round_is_foreseen_and_enforced()
     sessions = live(replace(e, memory_mb=limit))
     ended(sessions)
     assert {s.phase for s in sessions} == {"failed"}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(HSDP(), 4), (ZeRO3(), 2), (ZeROInfinity(on="host"), 2)], ids=str)
+def test_what_gradients_in_shards_take_beside_activations_is_what_shows_from_the_first_step_on(
+    strategy: Any, ranks: int
+) -> None:
+    """No bucket has room before its first gradient; what was gathered is there when the next exchange begins."""
+    e = lesson(strategy=strategy, ranks=ranks, batch=8, steps=3, pace=60.0, bucket_mb=1.0,
+               fabric=Fabric(link=Link(bandwidth=1000, latency=0.2)))  # fmt: skip
+    peaks = seen(run(e)[0], "memory peak")
+    assert max(peaks) == peaks[-1], "it is not the first step's"
+    assert simulate(e).memory()[0].peak == pytest.approx(max(peaks), rel=0.02)
 
 
 @pytest.mark.parametrize("partition", [Tensor(), Pipeline()], ids=lambda p: type(p).__name__)
