@@ -6,8 +6,8 @@ The model is transformers', small, built from its configuration and never traine
 that no setting has; so are messages too short for it; on it each compressor, and each way of spreading or stepping
 that has arithmetic of its own, once.
 Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
-included, but for those named with --calibrate. A setting that fails is said and left out; the next start tries it again.
-With --predict no setting is measured: what the file holds is predicted anew from its calibrations.
+included, but for those named with --calibrate. A setting that fails is said and left out; the next start tries it
+again. With --predict no setting is measured: what the file holds is predicted anew from its calibrations.
 """
 
 from __future__ import annotations
