@@ -169,10 +169,7 @@ class Layout:
         return torch.zeros(1, dtype=_dtype(group), device=group[0].param.device).expand(_numel(group))
 
     def make_room(self) -> None:
-        """Every bucket of several parameters has a vector for their gradients, from now on until `clear`.
-
-        Where buckets give that back, each has it from its first gradient of a step on.
-        """
+        """Buckets of several parameters have room for gradients until `clear`; if they give it back, as one comes."""
         if self.roomy:
             return
         self.roomy = True
