@@ -5,6 +5,9 @@ is as it was, and an update needs no peer. All other strategies write parameters
 an exchange that broke off has written is void; so does a change of strategy. For these the parameters, what the
 optimizer remembers of them and the model's buffers are copied at each boundary. What a compressor remembers (a
 residual) changes while gradients are sent, so that is copied under every strategy.
+
+Copies are made where the run is to outlive its ranks. Where none is needed there is a way back in any case, for a
+person may put out a rank that hangs.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ def updates_last(strategy: Any) -> bool:
 class Rollback:
     """One rank's way back.
 
-    wanted: whether anybody would go back: does the run outlive a rank?
+    wanted: whether anybody would go back: does the run outlive a rank, or what hangs?
+    free:   is there a way back that costs nothing?
+    open:   is the rank in something from which there is none?
     """
 
     def __init__(self, run: Changing) -> None:
@@ -41,11 +46,17 @@ class Rollback:
         self._kept: dict[Key, Tensor] = {}
         self._was: tuple[Experiment, Any] | None = None  # the experiment and the optimizer, while something goes on
         self._updated = False
+        self.open = False
 
     @property
     def wanted(self) -> bool:
         e = self.run.experiment
-        return e.on_death == "go on" and self.run.rank.size > 1 and not unfit(e)
+        return (e.on_death != "end" or e.on_hang != "wait") and self.run.rank.size > 1 and not unfit(e)
+
+    @property
+    def free(self) -> bool:
+        e, rank = self.run.experiment, self.run.rank
+        return rank.size > 1 and not unfit(e) and updates_last(e.strategy) and not rank.memory.buffers
 
     @property
     def nbytes(self) -> int:
@@ -55,8 +66,13 @@ class Rollback:
     @contextmanager
     def within(self, changes: bool = False) -> Iterator[None]:
         """A step goes on, or something that `changes` the whole rank; what fails in it leaves it open."""
-        if not self.wanted or self._was is not None:  # a part of what goes on already
+        if self._was is not None:  # a part of what goes on already
             yield
+            return
+        if not self.wanted and (changes or not self.free):
+            self.open = True
+            yield
+            self.open = False
             return
         self._updated = False
         self._keep(self._all(changes or not updates_last(self.run.experiment.strategy)))
@@ -69,7 +85,10 @@ class Rollback:
         self._updated = True
 
     def back(self) -> int:
-        """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last."""
+        """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last.
+
+        Where it is `open` there is no way back.
+        """
         if self._was is None:
             return 0
         run = self.run
