@@ -43,9 +43,8 @@ def experiment(name: str, ranks: int = RANKS, steps: int = STEPS) -> Experiment:
     return Experiment(task=ByteGPT(), ranks=ranks, steps=steps, strategy=usual, pace=100.0, eval_every=0, fabric=fabric)
 
 
-def once(name: str, ranks: int, steps: int, alike: bool) -> dict[str, Any]:
+def once(name: str, ranks: int, steps: int, alike: bool = False) -> dict[str, Any]:
     """One simulation; where that cannot be, why."""
-    resource.setrlimit(resource.RLIMIT_CPU, (round(time.process_time() + LIMIT), resource.RLIM_INFINITY))
     began, wall = time.process_time(), time.perf_counter()
     try:
         run = simulate(experiment(name, ranks, steps), alike=alike)
@@ -117,6 +116,7 @@ def main() -> None:
     ask.add_argument("--steps", type=int, default=STEPS)
     a = ask.parse_args()
     if a.one:
+        resource.setrlimit(resource.RLIMIT_CPU, (round(time.process_time() + LIMIT), resource.RLIM_INFINITY))
         return print(json.dumps(once(a.one, a.ranks, a.steps, a.alike)))
     found: dict[str, Any] = {"ranks": a.ranks, "steps": a.steps, "rows": {}}
     if a.out and a.out.exists() and (known := json.loads(a.out.read_text()))["ranks"] == a.ranks:
