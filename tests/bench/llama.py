@@ -6,8 +6,8 @@ The model is transformers', small, built from its configuration and never traine
 that no setting has; so are messages too short for it; on it each compressor, and each way of spreading or stepping
 that has arithmetic of its own, once.
 Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
-included, but for those named with --calibrate. A setting that fails is said and left out; the next start tries it again.
-With --predict no setting is measured: what the file holds is predicted anew from its calibrations.
+included, but for those named with --calibrate. A setting that fails is said and left out; the next start tries it
+again. With --predict no setting is measured: what the file holds is predicted anew from its calibrations.
 """
 
 from __future__ import annotations
@@ -233,9 +233,8 @@ def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
         f"## A Llama of transformers\n\nWritten by `python -m tests.bench llama` from `docs/data/llama.json`. {RANKS} "
         f"real ranks, four layers of width 128, {PACE:g} ms of paced compute per step, four times that where a replica "
         f"is several ranks; buckets of 1 MB, a run for each setting, the mean of {COUNTED} steps. Calibrated on DDP "
-        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there (TopK also in buckets "
-        f"of 0.25 MB), and messages that are shorter than their transfer on TopK in buckets of 0.25 MB. "
-        f"{found.get('about', '')} The worst "
+        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there, and messages "
+        f"that are shorter than their transfer on TopK in buckets of 0.25 MB. {found.get('about', '')} The worst "
         f"first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n" + "\n".join(lines) + "\n"
         + (f"\nNot run:\n{others}\n" if others else "")
         + f"\n*{machine.get('date')}; {machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; "
