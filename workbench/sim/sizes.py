@@ -26,6 +26,7 @@ from workbench.sim.away import Outlined
 from workbench.sim.drawing import Drawn
 from workbench.sim.known import Kept
 from workbench.sim.outline import Outline, StageOutline, ready
+from workbench.sim.shaped import shaped, stands_in
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ class Sizes(Drawn):
         return self._outline.standing(self.layout, stepped, roomy, self.shards)
 
     def full(self, index: int) -> Bucket:
-        return self.cut.buckets[index]
+        return stands_in(self.cut.buckets[index])  # whose memory another rank may have given back
 
     def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
         """The optimizer that `experiment` wants for what lies here, or for all of the model."""
@@ -290,7 +291,7 @@ class Sizes(Drawn):
         return [torch.empty_like(x) for x in vector]
 
     def value(self, step: int) -> torch.Tensor:
-        return torch.empty((), device="meta")
+        return shaped(torch.empty((), device="meta"))
 
     def clear(self) -> None:
         """No bucket keeps room for gradients."""
