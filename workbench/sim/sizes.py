@@ -62,14 +62,13 @@ class Sizes(Drawn):
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline = self._whole = whole
         self._stage: StageOutline
-        self._bucket_mb, self._learned = bucket_mb, False
         self.piece: Way | None = None
         self._count = 1  # micro-batches of a batch
         self.shares: tuple[float, ...] = (1.0,)  # of what this rank computes, by piece
         self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # what came, by micro-batch under way and piece
-        self.model, self.optimizer = whole.model, whole.optimizer
+        self._bucket_mb, self.model, self.optimizer = bucket_mb, whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
-        self.learning = self.roomy = False
+        self._learned = self.learning = self.roomy = False
         self.shards: Shards | None = None  # the buckets in whose shards the optimizer's state lies
         self.gradient_shards = 1  # in how many shards summed gradients are kept
         self._begun = True  # has the optimizer made a step?
