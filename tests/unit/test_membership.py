@@ -19,7 +19,8 @@ from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.host.canonical import state_hash
-from workbench.host.reentry import fitting, unfit
+from workbench.host.reentry import fitting
+from workbench.host.salvage import in_parts
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
 from workbench.tasks import ClickThrough, Digits
@@ -118,11 +119,11 @@ def lost(e: Experiment, victim: int, at: int = 8, changes: tuple[Change, ...] = 
 
 def setting(strategy: Strategy, **more: Any) -> Experiment:
     task = ClickThrough() if strategy.tables else Digits()
-    rest = {"ranks": 4, "steps": 24, "eval_every": 10, "on_death": "go on", "seed": 3}
-    return Experiment(task=task, strategy=strategy, **{**rest, **more}).checked()
+    rest = {"task": task, "ranks": 4, "steps": 24, "eval_every": 10, "on_death": "go on", "seed": 3}
+    return Experiment(strategy=strategy, **{**rest, **more}).checked()
 
 
-OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not unfit(setting(cls()))]
+OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not in_parts(setting(cls()))]
 SHARDS = [name for name, cls in sorted(shipped(Strategy).items()) if cls().shards]
 
 

@@ -9,6 +9,7 @@ residual) changes while gradients are sent, so that is copied under every strate
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.host.changing import Changing
-from workbench.host.reentry import unfit
+from workbench.host.boundary import Boundary, stood
+from workbench.host.salvage import Bound, copies, in_parts
 from workbench.host.slots import slots
 
 Key = tuple[str, str]  # of what kind, and its name
@@ -34,23 +35,35 @@ class Rollback:
     """One rank's way back.
 
     wanted: whether anybody would go back: does the run outlive a rank?
+    kept:   boundaries at which this rank stood, the newest last, where ranks hold parts
+    void:   once this rank went back: is what lies here not to be gone on from?
     """
 
-    def __init__(self, run: Changing) -> None:
+    def __init__(self, run: Any) -> None:
         self.run = run
+        self.kept: deque[Boundary] = deque()
+        self._parts = False  # does what goes on begin where ranks hold parts?
         self._kept: dict[Key, Tensor] = {}
         self._was: tuple[Experiment, Any] | None = None  # the experiment and the optimizer, while something goes on
         self._updated = False
+        self.void = False
 
     @property
     def wanted(self) -> bool:
         e = self.run.experiment
-        return e.on_death == "go on" and self.run.rank.size > 1 and not unfit(e)
+        return e.on_death == "go on" and self.run.rank.size > 1
 
     @property
     def nbytes(self) -> int:
         """Of what is copied."""
-        return sum(x.nbytes for x in self._kept.values())
+        kept = [x for b in self.kept for state in (b.state, *b.memory.values()) for x in state.values()]
+        return sum(x.nbytes for x in (*self._kept.values(), *kept))
+
+    @property
+    def remembers(self) -> bool:
+        """Is there anything that this rank's optimizer remembers, here or away from its device?"""
+        run = self.run
+        return bool(slots(run.layout, run.optimizer)) or bool(run.away.kept.count)
 
     @contextmanager
     def within(self, changes: bool = False) -> Iterator[None]:
@@ -58,11 +71,31 @@ class Rollback:
         if not self.wanted or self._was is not None:  # a part of what goes on already
             yield
             return
-        self._updated = False
-        self._keep(self._all(changes or not updates_last(self.run.experiment.strategy)))
-        self._was = self.run.experiment, self.run.optimizer
+        run = self.run
+        self._updated, self._parts = False, in_parts(run.experiment)
+        if self._parts:
+            self._keep({})
+            self._keep_boundary()
+        else:
+            self.kept.clear()
+            self._keep(self._all(changes or not updates_last(run.experiment.strategy)))
+        self._was = run.experiment, run.optimizer
         yield
         self._was = None
+
+    def _keep_boundary(self) -> None:
+        """This boundary, too, where a rank that is lost may be one of several that have the same; else none is."""
+        run = self.run
+        if copies(run.experiment, run.rank.size, self.remembers) < 2:
+            return self.kept.clear()
+        spare = self.kept.pop() if self.kept and self.kept[-1].bound == self._here else None
+        while len(self.kept) > run.experiment.partition.ahead(0) + 1:
+            spare = self.kept.popleft()
+        self.kept.append(stood(run, self._here, spare))
+
+    @property
+    def _here(self) -> Bound:
+        return self.run.rank.step, self.run.obeyed
 
     def updates(self) -> None:
         """The optimizer is about to update everything."""
@@ -74,6 +107,12 @@ class Rollback:
             return 0
         run = self.run
         (e, optimizer), self._was = self._was, None
+        if self._parts or in_parts(run.experiment):  # what lies here is void, and may lie in any way
+            if not self._parts:
+                self.kept = deque([self._of_copies()])
+            run.experiment = e
+            self.void = True
+            return 0
         if self._updated and updates_last(e.strategy) and e is run.experiment:
             return 1
         if e.bucket_mb != run.experiment.bucket_mb:
@@ -82,6 +121,23 @@ class Rollback:
         run.use_optimizer(optimizer)
         self._restore()
         return 0
+
+    def bounds(self) -> list[Boundary]:
+        """Once this rank went `back`: all boundaries that it can go on from, the newest last."""
+        if self.void:
+            return list(self.kept)
+        kept = [b for b in self.kept if b.bound != self._here]
+        return [*kept, stood(self.run, self._here, copied=False)]
+
+    def _of_copies(self) -> Boundary:
+        """The boundary of what was copied, where the model was whole."""
+        state, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+        for (kind, name), x in self._kept.items():
+            if kind.startswith("residual "):
+                memory.setdefault(kind.removeprefix("residual "), {})[name] = x
+            elif x.numel():
+                state[name] = x.reshape(-1)
+        return Boundary(self._here, self.run.rank.id, self.run.rank.size, None, None, False, state, memory)
 
     def _all(self, everything: bool) -> dict[Key, Tensor]:
         memory = self.run.rank.memory.buffers
