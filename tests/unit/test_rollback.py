@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.ranks import live, shipped
 from workbench.experiment import Experiment
-from workbench.host.salvage import in_parts
 from workbench.host.rollback import Rollback, updates_last
+from workbench.host.salvage import in_parts
 from workbench.host.slots import slots
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import Digits

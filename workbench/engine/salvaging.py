@@ -130,7 +130,8 @@ def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experime
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     if to.partition != e.partition:
-        text += f"; each replica lies on {to.partition.size} rank{'s' * (to.partition.size > 1)} now, by {to.partition}"
+        ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
+        text += f"; a replica lies on {ranks} now, partition={type(to.partition).__name__}"
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
             "settings": to.plain(), "back": max(0, heard.first.step - came.step)}  # fmt: skip
     processes = [heard.by_place[place].process for place in came.places]

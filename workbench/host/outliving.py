@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,7 +31,7 @@ class Outliving:
     taken: list[Change] = []  # noqa: RUF012 (never changed in place)
     obeyed = 0
     bounds: list[Boundary] = []  # noqa: RUF012 (never changed in place)
-    _made: deque[Change | None]
+    _made: Sequence[Change | None] = ()
 
     async def live_on(self: Any, came: Came) -> None:
         """From a step on before which ranks were lost, or came, to the last step."""
@@ -68,7 +68,7 @@ class Outliving:
     def obeyed_one(self, planned: Change | None = None) -> None:
         """A change was made, or refused. planned: it, if it was not asked for"""
         self.obeyed += 1
-        self._made = deque((*getattr(self, "_made", ()), planned), maxlen=UNDONE)
+        self._made = (*self._made, planned)[-UNDONE:]
 
     def plan_again(self, changes: int) -> None:
         """So many changes count as made: those that others have made are not to come, of those that do not count all
