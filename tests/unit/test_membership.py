@@ -124,7 +124,6 @@ def setting(strategy: Strategy, **more: Any) -> Experiment:
 
 
 OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not in_parts(setting(cls()))]
-SHARDS = [name for name, cls in sorted(shipped(Strategy).items()) if cls().shards]
 
 
 @pytest.mark.ranks
@@ -144,20 +143,6 @@ def test_the_others_go_on(name: str, victim: int) -> None:
         steps = [row[0] for row in s.record if row[1] == "step"]
         assert len(steps) == len(set(steps))
         assert set(range(mark["step"], s.rank.step)) <= set(steps) or not strategy.lockstep
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", SHARDS)
-def test_where_nobody_else_has_its_shard_the_run_ends_and_says_why(name: str) -> None:
-    sessions = live(setting(shipped(Strategy)[name]()))
-    while sessions[1].rank.step < 5 and not sessions[1].join(0.001):
-        pass
-    sessions[1].abort()
-    ended(sessions, 60)
-    rest = [s for s in sessions if s.member != 1]
-    assert [s.phase for s in rest] == ["failed"] * 3
-    texts = [json.loads(m[3])["text"] for s in rest for m in s.record.noted("members")]
-    assert texts and all(f"strategy={name} nobody else has the rank's shard" in text for text in texts)
 
 
 @pytest.mark.ranks
