@@ -170,6 +170,23 @@ def test_one_after_the_other_until_one_is_left() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("name", ["BMUF", "DiLoCo", "SlowMo", "StreamingDiLoCo"])
+def test_an_outer_momentum_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, taken = shipped(Strategy)[name], dict[int, dict[str, torch.Tensor]]()
+    takes = cls.takes
+
+    def seen(self: Any, rank: Any, state: Any, momentum: Any) -> None:
+        taken[rank.id] = {of: x.clone() for of, x in momentum.items()}
+        takes(self, rank, state, momentum)
+
+    monkeypatch.setattr(cls, "takes", seen)
+    left, _ = lost(setting(cls(every=3)), 1)
+    assert len(left) == 3 and set(taken) == {0, 1, 2}
+    assert all(x.equal(taken[0][of]) for each in taken.values() for of, x in each.items())
+    assert any(x.any() for x in taken[0].values())
+
+
+@pytest.mark.ranks
 def test_two_at_once() -> None:
     sessions = live(setting(DDP(), steps=40))
     while sessions[0].rank.step < 8:

@@ -58,6 +58,7 @@ def leave_generation(session: Session, training: Training) -> Said:
     parts, bounds = False, list[Boundary]()
     if (rollback := training.rollback) is not None:
         session.rank.step += rollback.back()
+        training.outer = rollback.outer
         parts, bounds = rollback.void or in_parts(training.experiment), rollback.bounds()
     training.bounds = bounds
     wires, session.wires = session.wires, []
@@ -146,6 +147,7 @@ def begin_generation(session: Session, to: Next) -> Came:
     training.done.extend(to.done)
     if before is not None:
         training.bounds, before.bounds = before.bounds, []
+        training.outer, before.outer = before.outer, None
         training.lengths, training.evaluated = before.lengths, before.evaluated
     if place == 0:
         session.mark("members", to.mark)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import Tensor
+
 from workbench.host.boundary import Boundary
-from workbench.host.reentry import Came, reenter
+from workbench.host.reentry import Came, hand_on, reenter
 from workbench.host.regathering import put_together
 from workbench.host.rollback import Rollback
 from workbench.settings import Change
@@ -23,7 +25,7 @@ class Outliving:
     rollback: the way back; None where nobody is ever lost
     taken:    of the planned changes those that are to be made now
     obeyed:   how many changes were made or refused so far
-    bounds:   those that this rank can go back to, between two generations
+    bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had. Between two generations
     """
 
     rollback: Rollback | None = None
@@ -31,6 +33,7 @@ class Outliving:
     taken: list[Change] = []  # noqa: RUF012 (never changed in place)
     obeyed = 0
     bounds: list[Boundary] = []  # noqa: RUF012 (never changed in place)
+    outer: dict[str, Tensor] | None = None
     _made: Sequence[Change | None] = ()
 
     async def live_on(self: Any, came: Came) -> None:
@@ -44,6 +47,9 @@ class Outliving:
             await self.rate.agree(self)
         self.entered(came)
         await self.share_out(ahead=came.salvaged is not None)
+        if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:
+            await hand_on(self, self.outer, min(came.furthest))
+        self.outer = None
         self.say("running")
         await self.on()
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from workbench.experiment import Experiment
 from workbench.host import handover, own, residual
 from workbench.host.canonical import prime
@@ -118,3 +120,16 @@ async def reenter(run: Changing, came: Came) -> None:
     elif len(came.furthest) < run.rank.size:
         await handover.bring(run, came.furthest)
     await handover.check(run)
+
+
+async def hand_on(run: Changing, momentum: dict[str, Tensor] | None, first: int) -> None:
+    """All go on with the outer momentum of the rank `first`, if that has one; the strategy has taken over by then."""
+    if not (await run.gather(int(bool(momentum))))[first]:
+        return
+    given = {}
+    for place in run.layout.order:
+        x = place.param.new_zeros(place.numel)
+        if momentum is not None and place.name in momentum:
+            x.copy_(momentum[place.name])
+        given[place.name] = await run.rank.broadcast(x.detach(), first, "outer momentum")
+    run.experiment.strategy.takes(run.rank.replicas, run.state, given)

@@ -37,6 +37,7 @@ class Rollback:
     wanted: whether anybody would go back: does the run outlive a rank?
     kept:   boundaries at which this rank stood, the newest last, where ranks hold parts
     void:   once this rank went back: is what lies here not to be gone on from?
+    outer:  once it went back, the outer momentum that it had then, whole, as `Strategy.hands_on` gives it
     """
 
     def __init__(self, run: Any) -> None:
@@ -47,6 +48,7 @@ class Rollback:
         self._was: tuple[Experiment, Any] | None = None  # the experiment and the optimizer, while something goes on
         self._updated = False
         self.void = False
+        self.outer: dict[str, Tensor] | None = None
 
     @property
     def wanted(self) -> bool:
@@ -104,6 +106,7 @@ class Rollback:
     def back(self) -> int:
         """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last."""
         if self._was is None:
+            self.outer = None if in_parts(self.run.experiment) else self._handed()
             return 0
         run = self.run
         (e, optimizer), self._was = self._was, None
@@ -120,7 +123,13 @@ class Rollback:
         run.experiment = e
         run.use_optimizer(optimizer)
         self._restore()
+        self.outer = {name: x for (kind, name), x in self._kept.items() if kind == "outer"} or None
         return 0
+
+    def _handed(self) -> dict[str, Tensor] | None:
+        """The outer momentum as it is now."""
+        run, strategy = self.run, self.run.experiment.strategy
+        return dict(strategy.hands_on(run.rank.replicas, run.state) or {}) if strategy.has_outer else None
 
     def bounds(self) -> list[Boundary]:
         """Once this rank went `back`: all boundaries that it can go on from, the newest last."""
@@ -147,6 +156,7 @@ class Rollback:
             found |= {("parameter", place.name): place.param.data for place in layout.order}
             found |= {("buffer", name): x for name, x in self.run.model.named_buffers()}
             found |= {("slot", name): x for name, x in slots(layout, optimizer).items()}
+            found |= {("outer", name): x for name, x in (self._handed() or {}).items()}
         return found
 
     def _keep(self, state: dict[Key, Tensor]) -> None:
