@@ -16,6 +16,7 @@ from IPython.display import display
 from widgets.board import Board
 from widgets.controls import Controls
 from widgets.keep import Keep
+from widgets.members import Members
 from widgets.refresh import Refresh
 from widgets.requests import Requests
 from widgets.summary import table
@@ -34,7 +35,8 @@ class Dashboard(ipywidgets.Box):
         self.shown = shown
         recorded = isinstance(shown, Run)
         self.board = Board(shown if recorded else shown.run_now)
-        self.handles: tuple[Any, ...] = () if recorded else (Transport(shown), Controls(shown), Requests(shown))
+        kinds = () if recorded else (Transport, Controls, Requests, Members)
+        self.handles: tuple[Any, ...] = tuple(kind(shown) for kind in kinds)
         run_now = (lambda: shown) if recorded else (lambda: shown.run_now)
         self.what_if = WhatIf(run_now)
         self.keep = Keep(run_now, once=recorded)
@@ -98,8 +100,8 @@ def _folded(panel: WhatIf) -> Any:
 def _boxes(main: list[Any], handles: tuple[Any, ...]) -> list[Any]:
     places = {"twb-main": main}
     if handles:
-        transport, controls, requests = handles
-        places = {"twb-top": [transport], "twb-left": [controls, requests], "twb-main": main}
+        transport, controls, requests, members = handles
+        places = {"twb-top": [transport], "twb-left": [controls, members, requests], "twb-main": main}
     boxes = []
     for place, parts in places.items():
         box = ipywidgets.VBox(parts)

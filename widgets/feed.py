@@ -10,7 +10,7 @@ import uuid
 from html import escape
 from typing import Any
 
-from widgets.marks import ChangeMark, change_marks
+from widgets.marks import ChangeMark, all_marks
 from widgets.views import all_views
 from widgets.views._base import Patch, View
 from widgets.wire import Packing
@@ -39,7 +39,7 @@ class Feed:
     def news(self) -> Message | None:
         """What is new in each view since it was last asked; None if nothing is."""
         patches, trouble = self._patches()
-        marks = change_marks(self.run)
+        marks = all_marks(self.run)
         if not patches and not trouble and marks == self._marks:
             return None
         content, buffers = self.message(patches)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+EVENTS = ("asked", "hang", "members", "rolled back")  # marks of the record that are drawn beside changes
+SIGN = "!"  # in place of a number
+
 
 class ChangeMark(NamedTuple):
-    """One applied change: `step` is the first it acted on, `t` the time it was applied."""
+    """One applied change: `step` is the first it acted on, `t` the time it was applied. Or what befell the ranks."""
 
-    number: int
+    number: int | str
     label: str
     step: int
     t: float
@@ -17,6 +20,40 @@ class ChangeMark(NamedTuple):
 def change_marks(run: Any) -> list[ChangeMark]:
     """The changes of a run in order of time, numbered from 1."""
     return [ChangeMark(n, label(detail), step, t) for n, (step, t, detail) in enumerate(run.details("change"), start=1)]
+
+
+def all_marks(run: Any) -> list[ChangeMark]:
+    """The changes of a run, and what befell its ranks, in order of time."""
+    events = [ChangeMark(SIGN, befell(name, detail), step, t) for name in EVENTS
+              for step, t, detail in run.details(name) if befell(name, detail)]  # fmt: skip
+    return sorted([*change_marks(run), *events], key=lambda mark: mark.t)
+
+
+def befell(name: str, detail: dict[str, Any]) -> str:
+    """What befell ranks, in a few characters; "" for nothing that is to be drawn.
+
+    >>> befell("hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"})
+    'rank 2 hangs'
+    >>> befell("members", {"members": [0, 1, 3], "gone": [2]})
+    'without rank 2'
+    """
+    match name:
+        case "hang":
+            ranks = detail["ranks"]
+            return f"{_named(ranks)} hang{'' if len(ranks) > 1 else 's'}"
+        case "asked":
+            return str(detail["text"]).partition(",")[0]
+        case "rolled back":
+            return f"back to step {detail['to']}"
+        case "members" if "members" in detail:
+            parts = [f"{word} {_named(detail[key])}" for word, key in (("without", "gone"), ("with", "new"))
+                     if detail.get(key)]  # fmt: skip
+            return ", ".join(parts)
+    return ""
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def label(detail: dict[str, Any]) -> str:

@@ -101,7 +101,7 @@ def _mark(axes: Axes, marks: list[ChangeMark], column: str | None) -> None:
     if column is None:
         return
     low, high = sorted(axes.get_xlim())
-    groups: list[tuple[float, list[int]]] = []
+    groups: list[tuple[float, list[int | str]]] = []
     for mark in marks:
         at = getattr(mark, column)
         if not low <= at <= high:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anywidget
@@ -76,14 +77,15 @@ class Transport(anywidget.AnyWidget):
             return ""
         return str(self.lab.run_now.holdup)
 
-    def _error(self, run: Any) -> dict[str, str]:
+    def _error(self, run: Any) -> dict[str, Any]:
         if self._refused:
             return {"title": "Refused:", "text": self._refused, "more": ""}
         if found := trouble(run):
             return found
         notes = self.lab.notes
         title = "The run failed." if self.lab.state == "failed" else "Attention:"
-        return {"title": title, "text": notes[-1], "more": ""} if notes else {}
+        held = {"stacks": True} if run is not None and run.holdup else {}
+        return {"title": title, "text": notes[-1], "more": "", **held} if notes else {}
 
     def asked(self, what: str) -> None:
         """A person pressed a button on the page."""
@@ -94,6 +96,9 @@ class Transport(anywidget.AnyWidget):
         if what == "copy":
             self.send({"python": python(self.lab)})
             return self.refresh()
+        if what == "stacks":  # a rank that hangs may take seconds, and the kernel is not to wait
+            threading.Thread(target=self._show_stacks, name="dashboard request", daemon=True).start()
+            return self.refresh()
         verbs = {"start": self.lab.run, "pause": self.lab.pause, "resume": self.lab.resume, "step": self.lab.step,
                  "checkpoint": self.lab.checkpoint}  # fmt: skip
         try:
@@ -101,6 +106,13 @@ class Transport(anywidget.AnyWidget):
         except Exception as error:  # whatever it is, the person who pressed the button must read it
             self._refused = said(error)
         self.refresh()
+
+    def _show_stacks(self) -> None:
+        try:
+            self.send({"stacks": str(self.lab.stacks())})
+        except Exception as error:
+            self._refused = said(error)
+            self.refresh()
 
 
 def python(lab: Any) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +18,7 @@ from workbench.cluster.changes import BEFORE, Changes
 from workbench.cluster.changes import PendingChange as PendingChange
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.errors import RankError as RankError
+from workbench.cluster.handles import Handles
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
 from workbench.experiment import Experiment, given
@@ -29,7 +29,7 @@ from workbench.settings import Change, KnobError
 _labs: dict[str, Lab] = {}
 
 
-class Lab:
+class Lab(Handles):
     """`ranks` real ranks on engines of their own, and the run that they train.
 
     The engines start in the background. Making the same lab again gives the same lab; with other ranks the old
@@ -103,11 +103,6 @@ class Lab:
     @property
     def _usable(self) -> bool:
         return self._begun and self.cluster.usable
-
-    @property
-    def live(self) -> bool:
-        """Whether a run is under way."""
-        return self._live is not None and not self._live.over.is_set()
 
     @property
     def run_now(self) -> Run | None:
@@ -205,48 +200,6 @@ class Lab:
         return self.changes[-1]
 
     turn, turns = set, property(lambda self: self.changes)  # old names, for one release
-
-    def pause(self) -> None:
-        """Pauses all ranks at the next step boundary."""
-        self._request("pause")
-
-    def resume(self) -> None:
-        self._request("resume")
-
-    def step(self, n: int = 1) -> None:
-        """Trains `n` steps, then pauses."""
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 10**6:
-            raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
-        self._request("step", n=n)
-
-    def checkpoint(self) -> None:
-        """Makes a checkpoint at the next step boundary, in the run's directory; it stays until somebody removes it."""
-        self._request("checkpoint")
-
-    def stop(self) -> None:
-        """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.
-
-        Within 30 s (seven steps, if steps are longer than 3 s) it is over, if need be by ending engines: see `notes`.
-        """
-        if self.live and self._live:
-            self._live.stop()
-
-    def abort(self) -> None:
-        """Ends the run at once, in the middle of a step."""
-        if self.live:
-            self._going("abort").abort()
-
-    def _going(self, what: str) -> Live:
-        if not self.live or not self._live:
-            raise ClusterError(f"{self!r}: there is no run to {what}; start one with lab.run()")
-        return self._live
-
-    def _request(self, kind: str, **rest: Any) -> None:
-        self._going(kind).order("request", request={"id": f"{kind} {time.time_ns():x}", "kind": kind, **rest})
-
-    def resize(self, ranks: int) -> PendingChange:
-        """So many ranks train together before one of the next steps: some are taken out, or idle engines come in."""
-        return launch.resize(self._going("resize"), ranks)
 
     # -- the end
 

@@ -28,7 +28,7 @@ from workbench.optimizers import Optimizer
 from workbench.policies import ByHand, PolicyBase
 from workbench.run import Run
 from workbench.settings import Change, KnobError, from_plain, knobs, to_plain
-from workbench.sim import AlphaBeta, Costs, Duration
+from workbench.sim import AlphaBeta, Costs, Duration, Line
 from workbench.strategies import DDP
 from workbench.tasks import ByteGPT, TaskBase
 
@@ -272,6 +272,7 @@ def costs_as_plain(costs: Costs) -> dict[str, Any]:
 
 def costs_from_plain(plain: Mapping[str, Any]) -> Costs:
     phases = {k: tuple(Duration(*d) for d in plain[k]) for k in ("forward", "backward", "update")}
-    tuples = {name: {k: tuple(v) for k, v in plain.get(name, {}).items()} for name in ("codec", "beside", "coder")}
+    tuples = {name: {k: tuple(Line(*p) if isinstance(p, list) else p for p in v)
+                     for k, v in plain.get(name, {}).items()} for name in ("codec", "beside", "coder")}  # fmt: skip
     wires = {name: AlphaBeta(*plain[name]) for name in ("wire", "linked", "post") if name in plain}
     return Costs(**{**plain, **phases, **tuples, **wires})

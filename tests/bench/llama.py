@@ -1,12 +1,13 @@
 """Predicted against measured steps of a Llama: every strategy, every compressor, stages and slices, on four real ranks.
 
-    python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list]
+    python -m tests.bench.llama --out docs/data/llama.json [--only WORD ...] [--list] [--predict] [--calibrate NAME ...]
 
 The model is transformers', small, built from its configuration and never trained before. Calibrated are: DDP on a Link
 that no setting has; so are messages too short for it; on it each compressor, and each way of spreading or stepping
 that has arithmetic of its own, once.
 Every setting is a run of its own. Goes on where it stopped: what the file holds is not measured again, calibrations
-included. A setting that fails is said and left out; the next start tries it again.
+included, but for those named with --calibrate. A setting that fails is said and left out; the next start tries it
+again. With --predict no setting is measured: what the file holds is predicted anew from its calibrations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from workbench.fabric import Fabric, Link
 from workbench.partitions import Pipeline, Tensor
 from workbench.record.store import write_atomically
 from workbench.run import Run
-from workbench.settings import KnobError, members
+from workbench.settings import Change, KnobError, members
 from workbench.sim import Costs
 from workbench.strategies import KFAC, Strategy
 from workbench.tasks import Colwise, Rowwise, Task
@@ -93,6 +94,7 @@ SPREAD = {
 }
 
 
+HALVES = {"TopK": ("bucket_mb", 0.25)}  # set in the middle of a calibration: a codec's line needs sizes that differ
 WARM = 4  # steps of those that begin with others, where their usual number is longer than all that is measured
 SHORTER: dict[str, dict[str, Any]] = {name: {"warmup": WARM} for name in ("OneBitAdam", "PostLocalSGD", "QAdam")}
 SHORTER["Newton"] = {"iterations": 3}  # each takes as long as a pass of another method's
@@ -150,7 +152,7 @@ def _real(e: Experiment) -> bool:
 class Campaign:
     """What was measured so far, and the lab that measures what is not there."""
 
-    def __init__(self, out: Path | None, ran: Callable[[Experiment], Run]) -> None:
+    def __init__(self, out: Path | None, ran: Callable[..., Run]) -> None:
         self._out, self._ran = out, ran
         self.failed: list[str] = []
         self.found: dict[str, Any] = {"costs": {}, "rows": []}
@@ -163,7 +165,7 @@ class Campaign:
         known = self.found["costs"]
         for name in dict.fromkeys(("DDP", "short messages", *(needed or wanted))):
             if name not in known:
-                known[name] = costs_as_plain(Costs.measured(_longer(self._ran, wanted[name])))
+                known[name] = costs_as_plain(Costs.measured(_longer(self._ran, wanted[name], HALVES.get(name))))
                 self._keep()
                 print(f"calibrated: {name}", flush=True)
         every = {name: costs_from_plain(plain) for name, plain in known.items()}
@@ -171,6 +173,16 @@ class Campaign:
         for name in dict.fromkeys(("short messages", *every)):  # first, so that each codec has its own prices
             costs = costs | every[name]
         return costs
+
+    def predict(self) -> None:
+        """What was measured, anew."""
+        costs, every = self.costs(), dict(settings())
+        for row in self.found["rows"]:
+            if "measured" in row:
+                e = every[row["setting"]]
+                row["predicted"] = beside.seconds(simulate(e, costs=costs, real=_real(e)))
+                print(f"{row['setting']}: {row['predicted'] / row['measured'] - 1:+.1%}", flush=True)
+                self._keep()
 
     def measure(self, name: str, e: Experiment, costs: Costs, real: bool = False) -> None:
         """One setting, unless it is there."""
@@ -194,8 +206,10 @@ class Campaign:
             write_atomically(self._out, json.dumps(self.found, indent=1))  # a file that is whole, whenever killed
 
 
-def _longer(ran: Callable[[Experiment], Run], e: Experiment) -> Run:
-    return _done(ran(replace(e, steps=2 * e.steps)))
+def _longer(ran: Callable[..., Run], e: Experiment, then: tuple[str, Any] | None = None) -> Run:
+    """Twice as many steps, the second half of them with a knob set."""
+    changes = [Change(e.steps, *then)] if then else []
+    return _done(ran(replace(e, steps=2 * e.steps), changes))
 
 
 def _done(run: Run) -> Run:
@@ -234,20 +248,26 @@ def main() -> None:
     ask.add_argument("--runs", type=Path, default=Path("runs"))
     ask.add_argument("--only", nargs="*", default=[], metavar="WORD", help="settings whose names hold one of these")
     ask.add_argument("--list", action="store_true", help="say what would be measured")
+    ask.add_argument("--predict", action="store_true", help="measure no setting, predict anew what was measured")
+    ask.add_argument("--calibrate", nargs="*", default=[], metavar="NAME", help="calibrations to be measured again")
     a = ask.parse_args()
     wanted = [(n, e) for n, e in settings() if not a.only or any(word in n for word in a.only)]
     if a.list:
         return print("\n".join(name for name, _ in wanted), f"\n{len(wanted)} settings", flush=True)
     with Lab(ranks=RANKS, name="llama") as lab:
 
-        def ran(e: Experiment) -> Run:
+        def ran(e: Experiment, changes: Sequence[Change] = ()) -> Run:
             try:
-                return lab.run(e, out=a.runs / f"llama-{time.time():.2f}").wait(LONGEST)
+                return lab.run(e, changes, out=a.runs / f"llama-{time.time():.2f}").wait(LONGEST)
             except TimeoutError:
                 lab.abort()
                 raise
 
         campaign = Campaign(a.out, ran)
+        for name in a.calibrate:
+            campaign.found["costs"].pop(name, None)
+        if a.predict:
+            return campaign.predict()
         names = {name for name in calibrations() if any(name in n.replace(",", "").split() for n, _ in wanted)}
         costs = campaign.costs(sorted(names) if a.only else ())
         for name, e in wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.synthetic import run as recorded
@@ -19,6 +20,12 @@ class Still(StillLab):
         done = PendingChange(Change(100, path, value, f"change {len(self.changes)}"), 100)
         self.changes.append(done)
         return done
+
+    def hang(self, what: str = "rank 2 has been in forward of step 41 for 12 s; 0, 1, 3 wait in all_reduce") -> None:
+        """A rank hangs; "": no more."""
+        self.notes[:] = [what] if what else []
+        if self.run_now:
+            self.run_now._control = SimpleNamespace(holdup=what)  # type: ignore[assignment]
 
     def end(self) -> None:
         if self.run_now:

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 CELLS = (
     "from tests.browser.still import still\nfrom widgets import Dashboard\nlab = still()\nDashboard(lab)",
     "lab.end()",
+    "lab.hang()",
+    "lab.hang('')",
     "import os\nos.getpid()",
 )
 SIZES = {"large": (1440, 900), "small": (1024, 768), "split": (790, 900)}  # a split pane leaves about 700 px
@@ -79,6 +81,31 @@ def test_nothing_is_cut_off_and_no_two_texts_touch(shown: Sheet, size: str, them
     shown.page.locator(".wb-cards").scroll_into_view_if_needed()
     shown.shot(f"looks-{size}-{theme.rpartition(' ')[2].lower()}-cards")
     shown.page.locator(".twb-main").evaluate("(e) => e.scrollTo(0, 0)")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_single_ranks_are_acted_on_and_stacks_shown_without_anything_cut_off(shown: Sheet, size: str) -> None:
+    sized(shown, size)
+    panel = shown.page.locator(".twb-members")
+    panel.locator("details").evaluate("(e) => { e.open = true; e.scrollIntoView(); }")
+    assert panel.locator("option").all_text_contents() == ["rank 0", "rank 1", "rank 3"]
+    panel.locator("select").select_option("3")
+    panel.locator("[data-do=evict]").click()
+    panel.get_by_text("rank=3: the others cannot go on alone").wait_for(timeout=30_000)
+    shown.run("lab.hang()", keys="Control+Enter")
+    alert = shown.page.locator(".twb-alert:visible .twb-stacks")
+    alert.wait_for(timeout=30_000)
+    (alert if size == "small" else shown.page.locator(".twb-stacks:visible").first).click()
+    box = shown.page.locator(".twb-code:visible textarea")
+    box.wait_for(timeout=30_000)
+    assert box.input_value() == "rank 0: in forward of step 5"
+    assert cut_off(shown.page, ".twb-members") == [] == cut_off(shown.page, ".twb-transport")
+    assert touching(shown.page, ".twb-members button, .twb-members select") == []
+    shown.shot(f"members-{size}")
+    panel.locator("details").evaluate("(e) => { e.open = false; }")
+    shown.page.locator(".twb-code:visible button").click()
+    shown.run("lab.hang('')", keys="Control+Enter")
+    shown.page.locator(".twb-alert").wait_for(state="hidden", timeout=30_000)
 
 
 @pytest.mark.parametrize("size", SIZES)

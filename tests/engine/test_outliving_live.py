@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
+from tests.campaign import agree
 from tests.deaths import kill
+from tests.harm import Patient, cut
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.lab import Lab
@@ -34,7 +37,7 @@ def reached(lab: Lab, step: int) -> None:
     until(lambda: lab._live is not None and lab._live.step >= step, 60)
 
 
-def test_ranks_come_and_go(lab: Lab) -> None:
+def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     run = lab.run(endless(strategy=DDP(), ranks=2))
     reached(lab, 10)
     came = lab.resize(4).wait(90)
@@ -43,17 +46,35 @@ def test_ranks_come_and_go(lab: Lab) -> None:
     gone = lab.resize(3).wait(60)
     assert gone.applied_at is not None
     reached(lab, gone.applied_at + 5)
-    with pytest.raises(KnobError, match="3 ranks train and 0 engines of this lab are idle; take at most 3"):
-        lab.resize(4)
+    assert lab._live is not None and lab._live.members == (0, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.cluster, "owned", None)
+        with pytest.raises(KnobError, match=r"3 ranks train, 0 engines .* another has started .*; take at most 3"):
+            lab.resize(4)
+    again = lab.resize(4).wait(90)
+    assert lab._live is not None and lab._live.members == (0, 1, 2, 4), "an engine of its own was started for it"
+    assert again.applied_at is not None
+    reached(lab, again.applied_at + 5)
     with pytest.raises(KnobError, match="must be an integer of at least 1"):
         lab.resize(0)
     lab.stop()
     assert run.wait(60).summary()["ranks"] == 2 and lab.state == "idle"
     spans = run.spans
     first = spans[spans.lane == "step"].groupby("rank").step.min().to_dict()
-    assert set(first) == {0, 1, 2, 3} and first[2] == first[3] == came.applied_at
+    assert set(first) == {0, 1, 2, 3, 4} and first[4] == again.applied_at and first[2] == first[3] == came.applied_at
     last = spans[spans.lane == "step"].groupby("rank").step.max().to_dict()
-    assert last[3] < gone.applied_at <= last[0] == last[1] == last[2]
+    assert last[3] < gone.applied_at < last[0] == last[1] == last[2] == last[4]
+
+
+def test_all_go_on_where_a_wire_between_two_is_cut(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
+    reached(lab, 10)
+    patient = Patient(lab, Random(3))
+    assert cut(patient).startswith("cut ") and until(lambda: run.details("members"), 60)
+    patient.goes_on("cut")
+    assert any("a connection between ranks was lost; ranks 0, 1, 2 went on from step" in note for note in lab.notes)
+    lab.stop()
+    assert run.wait(60).state == "stopped"
 
 
 def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_gets_new_engines(lab: Lab) -> None:
@@ -77,3 +98,19 @@ def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_g
     reached(lab, 3)
     lab.stop()
     assert lab._live.over.wait(60) and lab._live.state == "stopped"
+
+
+def test_another_comes_for_a_rank_that_is_lost(lab: Lab) -> None:
+    """A lab's engine that dies is replaced by a new one, and so many train again, alike."""
+    run = lab.run(endless(strategy=DDP(), ranks=2, on_death="replace"))
+    reached(lab, 10)
+    engines = len(lab.wait().cluster.engines)
+    found = kill(lab, 1)
+    assert found.on is not None and "rank 1 is lost; rank 0 went on" in found.said
+    assert until(lambda: len(lab._live.members) == 2, 90), lab.notes
+    patient = Patient(lab, Random(1))
+    patient.goes_on("replacement")
+    agree(patient)
+    assert len(lab.cluster.engines) in (engines, engines + 1)
+    lab.stop()
+    assert run.wait(60).state == "stopped"

@@ -190,7 +190,7 @@ def marks(path: Path, rng: random.Random) -> None:
             "texts": [TAG], "loss": "nan", "stages": 2, "slices": 2, "parameters": 10, "stands_for": 2}  # fmt: skip
     said = []
     for name in names:
-        about = {k: good[k] for k in {*MUST.get(name, ()), *FIELDS.get(name, {}), "text"} if k in good}
+        about = {k: good[k] for k in sorted({*MUST.get(name, ()), *FIELDS.get(name, {}), "text"}) if k in good}
         if rng.random() < 0.7 and about:
             about[rng.choice(list(about))] = values(rng)
         said.append(json.dumps(about))
@@ -259,7 +259,7 @@ def used(path: Path, out: Path) -> str:
     try:
         assert run.experiment
     except KnobError as error:
-        assert len(str(error)) < 2000
+        assert len(str(error)) < 2000, str(error)[:500]
     try:
         harmless(run.as_python())
     except RunError as error:

@@ -85,17 +85,20 @@ def test_without_backups_it_is_data_parallelism_on_the_engine() -> None:
 
 
 @pytest.mark.parametrize("last", [0, 2, 4])
+@pytest.mark.parametrize("warmup", [0, 12])
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 def test_with_one_rank_always_last_it_is_exactly_data_parallelism_of_the_others(
-    last: int, optimizer: Any, sessions: list[Session]
+    last: int, optimizer: Any, warmup: int, sessions: list[Session]
 ) -> None:
+    """Where the learning rate rises, too: each missed mean is applied at the rate of its own step."""
     def others(rank: int, ranks: int, seed: int) -> list:
         return [batch(rank + (rank >= last), step, seed) for step in range(64)]
 
-    simulate(paced(4, 15, strategy=DDP(), task=toy(optimizer, data=others)), real=True)
+    simulate(paced(4, 15, strategy=DDP(), task=toy(optimizer, data=others)).set("lr_warmup", warmup), real=True)
     want = state(sessions[0])
     slow = (Slow(rank=last, factor=7.0),)
-    done = simulate(paced(5, 15, strategy=BackupWorkers(backup=1), task=toy(optimizer), faults=slow, mbit=0), real=True)
+    e = paced(5, 15, strategy=BackupWorkers(backup=1), task=toy(optimizer), faults=slow, mbit=0)
+    done = simulate(e.set("lr_warmup", warmup), real=True)
     assert {state(s) for s in sessions} == {want}, "the late rank, too, and to the bit"
     assert {s.rank.step for s in sessions} == {15}
     assert set(samples(done, "late", last)) == {1.0}
@@ -139,7 +142,7 @@ def test_each_version_is_the_mean_of_the_first_gradients_made_with_it(backup: in
 
 
 def test_the_engines_ranks_agree_whoever_was_late() -> None:
-    e = experiment(4, 40, strategy=BackupWorkers(backup=1), pace=4.0, task=toy(adam))
+    e = experiment(4, 40, strategy=BackupWorkers(backup=1), pace=4.0, task=toy(adam), lr_warmup=30)
     ranks = run(e.set("faults", [Noisy(spread=3.0)]))
     assert len({state(s) for s in ranks}) == 1 and {s.rank.step for s in ranks} == {40}
     dropped = [[int(v) for _, name, _, v in s.record.samples if name == "late"] for s in ranks]

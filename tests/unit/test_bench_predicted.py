@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from tests.bench import across, llama, scale
+from tests.bench.cells import costs_as_plain, costs_from_plain
 from tests.ranks import experiment
 from workbench import Costs, simulate
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.run import Run
 from workbench.settings import members
+from workbench.sim import Line
 from workbench.strategies import Strategy
 
 MACHINE = {"date": "today", "cpu": "one", "system": "Linux", "torch": "2", "commit": "abc", "load": 0.5}
@@ -70,6 +72,25 @@ def test_a_campaign_that_was_broken_off_goes_on_and_says_its_errors(tmp_path: Pa
     said = llama.page(again.found, MACHINE)
     assert "3 settings: median error 9.1% (asked: at most 3%: NOT kept); worst error 9.1%" in said
     assert "- refused: steps=0" in said
+
+
+def test_prices_are_kept_as_they_are_lines_among_them() -> None:
+    costs = Costs(codec={"TopK": (Line(1e-3, 2e-9), 0.0, 3e-9)}, coder={"Cast": (1e-9, Line(1e-4, 2e-9))})
+    assert costs_from_plain(json.loads(json.dumps(costs_as_plain(costs)))) == costs
+
+
+@pytest.mark.ranks
+def test_what_was_measured_is_predicted_anew_from_calibrations_that_are_there(tmp_path: Path, monkeypatch: Any) -> None:
+    e = experiment(2, 12)
+    monkeypatch.setattr(llama, "calibrations", lambda: {"DDP": e, "short messages": e})
+    monkeypatch.setattr(llama, "settings", lambda: iter([("one", e)]))
+    given = Costs(forward=0.01, backward=0.02)
+    known: dict[str, Any] = {"costs": dict.fromkeys(("DDP", "short messages"), costs_as_plain(given))}
+    known["rows"] = [{"setting": "one", "predicted": 1.0, "measured": 0.04}]
+    (tmp_path / "llama.json").write_text(json.dumps(known))
+    llama.Campaign(tmp_path / "llama.json", lambda *_: pytest.fail("nothing is to be measured")).predict()
+    (row,) = json.loads((tmp_path / "llama.json").read_text())["rows"]
+    assert row["measured"] == 0.04 and row["predicted"] == pytest.approx(0.03, rel=0.05)
 
 
 @pytest.mark.ranks

@@ -12,6 +12,7 @@ from workbench import Costs, simulate
 from workbench.compressors import Cast, Dense
 from workbench.experiment import Experiment
 from workbench.settings import Change
+from workbench.sim import Line
 from workbench.sim.measure_codecs import codecs, slows
 from workbench.strategies import DDP, LocalSGD
 
@@ -89,6 +90,24 @@ def test_how_codecs_slow_compute_is_not_told_where_other_things_changed_too() ->
     spans, at = rows_of(run), lambda step: before if step < 12 else after
     nbytes = lambda step, name: NBYTES if name.startswith("bucket") else 0  # noqa: E731
     assert slows(spans, at, nbytes)[0] == 1.0 and Costs.measured(run).slows == 0.0
+
+
+def test_a_part_of_every_stretch_is_told_from_what_a_byte_takes() -> None:
+    """From buckets of different sizes: so small ones are not taken for cheap, nor their price for that of a byte."""
+    line, beside = Line(0.001, 2e-8), Line(0.002, 5e-8)
+    given = Costs(backward=BACK, forward=0.01, codec={"Cast": (line, line)}, beside={"Cast": (beside, line)})
+    sizes = {0.03: NBYTES, 0.1: 3 * NBYTES}
+    turns = [Change(15, "bucket_mb", 0.1), Change(30, "strategy", LocalSGD(every=1))]
+    record = simulate(made(steps=45), costs=given, changes=turns)
+    assert {b for *_, d in record.details("buckets") for b in d["nbytes"]} == set(sizes.values())
+    found = Costs.measured(record)
+    assert found.codec["Cast"][0] == pytest.approx(line) and found.beside["Cast"][0] == pytest.approx(beside)
+    for mb, nbytes in sizes.items():
+        e = made(LocalSGD(every=1)).set("bucket_mb", mb)
+        spans = rows(simulate(e, costs=found), "codec", 0)
+        assert (spans.t1 - spans.t0)[0] == pytest.approx(0.001 + 2e-8 * nbytes)
+    alike = Costs.measured(simulate(made(steps=15), costs=given))  # buckets of one size tell no line
+    assert alike.codec["Cast"][0] == pytest.approx(line.byte + line.stretch / NBYTES)
 
 
 def rows_of(run: Any) -> Any:

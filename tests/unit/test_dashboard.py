@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 from tests.unit.synthetic import run as recorded
+from tests.waiting import until
 from widgets import Dashboard, display
+from widgets.marks import all_marks
+from widgets.members import Members
 from widgets.progress import Progress, line, trouble
 from widgets.transport import Transport
+from widgets.views.log import Log
 from widgets.views.loss import Loss
 from workbench.experiment import Experiment
 from workbench.record.timeline import Mark
 from workbench.run import Run
+from workbench.settings import KnobError
 
 
 class StillLab:
@@ -31,6 +36,24 @@ class StillLab:
     @property
     def live(self) -> bool:
         return self.run_now is not None and self.run_now.live
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return (0, 1, 3) if self.live else ()
+
+    def stacks(self) -> str:
+        return "rank 0: in forward of step 5"
+
+    def evict(self, rank: int) -> None:
+        raise KnobError(f"rank={rank}: the others cannot go on alone")
+
+    def freeze(self, rank: int) -> None:
+        self.asked.append(f"freeze {rank}")
+
+    thaw = kill = freeze
+
+    def resize(self, ranks: int) -> None:
+        self.asked.append(f"resize {ranks}")
 
     def run(self) -> Run:
         self.asked.append("run")
@@ -74,7 +97,7 @@ def test_showing_a_lab_twice_is_two_views_of_one_dashboard(no_thread: None) -> N
 
 
 def test_a_lab_has_handles_and_a_recorded_run_has_none(no_thread: None) -> None:
-    assert len(Dashboard(StillLab()).handles) == 3
+    assert len(Dashboard(StillLab()).handles) == 4
     shown = Dashboard(recorded(steps=20))
     assert shown.handles == () and shown.board.run is shown.shown
 
@@ -189,6 +212,48 @@ def test_copy_as_python_sends_code_that_runs(monkeypatch: pytest.MonkeyPatch) ->
     for message in sent:
         compile(message["python"], "copied", "exec")
     assert "lab.run()" in sent[0]["python"] and "ByteGPT" in sent[1]["python"]
+
+
+def test_the_stacks_of_all_ranks_come_without_the_kernel_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, str]] = []
+    transport = Transport(StillLab())
+    monkeypatch.setattr(transport, "send", sent.append)
+    transport.asked("stacks")
+    assert until(lambda: sent, 10) and sent == [{"stacks": "rank 0: in forward of step 5"}]
+    monkeypatch.setattr(transport.lab, "stacks", lambda: 1 / 0)
+    transport.asked("stacks")
+    assert until(lambda: "division by zero" in transport.error.get("text", ""), 10)
+
+
+def test_what_is_asked_of_single_ranks_is_done_or_refused_in_words() -> None:
+    run = recorded(steps=20)
+    members = Members(StillLab(run))
+    assert members.ranks == []
+    run.live = True
+    members.refresh()
+    assert members.ranks == [0, 1, 3] and members.most == 4
+    for message in ({"do": "freeze", "rank": 3}, {"do": "resize", "ranks": "2"}):
+        members.asked(message)
+    assert members.lab.asked == ["freeze 3", "resize 2"] and members.error == ""
+    members.asked({"do": "evict", "rank": 1})
+    assert members.error == "rank=1: the others cannot go on alone"
+    members.asked({"do": "resize", "ranks": "many"})
+    assert "many" in members.error
+
+
+def test_what_befell_ranks_is_drawn_beside_the_changes_and_listed() -> None:
+    run = recorded(steps=30, ranks=4)
+    known = len(all_marks(run))
+    noted(run, (0, 5, "asked", {"ranks": [2], "text": "rank 2 was frozen, as asked"}),
+          (0, 6, "hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"}),
+          (0, 7, "members", {"members": [0, 1, 3], "gone": [2], "text": "rank 2 is lost"}),
+          (0, 8, "members", {"text": "the run cannot go on"}),
+          (0, 9, "rolled back", {"to": 4, "text": "all ranks went back"}))  # fmt: skip
+    new = [mark for mark in all_marks(run) if mark.number == "!"]
+    labels = ["rank 2 was frozen", "rank 2 hangs", "without rank 2", "back to step 4"]
+    assert sorted(mark.label for mark in new) == sorted(labels) and len(all_marks(run)) == known + 4
+    html = Log().update(run).html
+    assert html and all(text in html for text in ("as asked", "has said nothing", "is lost", "all ranks went back"))
 
 
 def test_the_timer_runs_beside_and_ends_with_the_dashboard() -> None:

@@ -140,6 +140,14 @@ def test_settings_that_cannot_be_read_say_why(plain: Any, words: str) -> None:
         from_plain(plain, Strategy, "strategy")
 
 
+@pytest.mark.parametrize("plain", ["x" * 10**5, {"x" * 10**5: {}}, {"LocalSGD": {"x" * 10**5: 1}},
+                                   {"LocalSGD": ["x"] * 10**5}, {f"{i}": {} for i in range(10**4)}])  # fmt: skip
+def test_what_is_long_is_not_said_whole(plain: Any) -> None:
+    with pytest.raises(KnobError) as caught:
+        from_plain(plain, Strategy, "strategy")
+    assert len(str(caught.value)) < 1000
+
+
 FORMERLY: list[tuple[dict[str, Any], Strategy]] = [
     ({"LocalSGD": {"every": 4, "start": 0, "group": 1, "group_every": 1, "momentum": "zero"}},
      LocalSGD(every=4, momentum="zero")),

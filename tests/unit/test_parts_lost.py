@@ -54,8 +54,8 @@ class Seen(dict[int, Put]):
     """By member."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        async def put_together(run: Any, came: Came, bounds: Any) -> None:
-            await regathering.put_together(run, came, bounds)
+        async def put_together(run: Any, came: Came, *rest: Any) -> None:
+            await regathering.put_together(run, came, *rest)
             if run.rank.id in came.furthest:
                 params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
                 kept = {name: x.clone().view(-1) for name, x in slots(run.layout, run.optimizer).items()}

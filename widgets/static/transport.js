@@ -8,6 +8,13 @@ const el = (tag, cls, attrs = {}) => {
 };
 const SIGN = { start: "▶", pause: "❚❚", resume: "▶", step: "▶❙", stop: "■", checkpoint: "⤓" };
 
+function asksForStacks(model, textContent) {
+  const button = el("button", "twb-button twb-quiet twb-stacks", { type: "button", textContent });
+  button.title = "what every thread of every rank is in; also of a rank that hangs";
+  button.addEventListener("click", () => model.send({ do: "stacks" }));
+  return button;
+}
+
 function bar(model) {
   const root = el("div", "twb-bar");
   root.setAttribute("role", "toolbar");
@@ -24,7 +31,8 @@ function bar(model) {
   state.setAttribute("role", "status");
   const copy = el("button", "twb-button twb-quiet", { type: "button", textContent: "Copy as Python" });
   copy.addEventListener("click", () => model.send({ do: "copy" }));
-  root.append(state, copy);
+  const stacks = asksForStacks(model, "Stacks");
+  root.append(state, stacks, copy);
   let cut = ""; // why nothing can be asked of the kernel; said by the board, which hears it or does not
   const update = () => {
     const may = cut ? {} : model.get("may");
@@ -39,7 +47,7 @@ function bar(model) {
       button.dataset.shows = name;
       button.title = model.get("why")[name] ?? "";
     }
-    copy.disabled = !!cut;
+    copy.disabled = stacks.disabled = !!cut;
     state.dataset.state = cut ? "gone" : model.get("state");
     state.textContent = cut ? `no kernel answers · last: ${model.get("line")}` : model.get("line");
   };
@@ -61,6 +69,7 @@ function errorBox(model) {
     sign.setAttribute("aria-hidden", "true");
     head.append(sign, el("b", "", { textContent: error.title }), ` ${error.text}`);
     root.replaceChildren(head);
+    if (error.stacks) root.append(asksForStacks(model, "Stacks of all ranks"));
     if (error.more) {
       const details = el("details");
       details.append(el("summary", "", { textContent: "where it happened" }), el("pre", "", { textContent: error.more }));
@@ -75,7 +84,6 @@ function errorBox(model) {
 function codeBox(model) {
   const root = el("div", "twb-code", { hidden: true });
   const text = el("textarea", "twb-python", { readOnly: true, spellcheck: false });
-  text.setAttribute("aria-label", "This run as Python");
   const said = el("span", "twb-said");
   said.setAttribute("role", "status");
   const close = el("button", "twb-button twb-quiet", { type: "button", textContent: "Close" });
@@ -83,12 +91,17 @@ function codeBox(model) {
   const foot = el("div", "twb-bar");
   foot.append(said, close);
   root.append(text, foot);
-  model.on("msg:custom", async ({ python }) => {
-    if (python === undefined) return;
+  model.on("msg:custom", async ({ python, stacks }) => {
+    if (python === undefined && stacks === undefined) return;
     root.hidden = false;
-    text.value = python;
-    text.rows = Math.min(16, python.split("\n").length + 1);
+    text.setAttribute("aria-label", stacks === undefined ? "This run as Python" : "The stacks of all ranks");
+    text.value = python ?? stacks;
+    text.rows = Math.min(16, text.value.split("\n").length + 1);
     text.focus();
+    if (stacks !== undefined) {
+      said.textContent = "What every thread of every rank is in, the newest call last.";
+      return text.setSelectionRange(0, 0);
+    }
     text.select();
     text.scrollTop = 0;
     const done = await navigator.clipboard?.writeText(python).then(() => true, () => false) || document.execCommand("copy");

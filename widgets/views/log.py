@@ -94,7 +94,9 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             return name, str(detail.get("text"))
         case "residual":
             return ("residual", str(detail["text"])) if "text" in detail else None
-        case "stood still" | "spool" | "saved" | "not saved" | "data":
+        case "stood still" | "spool" | "saved" | "not saved" | "data" | "hang" | "evicted" | "asked" | "members":
+            return name, str(detail.get("text"))
+        case "rolled back" | "not rolled back":
             return name, str(detail.get("text"))
         case "fault":
             return "fault", str(detail.get("text") or json.dumps(detail))

@@ -65,7 +65,7 @@ class Alarm:
             return
         known, self._first = self._first, min(found, self._first or found)
         if known is None:
-            self._act()
+            self._act(found)
         if self._first != known:
             self._tell(self._first)
 
@@ -80,16 +80,34 @@ class Alarm:
     @property
     def _policy(self) -> str:
         policy: str = self.live.changes.experiment.on_nan
-        return policy if policy in ("pause", "stop") else "auto"
+        return policy if policy in ("pause", "stop", "roll back") else "auto"
 
-    def _act(self) -> None:
+    def _act(self, first: Alarmed) -> None:
+        if self._policy == "roll back":
+            return self.live.order("request", request={"id": "nan", "kind": "roll back", "step": first.step})
         self._pauses = self._policy == "pause" or (self._policy == "auto" and self.live.watched())
         if self._pauses:
             self.live.order("request", request={"id": "nan", "kind": "pause"})
         else:
             self.live.come_to_end()
 
+    def went_back(self, t: float, detail: dict[str, Any]) -> None:
+        """The ranks went back to a checkpoint, or (`to` is missing) said why not, and stand still."""
+        text = detail["text"]
+        if "to" in detail:
+            self.went_on(t)
+            return self._say("back", text)
+        self._pauses = self.live.watched()
+        self._say("back", f"{text}; {'the run pauses' if self._pauses else 'nobody watches, so the run ends'}")
+        if not self._pauses:
+            unwatched = {"rank": self._first.rank if self._first else 0, "step": self.live.step, "op": "",
+                         "type": "FloatingPointError", "text": text}  # fmt: skip
+            self.live.ending.unwatched = unwatched
+            self.live.come_to_end()
+
     def _tell(self, first: Alarmed) -> None:
+        if self._policy == "roll back":
+            return self._say("first", f"{first.sentence}, before any other's; the ranks go back to a checkpoint")
         asked = self._policy == "stop"
         does = "the run pauses" if self._pauses else "the run ends" if asked else "nobody watches, so the run ends"
         self._say("first", f"{first.sentence}, before any other's; {does}")

@@ -14,11 +14,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from workbench.cluster.recording import Recording
-from workbench.cluster.silence import GLANCE, Seen, Verdict, named, patience, verdict
+from workbench.cluster.silence import FIRST, GLANCE, TIMES, Seen, Verdict, named, patience, verdict
 from workbench.record.run import Run
 
 GAP = 5.0  # seconds between two looks after which it is this kernel that stood still
 SLEPT = 2.0  # seconds that a machine sleeps and that are worth a word
+SURE = 2.0  # seconds without a word after which the system is asked about a process
 STEPS = 20  # the last steps, of all ranks, by which their usual length is taken
 
 
@@ -29,7 +30,12 @@ def slept() -> float:
 
 
 class Attention:
-    """One run's. `holdup` is what holds it up right now, in words; "" for nothing."""
+    """One run's. `holdup` is what holds it up right now, in words; "" for nothing.
+
+    hang_after: seconds without a move after which a rank hangs; 0: by what steps usually take
+    process:    what the system says of a rank's process, in words
+    hangs:      told of a silence once a second while it lasts, and whether it is a new one
+    """
 
     def __init__(
         self,
@@ -41,6 +47,9 @@ class Attention:
     ) -> None:
         self.run, self.ranks, self.notes = run, ranks, notes
         self.clock, self.asleep = clock, asleep
+        self.hang_after: Callable[[], float] = lambda: 0.0
+        self.process: Callable[[int], str] = lambda rank: ""
+        self.hangs: Callable[[Verdict, bool], None] = lambda found, fresh: None
         self.holdup = ""
         self._base = self._looked = clock()  # nothing that was before `_base` counts as silence
         self._gap = (0.0, float("-inf"))  # the last time that this kernel stood still: seconds, and when it ended
@@ -50,6 +59,7 @@ class Attention:
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}
         self._row: dict[int, tuple[int, str, str, float]] = {}  # step, lane, name of the newest span, and when it came
         self._lengths: deque[float] = deque(maxlen=STEPS)
+        self._took: dict[tuple[int, str], deque[float]] = {}  # seconds of a rank's last operations, by name
         self._evaluation = 0.0  # the longest so far, in seconds
         self._said: dict[Any, str] = {}
         self._episode: tuple[tuple[int, ...], Verdict] | None = None
@@ -69,13 +79,16 @@ class Attention:
         if kind != "spans" or not len(columns["rank"]):
             return
         self._moved[rank] = now
-        lanes, t0, t1 = texts(columns["lane"]), columns["t0"], columns["t1"]
+        lanes, names, t0, t1 = texts(columns["lane"]), texts(columns["name"]), columns["t0"], columns["t1"]
         for i, lane in enumerate(lanes):
+            seconds = float(t1[i] - t0[i])
             if lane == "step":
-                self._lengths.append(float(t1[i] - t0[i]))
+                self._lengths.append(seconds)
             elif lane == "eval":
-                self._evaluation = max(self._evaluation, float(t1[i] - t0[i]))
-        self._row[rank] = int(columns["step"][-1]), lanes[-1], texts(columns["name"])[-1], now
+                self._evaluation = max(self._evaluation, seconds)
+            if lane in ("compute", "eval"):
+                self._took.setdefault((rank, names[i]), deque(maxlen=STEPS)).append(seconds)
+        self._row[rank] = int(columns["step"][-1]), lanes[-1], names[-1], now
 
     def heard(self, rank: int, answer: dict[str, Any]) -> None:
         """A rank has answered what it is asked all the time: where it is."""
@@ -107,11 +120,13 @@ class Attention:
         self._time()
         self.recording.look()
         table = self._table(over) if state in ("starting", "running") else {}
+        usual = self._usual(table)
+        limit = max(self.hang_after(), 0.0 if usual is not None and self.hang_after() else patience(usual))
+        table = {rank: self._known(rank, seen, limit) for rank, seen in table.items()}
         if state not in ("starting", "running"):
             self._base, self._episode, self.holdup = self.clock(), None, ""
         if not table:
             return
-        limit = patience(self._usual(table))
         glance = verdict(table, GLANCE * limit)
         self.holdup = glance.text if glance else ""
         self._follow(verdict(table, limit))
@@ -140,6 +155,12 @@ class Attention:
             table[rank] = Seen(step, op, bool(answer.get("waits")), still, mute)
         return table
 
+    def _known(self, rank: int, seen: Seen, limit: float) -> Seen:
+        """The same, with what is known of it besides: how long it took in the same before, and its process."""
+        took = max(self._took.get((rank, seen.op), ()), default=0.0)
+        least = FIRST if seen.op == "evaluate" and not self._evaluation else TIMES * took
+        return seen._replace(times=max(1.0, least / limit), process=self.process(rank) if seen.mute > SURE else "")
+
     def _usual(self, table: dict[int, Seen]) -> float | None:
         """How long what the ranks are in usually takes."""
         if self._evaluation and any(seen.op == "evaluate" for seen in table.values()):
@@ -149,6 +170,7 @@ class Attention:
     def _follow(self, found: Verdict | None) -> None:
         """One note per silence, brought up to date while it lasts; then what became of it."""
         if found:
+            self.hangs(found, self._episode is None)
             key = self._episode[0] if self._episode else found.odd
             self._say(key, found.text, fresh=self._episode is None)
             self._episode = key, found

@@ -27,9 +27,11 @@ def main(kind: str, file: str) -> None:
     import psutil  # noqa: F401 (here and not in the thread: two threads must not import at the same time)
 
     from workbench.cluster.place import Place
+    from workbench.cluster.stacks import answering
 
     threading.Thread(target=watch, args=(Place(Path(file).parent),), name="owner watch", daemon=True).start()
     if kind == "engine":
+        answering(Path(file).parent / "log")
         import torch  # noqa: F401
         from ipyparallel.engine.app import main as become
 

@@ -117,7 +117,7 @@ class Changes:
     def resized(self, step: int, detail: dict[str, Any]) -> None:
         """Other ranks train from `step` on: those that are left, or as it was asked."""
         with self._lock:
-            self.experiment = Experiment.read(detail["settings"])
+            self.experiment = Experiment.read(detail["settings"], self.experiment.task)
             if asked := self._take(detail):
                 asked.answer(applied_at=step)
 

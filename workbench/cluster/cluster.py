@@ -6,23 +6,22 @@ Comes up in the background and says how far it is. Knows which process is which 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workbench.cluster import worker
-from workbench.cluster.engines import Engine, check_versions, devices, probe, spans_hosts
+from workbench.cluster.engines import Engine
 from workbench.cluster.health import Health
 from workbench.cluster.keys import Keys
 from workbench.cluster.line import Line
+from workbench.cluster.meeting import meet
 from workbench.cluster.place import ClusterError, Place, alive, check_connection, host, this_process
-from workbench.cluster.processes import Processes, end, log_tail, loopback, start_guard, wait_for
+from workbench.cluster.processes import Processes, end, log_tail, start_guard, wait_for
 from workbench.cluster.relay import Relay
 from workbench.cluster.wire import Batch
 from workbench.settings.said import text_of
@@ -107,9 +106,8 @@ class Cluster:
     # -- coming up
 
     def _start_here(self) -> None:
-        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
         assert self.owned
-        self.owned.start(self.ranks, env)
+        self.owned.start(self.ranks)
         file = self.place.path / "security" / "ipcontroller-client.json"
         self._until(self.owned.introduce)
         self.progress = "loading torch"
@@ -164,26 +162,20 @@ class Cluster:
 
     def _meet(self) -> None:
         """Gives each rank its engine, checks versions and devices, opens the sockets."""
-        found = probe(self.client, list(self.client.ids)[: self.ranks], self._controller())
-        check_versions(found)
-        self.devices, self.kind = devices(found, self.device)
-        setup = {
-            "lab": self.place.path.name, "client": self.keys.public, "owner": this_process(), "host": host(),
-            "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans_hosts(found),
-        }  # fmt: skip
-        for engine in found:
-            reach = engine.reach if setup["spans_hosts"] else "127.0.0.1"
-            at = self.call(engine.id, worker.open_bench, {**setup, "reach": reach})
-            self.engines.append(replace(engine, rows=at["rows"], line=at["line"]))
+        self.engines = meet(self, list(self.client.ids)[: self.ranks])
         self._open_sockets()
+        self.note_engines()
+        self._activate()
+
+    def note_engines(self) -> None:
+        """Writes down, for kernels to come, which engines there are."""
         file = self.connection or self.place.path / "security" / "ipcontroller-client.json"
         self.place.write(
             engines=[e.plain() for e in self.engines], keys=list(self.keys), connection=str(file), device=self.device,
             ranks=self.ranks, devices=self.devices, kind=self.kind, here=self.connection is None,
         )  # fmt: skip
-        self._activate()
 
-    def _controller(self) -> str:
+    def controller(self) -> str:
         """An address of the controller, to learn by which of its own an engine can be reached."""
         return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 

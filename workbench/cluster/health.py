@@ -110,13 +110,47 @@ class Health:
         self.cluster.stuck |= bool(late)
         return [rank for rank in late if self._end(self.cluster.engines[rank])]
 
-    def _end(self, engine: Engine) -> bool:
+    def mine(self, engine: Engine) -> bool:
+        """Did this lab start the engine, here, so that it may be signalled? And does it live?"""
         noted = self.cluster.place.state.get("processes", [])
-        mine = engine.host == host() and any(int(p[0]) == engine.pid for p in noted)
-        if not mine or self.cluster.guest or not alive([engine.pid, engine.created]):
+        own = engine.host == host() and any(int(p[0]) == engine.pid for p in noted) and not self.cluster.guest
+        return own and alive([engine.pid, engine.created])
+
+    def send(self, rank: int, what: int) -> bool:
+        """Sends a signal to the engine of `rank`, where it is this lab's own; whether it was sent."""
+        engine = self.cluster.engines[rank]
+        if not self.mine(engine):
+            return False
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(engine.pid).send_signal(what)
+            return True
+        return False
+
+    def stopped(self, rank: int) -> str:
+        """That the system has stopped the process of `rank`, in words; "" where it has not, or nobody here knows."""
+        engine = self.cluster.engines[rank]
+        if engine.host == host():
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(engine.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    return f"its process (pid {engine.pid}) is stopped, as SIGSTOP stops one"
+        return ""
+
+    def end(self, rank: int) -> bool:
+        """Ends the engine of `rank` and what it has started, where it is this lab's own; whether it is gone."""
+        return self._end(self.cluster.engines[rank])
+
+    def _end(self, engine: Engine) -> bool:
+        if not self.mine(engine):
             return False
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(engine.pid)
-            process.kill()
-            process.wait(ENDING)
+            every = [process, *process.children(recursive=True)]
+            for one in every:
+                with contextlib.suppress(psutil.Error):
+                    one.kill()
+            if child := self._child(f"engine {engine.id}"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(ENDING)  # who else waited for it would take away how it ended
+            else:
+                process.wait(ENDING)
         return self._death(engine) is not None

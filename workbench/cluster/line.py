@@ -37,14 +37,17 @@ class Line:
     """Talks to the engine of each rank. Any thread may ask."""
 
     def __init__(self, addresses: Mapping[int, str], keys: Keys) -> None:
-        self._context = zmq.Context()
-        self._wires = {rank: self._connect(address, keys) for rank, address in addresses.items()}
+        self._context, self._keys = zmq.Context(), keys
+        self._wires: dict[int, _Channel] = {}
+        for rank, address in addresses.items():
+            self.reach(rank, address)
 
-    def _connect(self, address: str, keys: Keys) -> _Channel:
+    def reach(self, rank: int, address: str) -> None:
+        """From now on the engine of `rank` can be asked, too."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
-        keys.reach(socket, address)
-        return _Channel(socket)
+        self._keys.reach(socket, address)
+        self._wires = {**self._wires, rank: _Channel(socket)}
 
     def ask(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
         """What rank's engine answers to `what`: (plain value, blob). Raises Silence or ClusterError."""

@@ -21,6 +21,7 @@ from workbench.cluster.changes import Changes, PendingChange
 from workbench.cluster.cluster import Cluster
 from workbench.cluster.disk import PATIENCE, within
 from workbench.cluster.ending import Ending
+from workbench.cluster.evicting import Evicting
 from workbench.cluster.gaps import Gaps
 from workbench.cluster.orders import Orders
 from workbench.cluster.place import ClusterError
@@ -58,13 +59,17 @@ class Live:
         self.status: dict[int, dict[str, Any]] = {}
         self.spools: dict[int, str] = {}
         self.ending = Ending(self.ranks)
-        self.ending.outlives = lambda: self.changes.experiment.on_death == "go on"
+        self.evicting = Evicting(self)
+        self.ending.outlives = lambda: self.changes.experiment.on_death != "end" or bool(self.evicting.leaving)
         self.orders = Orders(self)
         self.alarm = Alarm(self)
         self.gaps = Gaps(dict(run._following), self._missed, self._append)
         self._lock = threading.RLock()
         self.over = threading.Event()
         self.attention = Attention(run, self.ranks, self.notes)
+        self.attention.hang_after = lambda: self.changes.experiment.hang_after
+        self.attention.process = lambda rank: cluster.health.stopped(rank)
+        self.attention.hangs = self.evicting.hangs
         run.live, run._control = True, self
 
     # -- rows come in (the relay's thread)
@@ -140,6 +145,8 @@ class Live:
             self.ending.gone(rank, detail["state"])
         elif name in ("policy", "not saved", "data") and detail.get("text") not in (None, *self.notes):
             self.notes.append(detail["text"])
+        elif name in ("rolled back", "not rolled back"):
+            self.alarm.went_back(t, detail)
         elif name == "members":
             self._outlived(step, detail)
         elif name in alarms.NAMES:
@@ -154,6 +161,7 @@ class Live:
             self.step = min(self.step, step)
             self.changes.resized(step, detail)
             self.orders.hears(self.members[0])
+            self.evicting.went_on(detail["gone"])
 
     def admit(self, new: list[int]) -> None:
         """These ranks are to come, and are listened to from now on."""
@@ -163,6 +171,8 @@ class Live:
 
     def died(self, rank: int, error: dict[str, Any]) -> None:
         """A rank's engine is gone."""
+        if why := self.evicting.reasons.get(rank):
+            error["text"] = f"was put out: {why}; {error['text']}"
         self.ending.failed(rank, error)
         if self.ending.outlives() and not self.ending.asked:
             where = f" at step {error['step']}" + (f", {error['op']}" if error["op"] else "")

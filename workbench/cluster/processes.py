@@ -58,19 +58,38 @@ class Processes:
         for child in self.started.values():
             child.wait(5)
 
-    def start(self, ranks: int, env: dict[str, str]) -> None:
+    def start(self, ranks: int) -> None:
         """Starts everything at once: engines load torch while the controller comes up."""
         self._lock_up()
-        common = [f"--profile-dir={self.place.path}", "--log-level=30"]
         self._spawn("controller", [
-            *common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
+            *self._common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
             "--HeartMonitor.period=500", "--HeartMonitor.max_heartmonitor_misses=60",
         ], {})  # fmt: skip
-        for rank in range(ranks):
-            self._spawn(f"engine {rank}", [
-                *common, f"--file={self.introduction}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
-                "--IPEngine.wait_for_url_file=60", "--IPEngine.timeout=60", "--IPEngine.max_heartbeat_misses=1000",
-            ], env)  # fmt: skip
+        for number in range(ranks):
+            self.start_engine(number)
+
+    @property
+    def _common(self) -> list[str]:
+        return [f"--profile-dir={self.place.path}", "--log-level=30"]
+
+    def start_engine(self, number: int) -> None:
+        """Starts one engine, whose ipyparallel id is `number`."""
+        env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback()}
+        self._spawn(f"engine {number}", [
+            *self._common, f"--file={self.introduction}", f"--IPEngine.id={number}", "--IPEngine.enable_nanny=False",
+            "--IPEngine.wait_for_url_file=60", "--IPEngine.timeout=60", "--IPEngine.max_heartbeat_misses=1000",
+        ], env)  # fmt: skip
+
+    @property
+    def next_engine(self) -> int:
+        """A number that no engine has had."""
+        return sum(what.startswith("engine ") for what in self.started)
+
+    def dismiss(self, number: int) -> None:
+        """Ends an engine that was to come and cannot."""
+        if child := self.started.get(f"engine {number}"):
+            child.kill()
+            child.wait(5)
 
     def _lock_up(self) -> None:
         """Has the controller encrypt its channels and sign what goes over them; no command line shows the key."""

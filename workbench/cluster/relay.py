@@ -5,6 +5,7 @@ It wakes a few times a second and takes everything there is, so that it costs ne
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -26,16 +27,28 @@ class Relay:
         self.take = take
         self.seconds = 0.0  # CPU time spent so far
         self.errors: list[str] = []
+        self._keys, self._coming = keys, queue.SimpleQueue[str]()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.rcvhwm = 20_000
         self._socket.subscribe(b"")
         for address in addresses:
-            keys.reach(self._socket, address)
+            self.reach(address)
+        self._meet()
         self._closing = threading.Event()
         self._thread = Steady("relay", self._look, self._closing, self._wrong, lambda: self._socket.close(0)).start()
 
+    def reach(self, address: str) -> None:
+        """From now on it hears this engine, too."""
+        self._coming.put(address)
+
+    def _meet(self) -> None:
+        """Only the thread that has the socket connects it."""
+        while not self._coming.empty():
+            self._keys.reach(self._socket, self._coming.get())
+
     def _look(self) -> None:
+        self._meet()
         if self._socket.poll(250):
             self._drain()
             self.seconds = time.thread_time()

@@ -1,7 +1,8 @@
 """Ranks added to a run that is live, and taken out of it: the kernel's side.
 
-Who comes has an engine of this lab that is in no run. Its session begins, says that it waits, and only then those who
-train are asked; they invite it (`engine/resizing.py`), so that a rank that cannot begin changes nothing.
+Who comes has an engine of this lab that is in no run, or one that is started for it. Its session begins, says that it
+waits, and only then those who train are asked; they invite it (`engine/resizing.py`), so that a rank that cannot begin
+changes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from workbench.cluster.beginning import begin
 from workbench.cluster.changes import PendingChange
+from workbench.cluster.meeting import cannot_start, start_more
 from workbench.cluster.place import ClusterError
 from workbench.settings import KnobError
 
@@ -26,15 +28,18 @@ def resize(live: Live, ranks: int) -> PendingChange:
     here = list(live.members)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
-    idle = _idle(live)
-    if ranks > len(here) + len(idle):
+    spare = idle(live)
+    wanting = max(0, ranks - len(here) - len(spare))
+    if wanting and (why := cannot_start(live.cluster, wanting)):
         raise KnobError(
-            f"ranks={ranks}: {len(here)} ranks train and {len(idle)} engines of this lab are idle; take at most "
-            f"{len(here) + len(idle)}, or begin in a lab of more (Lab(ranks={ranks}))"
+            f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
+            f"started: {why}; take at most {len(here) + len(spare)}"
         )
     if live.state not in ("running", "paused"):
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
-    new = idle[: max(0, ranks - len(here))]
+    if wanting:
+        spare += start_more(live.cluster, wanting)
+    new = spare[: max(0, ranks - len(here))]
     if new:
         _invite(live, new)
     members = [*here[:ranks], *new]
@@ -43,7 +48,7 @@ def resize(live: Live, ranks: int) -> PendingChange:
     return asked
 
 
-def _idle(live: Live) -> list[int]:
+def idle(live: Live) -> list[int]:
     """Ranks of this lab that were never in this run, and whose engines live."""
     been = live.been
     return [e.rank for e in live.cluster.engines if e.rank not in been and not live.cluster.death(e.rank)]

@@ -21,6 +21,8 @@ class Seen(NamedTuple):
 
     waits: whether only other ranks can end what it is in
     still: seconds without a move; mute: seconds without a word, be it an answer or a row
+    times: how many times the limit it may be so, for it took long in the same before
+    process: what the system says of its process, in words; "" for nothing special
     """
 
     step: int
@@ -28,14 +30,20 @@ class Seen(NamedTuple):
     waits: bool
     still: float
     mute: float
+    times: float = 1.0
+    process: str = ""
 
 
 class Verdict(NamedTuple):
-    """`text` is the sentence, `odd` the ranks that it is about, `seconds` for how long they have stood."""
+    """`text` is the sentence, `odd` the ranks that it is about, `seconds` for how long they have stood.
+
+    sure: do these ranks hang, beyond doubt: they are the fewer, and no other is in code of its own for long, too
+    """
 
     text: str
     odd: tuple[int, ...]
     seconds: float
+    sure: bool = False
 
 
 def patience(usual: float | None) -> float:
@@ -45,8 +53,8 @@ def patience(usual: float | None) -> float:
 
 def verdict(table: Mapping[int, Seen], limit: float) -> Verdict | None:
     """Which ranks hold the others up for more than `limit` seconds; None if none does."""
-    mute = {r for r, seen in table.items() if seen.mute >= limit}
-    stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit} - mute
+    mute = {r for r, seen in table.items() if seen.mute >= limit * seen.times}
+    stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit * seen.times} - mute
     if mute or stuck:
         return _odd(table, mute, stuck, limit)
     if len(table) > 1 and all(seen.waits and seen.still >= limit for seen in table.values()):
@@ -58,16 +66,19 @@ def _odd(table: Mapping[int, Seen], mute: set[int], stuck: set[int], limit: floa
     parts = []
     for ranks in _alike(table, mute):
         seen, seconds = table[ranks[0]], max(table[r].mute for r in ranks)
-        last = f" (last seen in {_place(seen)})" if seen.op else ""
+        said = [seen.process, f"last seen in {_place(seen)}" if seen.op else ""]
+        last = f" ({'; '.join(filter(None, said))})" if any(said) else ""
         parts.append(f"{named(ranks)} {_has(ranks)} said nothing for {seconds:.0f} s{last}")
     for ranks in _alike(table, stuck):
         seconds = max(table[r].still for r in ranks)
         parts.append(f"{named(ranks)} {_has(ranks)} been in {_place(table[ranks[0]])} for {seconds:.0f} s")
     odd = mute | stuck
-    if rest := _rest(table, set(table) - odd, BRIEF * limit):
+    others = set(table) - odd
+    if rest := _rest(table, others, BRIEF * limit):
         parts.append(rest)
     seconds = max(max(table[r].mute, table[r].still) if r in mute else table[r].still for r in odd)
-    return Verdict("; ".join(parts), tuple(sorted(odd)), seconds)
+    clear = all(table[r].waits or table[r].still <= BRIEF * limit for r in others)
+    return Verdict("; ".join(parts), tuple(sorted(odd)), seconds, clear and len(odd) <= len(others))
 
 
 def _rest(table: Mapping[int, Seen], others: set[int], brief: float) -> str:
@@ -97,9 +108,9 @@ def _all_wait(table: Mapping[int, Seen]) -> Verdict:
 
 def _alike(table: Mapping[int, Seen], ranks: Iterable[int]) -> list[list[int]]:
     """The ranks that are at the same place, together."""
-    found: dict[tuple[int, str], list[int]] = {}
+    found: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(ranks):
-        found.setdefault((table[rank].step, table[rank].op), []).append(rank)
+        found.setdefault((table[rank].step, table[rank].op, table[rank].process), []).append(rank)
     return list(found.values())
 
 

@@ -23,6 +23,7 @@ from workbench.cluster import spool
 from workbench.cluster.capture import Capture
 from workbench.cluster.keys import Keys, admit
 from workbench.cluster.place import alive, host
+from workbench.cluster.stacks import stacks
 from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, encode
 from workbench.settings.said import said, speaks, traceback_of
@@ -210,6 +211,20 @@ class Bench:
     def on_abort(self, blob: bytes, asked: bool = False) -> None:
         if self.busy:
             self.session.abort(asked)
+
+    def on_outlive(self, blob: bytes) -> str:
+        """A rank is about to be put out; why this one could not go on without it, or ""."""
+        said: str = self.session.outlive()
+        return said
+
+    def on_note(self, blob: bytes, name: str, detail: dict[str, Any]) -> None:
+        """Writes a mark of what the lab did, or saw, into the record."""
+        if self.busy:
+            self.session.mark(name, detail)
+
+    def on_stacks(self, blob: bytes) -> str:
+        """What each thread of this process is in."""
+        return stacks()
 
     def on_trust(self, blob: bytes, secret: str) -> None:
         """What only the ranks of the run to come know, as hexadecimal digits."""

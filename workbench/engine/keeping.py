@@ -18,12 +18,34 @@ from workbench.engine.canonical import gathered
 from workbench.engine.collectives import Aborted, Wire
 from workbench.host.saved import filing
 from workbench.host.saved.image import Image
+from workbench.host.saved.regain import Regained, regained
 from workbench.record import checkpoints
+from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.drafts import Draft
+from workbench.record.store import RunError
+from workbench.settings import KnobError
 from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
     from workbench.engine.setup import Parts
+
+
+class Kept:
+    """The checkpoints of the run in `run_dir`; None where there can be none."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self.folder = Path(run_dir) / checkpoints.FOLDER if run_dir is not None else None
+
+    def there(self) -> list[int]:
+        found = checkpoints.found(self.folder) if self.folder is not None else []
+        return [checkpoints.step_of(path) for path in reversed(found)]
+
+    def open(self, step: int, rank: int) -> tuple[dict[str, Any], Regained]:
+        try:
+            checkpoint = Checkpoint.open((self.folder or Path()) / checkpoints.name(step))
+            return checkpoint.settings, regained(checkpoint, Bytes(checkpoint), rank, alone=True)
+        except RunError as error:
+            raise KnobError(str(error)) from None
 
 
 class Keeper:

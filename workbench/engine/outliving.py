@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
 from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, named
-from workbench.engine.salvaging import boundary_of, lie_whole, memory_of, saved, settled
+from workbench.engine.salvaging import boundary_of, former, lie_whole, memory_of, nowhere, saved, settled
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.boundary import Boundary
@@ -35,7 +35,26 @@ def outlives(session: Session, error: BaseException) -> bool:
         return False
     met = peer_left(error, text_of(error)) and not of_own(error)
     met = met or (session.forming and isinstance(error, RuntimeError) and _lost(session))
-    return bool(training.experiment.on_death == "go on" and met)
+    if not met or (training.experiment.on_death == "end" and not session.outlives_next):
+        return False
+    if reason := refused(session):
+        session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {reason}"})
+    return not reason
+
+
+def refused(session: Session) -> str:
+    """Why the ranks that are left could not go on without one, in words; "" where they could."""
+    training = session.training
+    if training is None or not training.begun or training.rollback is None:
+        return "not all ranks have begun to train"
+    e = training.experiment
+    if in_parts(e) and training.rollback.copies == 1 and not saved(session):
+        return nowhere(e)
+    if training.rollback.open or not (training.rollback.wanted or training.rollback.free):
+        name = type(e.strategy).__name__
+        return (f"with on_death='end' and on_hang='wait' no rank keeps a way back to the last boundary under {name} "
+                f"with {type(e.compressor).__name__}; stop the run, and begin with on_death='go on'")  # fmt: skip
+    return ""
 
 
 def _lost(session: Session) -> bool:
@@ -93,12 +112,14 @@ def fewer(session: Session, heard: Heard) -> Next:
     if any(said.parts for said in heard.by_place.values()):
         return _salvaged(session, heard)
     same = first.settings == heard.by_place[session.rank.id].settings  # to read it may need files of every family
-    e, places = fitting(before.experiment if same else Experiment.read(first.settings), heard.left)
+    known = before.experiment
+    e, places = fitting(known if same else Experiment.read(first.settings, known.task), heard.left)
     came = heard.came(places)
     spare = [heard.by_place[other].member for other in heard.left if other not in places]
     gone = [member for member in session.members if member not in (*came.members, *spare)]
     processes = [heard.by_place[other].process for other in places]
-    text = f"{named(gone)} {are(gone)} lost; {named(came.members)} went on from step {came.step}"
+    lost = f"{named(gone)} {are(gone)} lost" if gone else "a connection between ranks was lost"
+    text = f"{lost}; {named(came.members)} went on from step {came.step}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
@@ -135,7 +156,7 @@ def begin_generation(session: Session, to: Next) -> Came:
             rank.memory.buffers.update(memory)
             lie_whole(before, to.experiment, came.step)
     session.rank, session.members, session.leaving = rank, came.members, Leaving()
-    session.turn += 1
+    session.turn, session.outlives_next = session.turn + 1, False
     session.generation, session.began_with = f"{session.base}+{session.turn}", to.experiment
     session.forming = True
     if rank.size > 1:
@@ -147,6 +168,7 @@ def begin_generation(session: Session, to: Next) -> Came:
     training.done.extend(to.done)
     if before is not None:
         training.bounds, before.bounds = before.bounds, []
+        training.former = former(came.salvaged.saved) if came.salvaged and came.salvaged.saved else None
         training.outer, before.outer = before.outer, None
         training.lengths, training.evaluated = before.lengths, before.evaluated
     if place == 0:

@@ -93,7 +93,7 @@ def invited(session: Session) -> Next:
     planned, steps = said.pop("planned"), said.pop("steps")
     session.planned = [Change.read(plain, step) for plain, step in zip(planned, steps, strict=True)]
     came = Came(*(tuple(x) if isinstance(x, list) else x for x in said.pop("came").values()))  # type: ignore[arg-type]
-    return Next(came=came, experiment=Experiment.read(said.pop("experiment")), **said)
+    return Next(came=came, experiment=Experiment.read(said.pop("experiment"), session.began_with.task), **said)
 
 
 def _told(came: Came, gone: list[int], new: tuple[int, ...]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.compressors import inside
 from workbench.engine.membership import Heard, Next, Said, are, named
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
@@ -20,6 +19,8 @@ from workbench.host.boundary import Boundary
 from workbench.host.layout import Layout
 from workbench.host.reentry import Came, Salvaged, fitting
 from workbench.host.salvage import Found
+from workbench.host.saved.regain import regained
+from workbench.host.saved.reread import Former
 from workbench.record import checkpoints
 from workbench.settings import KnobError
 
@@ -53,17 +54,18 @@ def settled(session: Session, heard: Heard) -> Next:
     common = set.intersection(*(set(one.saved) for one in said.values()))
     e = _settings(session, heard, heard.first)
     if not common:
-        raise KnobError(_lost(e, reason))
+        raise KnobError(nowhere(e, reason))
     return _from_saved(session, heard, e, max(common))
 
 
 def _settings(session: Session, heard: Heard, of: Said) -> Experiment:
     """A rank's experiment; to read it may need files of every family."""
     same = of.settings == heard.by_place[session.rank.id].settings
-    return session.set_up_already.experiment if same else Experiment.read(of.settings)
+    known = session.set_up_already.experiment
+    return known if same else Experiment.read(of.settings, known.task)
 
 
-def _lost(e: Experiment, reason: str) -> str:
+def nowhere(e: Experiment, reason: str = "") -> str:
     """Why nobody can go on, and what would have let them."""
     strategy, way = type(e.strategy).__name__, type(e.partition).__name__
     if reason:
@@ -162,8 +164,15 @@ def lie_whole(training: Training, e: Experiment, step: int) -> None:
 def memory_of(training: Training, salvaged: Salvaged, place: int) -> dict[str, dict[str, Any]]:
     """What this rank's compressor remembered at the boundary that it goes back to, whole where it had slices."""
     own = boundary_of(training, salvaged, place)
-    sums = {name for one in inside(training.experiment.compressor) for name, rule in one.own.items() if rule == "sum"}
-    return own.whole_memory(training.model, sums) if own is not None else {}
+    return own.whole_memory(training.model, training.experiment.compressor) if own is not None else {}
+
+
+def former(path: str) -> Former:
+    """A checkpoint to which all go back. Raises RunError where it cannot be read."""
+    checkpoint = checkpoints.Checkpoint.open(path)
+    files = checkpoints.Bytes(checkpoint)
+    images = [regained(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
+    return Former(checkpoint.settings, images)
 
 
 def boundary_of(training: Training, salvaged: Salvaged, place: int) -> Boundary | None:

@@ -22,7 +22,7 @@ from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
 from workbench.engine.keeping import Keeper
 from workbench.engine.membership import Resized, Spare, gone
-from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives
+from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives, refused
 from workbench.engine.peers import removed
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
@@ -78,6 +78,7 @@ class Session:
         self.training: Training | None = None
         self._asked = threading.Event()  # a person asked for the end: whoever loses a peer from now on has not failed
         self._told = False  # was it told to leave?
+        self.outlives_next = False  # is a rank about to be put out, without whom the others go on?
         self.forming = False  # is the next generation about to begin?
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"rank {rank} training", daemon=True)
@@ -107,6 +108,12 @@ class Session:
         self._told = True
         self.leaving.set()
         self.cut()
+
+    def outlive(self) -> str:
+        """A rank is about to be put out, and the others are to go on without it; why they cannot, or ""."""
+        reason = refused(self)
+        self.outlives_next = not reason
+        return reason
 
     @property
     def ends(self) -> bool:

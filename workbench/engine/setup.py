@@ -16,6 +16,7 @@ from workbench.engine.collectives import Aborted
 from workbench.engine.device import chip
 from workbench.engine.host import Host
 from workbench.engine.job import Job
+from workbench.engine.keeping import Kept
 from workbench.engine.lane import Lane
 from workbench.engine.mailbox import BACKGROUND, Mailbox
 from workbench.engine.meeting import Meeting
@@ -38,6 +39,7 @@ from workbench.host.offload import LANES
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
 from workbench.host.rollback import Rollback
+from workbench.host.saved.back import Back
 from workbench.host.saved.saving import Saving
 from workbench.host.slots import require_steppable
 from workbench.host.spread import Spread
@@ -89,7 +91,7 @@ class Parts(Life):
         self.meeting = Meeting(self)
         self.state: Any = None
         self.saving = Saving(self, session.keeper(self), None if before or session.joins else session.saved())
-        self.measuring = Measuring()
+        self.measuring, self.back = Measuring(), Back(self, Kept(session.run_dir))
         self.rollback = self.host.rollback = Rollback(self)
         self.paused, self.credit = False, 0
         self.pocket: list[dict[str, Any]] | None = None
@@ -278,9 +280,9 @@ class Parts(Life):
         return wanted
 
     def alarmed(self, does: str) -> None:
-        """A loss is no number, or has run away: rank 0 pauses all ranks, or stops them; others are heard by the lab."""
+        """A loss is no number, or has run away: rank 0 has all ranks pause, stop or go back; others the lab hears."""
         if self.rank.id == 0:
-            self.inbox.put({"kind": does, "id": "nan"})
+            self.inbox.put({"kind": does, "id": "nan", "step": self.rank.step})
 
     # -- saying --
 

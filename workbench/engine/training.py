@@ -256,6 +256,11 @@ class Training(Turnable):
                     self.finite.forget()
                 case "resize":
                     await resize(self, tuple(what["members"]), what.get("id", ""))
+                case "roll back":
+                    await Op("do", partial(self.host.catch_up, self.finite.told))
+                    if not await self.back.go(int(what.get("step", 0))):
+                        self.paused, self.credit = True, 0
+                    self.ledger.stir()
                 case "checkpoint":
                     await self.saving.make(asked=True)
                 case "stop":

@@ -17,7 +17,9 @@ from workbench.tasks import ByteGPT, TaskBase
 
 CLIP = "gradient clipping by global norm before an update; of a rank's own where ranks update alone; 0 is off"
 MEMORY = "memory of each rank's device: what needs more is refused; 0 is no limit"
-DEATH = "what the others do when a rank is lost: end the run as failed, or go on without it"
+DEATH = "what the others do when a rank is lost: end the run as failed, go on without it, or have another come"
+HANG = "what is done with a rank that hangs: wait for it, put it out, or put it out and have another come"
+HANG_AFTER = "a rank hangs that holds the others up so long in one operation; 0: 10 s, or five of its usual steps"
 EVERY = "a checkpoint every so many steps, written beside the training; 0 only when one is asked for"
 KEEP = "the newest checkpoints that are kept, besides the best one and those that were asked for"
 MEASURE = "what compression does to the sum, found in every so many steps by sending it dense besides; 0 never"
@@ -54,7 +56,9 @@ class Experiment:
     seed: int = knob(0, 0, 2**31 - 1, live=False, doc="random seed of the model and the data")
     eval_every: int = knob(20, 0, 10**6, unit="steps", doc="held-out loss every so many steps; 0 never")
     measure_every: int = knob(0, 0, 10**6, unit="steps", doc=MEASURE)
-    on_death: str = knob("end", choices=("end", "go on"), doc=DEATH)
+    on_death: str = knob("end", choices=("end", "go on", "replace"), doc=DEATH)
+    on_hang: str = knob("wait", choices=("wait", "evict", "replace"), doc=HANG)
+    hang_after: float = knob(0.0, 0.0, 86400.0, unit="s", log=True, doc=HANG_AFTER)
     on_nan: str = knob("auto", choices=finite.ACTIONS, doc=finite.ON_NAN)
     diverged: float = knob(10.0, 0.0, 1e6, log=True, doc=finite.DIVERGED)
     precise: bool = knob(False, live=False, doc="check every collective for mismatches (slow)")
@@ -135,8 +139,12 @@ class Experiment:
         return to_plain(self)["Experiment"]
 
     @classmethod
-    def read(cls, plain: dict[str, Any]) -> Experiment:
-        """The experiment that `plain` wrote down. Raises KnobError."""
+    def read(cls, plain: dict[str, Any], task: TaskBase | None = None) -> Experiment:
+        """The experiment that `plain` wrote down. Raises KnobError.
+
+        task: the very one; of your own functions `plain` keeps only the names
+        """
         if not isinstance(plain, dict):
             raise KnobError(f"experiment={short(plain)}: must be a dict of settings, as Experiment().plain() makes")
-        return from_plain({"Experiment": plain}, cls)
+        found = from_plain({"Experiment": plain}, cls)
+        return found if task is None else replace(found, task=task)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from workbench.experiment.experiment import Experiment
 
-ACTIONS = ("auto", "pause", "stop", "skip")
-ON_NAN = "when a loss is no number, or has run away; auto: pause if somebody watches, else stop; skip: no update then"
+ACTIONS = ("auto", "pause", "stop", "skip", "roll back")
+ON_NAN = ("when a loss is no number, or has run away; auto: pause if somebody watches, else stop; skip: no update "
+          "then; roll back: to the last checkpoint")  # fmt: skip
 DIVERGED = "a loss so many times the best of before, and above the first, has run away; 0 is off"
 
 

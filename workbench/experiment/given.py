@@ -88,7 +88,7 @@ def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, 
             raise KnobError(f"at_step={step}: must be an integer in [0, 1000000000] steps")
         full, knob = resolve(experiment, change.path)
         if not knob.live:
-            raise KnobError(f"{full}={value!r}: cannot change while a run is live; give it to the experiment")
+            raise KnobError(f"{full}={short(value)}: cannot change while a run is live; give it to the experiment")
         experiment = experiment.set(full, value)
         out.append(replace(change, path=full, value=to_plain(reduce(getattr, full.split("."), experiment))))
     return tuple(out)

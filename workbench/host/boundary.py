@@ -5,13 +5,14 @@ What is kept so can be put together with what others have kept, however the mode
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from workbench.compressors import Compressor, inside
 from workbench.host import sliced
 from workbench.host.handover import Cut, cut, in_shards
 from workbench.host.move import State, seen
@@ -39,15 +40,13 @@ class Boundary(NamedTuple):
     state: State
     memory: dict[str, State]
 
-    def whole_memory(self, model: nn.Module, sums: Collection[str]) -> dict[str, State]:
-        """The same of whole parameters, zero where another rank has their elements; of what is not a sum, nothing.
-
-        sums: the buffers that are parts of one
-        """
+    def whole_memory(self, model: nn.Module, compressor: Compressor) -> dict[str, State]:
+        """What it remembered, of whole parameters: zero where another rank has elements; of what is no sum, none."""
         if self.spread is None:
             return self.memory
+        sums = {name for one in inside(compressor) for name, rule in one.own.items() if rule == "sum"}
         shapes, found = {name: sliced.shape_of(p) for name, p in model.named_parameters()}, dict[str, State]()
-        for kind in self.memory.keys() & set(sums):
+        for kind in self.memory.keys() & sums:
             found[kind] = {name: self._whole(name, x, prod(shapes[name])) for name, x in self.memory[kind].items()}
         return found
 

@@ -144,6 +144,7 @@ def take_role(run: Changing, wanted: Experiment) -> None:
     arrange(run, wanted)
     rank.role = "trainer" if strategy.trains(rank.id, rank.size) else "server"
     rank.tables = tables_of(run.learner, wanted, run.layout)
+    run.layout.gives_back = "gradients" in strategy.shards  # else a first step had room for all of them at once
     serve = [r for r in range(rank.size) if not strategy.trains(r, rank.size)] if rank.id == 0 else []
     if serve:
         text = f"{rank.size - len(serve)} of {rank.size} ranks train; {len(serve)} serve"

@@ -27,7 +27,7 @@ IN_A_ROW = 20  # steps skipped one after the other, after which skipping is no h
 
 
 class Finite:
-    """One rank's. alarmed: tells the host that the run is to "pause" or to "stop", as far as this rank has a say."""
+    """One rank's. alarmed: tells the host that the run is to "pause", "stop" or "roll back", as far as it can."""
 
     def __init__(self, run: Changing, alarmed: Callable[[str], None]) -> None:
         self.run, self.alarmed = run, alarmed
@@ -75,7 +75,8 @@ class Finite:
         if not self._said:
             self._said = True
             self.run.mark(name, {"rank": self.run.rank.id, **detail})
-            self.alarmed("stop" if self.run.experiment.on_nan == "stop" else "pause")
+            policy = self.run.experiment.on_nan
+            self.alarmed(policy if policy in ("stop", "roll back") else "pause")
 
     def _blame(self, batch: Any) -> Found:
         """Which layer made a loss no number."""

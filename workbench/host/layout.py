@@ -169,11 +169,11 @@ class Layout:
         return torch.zeros(1, dtype=_dtype(group), device=group[0].param.device).expand(_numel(group))
 
     def make_room(self) -> None:
-        """Every bucket of several parameters has a vector for their gradients, from now on until `clear`."""
+        """Buckets of several parameters have room for gradients until `clear`; if they give it back, as one comes."""
         if self.roomy:
             return
         self.roomy = True
-        for bucket in self.buckets:
+        for bucket in self.buckets if not self.gives_back else ():
             if len(bucket.parts) > 1:
                 self._room(bucket.index)
 

@@ -48,7 +48,7 @@ class Ledger:
 
     def __init__(self, run: Changing, counts: Counts, away: Offloaded,
                  beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
-        self._run, self._counts, self._away, self._beside = run, counts, away, beside
+        self._run, self._counts, self.away, self._beside = run, counts, away, beside
         self.buffers = Buffers(run)
         self.due = True  # is the present step looked at?
         self._fresh, self._last = FRESH, 0
@@ -230,7 +230,7 @@ class Ledger:
         run = self._run
         stashed = sum(x.nbytes for x in run.flow.stashed)
         seen = (id(run.layout.buckets), self._counts.roomy, id(run.optimizer), len(run.optimizer.state), id(run.state),
-                self._away.count, stashed)  # fmt: skip
+                self.away.count, stashed)  # fmt: skip
         if (*seen, *map(_filled, self._memories)) == self._seen:
             return
         self._memories = [run.rank.memory, *memory.memories(run.state)]
@@ -267,7 +267,7 @@ class Ledger:
     def _write(self, between: bool = False) -> dict[str, int]:
         """Writes down what has changed; returns all of it. between: two steps, so that nothing is computed"""
         self._stands()
-        moved, away = self.buffers.turn(stepping=False), self._away.turn()
+        moved, away = self.buffers.turn(stepping=False), self.away.turn()
         made_of = between, self._held, self._surge, moved, away
         if not self.due and self._told is not None and self._told[0] == made_of:
             return self._told[1]  # a step like the one before it, as nearly all are

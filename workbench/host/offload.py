@@ -26,7 +26,7 @@ Hops = list[tuple[str, int]]  # the ways that bytes went, in their order: to or 
 def named(op: Op) -> str:
     """The name of the Span of an `offload` or a `fetch`; both hosts write it."""
     shard, what, to = op.args[:3]
-    return f"{op.verb} {what} {shard.index} to {to}"
+    return f"{op.verb} {what} {shard.index if shard.index >= 0 else ~shard.index} to {to}"
 
 
 class Item(NamedTuple):
@@ -76,6 +76,20 @@ class Offloaded:
     def has(self, what: str) -> bool:
         """Is any of that kept away?"""
         return any(kind == what for kind, _ in self._items)
+
+    def remembers(self) -> set[str]:
+        """What of the optimizer's state is kept away: "exp_avg/NAME"."""
+        found = [{*item.values, *item.devices} for (what, _), item in self._items.items() if what == "optimizer state"]
+        return {f"{slot}/{name}" for keys in found for name, slot in keys}
+
+    def aside(self) -> None:
+        """Buckets are cut anew: what is kept is of others than those to come, and asked for by ~index from now on."""
+        self._items = {(what, ~index): item for (what, index), item in self._items.items()}
+
+    def forget(self) -> None:
+        """What is left of those: shards of no elements."""
+        for what, index in [key for key in self._items if key[1] < 0]:
+            self._drop(what, index)
 
     def values(self, index: int) -> Tensor | None:
         """This rank's shard of a bucket's parameters, if they are kept away."""

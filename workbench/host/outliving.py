@@ -14,6 +14,7 @@ from workbench.host.boundary import Boundary
 from workbench.host.reentry import Came, hand_on, reenter
 from workbench.host.regathering import put_together
 from workbench.host.rollback import Rollback
+from workbench.host.saved.reread import Former
 from workbench.settings import Change
 
 UNDONE = 16  # changes that are remembered for a while after they were made
@@ -25,7 +26,8 @@ class Outliving:
     rollback: the way back; None where nobody is ever lost
     taken:    of the planned changes those that are to be made now
     obeyed:   how many changes were made or refused so far
-    bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had. Between two generations
+    bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had; former:
+              the checkpoint to which all go back. Between two generations
     """
 
     rollback: Rollback | None = None
@@ -34,13 +36,14 @@ class Outliving:
     obeyed = 0
     bounds: list[Boundary] = []  # noqa: RUF012 (never changed in place)
     outer: dict[str, Tensor] | None = None
+    former: Former | None = None
     _made: Sequence[Change | None] = ()
 
     async def live_on(self: Any, came: Came) -> None:
         """From a step on before which ranks were lost, or came, to the last step."""
         if came.salvaged is not None:
-            await put_together(self, came, self.bounds)
-            self.bounds = []
+            await put_together(self, came, self.bounds, self.former)
+            self.bounds, self.former = [], None
         await self.lie_alike()
         await reenter(self, came)
         if len(came.members) > len(came.places):

@@ -32,10 +32,10 @@ class Rate:
         if (factor(was), was.lr_warmup) != (factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.factor(was, step), step
 
-    def due(self, run: Any) -> float:
-        """The rate of the present step."""
+    def due(self, run: Any, step: int | None = None) -> float:
+        """The rate of `step`, or of the present one."""
         e = run.experiment
-        return (e.lr or self.own) * self.factor(e, run.rank.step)
+        return (e.lr or self.own) * self.factor(e, run.rank.step if step is None else step)
 
     def follow(self, run: Any, due: float | None = None) -> None:
         """Before a step and after a change: sets what is due, and writes it down if it is new."""
@@ -43,6 +43,7 @@ class Rate:
         if due != rank.lr:
             at_rate(run.optimizer, due)
             rank.lr = due
+        rank.rated = lambda step: self.follow(run, self.due(run, step))
         if due != self._said:
             self._said = due
             run.sample("lr", due)

@@ -2,7 +2,8 @@
 
 Where parameters lie in shards, each new bucket in its turn is one `move`, of this rank's shard of its parameters and
 of what the optimizer remembers of them. An old bucket's shard goes once all of it has moved. So a rank holds its
-shards and a few buckets' shares besides, and is sent what it lacks, where assembling took all of the model.
+shards and a few buckets' shares besides, and is sent what it lacks, where assembling took all of the model. Where they
+are kept away from the device, those of an old bucket come when the first of it is to move, and a new one's go at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.experiment.arranged import sharers
 from workbench.host.canonical import Disagreement
 from workbench.host.changing import Changing
 from workbench.host.checksum import MASK
@@ -31,10 +33,12 @@ Kept = tuple[tuple[str, bool], ...]  # what moves: "exp_avg/NAME", and "/NAME" f
 
 async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]]) -> None:
     """Buckets are cut anew by `anew`: what lies in shards of them under `strategy` comes to lie in those of the new."""
+    if run.reading.sharded:
+        if not (away := strategy.aside(run.state)):
+            await strategy.recall(run.rank.replicas, run.state)
+        return await _by_buckets(run, strategy, away, anew)
     await strategy.recall(run.rank.replicas, run.state)
     before = cut(run, strategy)
-    if run.reading.sharded and before is not None:
-        return await _by_buckets(run, strategy, before, anew)
     await run.reading.unshard()
     await anew()
     await reshard(run, before, cut(run, strategy))
@@ -42,55 +46,111 @@ async def recut(run: Changing, strategy: Any, anew: Callable[[], Awaitable[None]
 
 
 class _Old(NamedTuple):
-    """What this rank holds before. sizes, kept: of all ranks; state: by name, this rank's; like: a tensor of each"""
+    """What this rank holds before. sizes, kept: of all ranks; state: by name, this rank's; like: a tensor of each
+
+    lies: where it all does; away: this rank's shards that are to come yet, by an index of theirs that no new bucket has
+    """
 
     sizes: Sizes
     kept: Kept
     state: State
     like: State
+    lies: Placement
+    away: dict[int, Bucket]
 
 
-async def _by_buckets(run: Changing, strategy: Any, was: Cut, anew: Callable[[], Awaitable[None]]) -> None:
+async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Callable[[], Awaitable[None]]) -> None:
     run.ledger.built()  # between two steps nothing is whole, as it was in the last one
-    old = await _held(run, was)
-    room, sums, given = _Room(was, old.state), [0, 0], dict[str, Tensor]()
+    was = _cut(run, strategy)
+    old = await _held(run, was, away)
+    room, sums, given = _Room(was), [0, 0], dict[str, Tensor]()
+    room.came(old.state)
     await anew()
-    to = cut(run, strategy)
-    assert to is not None
+    to = _cut(run, strategy)
     run.reading.recut()
     for bucket in run.layout.params():
+        room.came(await _fetched(run, old, bucket))
         mine = await _bucket(run, old, (was, to), bucket, sums)
         shard = _joined(run, bucket, mine)
         room.moved(mine, {name: old.state.pop(name) for name in _names(old.kept, bucket) if name in old.state}, shard)
-        given |= {name: x for name, x in mine.items() if not name.startswith("/")}
+        own = {name: x for name, x in mine.items() if not name.startswith("/")}
         await run.rank.hold(shard)
-        await run.reading.by.reshard(run.rank, run.state, run.layout.lies(bucket.index))
+        if not away:
+            given |= own
+            await run.reading.by.reshard(run.rank, run.state, run.layout.lies(bucket.index))
+            continue
+        if not _sizes_only(run.layout):
+            put(run.layout, run.optimizer, own, old.like, run.layout.groups[bucket.index])
+        await strategy.stow(run.rank, run.state, run.layout.lies(bucket.index))
+        room.gone(shard.nbytes + (_nbytes(own.values()) if run.ledger.away.has("optimizer state") else 0))
+    run.ledger.away.forget()
     run.ledger.surge(room.surge)
     before, after = [await run.gather(own & MASK) for own in sums]
     if (sum(before) - sum(after)) & MASK:
         raise Disagreement("parameters and the optimizer's state are not what they were before buckets were cut anew")
-    if not _sizes_only(run.layout):
+    if not (away or _sizes_only(run.layout)):
         put(run.layout, run.optimizer, given, old.like)
-    run.sharded(to)
+    run.sharded(cut(run, strategy))
 
 
-async def _held(run: Changing, was: Cut) -> _Old:
+def _cut(run: Changing, strategy: Any) -> Cut:
+    """How parameters lie in shards, also those of one rank alone, which keeps them away."""
+    return Cut(tuple(bucket.parts for bucket in run.layout.buckets), sharers(strategy, run.rank.size))
+
+
+async def _held(run: Changing, was: Cut, away: list[Bucket]) -> _Old:
     """What is to move; the layout and the optimizer hold it no longer than the answer does."""
     layout, rank = run.layout, run.rank
     some = {place.name for place in layout.order if place.numel}
     both = likes(layout.order, run.optimizer), slots(layout, run.optimizer)
     like, here = ({name: x for name, x in each.items() if name.partition("/")[2] in some} for each in both)
-    known = [name for name in await kept_slots(run, like, here) if name in like]
+    gone: set[str] = run.ledger.away.remembers() if away else set()
+    if _sizes_only(layout) and not (run.ledger.remembers or run.ledger.away.has("optimizer state")):
+        here = {}  # one optimizer stands for all ranks', as if it had stepped
+    known = [n for n in await kept_slots(run, like, here | {n: x for n, x in like.items() if n in gone}) if n in like]
     sizes = tuple((place.name, place.numel) for place in layout.order)
     kept = (*((f"/{name}", False) for name, n in sizes if n), *((name, bool(like[name].numel())) for name in known))
     like |= {f"/{part.name}": layout.weights[b.index][:0] for b in layout.params() for part in b.parts}
+    lies = in_shards(sizes, kept, was, rank.size)
     if _sizes_only(layout):
-        lies = in_shards(sizes, kept, was, rank.size)
-        return _Old(sizes, kept, {n: like[n].new_empty(lies.numel(rank.id, n)) for n in lies.at(rank.id)}, like)
-    state = _pieces(layout) | {name: here[name] for name in known if name in here}
-    for place in layout.order:
-        run.optimizer.state.pop(place.param, None)
-    return _Old(sizes, kept, state, like)
+        there = (n for n in lies.at(rank.id) if not (n in gone or (away and n.startswith("/"))))
+        state = {n: like[n].new_empty(lies.numel(rank.id, n)) for n in there}
+    else:
+        state = _pieces(layout) | {name: here[name] for name in known if name in here}
+        for place in layout.order:
+            run.optimizer.state.pop(place.param, None)
+    if away:
+        run.ledger.away.aside()
+    others = {~b.index: Bucket(~b.index, b.data, b.parts, b.offset) for b in away}
+    return _Old(sizes, kept, state, like, lies, others)
+
+
+async def _fetched(run: Changing, old: _Old, bucket: Bucket) -> State:
+    """What of `bucket` is away comes here, with all else of the old buckets that it was in; what has come."""
+    names, found = {part.name for part in bucket.parts}, State()
+    for shard in [one for one in old.away.values() if any(part.name in names for part in one.parts)]:
+        del old.away[shard.index]
+        values = await run.rank.fetch(shard, "parameters")
+        found |= {f"/{part.name}": values[part.start : part.stop] for part in shard.parts}
+        found |= await _remembered(run, old, shard)
+    old.state.update(found)
+    return found
+
+
+async def _remembered(run: Changing, old: _Old, shard: Bucket) -> State:
+    """What the optimizer remembers of an old shard, if that is away."""
+    here = {part.name for part in shard.parts}
+    mine = [n for n in old.lies.at(run.rank.id) if n.partition("/")[2] in here and n not in old.state and n[0] != "/"]
+    if not mine:
+        return {}
+    await run.rank.fetch(shard, "optimizer state")
+    if _sizes_only(run.layout):
+        return {name: old.like[name].new_empty(old.lies.numel(run.rank.id, name)) for name in mine}
+    found = slots(run.layout, run.optimizer)
+    for place in run.layout.order:
+        if place.name in here:
+            run.optimizer.state.pop(place.param, None)
+    return {name: found[name] for name in mine}
 
 
 def _pieces(layout: Layout) -> State:
@@ -149,14 +209,24 @@ def _sizes_only(layout: Layout) -> bool:
 class _Room:
     """Bytes that a rank holds at once while buckets move, beside what it holds in the end."""
 
-    def __init__(self, was: Cut, state: State) -> None:
+    def __init__(self, was: Cut) -> None:
         self._bucket = {f"/{part.name}": index for index, parts in enumerate(was.buckets) for part in parts}
-        here = [name for name in state if name in self._bucket]
-        self._left = Counter(self._bucket[name] for name in here)  # parameters that an old bucket still holds
+        self._left = Counter[int]()  # parameters that an old bucket still holds
         self._nbytes = Counter[int]()
-        for name in here:
-            self._nbytes[self._bucket[name]] += _nbytes([state[name]])
-        self.now = self.most = _nbytes(state.values())
+        self.now = self.most = 0
+
+    def came(self, state: State) -> None:
+        """So much more is here, of old buckets."""
+        for name, x in state.items():
+            if name in self._bucket:
+                self._left[self._bucket[name]] += 1
+                self._nbytes[self._bucket[name]] += _nbytes([x])
+        self.gone(-_nbytes(state.values()))
+
+    def gone(self, nbytes: int) -> None:
+        """So much less is here."""
+        self.now -= nbytes
+        self.most = max(self.most, self.now)
 
     @property
     def surge(self) -> int:

@@ -17,21 +17,21 @@ from workbench.host.layout import Layout
 from workbench.host.move import State, move
 from workbench.host.placement import Placement
 from workbench.host.reentry import Came
-from workbench.host.saved.reread import reread
+from workbench.host.saved.reread import Former, reread
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put
 from workbench.host.spread import spread_of
 
 
-async def put_together(run: Any, came: Came, bounds: Sequence[Boundary]) -> None:
+async def put_together(run: Any, came: Came, bounds: Sequence[Boundary], former: Former | None) -> None:
     """All ranks of a new generation ask for it first; their models have memory for everything, and no values.
 
-    bounds: the one that this rank goes back to, if it has one
+    bounds: the one that this rank goes back to, if it has one; former: the checkpoint that all go back to instead
     """
     salvaged = came.salvaged
     assert salvaged is not None
-    if salvaged.saved:
-        return reread(run, salvaged.saved)
+    if former is not None:
+        return reread(run, former)
     mine = bounds[0] if bounds else None
     sizes, like, slots = await _known(run, mine)
     spread = spread_of(salvaged.was, run.model, run.learner)

@@ -239,8 +239,8 @@ async def _collected(run: Any, trained: dict[str, nn.Parameter], outer: State | 
     places = [Place(name, p) for name, p in trained.items()]
     like = likes(places, run.make_optimizer(run.experiment, list(trained.values())))
     kept = await kept_slots(run, like, here)
-    if _sizes_only(run) and kept:
-        kept = list(like)
+    if _sizes_only(run):  # one optimizer stands for all ranks', which may not have stepped yet
+        kept = list(like) if any(await run.gather(int(run.ledger.remembers))) else []
     sizes = {name: numel_of(p) for name, p in trained.items()} | {name: b.numel() for name, b in buffers.items()}
     sizes |= {name: like[name].numel() or numel_of(trained[name.partition("/")[2]]) for name in kept}
     like = {**{name: absent.data_of(p) for name, p in trained.items()}, **buffers, **like}

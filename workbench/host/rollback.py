@@ -5,6 +5,9 @@ is as it was, and an update needs no peer. All other strategies write parameters
 an exchange that broke off has written is void; so does a change of strategy. For these the parameters, what the
 optimizer remembers of them and the model's buffers are copied at each boundary. What a compressor remembers (a
 residual) changes while gradients are sent, so that is copied under every strategy.
+
+Copies are made where the run is to outlive its ranks. Where none is needed there is a way back in any case, for a
+person may put out a rank that hangs.
 """
 
 from __future__ import annotations
@@ -34,10 +37,13 @@ def updates_last(strategy: Any) -> bool:
 class Rollback:
     """One rank's way back.
 
-    wanted: whether anybody would go back: does the run outlive a rank?
+    wanted: whether anybody would go back: does the run outlive a rank, or what hangs?
+    free:   is there a way back that costs nothing?
+    open:   is the rank in something from which there is none?
     kept:   boundaries at which this rank stood, the newest last, where ranks hold parts
     void:   once this rank went back: is what lies here not to be gone on from?
     outer:  once it went back, the outer momentum that it had then, whole, as `Strategy.hands_on` gives it
+    copies: how many ranks had each piece at the last boundary, where they hold parts; 0: not known yet
     """
 
     def __init__(self, run: Any) -> None:
@@ -49,11 +55,18 @@ class Rollback:
         self._updated = False
         self.void = False
         self.outer: dict[str, Tensor] | None = None
+        self.open = False
+        self.copies = 0
 
     @property
     def wanted(self) -> bool:
         e = self.run.experiment
-        return e.on_death == "go on" and self.run.rank.size > 1
+        return (e.on_death != "end" or e.on_hang != "wait") and self.run.rank.size > 1
+
+    @property
+    def free(self) -> bool:
+        e, rank = self.run.experiment, self.run.rank
+        return rank.size > 1 and not in_parts(e) and updates_last(e.strategy) and not rank.memory.buffers
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +83,14 @@ class Rollback:
     @contextmanager
     def within(self, changes: bool = False) -> Iterator[None]:
         """A step goes on, or something that `changes` the whole rank; what fails in it leaves it open."""
-        if not self.wanted or self._was is not None:  # a part of what goes on already
+        if self._was is not None:  # a part of what goes on already
             yield
+            return
+        if not self.wanted and (changes or not self.free):
+            self.open = True
+            self.kept.clear()
+            yield
+            self.open = False
             return
         run = self.run
         self._updated, self._parts = False, in_parts(run.experiment)
@@ -88,7 +107,8 @@ class Rollback:
     def _keep_boundary(self) -> None:
         """This boundary, too, where a rank that is lost may be one of several that have the same; else none is."""
         run = self.run
-        if copies(run.experiment, run.rank.size, self.remembers) < 2:
+        self.copies = copies(run.experiment, run.rank.size, self.remembers)
+        if self.copies < 2:
             return self.kept.clear()
         spare = self.kept.pop() if self.kept and self.kept[-1].bound == self._here else None
         while len(self.kept) > run.experiment.partition.ahead(0) + 1:
@@ -104,7 +124,10 @@ class Rollback:
         self._updated = True
 
     def back(self) -> int:
-        """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last."""
+        """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last.
+
+        Where it is `open` there is no way back.
+        """
         if self._was is None:
             self.outer = None if in_parts(self.run.experiment) else self._handed()
             return 0

@@ -55,13 +55,16 @@ def _tried(optimizer: Any, number: int, place: Place) -> dict[str, Tensor]:
     return {slot: x[:0] if x.shape == small.shape else x for slot, x in tensors.items()}
 
 
-def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str, Tensor]) -> None:
-    """The optimizer remembers these slots from now on, flat where a parameter is cut, and nothing else."""
+def put(layout: Layout, optimizer: Any, given: dict[str, Tensor], like: dict[str, Tensor],
+        places: Iterable[Place] | None = None) -> None:  # fmt: skip
+    """The optimizer remembers these slots of all parameters, or of `places`, from now on, flat where one is cut, and
+    nothing else of them.
+    """
     mine: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, x in given.items():
         slot, _, parameter = name.partition("/")
         mine[parameter][slot] = x.view(like[name].shape) if like[name].numel() else x
-    for place in layout.order:
+    for place in layout.order if places is None else places:
         if place.name not in mine:
             optimizer.state.pop(place.param, None)
             continue
@@ -127,8 +130,8 @@ def _seen(layout: Layout, optimizer: Any, shard: Bucket) -> Iterator[None]:
 
 
 def remembered(layout: Layout, optimizer: Any, index: int, given: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """By (parameter, slot), what the optimizer remembers of a bucket, and then no longer; or what it is `given`."""
-    named = {place.name: place.param for place in layout.groups[index]}
+    """By (parameter, slot), what the optimizer remembers of a bucket, and then no longer; or is `given`, of any."""
+    named = {place.name: place.param for place in (layout.groups[index] if given is None else layout.order)}
     if given is not None:
         for (name, slot), x in given.items():
             optimizer.state[named[name]][slot] = x

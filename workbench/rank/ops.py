@@ -30,6 +30,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
     role:         "trainer", or "server" where the strategy's `trains` says no
     step:         the number of the present step, from 0
     lr:           the present learning rate
+    rated:        rated(step): from here on this step's updates are those of `step`, which lasts at another rate
     clip:         the longest that the gradient may be, 0 for any, where a strategy updates by shards and so sees to it
     compressor:   what crosses the wire instead of a bucket (its `reduce` is a coroutine)
     density:      where there are sizes only: the share of elements that a choice by their values is taken to keep
@@ -48,6 +49,7 @@ class Rank(Arithmetic, Data, Pieces, Elsewhere):
         self.role = "trainer"
         self.step = 0
         self.lr = self.clip = 0.0
+        self.rated: Callable[[int], None] = lambda step: None
         self.compressor: Any = None
         self.density = 0.01
         self.memory = Memory(seed * 100_003 + index)

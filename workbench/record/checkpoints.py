@@ -56,6 +56,11 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step that `name` has put into a folder's name."""
+    return int(path.name[5:])
+
+
 class Checkpoint:
     """A checkpoint as its manifest tells it. Opening reads that alone; `Bytes` reads tensors.
 
@@ -160,7 +165,7 @@ def found(folder: Path) -> list[Path]:
     """The checkpoints in a folder that are whole, the newest last."""
     with suppress(OSError):
         named = [p for p in folder.iterdir() if _NAMED.fullmatch(p.name) and (p / MANIFEST).exists()]
-        return sorted(named, key=lambda p: int(p.name[5:]))
+        return sorted(named, key=step_of)
     return []
 
 

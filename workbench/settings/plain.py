@@ -8,7 +8,7 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from workbench.settings.found import KnobError, find
+from workbench.settings.found import KnobError, find, short
 from workbench.settings.knobs import field_types
 
 
@@ -35,13 +35,14 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
     if not isinstance(plain, dict):
         return plain
     if len(plain) != 1:
-        raise KnobError(f"{path}={plain!r}: must be one name with its settings, such as {{'TopK': {{...}}}}")
+        raise KnobError(f"{path}={short(plain)}: must be one name with its settings, such as {{'TopK': {{...}}}}")
     ((name, settings),) = plain.items()
     member = find(base, name)
     types = field_types(member)
     own = [f.name for f in fields(member) if f.init]
     if not isinstance(settings, dict):
-        raise KnobError(f"{path or name}={plain!r}: must be one name with its settings, such as {{{name!r}: {{}}}}")
+        told = f"must be one name with its settings, such as {{{name!r}: {{}}}}"
+        raise KnobError(f"{path or name}={short(plain)}: {told}")
     if (unknown := set(settings) - set(own)) and unknown <= set(getattr(member, "old", ())):  # an earlier version's
         name, settings = member.formerly(settings)
         member = find(base, name)
@@ -49,7 +50,7 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
     if others := sorted(map(str, set(settings) - set(own))):
         near = difflib.get_close_matches(others[0], own, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'none'}"
-        raise KnobError(f"{path or name}: {name} has no knob {others[0]!r}; {hint}")
+        raise KnobError(f"{path or name}: {name} has no knob {short(others[0])}; {hint}")
     return member(**{k: _field_from_plain(v, types[k], f"{path}.{k}") for k, v in settings.items()})
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from workbench.sim.durations import PHASES, AlphaBeta, Duration, kind
+from workbench.sim.lines import Price, taken
 from workbench.sim.measure import measured
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ class Costs:
     """What compute, codecs and the bare wire cost; what a Fabric or a `pace` states is not asked here.
 
     forward, backward, update: seconds of one pass on each rank, as numbers or Durations; one value serves all ranks
-    codec:    by compressor (`Costs.kind`), seconds per byte of the bucket in each stretch of work between two
-              operations: (encode, decode) for most, while the rank's step waits
+    codec:    by compressor (`Costs.kind`), what each stretch of work on a bucket between two operations takes:
+              (encode, decode) for most, while the rank's step waits. A number is seconds per byte; Line(seconds,
+              seconds per byte) has a part that is of every stretch, however small the bucket
     beside:   the same while the rank computes, with which the codec may share a core; of others that of `codec`
     slows:    seconds by which the rank computes longer for each second that its codec works meanwhile
     wire:     what a collective costs where the Link is not shaped
@@ -35,8 +37,8 @@ class Costs:
     evaluate: seconds of one evaluation
     parts:    seconds of a forward and of a backward of each part of the model (see `balance`), of which the proportions
               count where it is cut into stages; none: they are as numbers of parameters
-    coder:    by compressor, seconds per byte of an activation that encoding and decoding it take where it crosses
-              between two stages, or between the ranks of one
+    coder:    by compressor, what encoding and decoding an activation takes, as above, where it crosses between two
+              stages, or between the ranks of one
     flop:     by name, seconds per floating-point operation of a strategy's own arithmetic (`rank.work`)
     asked:    seconds of what else a strategy may ask for: "curve", "value" and "factors", and "collect", by which a
               backward is longer that is listened to; without, a curve takes a forward and a backward, a value a forward
@@ -48,8 +50,8 @@ class Costs:
     forward: tuple[Duration, ...] = (Duration(0.0),)
     backward: tuple[Duration, ...] = (Duration(0.0),)
     update: tuple[Duration, ...] = (Duration(0.0),)
-    codec: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    beside: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    codec: Mapping[str, tuple[Price, ...]] = field(default_factory=dict)
+    beside: Mapping[str, tuple[Price, ...]] = field(default_factory=dict)
     slows: float = 0.0
     wire: AlphaBeta = AlphaBeta()
     linked: AlphaBeta = AlphaBeta()
@@ -59,7 +61,7 @@ class Costs:
     evaluate: float = 0.0
     parts: tuple[tuple[float, float], ...] = ()
     density: float = 0.0
-    coder: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    coder: Mapping[str, tuple[Price, Price]] = field(default_factory=dict)
     flop: Mapping[str, float] = field(default_factory=dict)
     asked: Mapping[str, float] = field(default_factory=dict)
 
@@ -77,12 +79,12 @@ class Costs:
         """Calibrated from a recorded run, real or simulated, without its first steps and those beside a change.
 
         Fitted: each rank's median and spread (1.4826 MAD) of forward, backward and update, less what faults
-        stretched; per compressor the seconds per byte of each stretch of codec work until the last rank was through it,
-        in the mean, with compute beside it and without, and by how much such compute was longer; off a Link the wire's
-        two numbers by least squares over the medians of each collective's transfer (last arrival to end), on one
-        how late collectives end, and the mean of those for which it asks less than a third of what they take; the
-        median of what a step lasts beyond compute and waiting; the evaluation; the median of the Samples "density",
-        which compressors write whose choice depends on the data.
+        stretched; per compressor what each stretch of codec work takes until the last rank was through it, in the mean,
+        with compute beside it and without, by the byte, or by a Line where the largest is twice the smallest, and by
+        how much such compute was longer; off a Link the wire's two numbers by least squares over the medians of each
+        collective's transfer (last arrival to end), on one how late collectives end, and the mean of those for which
+        it asks less than a third of what they take; the median of what a step lasts beyond compute and waiting; the
+        evaluation; the median of the Samples "density", which compressors write whose choice depends on the data.
         """
         return cls(**measured(run))
 
@@ -124,18 +126,18 @@ class Costs:
         duration = durations[rank % len(durations)]
         return duration.draw(f"{seed}/{rank}/{step}/{phase}") if duration.spread else duration.seconds
 
-    def stretches(self, compressor: Any) -> tuple[float, ...]:
-        """Seconds per byte of each stretch of codec work; () where it costs nothing."""
+    def stretches(self, compressor: Any) -> tuple[Price, ...]:
+        """What each stretch of codec work costs; () where it costs nothing."""
         return self.codec.get(self.kind(compressor), ())
 
-    def stretches_beside(self, compressor: Any) -> tuple[float, ...]:
+    def stretches_beside(self, compressor: Any) -> tuple[Price, ...]:
         """The same while the rank computes."""
         return self.beside.get(self.kind(compressor)) or self.stretches(compressor)
 
     def coding(self, compressor: Any, how: str, nbytes: int) -> float:
         """Seconds that it takes to "encode" or "decode" an activation of so many bytes; 0 where nobody knows."""
         there, back = self.coder.get(self.kind(compressor), (0.0, 0.0))
-        return (there if how == "encode" else back) * nbytes
+        return taken(there if how == "encode" else back, nbytes)
 
     kind = staticmethod(kind)
 

@@ -92,11 +92,12 @@ class Child(Fiber):
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
-        self.host.ledger.buffers.give(self, value if self.waiter is None else None)
+        buffers, waiter = self.host.ledger.buffers, self.waiter
+        buffers.give(self, value)
         assert self.lane is not None
-        self.lane.next()
-        waiter = self.waiter
+        self.lane.next()  # what this child returns is there when that begins
         if waiter is not None:
+            buffers.give(self)
             host, since = self.host, self.since
             host.record.span(host.index, host.rank.step, "wait", self.name, since, since, host.clock.now, 0)
             waiter.on = None

@@ -20,6 +20,7 @@ from workbench.sim.away import Away
 from workbench.sim.collective import Collective
 from workbench.sim.drawing import Drawing
 from workbench.sim.fiber import PARK, Child, CodedChild, Fiber, Lane
+from workbench.sim.lines import Price, taken
 from workbench.sim.rounds import Rounds
 from workbench.sim.waving import Waving
 
@@ -44,8 +45,8 @@ class Host(Waving, Away, Drawing):
         self._ways = Ways()
         self.ended: Callable[[Fiber], None] = lambda fiber: None
         self.steering: Any = None  # its session's
-        self.kinds: tuple[float, ...] = ()  # seconds per byte of the compressor's stretches,
-        self.kinds_beside: tuple[float, ...] = ()  # and of those beside which the rank computes
+        self.kinds: tuple[Price, ...] = ()  # what the compressor's stretches cost,
+        self.kinds_beside: tuple[Price, ...] = ()  # and of those beside which the rank computes
         meet = self._collective
         self.verbs: dict[str, Callable[[Fiber, Op], Any]] = {
             "next_bucket": self._next_bucket, "start": self._start, "wait": self._wait, "all_reduce": meet,
@@ -96,7 +97,7 @@ class Host(Waving, Away, Drawing):
         """
         computes = self.computes_until - self.clock.now
         for kinds, is_beside in ((self.kinds_beside, True), (self.kinds, False)):
-            seconds = nbytes * kinds[min(number, len(kinds) - 1)]
+            seconds = taken(kinds[min(number, len(kinds) - 1)], nbytes)
             if not is_beside or 2 * computes > seconds:
                 break
         self.hinder(min(seconds, max(0.0, computes)))

@@ -77,9 +77,8 @@ class Known:
         others = self._open(every) - kept.nbytes if every else 0
         key = "backward", id(layout), exchanged, there, id(kept), self._body.gradient_shards
         if kept is not None and key not in self.alike:
-            if exchanged and self._body.gradient_shards > 1:  # the room for a bucket, and shards of those before it
-                new = {p.name: p.numel * p.param.element_size() // self._body.gradient_shards for p in layout.order}
-                self.alike[key] = _most(kept, new) + max(bucket.nbytes for bucket in layout.buckets)
+            if exchanged and self._body.gradient_shards > 1:
+                self.alike[key] = _most_shared(kept, layout, self._body.gradient_shards)
             else:
                 part = self._body.narrowing.share("update")
                 new = {p.name: 0 if there else round(memory.came(p, exchanged) * part) for p in layout.order}
@@ -121,6 +120,27 @@ def _in_shards(layout: Layout, shards: int) -> int:
     most = kept = 0
     for bucket in layout.buckets:
         most, kept = max(most, kept + bucket.nbytes), kept + bucket.nbytes // shards
+    return most
+
+
+def _most_shared(kept: Kept, layout: Layout, shards: int) -> int:
+    """The same where a bucket has room from its first gradient on, and lies in so many shards once another is full.
+
+    What has come is counted as often as `Passing` does.
+    """
+    left, of = [len(bucket.parts) for bucket in layout.buckets], {place.name: place.bucket for place in layout.order}
+    came, seen, at, most, full = 0, 0, 0, 0, -1
+    for count, activations in kept.looks:
+        for number, name in enumerate(kept.names[at:count], at + 1):
+            index = of[name]
+            bucket = layout.buckets[index]
+            came += bucket.nbytes if left[index] == len(bucket.parts) else 0
+            left[index] -= 1
+            if not left[index]:
+                came -= layout.buckets[full].nbytes * (shards - 1) // shards if full >= 0 else 0
+                full = index
+            seen = came if number % memory.every(layout) == 0 else seen
+        at, most = count, max(most, seen + activations)
     return most
 
 

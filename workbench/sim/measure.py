@@ -20,6 +20,7 @@ from workbench.fabric.load import stretch
 from workbench.record.run import Run
 from workbench.settings import fold
 from workbench.sim.durations import PHASES, AlphaBeta, Duration
+from workbench.sim.lines import not_negative
 from workbench.sim.measure_codecs import By, codecs, slows
 from workbench.sim.measure_own import asked, coders, flops
 
@@ -136,7 +137,7 @@ class _Recorded:
         x = np.array(list(found), float)
         y = np.array([np.median(v) for v in found.values()])
         weight = 1.0 / np.maximum(y, 1e-9)  # relative errors count alike, or the largest bucket would decide alone
-        best = _not_negative(x * weight[:, None], y * weight)
+        best = not_negative(x * weight[:, None], y * weight)
         return AlphaBeta(*best)
 
     def _shaped(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -206,14 +207,4 @@ def posted(spans: Any, at: Callable[[int], Experiment]) -> AlphaBeta:
     if not found or not y.any():
         return AlphaBeta()
     weight = 1.0 / np.maximum(y, 1e-9)
-    return AlphaBeta(*_not_negative(x * weight[:, None], y * weight))
-
-
-def _not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Least squares in two unknowns that cannot be negative."""
-    both, *_ = np.linalg.lstsq(x, y, rcond=None)
-    if len(y) > 1 and np.linalg.matrix_rank(x) == 2 and (both >= 0).all():
-        return float(both[0]), float(both[1])
-    alone = [(float(x[:, k] @ y / (x[:, k] @ x[:, k])) if (x[:, k] @ x[:, k]) else 0.0) for k in (0, 1)]
-    left = [float(np.sum((y - alone[k] * x[:, k]) ** 2)) for k in (0, 1)]
-    return (0.0, max(alone[1], 0.0)) if left[1] <= left[0] else (max(alone[0], 0.0), 0.0)
+    return AlphaBeta(*not_negative(x * weight[:, None], y * weight))

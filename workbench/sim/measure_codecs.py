@@ -18,6 +18,7 @@ from workbench.analysis.window import Cover
 from workbench.compressors import Dense
 from workbench.experiment import Experiment
 from workbench.sim.durations import kind
+from workbench.sim.lines import Price, priced
 
 DISTURBED = 0.05  # of the stretches, the longest: what the rest of the machine did, not the codec
 FEWEST = 5  # steps under a compressor from which it can be told how it slows compute
@@ -25,7 +26,7 @@ LITTLE = 0.01  # of the compute: less work of codecs beside it tells nothing
 
 At = Callable[[int], Experiment]  # the experiment at a step
 Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if that is no bucket's
-By = dict[str, tuple[float, ...]]
+By = dict[str, tuple[Price, ...]]
 
 
 class _Stretches(NamedTuple):
@@ -44,11 +45,11 @@ class _Stretches(NamedTuple):
 
 
 def codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
-    """By compressor, seconds per byte of each stretch of work: while the rank's step waits, and while it computes.
+    """By compressor, the price of each stretch of work: while the rank's step waits, and while it computes.
 
     One that is mostly too short to be written takes no time.
     """
-    found: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
+    found: dict[tuple[str, int, bool], list[tuple[int, float]]] = defaultdict(list)
     shown: dict[tuple[str, int], int] = defaultdict(int)
     all_, meetings = _stretches(spans, nbytes), defaultdict[str, list[int]](list)
     for (step, bucket), count in all_.met.items():
@@ -58,16 +59,16 @@ def codecs(spans: Any, at: At, nbytes: Bytes) -> tuple[By, By]:
         way = kind(at(step).compressor)
         longest = rows[all_.seconds[rows].argmax()]
         beside = 2 * all_.over[rows].sum() > all_.seconds[rows].sum()
-        found[way, number, beside].append(all_.seconds[longest] / all_.nbytes[longest])
+        found[way, number, beside].append((int(all_.nbytes[longest]), float(all_.seconds[longest])))
         shown[way, number] += 1
     alone: By = {}
     beside_: By = {}
     for way, counts in meetings.items():
-        each = [[found.get((way, n, b), []) if 2 * shown[way, n] > len(counts) else [0.0]
+        each = [[found.get((way, n, b), []) if 2 * shown[way, n] > len(counts) else []
                  for n in range(max(counts) + 1)] for b in (False, True)]  # fmt: skip
         if any(map(any, each[0] + each[1])):
-            alone[way] = tuple(_mean(one or other) for one, other in zip(*each, strict=True))
-            beside_[way] = tuple(_mean(other or one) for one, other in zip(*each, strict=True))
+            alone[way] = tuple(priced(one or other, _mean) for one, other in zip(*each, strict=True))
+            beside_[way] = tuple(priced(other or one, _mean) for one, other in zip(*each, strict=True))
     return alone, beside_
 
 

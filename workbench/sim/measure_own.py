@@ -10,25 +10,26 @@ import numpy as np
 
 from workbench.experiment import Experiment
 from workbench.sim.durations import kind
+from workbench.sim.lines import Price, priced
 
 HOW = ("encode", "decode")
 ASKED = ("curve", "value", "factors")
 
 
-def coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[float, float]]:
-    """By compressor the median seconds per byte of encoding and of decoding what crosses inside of a replica.
+def coders(spans: Any, at: Callable[[int], Experiment]) -> dict[str, tuple[Price, Price]]:
+    """By compressor the price of encoding and of decoding what crosses inside of a replica, from medians.
 
     spans: of steps that nothing disturbed; at: the experiment at a step
     """
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     codec = spans[spans.equal("lane", "codec") & (spans.nbytes > 0)]
     for step, name, t0, t1, nbytes in zip(codec.step, codec.name, codec.t0, codec.t1, codec.nbytes, strict=True):
         how, what, rest = [*str(name).split(" ", 2), ""][:3]
         if how in HOW and what in ("activation", "gradient"):
             way: Any = at(int(step)).partition
             way = way if rest[:1].isdigit() and way.depth > 1 else way.layers  # micro-batches cross between stages
-            found[kind(way.activations if what == "activation" else way.gradients)][how].append((t1 - t0) / nbytes)
-    return {name: (_middle(by[HOW[0]]), _middle(by[HOW[1]])) for name, by in found.items()}
+            found[kind(way.activations if what == "activation" else way.gradients)][how].append((int(nbytes), t1 - t0))
+    return {name: (priced(by[HOW[0]], _middle), priced(by[HOW[1]], _middle)) for name, by in found.items()}
 
 
 def flops(spans: Any, samples: Any) -> dict[str, float]:

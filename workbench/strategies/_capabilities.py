@@ -139,9 +139,18 @@ class Sharding:
         """
 
     async def recall(self, rank: Rank, state: Any) -> None:
-        """Where it `offloads`, before buckets are cut anew, an optimizer is made anew, or it is left: all comes back to
-        the device, as it lay there. It may be away again from the next step on.
+        """Where it `offloads`, before an optimizer is made anew, it is left, or buckets are cut anew and nothing is set
+        `aside`: all comes back to the device, as it lay there. It may be away again from the next step on.
         """
+
+    def aside(self, state: Any) -> list[Bucket]:
+        """Where it `offloads`, before buckets are cut anew: its shards of parameters that are away, of which it then
+        knows no longer. None are: all is to be recalled.
+        """
+        return []
+
+    async def stow(self, rank: Rank, state: Any, bucket: Bucket) -> None:
+        """After that: this rank's shard of a new bucket is here, and what the optimizer remembers of it; they go."""
 
     async def reshard(self, rank: Rank, state: Any, bucket: Bucket) -> None:
         """The pass reads `bucket` no more: keeps this rank's shard of it. Asked of shards, too, when a pass is over."""

@@ -79,7 +79,8 @@ class BackupWorkers(Strategy):
         await post(rank, 0, "gradient", await rank.grads())
         newest, counted = await answer(rank, 0, 2)
         await rank.sample("late", 1 - counted)
-        for _ in range(rank.step, newest):
+        for version in range(rank.step, newest):
+            rank.rated(version)
             for bucket in await rank.grads():
                 await rank.recv(bucket.data, 0, f"mean {bucket.name}")
             await rank.update()

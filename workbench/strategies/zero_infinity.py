@@ -138,6 +138,15 @@ class ZeROInfinity(ZeRO3):
             state.away[bucket.index] = shard.like(shard.data.new_zeros(1).expand(shard.data.numel()))
         await rank.hold(shard.like(shard.data[:0]))
 
+    def aside(self, state: Any) -> list[Bucket]:
+        away, state.away = list(state.away.values()), {}
+        return away
+
+    async def stow(self, rank: Rank, state: Any, bucket: Bucket) -> None:
+        await self.reshard(rank, state, bucket)
+        if state.slots:
+            await rank.offload(state.away[bucket.index], "optimizer state", self.on)
+
     async def recall(self, rank: Rank, state: Any) -> None:
         """All shards are on the device again, as ZeRO3 keeps them."""
         for shard in state.away.values():

@@ -18,6 +18,7 @@ from workbench.host.batches import Numbers, Stand
 from workbench.host.saved.image import beside, parameters
 from workbench.host.saved.tree import Reader
 from workbench.settings import KnobError
+from workbench.tasks import at_rate
 
 FITS_NOT = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)  # what comes of that
 OUTER, OWED = "outer", "owed"  # in a whole image: an outer momentum; what compression owes, by rank that it is for
@@ -75,8 +76,11 @@ class Regained:
 
     # -- and before the first step --
 
-    async def take(self, run: Any) -> None:
-        """All that the rank held is put where it belongs; random numbers come last, by `settle`."""
+    async def take(self, run: Any, anew: bool = True) -> None:
+        """All that the rank held is put where it belongs; random numbers come last, by `settle`.
+
+        anew: does the run begin with it? Else what belongs to steps goes on: the rate, and where the data stand.
+        """
         e, reader = run.experiment, self.reader(run)
         await e.strategy.recall(run.rank.replicas, run.state)
         if e.strategy.opaque:
@@ -88,21 +92,29 @@ class Regained:
                 _values(run, self)
                 _remembered(run, self)
                 run.state = reader.read(self.said["state"])
+                run.rank.memory.clear()
                 reader.into(run.rank.memory, self.said["memory"])
-                vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
-                vars(run.measuring).update(_named(reader.read(self.said["measuring"]), vars(run.measuring)))
-                run.flushing = int(self.said["flushing"])
-                if run.flushing:
-                    run.rank.compressor = reader.read(self.said["compressor"])
-                run.rank.lr = float(self.said["lr"])
-                same = _stood(run, reader.read(self.said["data"]))
-                if not same:
-                    run.mark("data", {"text": f"the data of rank {run.rank.id} yield other batches when they are read "
-                                              f"again, so examples may come again or be left out"})  # fmt: skip
+                if anew:
+                    self._stand(run, reader)
+                else:
+                    at_rate(run.optimizer, run.rank.lr)
         if e.strategy.opaque:
             run.enter_opaque()
         run.choose_lane()
         await run.gather(0)  # nobody reads another's memory before all is there
+
+    def _stand(self, run: Any, reader: Reader) -> None:
+        """The rank stands where it stood, in its steps and in its data."""
+        vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
+        vars(run.measuring).update(_named(reader.read(self.said["measuring"]), vars(run.measuring)))
+        run.flushing = int(self.said["flushing"])
+        if run.flushing:
+            run.rank.compressor = reader.read(self.said["compressor"])
+        run.rank.lr = float(self.said["lr"])
+        same = _stood(run, reader.read(self.said["data"]))
+        if not same:
+            run.mark("data", {"text": f"the data of rank {run.rank.id} yield other batches when they are read "
+                                      f"again, so examples may come again or be left out"})  # fmt: skip
 
     def _take_over(self, run: Any, reader: Reader) -> None:
         """What goes on of what ranks of another number remembered: an outer momentum, and what compression owes."""

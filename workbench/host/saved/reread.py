@@ -7,7 +7,6 @@ compression owed, and an outer momentum, begin anew; so does what the optimizer 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,11 @@ from workbench.host.handover import Cut
 from workbench.host.layout import Place, grouped
 from workbench.host.move import seen
 from workbench.host.remembered import rule
-from workbench.host.saved.regain import Regained, regained
+from workbench.host.saved.regain import Regained
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put
 from workbench.host.spread import spread_of
 from workbench.rank import Part
-from workbench.record.checkpoints import Bytes, Checkpoint
 
 
 class _Source(NamedTuple):
@@ -36,21 +34,24 @@ class _Source(NamedTuple):
     held: Mapping[str, tuple[Slice, ...]]
 
 
-def reread(run: Any, path: str) -> None:
+class Former(NamedTuple):
+    """A checkpoint to which all go back: its settings, plain, and what each of its ranks held."""
+
+    settings: Mapping[str, Any]
+    images: Sequence[Regained]
+
+
+def reread(run: Any, former: Former) -> None:
     """`run`'s rank, which has memory for the whole model, has what the checkpoint's ranks had.
 
     Raises RunError where it cannot be read, and KnobError where it is of another model.
     """
-    checkpoint = Checkpoint.open(path)
-    files = Bytes(checkpoint)
-    images = [regained(checkpoint, files, place) for place in range(checkpoint.ranks)]
     try:
-        with images[0].refusing():
-            said = {**checkpoint.settings}
-            said.pop("task", None)
-            _reread(run, replace(Experiment.read(said), task=run.experiment.task).checked(), images)
+        with former.images[0].refusing():
+            was = Experiment.read(dict(former.settings), run.experiment.task).checked()
+            _reread(run, was, former.images)
     finally:
-        files.close()
+        former.images[0].close()
 
 
 def _reread(run: Any, was: Experiment, images: Sequence[Regained]) -> None:

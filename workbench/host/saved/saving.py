@@ -179,7 +179,10 @@ class Saving:
         if strategy.opaque:
             await run.leave_opaque()
         try:
-            return taken(run), ""
+            image = taken(run)
+            spoiled = next((name for name, n in image.said["parameters"].items()
+                            if not bool(image.items[n].values.isfinite().all())), None)  # fmt: skip
+            return (image, "") if spoiled is None else (None, f"{spoiled} is not finite")
         except Unkept as error:
             return None, str(error)
         finally:

@@ -1,0 +1,211 @@
+"""Labs that are changed and harmed at random while they train, and what must hold however that falls.
+
+    python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaign.json]
+
+A round is one lab of six engines and a run that begins with four: live changes in bursts (`torture`), and after each
+burst a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
+interrupted. In every fourth round a kernel is killed instead, with its lab detached or not. What is done depends on
+the seed of the round alone; the moments at which it falls do not. After each fault all who are left make steps again
+within a bound; at the end they agree, the record has no row twice and none lost, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests import kernels
+from tests.harm import LIMIT, Patient, Stuck, drawn, left
+from tests.spinning import spinning
+from tests.torture import ANSWER, SPARE, one, parameters, pause, start
+from tests.waiting import until
+from workbench.lab import Lab
+from workbench.run import Run
+from workbench.settings import KnobError, members
+from workbench.strategies import Strategy
+
+ENGINES, RANKS = 6, 4
+FAULTS = 10  # of one round
+CHANGES = 24  # of one burst at most
+KERNELS = 4  # each so many rounds a kernel is killed
+PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
+
+WHY = "the run cannot go on without it"  # as a note says it
+
+Say = Callable[[str], None]
+
+
+def round_of(seed: int, say: Say) -> dict[str, Any]:
+    """One round; what was done in it, and "wrong": a sentence, or "" where all held."""
+    rng, done, begun = random.Random(seed), Counter[str](), time.monotonic()
+    out: dict[str, Any] = {"seed": seed, "wrong": "", "recovered": {}}
+    try:
+        if seed % KERNELS == KERNELS - 1:
+            out["recovered"] = kernels.round_of(rng, done, say)
+        else:
+            with Lab(ranks=ENGINES, name=f"campaign-{os.getpid()}-{seed}") as lab:
+                patient = Patient(lab.wait(120), rng)
+                out["recovered"] = patient.recovered
+                harmed(patient, done, say)
+    except Exception as error:
+        out["wrong"] = f"{type(error).__name__}: {error}"
+        say(f"WRONG {out['wrong']}")
+    return {**out, "done": dict(done), "seconds": round(time.monotonic() - begun)}
+
+
+def harmed(p: Patient, done: Counter[str], say: Say) -> None:
+    """A run through all of its faults and to its end. One that says why it cannot go on may end there."""
+    run = p.lab.run(replace(start(RANKS), on_death="go on"))
+    p.goes_on("start")
+    for number in range(FAULTS):
+        for kind, n in changed(p, say).items():
+            done[kind] += n
+        p.goes_on("changes")
+        fault = drawn(p.rng)
+        done[fault.__name__] += 1
+        try:
+            said = fault(p)
+            say(f"{number}: {said}; {len(p.members)} ranks")
+            p.goes_on(fault.__name__)
+        except Stuck:
+            if not until(lambda: not p.lab.live, 5) or not any(WHY in note for note in p.lab.notes):
+                raise
+            done["ended in words"] += 1
+            say(f"{number}: {p.lab.notes[-2:]}")
+            return
+    for path, value in PLAIN.items():
+        p.lab.set(path, value).wait(LIMIT)
+    p.goes_on("the last changes")
+    if p.controller:
+        agree(p)
+    p.lab.stop()
+    run.wait(LIMIT)
+    if run.state != "stopped":
+        raise Stuck(f"stopped, and is {run.state}")
+    wrong = [*doubled(run), *(["rows are missing: " + str(run.missing)] if run.missing else ())]
+    again = Run.open(run.path)
+    wrong += [f"opened: {text}" for text in doubled(again)]
+    if wrong:
+        raise AssertionError("; ".join(wrong[:4]))
+
+
+def changed(p: Patient, say: Say) -> dict[str, int]:
+    """A burst of live changes: how many were applied and how many refused in words."""
+    count = {"applied": 0, "refused": 0, "paused": 0}
+    asked: list[tuple[str, Any, Any]] = []
+    for _ in range(p.rng.randint(4, CHANGES)):
+        what, value = one(p.rng, max(2, len(p.members)))
+        if what == "partition":
+            continue
+        if what in ("pause", "step"):
+            pause(p.lab, what, value)
+            count["paused"] += 1
+            continue
+        try:
+            asked.append((what, value, p.lab.set(what, value)))
+        except KnobError:
+            count["refused"] += 1
+        if p.rng.random() < 0.3:
+            time.sleep(p.rng.uniform(0, 0.2))
+    for what, value, change in asked:
+        try:
+            change.wait(ANSWER)
+            count["applied"] += 1
+        except KnobError as refusal:
+            if "the run ended" in str(refusal):
+                raise Stuck(f"{what}={value}: {refusal}; {p.lab.notes[-3:]}") from None
+            count["refused"] += 1
+    say(f"   {count} of {[(w, str(v)) for w, v, _ in asked]}")
+    return count
+
+
+def agree(p: Patient) -> None:
+    """All who train hold the same parameters, bit by bit."""
+    p.lab.pause()
+    until(lambda: p.lab.state == "paused", LIMIT)
+    engines = {e.rank: e.id for e in p.lab.cluster.engines}
+    held = {rank: p.lab.cluster.call(engines[rank], parameters, timeout=LIMIT) for rank in p.members}
+    p.lab.resume()
+    if len(set(held.values())) != 1:
+        raise AssertionError(f"ranks hold different parameters: {held}")
+
+
+def doubled(run: Run) -> Iterator[str]:
+    """Steps that a rank has twice, or not at all, between two beginnings of a generation, in words.
+
+    A rank that went back to a boundary has made the step before its new generation as well as in it; under strategies
+    without a common step a rank may skip some.
+    """
+    kinds, tl = members(Strategy), run.timeline
+    begins = np.array(sorted(t for _, t, said in run.details("members") if "members" in said))
+    for lane, rows in (("step", tl.spans.rows()), ("loss", tl.samples.rows())):
+        here = rows[rows.equal("lane" if lane == "step" else "name", lane)]
+        times = here.t1 if lane == "step" else here.t
+        names = here.name if lane == "step" else ["DDP"] * len(times)
+        for rank in sorted({int(r) for r in here.rank}):
+            mine = [(int(np.searchsorted(begins, t)), int(s), str(n))
+                    for r, t, s, n in zip(here.rank, times, here.step, names, strict=True) if r == rank]  # fmt: skip
+            for (part, before, was), (now, step, name) in pairwise(mine):
+                lockstep = lane == "step" and kinds[was].lockstep and kinds[name].lockstep
+                if part == now and (step <= before or (lockstep and step != before + 1)):
+                    yield f"rank {rank} has {lane} {step} after {before}"
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of what was done, and seconds from each kind of fault until all made steps again."""
+    done, seconds = Counter[str](), dict[str, list[float]]()
+    for each in rounds:
+        done.update(each["done"])
+        for kind, times in each["recovered"].items():
+            seconds.setdefault(kind, []).extend(times)
+    times = {kind: {"times": len(t), "median": round(statistics.median(t), 2), "worst": round(max(t), 2)}
+             for kind, t in sorted(seconds.items())}  # fmt: skip
+    wrong = [f"seed {each['seed']}: {each['wrong']}" for each in rounds if each["wrong"]]
+    return {"rounds": len(rounds), "wrong": wrong, "done": dict(sorted(done.items())), "seconds": times}
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--minutes", type=float, default=10.0)
+    ask.add_argument("--rounds", type=int, default=10**6)
+    ask.add_argument("--seed", type=int, default=None, help="of the first round; default: another each time, printed")
+    ask.add_argument("--busy", action="store_true", help="beside two processes that spin")
+    ask.add_argument("--out", type=Path, help="a file of all rounds; goes on there, and adds to it")
+    a = ask.parse_args()
+    kept = json.loads(a.out.read_text())["each"] if a.out and a.out.exists() else []
+    first = a.seed if a.seed is not None else random.SystemRandom().randrange(10**6)
+    first = max([first, *(each["seed"] + 1 for each in kept if a.seed is not None)])
+    say: Say = lambda line: print(line, flush=True)  # noqa: E731
+    until_then, rounds, before = time.monotonic() + 60 * a.minutes, list(kept), None
+    with spinning(2) if a.busy else nullcontext():
+        while time.monotonic() < until_then and len(rounds) - len(kept) < a.rounds:
+            say(f"seed {first + len(rounds) - len(kept)}")
+            rounds.append({**round_of(first + len(rounds) - len(kept), say), "busy": a.busy})
+            if a.out:
+                a.out.write_text(json.dumps({**summary(rounds), "each": rounds}, indent=1) + "\n")
+            now = left(os.getpid())
+            before = before or now
+            grown = {what: n - before[what] for what, n in now.items() if n > before[what] + SPARE * len(rounds) ** 0.5}
+            if grown:
+                rounds[-1]["wrong"] = rounds[-1]["wrong"] or f"left behind: {grown}"
+    found = summary(rounds)
+    say(json.dumps(found, indent=1))
+    sys.exit(bool(found["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

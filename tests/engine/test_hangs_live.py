@@ -1,0 +1,214 @@
+"""Ranks that hang on real engines: found, told apart from slow ones, shown with their stacks, and put out.
+
+The hang is a stopped process, an endless loop, or C code that never gives Python's interpreter back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from tests.waiting import until
+from workbench.cluster.place import ClusterError
+from workbench.experiment import Experiment
+from workbench.lab import Lab, RankError
+from workbench.run import Run
+from workbench.settings import KnobError
+from workbench.strategies import DDP, LocalSGD, ZeRO1
+from workbench.tasks import Task
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+BOUND = 90.0  # seconds, on a machine that is busy with other things
+AFTER = 3.0  # seconds that a rank may stand still here
+
+
+def model() -> nn.Module:
+    return nn.Linear(8, 2)
+
+
+class Source:
+    """Batches without end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.randn(4, 8), torch.randint(0, 2, (4,))
+
+
+def spins_for_ever(word: Path) -> None:
+    while word.exists():
+        pass
+
+
+def held_in_c(word: Path) -> None:
+    ctypes.PyDLL(None).sleep(600)  # unlike CDLL this keeps the interpreter
+
+
+def task(word: Path) -> Task:
+    """The loss of the process that the file `word` names does what that says: "spin", "hold", or a sleep in seconds."""
+
+    def loss(net: nn.Module, batch: Any) -> torch.Tensor:
+        import time
+
+        time.sleep(0.02)
+        said, _, pid = word.read_text().partition(" ") if word.exists() else ("", "", "0")
+        if pid == str(os.getpid()):
+            {"spin": spins_for_ever, "hold": held_in_c}.get(said, lambda word: time.sleep(float(said)))(word)
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    return Task(model=model, data=lambda rank, ranks, seed: Source(), loss=loss,
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.01))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    here = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        with Lab(ranks=4, name="hangs") as made:
+            yield made.wait(120)
+    cloudpickle.unregister_pickle_by_value(here)
+
+
+@pytest.fixture
+def word(tmp_path: Path) -> Path:
+    return tmp_path / "word"
+
+
+@pytest.fixture(autouse=True)
+def _idle(lab: Lab, word: Path) -> Iterator[None]:
+    yield
+    word.unlink(missing_ok=True)
+    if lab.live:
+        lab.abort()
+        assert until(lambda: not lab.live, 60)
+
+
+def running(lab: Lab, word: Path, **more: Any) -> Run:
+    rest = {"steps": 0, "eval_every": 0, "hang_after": AFTER, "ranks": 4, **more}
+    run = lab.run(Experiment(task=task(word), **rest).checked())
+    assert until(lambda: at(lab) > 5, BOUND), (lab.notes, lab.status)
+    return run
+
+
+def tells(lab: Lab, word: Path, what: str) -> int:
+    """Rank 2 is to do it; its process."""
+    pid: int = lab.status[2]["pid"]
+    draft = word.with_suffix(".draft")
+    draft.write_text(f"{what} {pid}")
+    draft.replace(word)
+    return pid
+
+
+def at(lab: Lab) -> int:
+    """The step that the run is at."""
+    return lab._live.step if lab._live is not None else 0
+
+
+def gone_on(lab: Lab, run: Run, members: list[int]) -> None:
+    """These ranks, and no others, make new steps."""
+    assert until(lambda: [m for *_, m in run.details("members") if m.get("members") == members], BOUND), lab.notes
+    step = at(lab)
+    assert until(lambda: at(lab) > step + 3 or not lab.live, BOUND) and lab.live, lab.notes
+
+
+def gone(lab: Lab, pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_endless_loop_is_named_its_stack_shown_and_its_rank_put_out_by_hand(lab: Lab, word: Path) -> None:
+    run = running(lab, word, strategy=DDP())
+    pid = tells(lab, word, "spin")
+    assert until(lambda: any("rank 2 has been in forward of step " in n for n in lab.notes), BOUND), lab.status
+    note = next(n for n in lab.notes if "rank 2 has been in forward of step " in n)
+    assert "; 0, 1, 3 wait in all_reduce" in note
+    shown = lab.stacks()
+    assert set(shown) == {0, 1, 2, 3} and "spins_for_ever" in shown[2] and 'thread "rank 2 training"' in shown[2]
+    assert shown[2].startswith("in forward of step ") and "spins_for_ever" not in shown[0] + shown[1] + shown[3]
+    assert "collectives.py" in shown[0] and "rank 3: in " in str(shown)
+    assert until(lambda: run.details("hang"), BOUND)
+    said = [detail for *_, detail in run.details("hang")]
+    assert said[0]["ranks"] == [2] and "rank 2 has been in forward" in said[0]["text"]
+    with pytest.raises(KnobError, match=r"rank=7: must be one of those that train now: 0, 1, 2, 3"):
+        lab.evict(7)
+    with pytest.raises(KnobError, match="leave at least one"):
+        lab.evict(0, 1, 2, 3)
+    lab.evict(2)
+    gone_on(lab, run, [0, 1, 3])
+    assert gone(lab, pid), "what hangs is ended"
+    assert [detail["text"] for *_, detail in run.details("evicted")] == ["rank 2 put out: as asked"]
+    assert any("rank 2 is lost at step" in n and "was put out: as asked" in n for n in lab.notes), lab.notes
+    lab.stop()
+    run.wait(60)
+    assert lab.state == "idle" and lab._live.error is None
+
+
+def test_a_stopped_process_is_told_by_the_system_and_put_out_by_policy(lab: Lab, word: Path) -> None:
+    run = running(lab, word, strategy=LocalSGD(every=4))
+    assert lab.set("on_hang", "evict").wait(30).applied_at is not None
+    reached = at(lab) + 3  # a way back is kept from the next boundary on
+    assert until(lambda: at(lab) > reached, BOUND)
+    pid = lab.status[0]["pid"]
+    lab.freeze(0)
+    assert until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, 10)
+    assert f"its process (pid {pid}) is stopped" in lab.stacks()[0]
+    gone_on(lab, run, [1, 2, 3])
+    assert gone(lab, pid)
+    text = next(detail["text"] for *_, detail in run.details("evicted"))
+    assert "rank 0 has said nothing for " in text and f"(its process (pid {pid}) is stopped" in text
+    assert [detail["text"] for *_, detail in run.details("asked")] == ["rank 0 was frozen, as asked"]
+    assert lab.set("lr", 0.02).wait(30).applied_at is not None, "another rank hears for all"
+
+
+def test_code_that_keeps_the_interpreter_shows_its_stack_and_an_idle_engine_takes_its_place(
+    lab: Lab, word: Path
+) -> None:
+    run = running(lab, word, strategy=DDP(), ranks=3, on_hang="replace", hang_after=10.0)
+    tells(lab, word, "hold")
+    assert until(lambda: "rank 2 has said nothing" in lab.run_now.holdup, BOUND), lab.status
+    shown = lab.stacks()[2]
+    assert "its code lets no other thread run" in shown and "in held_in_c" in shown
+    gone_on(lab, run, [0, 1])
+    gone_on(lab, run, [0, 1, 3])
+
+
+def test_a_slow_rank_is_not_put_out(lab: Lab, word: Path) -> None:
+    run = running(lab, word, strategy=DDP(), hang_after=2.0)
+    tells(lab, word, "1.0")
+    step = at(lab)
+    assert until(lambda: at(lab) > step + 3, BOUND)
+    assert lab.set("on_hang", "evict").wait(30).applied_at is not None
+    tells(lab, word, "4.0")  # longer than that, but no five times what it took before
+    step = at(lab)
+    assert until(lambda: at(lab) > step + 2, BOUND)
+    assert not run.details("evicted") and not run.details("hang") and not lab.notes
+
+
+def test_where_the_others_cannot_go_on_it_is_said_and_by_policy_the_run_ends(lab: Lab, word: Path) -> None:
+    running(lab, word, strategy=ZeRO1())
+    pid = lab.status[1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ClusterError, match="others cannot go on alone: under strategy=ZeRO1 nobody else has the "):
+            lab.evict(1)
+        assert not gone(lab, pid)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    run = lab._live.run
+    assert lab.set("on_hang", "evict").wait(30).applied_at is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankError, match=r"rank 1, step .*was put out: rank 1 has said nothing for "):
+        run.wait(BOUND)
+    assert gone(lab, pid)

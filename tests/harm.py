@@ -1,0 +1,222 @@
+"""What is done to a lab while it trains: faults of engines, wires, controller and kernel, and how it comes through.
+
+Each is a function of a `Patient` that harms and returns a word for the log. Only engines of the lab's own are touched,
+by their pids.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from tests.waiting import until
+from workbench.cluster.place import ClusterError
+from workbench.lab import Lab
+from workbench.settings import KnobError
+
+LIMIT = 60.0  # seconds within which all who are left make steps again: a hang, not a busy machine, takes longer
+STEPS = 2  # that each of them has to make
+
+Harm = Callable[["Patient"], str]
+
+
+class Stuck(Exception):
+    """The run made no progress within the limit, or came to an end that nobody asked for."""
+
+
+@dataclass
+class Patient:
+    """A lab with a live run, and the random numbers that decide what happens to it.
+
+    dead: ranks that were killed; controller: is there one? recovered: seconds until all made steps again, by kind
+    """
+
+    lab: Lab
+    rng: random.Random
+    dead: set[int] = field(default_factory=set)
+    controller: bool = True
+    recovered: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def live(self) -> Any:
+        assert self.lab._live is not None
+        return self.lab._live
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that train, without those that were killed a moment ago."""
+        return [rank for rank in self.live.members if rank not in self.dead]
+
+    def pid(self, rank: int) -> int:
+        return int(self.lab.status[rank]["pid"])
+
+    def steps(self) -> dict[int, int]:
+        """How many steps each rank has on the record."""
+        rows = self.live.run.timeline.spans.rows()
+        mine = rows[rows.equal("lane", "step")].rank.tolist()
+        return {rank: mine.count(rank) for rank in self.live.been}
+
+    def goes_on(self, kind: str) -> None:
+        """Waits until all who train have made `STEPS` more; raises Stuck if they do not."""
+        began, before = time.monotonic(), self.steps()
+        while (took := time.monotonic() - began) < LIMIT:
+            if not self.lab.live:
+                raise Stuck(f"after {kind}: the run is over, {self.lab.state}: {self.lab.notes[-3:]}")
+            now = self.steps()
+            if all(now.get(rank, 0) >= before.get(rank, 0) + STEPS for rank in self.members):
+                self.recovered.setdefault(kind, []).append(took)
+                return
+            time.sleep(0.02)
+        raise Stuck(f"after {kind}: no progress in {LIMIT:g} s; {self.live.whereabouts()}; {self.lab.notes[-4:]}")
+
+
+# -- engines
+
+
+def kill(p: Patient) -> str:
+    """One of those who train dies at once."""
+    if len(p.members) < 2:
+        return "none to kill"
+    victim = p.rng.choice(p.members)
+    p.dead.add(victim)
+    os.kill(p.pid(victim), signal.SIGKILL)
+    if not until(lambda: victim not in p.live.members or not p.lab.live, LIMIT):
+        raise Stuck(f"after kill of rank {victim}: the others went on with it; {p.lab.notes[-4:]}")
+    return f"killed rank {victim}"
+
+
+def freeze(p: Patient) -> str:
+    """One of those who train stands still for a while."""
+    victim, seconds = p.rng.choice(p.members), p.rng.uniform(0.1, 3.0)
+    pid = p.pid(victim)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    return f"froze rank {victim} for {seconds:.1f} s"
+
+
+def join(p: Patient) -> str:
+    """An engine that was never in the run comes in."""
+    return _resized(p, len(p.members) + 1)
+
+
+def leave(p: Patient) -> str:
+    """The last rank is taken out."""
+    return _resized(p, len(p.members) - 1) if len(p.members) > 1 else "none to leave"
+
+
+def _resized(p: Patient, ranks: int) -> str:
+    try:
+        asked = p.lab.resize(ranks).wait(LIMIT)
+    except KnobError as refusal:
+        return f"refused {ranks} ranks: {refusal}"
+    return f"{ranks} ranks from step {asked.applied_at}"
+
+
+# -- wires
+
+
+def cut(p: Patient) -> str:
+    """Every connection between two ranks is shut down, at one end."""
+    if len(p.members) < 2 or not p.controller:
+        return "none to cut"
+    one, other = p.rng.sample(p.members, 2)
+    theirs = [(tuple(c.raddr), tuple(c.laddr)) for c in psutil.Process(p.pid(other)).net_connections("tcp") if c.raddr]
+    engine = next(e.id for e in p.lab.cluster.engines if e.rank == one)
+    ends = p.lab.cluster.call(engine, shut, theirs, timeout=LIMIT)
+    return f"cut {ends} connections between ranks {one} and {other}"
+
+
+def shut(wires: list[Any]) -> int:
+    """Runs on an engine, beside its training thread: its sockets between these addresses say and hear nothing more."""
+    import contextlib
+    import os
+    import socket
+
+    import psutil
+
+    ends = 0
+    for here in psutil.Process().net_connections("tcp"):
+        if here.raddr and (tuple(here.laddr), tuple(here.raddr)) in wires:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(here.fd)) as wire:  # one that goes anyway
+                wire.shutdown(socket.SHUT_RDWR)
+                ends += 1
+    return ends
+
+
+# -- controller and kernel
+
+
+def end_controller(p: Patient) -> str:
+    """The controller dies; the run goes on, and that is said."""
+    if not p.controller:
+        return "none there"
+    p.controller = False
+    os.kill(p.lab.cluster.owned.started["controller"].pid, signal.SIGKILL)
+    if not until(lambda: any("controller" in note for note in p.lab.notes), 20):
+        raise Stuck("nobody said that the controller is gone")
+    return "killed the controller"
+
+
+def interrupt(p: Patient) -> str:
+    """The kernel is interrupted in the middle of a call; the lab stays usable."""
+    calls: dict[str, Callable[[], Any]] = {
+        "set": lambda: p.lab.set("lr", 10 ** p.rng.uniform(-4, -2.5)).wait(LIMIT),
+        "status": lambda: [p.lab.status for _ in range(50)],
+        "spans": lambda: p.live.run.spans,
+        "pause": lambda: (p.lab.pause(), time.sleep(0.2)),
+        "resize": lambda: join(p) if p.rng.random() < 0.5 else leave(p),
+        "repr": lambda: [repr(p.lab) for _ in range(50)],
+    }
+    name = p.rng.choice(list(calls))
+    said = "after" if not interrupted(calls[name], p.rng.uniform(0.0, 0.3)) else "in the middle of"
+    if name == "pause":
+        p.lab.resume()
+    return f"interrupted {said} {name}"
+
+
+def interrupted(call: Callable[[], Any], after: float) -> bool:
+    """Calls, and interrupts this thread, the main one, `after` so many seconds; was the call broken off?"""
+    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT))
+    done = False
+    timer.start()
+    try:
+        call()
+        done = True
+        while timer.is_alive():
+            time.sleep(0.01)
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        pass
+    except (KnobError, ClusterError):  # what was asked cannot be at the moment; the interrupt is still to come
+        done = True
+        timer.join()
+    return not done
+
+
+FAULTS: dict[Harm, int] = {kill: 3, freeze: 3, join: 3, leave: 2, cut: 2, interrupt: 3, end_controller: 1}
+
+
+def drawn(rng: random.Random) -> Harm:
+    return rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+
+
+# -- what is left behind
+
+
+def left(pid: int) -> dict[str, int]:
+    """Threads, descriptors and children of a process, and what is shared on this machine."""
+    me = psutil.Process(pid)
+    shared = len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0
+    return {"threads": me.num_threads(), "descriptors": me.num_fds(), "children": len(me.children(recursive=True)),
+            "shared": shared}  # fmt: skip

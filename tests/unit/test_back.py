@@ -1,0 +1,232 @@
+"""A run that goes back to a checkpoint in its midst: what ranks hold then, how often, and what is said without one."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kept import held
+from tests.piped import piped
+from tests.ranks import batch, ended, experiment, live, mse, toy
+from tests.waiting import until
+from workbench.cluster.alarm import Alarm
+from workbench.compressors import TopK
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.host.saved.back import TIMES
+from workbench.optimizers import AdamW
+from workbench.partitions import Pipeline
+from workbench.settings import Change
+from workbench.strategies import DiLoCo, LocalSGD, ZeRO3
+
+SAVED = 4  # the step before which there is a checkpoint
+
+
+class Bad:
+    """A loss that is no number on rank 1 at some of its steps, however often the data are begun again."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def task(self, **more: Any) -> Any:
+        def data(rank: int, ranks: int, seed: int) -> list[Any]:
+            return [(*batch(rank, step, seed), rank == 1 and step in self.steps) for step in range(64)]
+
+        def loss(model: torch.nn.Module, triple: Any) -> Tensor:
+            return mse(model, triple[:2]) * (math.nan if triple[2] else 1.0)
+
+        return toy(data=data, loss=loss, **more)
+
+
+def rolling(steps: int = 16, bad: tuple[int, ...] = (6,), ranks: int = 2, **more: Any) -> Experiment:
+    rest = {"task": Bad(*bad).task(), "on_nan": "roll back", "save_every": SAVED, "saves": 1, **more}
+    return experiment(ranks, steps, **rest)
+
+
+def said(sessions: list[Session], mark: str) -> list[dict[str, Any]]:
+    return [json.loads(row[3]) for s in sessions for row in s.record.noted(mark)]
+
+
+def waited(sessions: list[Session], condition: Any) -> None:
+    met = until(condition, 60)
+    if not met:
+        for s in sessions:
+            s.abort()
+    assert met, [s.status() for s in sessions]
+
+
+def lived(e: Experiment, folder: Path, changes: tuple[Change, ...] = ()) -> list[Session]:
+    folder.mkdir(parents=True, exist_ok=True)
+    sessions = live(e, changes, run_dir=folder)
+    ended(sessions)
+    for s in sessions:
+        assert s.error is None, s.error["traceback"]
+    return sessions
+
+
+SETTINGS = {
+    "DDP": {},
+    "AdamW": {"optimizer": AdamW()},
+    "TopK": {"compressor": TopK.usual()},
+    "LocalSGD": {"strategy": LocalSGD(every=3)},
+    "DiLoCo": {"strategy": DiLoCo(every=2)},
+    "ZeRO3": {"strategy": ZeRO3(), "optimizer": AdamW()},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("label", SETTINGS)
+def test_all_ranks_hold_what_they_held_and_go_on(label: str, tmp_path: Path) -> None:
+    sessions = lived(rolling(**SETTINGS[label]), tmp_path)
+    (back,) = said(sessions, "rolled back")
+    assert back["to"] == SAVED and 7 <= back["step"] <= 13 and "back to the checkpoint before step 4" in back["text"]
+    assert [s.phase for s in sessions] == ["done"] * 2 and {s.rank.step for s in sessions} == {16}
+    steps = [row[0] for row in sessions[0].record if row[1] == "step"]
+    assert steps == list(range(16)), "the numbers of the steps go on"
+    losses = [(step, v) for s in sessions for step, name, _, v in s.record.samples if name == "loss"]
+    assert all(math.isfinite(v) for step, v in losses if step >= back["step"])
+    assert all(bool(x.isfinite().all()) for rank in held(sessions) for x in rank.values())
+
+
+@pytest.mark.ranks
+def test_it_is_to_the_bit_what_a_run_from_that_checkpoint_makes_of_the_data_that_follow(tmp_path: Path) -> None:
+    """The reference: parameters and moments of the checkpoint, and the batches from the step after on."""
+    went = lived(rolling(12, optimizer=AdamW(), saves=9), tmp_path / "went")
+    at = said(went, "rolled back")[0]["step"]
+    first = lived(experiment(2, SAVED, task=Bad().task(), optimizer=AdamW()), tmp_path / "first")
+    model, optimizer = first[0].model, first[0].optimizer
+    for step in range(at, 12):
+        optimizer.zero_grad()
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for rank in range(2):
+            grads = torch.autograd.grad(mse(model, batch(rank, step, 0)), list(model.parameters()))
+            for t, g in zip(total, grads, strict=True):
+                t += g
+        for p, t in zip(model.parameters(), total, strict=True):
+            p.grad = t / 2
+        optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.allclose(held(went)[0][name], p, rtol=0, atol=1e-7), name
+
+
+@pytest.mark.ranks
+def test_the_stages_of_all_replicas_go_back_together(tmp_path: Path) -> None:
+    e = piped(4, 0, partition=Pipeline(), save_every=SAVED, on_nan="roll back")
+    (tmp_path / "run").mkdir()
+    sessions = live(e, run_dir=tmp_path / "run")
+    waited(sessions, lambda: sessions[0].rank.step > 6)
+    sessions[0].request({"kind": "roll back", "id": "a", "step": sessions[0].rank.step})
+    waited(sessions, lambda: said(sessions, "rolled back"))
+    step = said(sessions, "rolled back")[0]["step"]
+    waited(sessions, lambda: min(s.rank.step for s in sessions) > step + 3)
+    sessions[0].request({"id": "stop", "kind": "stop"})
+    ended(sessions)
+    assert [s.error for s in sessions] == [None] * 4
+
+
+@pytest.mark.ranks
+def test_it_goes_back_to_the_same_one_so_often_and_then_pauses(tmp_path: Path) -> None:
+    e = rolling(0, bad=tuple(range(6, 64)), save_every=0)
+    sessions = live(e, run_dir=tmp_path)
+    sessions[0].request({"kind": "checkpoint", "id": "one"})
+    waited(sessions, lambda: sessions[0].phase == "paused")
+    back = said(sessions, "rolled back")
+    assert [b["times"] for b in back] == list(range(1, TIMES + 1)) and back[-1]["text"].endswith(", for the third time")
+    (cannot,) = said(sessions, "not rolled back")
+    assert cannot["text"].endswith(f"{TIMES} times, which did not help")
+    for s in sessions:
+        s.abort()
+    ended(sessions)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("changes", "why"), [
+    ((Change(0, "save_every", 0),), "there is no checkpoint yet; set save_every, or make one with lab.checkpoint()"),
+    ((Change(5, "strategy", {"LocalSGD": {"every": 2}}),), "was made with another strategy"),
+])  # fmt: skip
+def test_where_there_is_none_that_will_do_it_pauses_and_says_why(changes: Any, why: str, tmp_path: Path) -> None:
+    sessions = live(rolling(0), changes, run_dir=tmp_path)
+    waited(sessions, lambda: sessions[0].phase == "paused")
+    (cannot,) = said(sessions, "not rolled back")
+    assert why in cannot["text"] and cannot["text"].startswith("nobody went back at step ")
+    for s in sessions:
+        s.abort()
+    ended(sessions)
+
+
+@pytest.mark.ranks
+def test_no_checkpoint_is_made_of_what_is_spoiled_and_takes_a_good_ones_place(tmp_path: Path) -> None:
+    """The number is met in the gradient of a step before a checkpoint, so that one would hold it already."""
+
+    def loss(model: torch.nn.Module, triple: Any) -> Tensor:
+        found = mse(model, triple[:2])
+        return found + (found * 0).sqrt() * 0 if triple[2] else found  # a good loss, and a gradient that is none
+
+    e = rolling(0, task=toy(data=Bad(7).task().data, loss=loss), save_every=0)
+    sessions = live(e, run_dir=tmp_path)
+    for steps, at, mark in ((5, 5, "saved"), (3, 8, "not saved")):
+        sessions[0].request({"kind": "step", "id": mark, "n": steps})
+        waited(sessions, lambda at=at: sessions[0].rank.step == at and sessions[0].phase == "paused")
+        sessions[0].request({"kind": "checkpoint", "id": f"at {at}"})
+        waited(sessions, lambda mark=mark: said(sessions, mark))
+    assert said(sessions, "not saved")[0]["text"].endswith("weight is not finite")
+    sessions[0].request({"kind": "resume", "id": "on"})
+    waited(sessions, lambda: said(sessions, "rolled back"))
+    assert said(sessions, "rolled back")[0]["to"] == 5
+    waited(sessions, lambda: min(s.rank.step for s in sessions) > 20)
+    sessions[0].request({"kind": "stop", "id": "stop"})
+    ended(sessions)
+    assert all(bool(x.isfinite().all()) for rank in held(sessions) for x in rank.values())
+
+
+# -- the lab
+
+
+class Asked:
+    """As much of a Live as an Alarm asks for."""
+
+    def __init__(self, watched: bool) -> None:
+        self.notes: list[str] = []
+        self.orders: list[dict[str, Any]] = []
+        self.ended, self.step = False, 9
+        self.changes = type("C", (), {"experiment": Experiment(on_nan="roll back")})()
+        self.ending = type("E", (), {"unwatched": None})()
+        self.watched = lambda: watched
+        self.over = threading.Event()
+
+    def order(self, what: str, request: dict[str, Any]) -> None:
+        self.orders.append(request)
+
+    def come_to_end(self) -> None:
+        self.ended = True
+
+
+def test_the_lab_asks_for_ranks_that_nobody_in_the_run_hears_and_says_what_became_of_it() -> None:
+    it = Asked(watched=True)
+    alarm = Alarm(it)  # type: ignore[arg-type]
+    alarm.heard("nan", 1, 6, 2.0, {"loss": "nan"})
+    assert it.orders == [{"id": "nan", "kind": "roll back", "step": 6}]
+    assert it.notes == ["rank 1's loss was nan at step 6, before any other's; the ranks go back to a checkpoint"]
+    alarm.went_back(3.0, {"text": "all ranks went back", "to": 4})
+    assert it.notes[-1] == "all ranks went back" and not it.ended
+    alarm.heard("nan", 0, 7, 2.5, {"loss": "nan"})
+    assert len(it.orders) == 1, "what was met before is settled"
+    alarm.heard("nan", 0, 9, 4.0, {"loss": "nan"})
+    assert it.orders[-1]["step"] == 9
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_where_they_cannot_a_run_pauses_if_somebody_watches_and_else_ends(watched: bool) -> None:
+    it = Asked(watched)
+    alarm = Alarm(it)  # type: ignore[arg-type]
+    alarm.heard("nan", 1, 6, 2.0, {"loss": "nan"})
+    alarm.went_back(3.0, {"text": "nobody went back at step 7: there is no checkpoint yet"})
+    assert it.ended is not watched and (it.ending.unwatched is None) is watched
+    assert it.notes[-1].endswith("the run pauses" if watched else "nobody watches, so the run ends")

@@ -1,0 +1,133 @@
+"""Ranks that hang, put out of a run that goes on without them: because somebody says so, or as `on_hang` does.
+
+The others are told first, and say whether they could go on. Then the engine that hangs is ended, so that nothing of it
+burns a core or wakes up later, and what follows is what follows a death.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from workbench.cluster.meeting import cannot_start
+from workbench.cluster.place import ClusterError
+from workbench.cluster.resizing import idle, resize
+from workbench.cluster.silence import Verdict, named
+from workbench.settings import KnobError
+
+if TYPE_CHECKING:
+    from workbench.cluster.live import Live
+
+TELL = 2.0  # seconds that the others have to say whether they could go on
+
+
+class Evicting:
+    """One run's. reasons: why ranks were put out, by rank; leaving: those whom the others have not left behind yet."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self.reasons: dict[int, str] = {}
+        self.leaving: set[int] = set()
+        self._replaced: set[int] = set()  # in whose place another is to come
+        self._refused = ""
+        self._lock = threading.Lock()
+
+    # -- what the ranks do
+
+    def hangs(self, found: Verdict, fresh: bool) -> None:
+        """Ranks stand still and hold up others. fresh: was that not so a moment ago?"""
+        live = self.live
+        if fresh:
+            self.note("hang", {"ranks": found.odd, "seconds": found.seconds, "text": found.text}, besides=found.odd)
+        does = live.changes.experiment.on_hang
+        odd = [rank for rank in found.odd if rank not in self.leaving]
+        if does == "wait" or not found.sure or live.ending.asked or not odd:
+            return
+        try:
+            self.evict(odd, found.text, replace=does == "replace", whatever=True)
+        except (ClusterError, KnobError) as failure:
+            if str(failure) != self._refused:
+                self._refused = str(failure)
+                live.note(failure)
+
+    def note(self, name: str, detail: dict[str, Any], besides: Collection[int] = ()) -> None:
+        """A mark in the record, by the first rank that can write it."""
+        for rank in (m for m in self.live.members if m not in besides and m not in self.live.ending.dead):
+            try:
+                self.live.cluster.line.ask(rank, "note", timeout=1.0, name=name, detail=detail)
+            except ClusterError:
+                continue
+            return
+
+    def went_on(self, gone: Sequence[int]) -> None:
+        """The others went on without these."""
+        self.leaving -= set(gone)
+        if self.live.changes.experiment.on_death == "replace":
+            self._replaced |= {rank for rank in gone if self.live.cluster.death(rank)}
+        if count := len(self._replaced & set(gone)):
+            self._replaced -= set(gone)
+            threading.Thread(target=self._replace, args=(count,), name="run replacing", daemon=True).start()
+
+    # -- what is asked
+
+    def evict(self, ranks: Sequence[int], why: str, replace: bool = False, whatever: bool = False) -> None:
+        """Ends the engines of these ranks, and the others go on.
+
+        why: in words, for the record; whatever: also where the others cannot go on, so that the run fails
+        Raises KnobError or ClusterError where it cannot be, and ends nothing then.
+        """
+        with self._lock:
+            able = self._able(ranks)
+            outlived = self._told(able, whatever)
+            self.reasons |= dict.fromkeys(able, why)
+            self.leaving |= set(able) if outlived else set()
+            self._replaced |= set(able) if replace and outlived else set()
+            self.note("evicted", {"ranks": able, "text": f"{named(able)} put out: {why}"}, besides=able)
+            if left := [rank for rank in able if not self.live.cluster.health.end(rank)]:
+                raise ClusterError(f"{named(left)} could not be ended: the system keeps the process")
+
+    def _able(self, ranks: Sequence[int]) -> list[int]:
+        live = self.live
+        here = [rank for rank in live.members if rank not in live.ending.dead]
+        for rank in ranks:
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank not in here:
+                raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, here))}")
+        if not ranks or set(ranks) >= set(here):
+            raise KnobError(f"rank={', '.join(map(str, ranks)) or 'none'}: put out at least one rank, and leave at "
+                            f"least one; lab.stop() ends the run")  # fmt: skip
+        for rank in ranks:
+            engine = live.cluster.engines[rank]
+            if not live.cluster.health.mine(engine):
+                raise ClusterError(
+                    f"rank={rank}: {engine} was not started by this lab, which ends only its own; end it there, and "
+                    f"with on_death='go on' the others go on"
+                )
+        return list(dict.fromkeys(ranks))
+
+    def _told(self, ranks: list[int], whatever: bool) -> bool:
+        """Tells the others; whether they could go on. Raises ClusterError where they could not."""
+        live, these = self.live, ", ".join(map(str, ranks))
+        others = [rank for rank in live.members if rank not in ranks and rank not in live.ending.dead]
+        for rank, said in live.cluster.line.ask_all("outlive", timeout=TELL, ranks=others).items():
+            if isinstance(said, Exception):
+                raise ClusterError(f"rank={these}: rank {rank} does not answer either, and would have to go on; put "
+                                   f"out both, or lab.stop()")  # fmt: skip
+            if said and not whatever:
+                raise ClusterError(f"rank={these}: the others cannot go on alone: {said}")
+            if said:
+                return False
+        return True
+
+    def _replace(self, count: int) -> None:
+        """Others come in, as many as are gone: idle engines, or new ones; or as many as there are."""
+        live = self.live
+        try:
+            if cannot_start(live.cluster, 1):
+                count = min(count, len(idle(live)))
+            if not count:
+                raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "
+                                   "none can be started")  # fmt: skip
+            resize(live, len(live.members) + count)
+        except Exception as failure:  # the run goes on without
+            live.note(failure)

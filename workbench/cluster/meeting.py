@@ -1,0 +1,101 @@
+"""Engines become ranks of a lab: they are asked what they are, checked, and given what they need to serve it.
+
+Also those that a lab starts later, for more ranks than it had or in the place of ranks that are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workbench.cluster import worker
+from workbench.cluster.engines import Engine, check_versions, devices, probe, spans_hosts
+from workbench.cluster.place import ClusterError, host, this_process
+from workbench.cluster.processes import code_in_words, log_tail
+from workbench.experiment.given import MAX_RANKS
+
+if TYPE_CHECKING:
+    from workbench.cluster.cluster import Cluster
+
+COME_UP = 60.0  # seconds that an engine has to come up
+LOOK = 0.05  # seconds between two looks
+
+
+def meet(cluster: Cluster, ids: Sequence[int]) -> list[Engine]:
+    """The engines with these ipyparallel ids, as the ranks that come after those that there are.
+
+    Raises ClusterError or KnobError where they cannot train together with this kernel and with each other.
+    """
+    first = len(cluster.engines)
+    found = [replace(e, rank=first + e.rank) for e in probe(cluster.client, list(ids), cluster.controller())]
+    check_versions(found)
+    places, kind = devices([*cluster.engines, *found], cluster.device)
+    if first and kind != cluster.kind:
+        raise ClusterError(f"{found[0]} would have to share a GPU, and ranks of one run talk over {cluster.kind}")
+    spans = spans_hosts([*cluster.engines, *found])
+    setup = {
+        "lab": cluster.place.path.name, "client": cluster.keys.public, "owner": this_process(), "host": host(),
+        "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans,
+    }  # fmt: skip
+    open_: list[Engine] = []
+    for engine in found:
+        reach = engine.reach if spans else "127.0.0.1"
+        at = cluster.call(engine.id, worker.open_bench, {**setup, "reach": reach})
+        open_.append(replace(engine, rows=at["rows"], line=at["line"]))
+    cluster.devices, cluster.kind = places, kind
+    return open_
+
+
+def cannot_start(cluster: Cluster, count: int) -> str:
+    """Why `count` more engines cannot be started, in words; "" where they can."""
+    if cluster.owned is None or cluster.guest:
+        return "another has started its engines"
+    if how := cluster.health.controller():
+        return f"the controller {how}"
+    room = MAX_RANKS - len(cluster.engines)
+    return f"a lab has at most {MAX_RANKS} engines, the lost ones among them" if count > room else ""
+
+
+def start_more(cluster: Cluster, count: int) -> list[int]:
+    """Starts `count` engines more on this machine; their ranks. It takes some seconds, nearly all of them imports.
+
+    Raises ClusterError if they do not come up; then none of them stays.
+    """
+    assert cluster.owned is not None
+    first = cluster.owned.next_engine
+    numbers = list(range(first, first + count))
+    try:
+        for number in numbers:
+            cluster.owned.start_engine(number)
+        _wait(cluster, numbers)
+        found = meet(cluster, numbers)
+    except Exception:
+        for number in numbers:
+            cluster.owned.dismiss(number)
+        raise
+    for engine in found:
+        cluster.line.reach(engine.rank, engine.line)
+        assert cluster.relay is not None
+        cluster.relay.reach(engine.rows)
+        cluster.engines.append(engine)
+    cluster.note_engines()
+    return [engine.rank for engine in found]
+
+
+def _wait(cluster: Cluster, numbers: Sequence[int]) -> None:
+    assert cluster.owned is not None
+    until = time.monotonic() + COME_UP
+    while not set(numbers) <= set(cluster.client.ids):
+        for number in numbers:
+            if (code := cluster.owned.started[f"engine {number}"].poll()) is not None:
+                tail = log_tail(cluster.place, f"engine {number}")
+                raise ClusterError(f"engine {number} ended with {code_in_words(code)} before it was up.{tail}")
+        if cluster.closed:
+            raise ClusterError("the lab was closed while an engine came up")
+        if time.monotonic() > until:
+            raise ClusterError(f"engines {list(numbers)} were not up within {COME_UP:g} s")
+        time.sleep(LOOK)
