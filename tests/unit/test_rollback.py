@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.ranks import live, shipped
 from workbench.experiment import Experiment
-from workbench.host.reentry import unfit
 from workbench.host.rollback import Rollback, updates_last
+from workbench.host.salvage import in_parts
 from workbench.host.slots import slots
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import Digits
@@ -147,7 +147,7 @@ def test_who_is_said_to_update_last_does(name: str, monkeypatch: pytest.MonkeyPa
 
     strategy = shipped(Strategy)[name]()
     e = Experiment(task=Digits(), strategy=strategy, ranks=2, steps=6, eval_every=0, on_death="go on").checked()
-    assert not unfit(e)
+    assert not in_parts(e)
     broken: list[str] = []
     perform, closes = Host._perform, Host.close_step
 

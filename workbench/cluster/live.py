@@ -157,7 +157,8 @@ class Live:
         self.notes.append(detail["text"])
         if "members" in detail:
             self.members = tuple(detail["members"])
-            self.ending.outlived(detail["gone"])
+            self.ending.outlived(detail["gone"], step)
+            self.step = min(self.step, step)
             self.changes.resized(step, detail)
             self.orders.hears(self.members[0])
             self.evicting.went_on(detail["gone"])
