@@ -86,7 +86,9 @@ def text(found: dict[str, Any]) -> str:
                       if "refused" in row["each"])  # fmt: skip
     best = {name: min(_seconds(each) for each in row.values()) for name, row in rows.items()}
     late = [name for name, seconds in best.items() if seconds > (OF_DDP if name == "DDP" else ASKED)]
-    verdict = "All of them." if not late else f"Not kept either way by {', '.join(late)}."
+    verdict = "All that were measured keep it." if not late else f"Not kept either way by {', '.join(late)}."
+    left = [name for name in names() if name not in found["rows"]]
+    verdict += f" Not measured yet: {', '.join(left)}." if left else ""
     return (
         f"## The simulator at {found['ranks']} ranks\n\n{found['steps']} steps of ByteGPT, sizes only, knobs as usual; "
         f"the process's own seconds on one of two cores, beside the load (processes that want to run) that is given, "
