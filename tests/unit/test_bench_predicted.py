@@ -97,9 +97,12 @@ def test_what_was_measured_is_predicted_anew_from_calibrations_that_are_there(tm
 def test_what_the_simulator_takes_is_said_with_what_falls_short() -> None:
     row = scale.once("DDP", 4, 2)
     assert row["seconds"] > 0 and row["spans"] > 0
-    rows = {"DDP": {**row, "seconds": 11.0}, "Gossip": {**row, "seconds": 29.0}, "X": {"refused": "cannot be"}}
+    rows = {"DDP": {"each": {**row, "seconds": 11.0}}, "Gossip": {"each": {**row, "seconds": 29.0}},
+            "X": {"each": {"refused": "cannot be"}}, "KFAC": {"each": {"late": 300.0, "load": 2.0}},
+            "ZeRO3": {"each": {**row, "seconds": 99.0}, "alike": {**row, "seconds": 2.5}}}  # fmt: skip
     said = scale.text({"ranks": 1024, "steps": 100, "rows": rows})
-    assert "Not kept by DDP." in said and "- X: cannot be" in said and "| Gossip | 29.0 |" in said
+    assert "Not kept either way by DDP, KFAC." in said and "- X: cannot be" in said and "| Gossip | - | 29.0 |" in said
+    assert "| ZeRO3 | 2.5 | 99.0 |" in said and "| KFAC | - | over 300 | - | - | 2 |" in said
 
 
 @pytest.mark.ranks

@@ -42,11 +42,12 @@ def _within(thing: Any) -> Iterator[Any]:
     todo, seen = deque([thing]), set()
     while todo:
         x = todo.popleft()
-        if isinstance(x, _BARE) or id(x) in seen:
+        is_tensor = isinstance(x, Tensor)
+        if id(x) in seen or (not is_tensor and isinstance(x, _BARE)):
             continue
         seen.add(id(x))
         yield x
-        if not isinstance(x, Tensor):
+        if not is_tensor:
             todo += _inside(x)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from workbench.experiment import Experiment
 from workbench.host.hidden import units_of
-from workbench.host.part import Smaller, computes, place, restore, smaller
+from workbench.host.part import Smaller, computes, place, restore, sized, smaller
 from workbench.rank import Entries, StrategyError, Units
 from workbench.settings import KnobError
 from workbench.tasks import Learner
@@ -80,10 +80,11 @@ class Narrowing:
             self._back()
         if kept is None:
             return 1.0
-        if [len(kept), *map(bool, map(Tensor.numel, kept))] != [len(self.units), *[True] * len(self.units)]:
+        if [len(kept), *(each.numel() > 0 for each in kept)] != [len(self.units), *[True] * len(self.units)]:
             raise StrategyError(f"narrow: a sub-model keeps some of each of the {len(self.units)} kinds of units")
         self._entries, self.counts = Entries(self.units, kept), tuple(index.numel() for index in kept)
-        cuts = smaller(self._model, self.units, kept)
+        model, units = self._model, self.units
+        cuts = smaller(model, units, kept) if self._lies else sized(model, units, self.counts)
         forward = computes(self._now(), self._learner, self.units, self.counts)
         params = [p for p in self._model.parameters() if p.requires_grad]
         numel = sum(p.numel() for p in params)

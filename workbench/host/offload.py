@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, clone
 
 from workbench.host.layout import Layout
 from workbench.host.scratch import Extent, Scratch
@@ -49,7 +49,7 @@ class Offloaded:
     out:  copies a tensor of the device into the host's memory; into: copies one from there to a device
     """
 
-    def __init__(self, out: Callable[[Tensor], Tensor] = Tensor.clone,
+    def __init__(self, out: Callable[[Tensor], Tensor] = clone,
                  into: Callable[[Tensor, Any], Tensor] = lambda x, device: x.clone()) -> None:  # fmt: skip
         self._out, self._into = out, into
         self._items: dict[tuple[str, int], Item] = {}

@@ -19,6 +19,7 @@ from workbench.host.meta import outline
 from workbench.rank import Entries, Units
 from workbench.tasks import Learner
 
+_SIZED: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Smaller]]] = WeakKeyDictionary()
 _COUNTED: WeakKeyDictionary[Learner, dict[Any, int | None]] = WeakKeyDictionary()
 
 
@@ -46,6 +47,14 @@ def smaller(model: nn.Module, units: list[Units], kept: list[Tensor]) -> list[Sm
             path, _, short = name.rpartition(".")
             found.append(Smaller(model.get_submodule(path), short, name, entries))
     return found
+
+
+def sized(model: nn.Module, units: list[Units], counts: tuple[int, ...]) -> list[Smaller]:
+    """The same of so many of each units where nothing has values: one for all ranks, which have one model."""
+    made = _SIZED.setdefault(model, {})
+    if counts not in made:
+        made[counts] = smaller(model, units, [torch.empty(k, dtype=torch.int64, device="meta") for k in counts])
+    return made[counts]
 
 
 def place(parameters: Iterable[Smaller]) -> None:
@@ -80,8 +89,7 @@ def _operations(e: Experiment, learner: Learner, units: list[Units], counts: tup
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             model = outline(learner)
-            kept = [torch.empty(k, dtype=torch.int64, device="meta") for k in counts]
-            place(smaller(model, units, kept))
+            place(sized(model, units, counts))
             with FlopCounterMode(display=False) as counter:
                 learner.loss(model, to_device(example(learner, e, "cpu"), "meta"))
             return int(counter.get_total_flops())

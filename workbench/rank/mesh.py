@@ -32,7 +32,18 @@ class Group:
     def __len__(self) -> int:
         return len(self.ranks)
 
+    def __hash__(self) -> int:  # once: lanes and wires look groups of thousands up in every operation
+        return self._hash
+
     def __str__(self) -> str:
+        return self._name
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.ranks, self.generation))
+
+    @cached_property
+    def _name(self) -> str:
         return f"{'+'.join(self.dims)} [{_listed(self.ranks)}]"
 
     @cached_property

@@ -52,7 +52,7 @@ class Collective:
         fiber.host.ledger.buffers.take(fiber, op)
         if op.verb != self.op.verb or (x is not self.x and _size(op) != self.size):
             raise self._mismatch(fiber, op)
-        r = fiber.host.index if self.group is None else self.here.index(fiber.host.index)
+        r = fiber.host.index if self.group is None else self.world.place(self.group, fiber.host.index)
         self.fibers[r], self.xs[r] = fiber, x
         self.asked[r], self.t0[r], self.steps[r] = fiber.resumed, self.world.clock.now, fiber.step
         self.left -= 1

@@ -25,6 +25,7 @@ from workbench.host.trial import Trial, assumed
 from workbench.optimizers import Optimizer, built
 from workbench.sim.known import Kept
 from workbench.sim.passes import Passes
+from workbench.sim.shaped import stands_in
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class Outline:
             for p in self.followed():  # lies in no bucket
                 p.data = torch.empty_like(p)
             self._cuts[key] = Cut(layout, self.arrival)
+            for bucket in (*layout.buckets, *self._cuts[key].params):
+                stands_in(bucket)
         return self._cuts[key]
 
 

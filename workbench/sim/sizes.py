@@ -26,6 +26,7 @@ from workbench.sim.away import Outlined
 from workbench.sim.drawing import Drawn
 from workbench.sim.known import Kept
 from workbench.sim.outline import Outline, StageOutline, ready
+from workbench.sim.shaped import shaped, stands_in
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
@@ -61,14 +62,13 @@ class Sizes(Drawn):
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
         self._outline = self._whole = whole
         self._stage: StageOutline
-        self._bucket_mb, self._learned = bucket_mb, False
         self.piece: Way | None = None
         self._count = 1  # micro-batches of a batch
         self.shares: tuple[float, ...] = (1.0,)  # of what this rank computes, by piece
         self._asked: dict[tuple[int, int], torch.Tensor | None] = {}  # what came, by micro-batch under way and piece
-        self.model, self.optimizer = whole.model, whole.optimizer
+        self._bucket_mb, self.model, self.optimizer = bucket_mb, whole.model, whole.optimizer
         self.cut = whole.cut(bucket_mb, False)
-        self.learning = self.roomy = False
+        self._learned = self.learning = self.roomy = False
         self.shards: Shards | None = None  # the buckets in whose shards the optimizer's state lies
         self.gradient_shards = 1  # in how many shards summed gradients are kept
         self._begun = True  # has the optimizer made a step?
@@ -251,7 +251,7 @@ class Sizes(Drawn):
         return self._outline.standing(self.layout, stepped, roomy, self.shards)
 
     def full(self, index: int) -> Bucket:
-        return self.cut.buckets[index]
+        return stands_in(self.cut.buckets[index])  # whose memory another rank may have given back
 
     def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
         """The optimizer that `experiment` wants for what lies here, or for all of the model."""
@@ -290,7 +290,7 @@ class Sizes(Drawn):
         return [torch.empty_like(x) for x in vector]
 
     def value(self, step: int) -> torch.Tensor:
-        return torch.empty((), device="meta")
+        return shaped(torch.empty((), device="meta"))
 
     def clear(self) -> None:
         """No bucket keeps room for gradients."""

@@ -43,6 +43,7 @@ class World:
         self._hosts: list[Any] = []
         self.open: dict[str, dict[tuple[Group | None, int], Collective]] = {}  # collectives under way, by lane
         self.orders: dict[str, Order] = {}
+        self._here: dict[Group, tuple[int, ...]] = {}
         self._gathered: dict[tuple[str, Group | None], dict[int, tuple[Fiber, Any]]] = {}
         self.ended = 0
         self.over = False  # have all ranks done their steps?
@@ -103,7 +104,14 @@ class World:
         """Of the ranks of a group, or of all, those that are simulated."""
         if group is None:
             return range(self.first)
-        return group.ranks if self.first == self.size else tuple(r for r in group.ranks if r < self.first)
+        found = self._here.get(group)
+        if found is None:
+            found = self._here[group] = tuple(r for r in group.ranks if r < self.first)
+        return found
+
+    def place(self, group: Group, rank: int) -> int:
+        """Which of the simulated ranks of a group `rank` is."""
+        return group.index(rank) if self.first == self.size else self.here(group).index(rank)
 
     # -- meeting beside the network --
 

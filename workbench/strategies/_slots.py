@@ -44,7 +44,7 @@ async def bring_together(rank: Rank) -> None:
 
 def _joined(slots: list[Tensor]) -> Tensor:
     """All slots as one vector: (n,) fp32, or wider if one of them is, where the largest of them lives."""
-    largest = max(slots, key=Tensor.numel)
+    largest = max(slots, key=lambda slot: slot.numel())
     widest = reduce(torch.promote_types, (slot.dtype for slot in slots), torch.float32)
     flat = torch.empty(sum(s.numel() for s in slots), dtype=widest, device=largest.device)
     _fill(flat, slots)

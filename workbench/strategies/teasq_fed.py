@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from typing import Any, ClassVar
 
@@ -198,9 +199,7 @@ class TEASQFed(Strategy):
     def _coder(self, version: int, memory: Memory) -> Coder:
         """What turns a difference into a message, while the model is of this version."""
         density = min(1.0, self.density * 2.0 ** min(version // self.relax if self.relax else 0, 64))
-        chooses = TopK(density=density) if density < 1 else Dense()
-        rounds = QSGD(bits=self.bits, block=64) if self.bits < 32 else Dense()
-        coder = Quantised(of=chooses, by=rounds).coder(memory)
+        coder = _codec(density, self.bits).coder(memory)
         assert coder is not None
         return coder
 
@@ -224,3 +223,10 @@ class TEASQFed(Strategy):
         if not state.early:
             return None
         return f"the server mixed in {state.early} update{'s' * (state.early > 1)} without waiting for {self.cache}"
+
+
+@cache
+def _codec(density: float, bits: int) -> Quantised:
+    """What chooses so much of a difference and rounds what it has chosen; each message asks for it."""
+    chooses = TopK(density=density) if density < 1 else Dense()
+    return Quantised(of=chooses, by=QSGD(bits=bits, block=64) if bits < 32 else Dense())

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workbench.host.batches import Numbers
+from workbench.host.finite import finite
 from workbench.host.pipelining import drained
 from workbench.host.saved.image import Image, taken
 from workbench.host.saved.regain import Regained
@@ -181,7 +182,7 @@ class Saving:
         try:
             image = taken(run)
             spoiled = next((name for name, n in image.said["parameters"].items()
-                            if not bool(image.items[n].values.isfinite().all())), None)  # fmt: skip
+                            if not finite([image.items[n].values])), None)  # fmt: skip
             return (image, "") if spoiled is None else (None, f"{spoiled} is not finite")
         except Unkept as error:
             return None, str(error)

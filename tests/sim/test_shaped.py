@@ -1,0 +1,130 @@
+"""What stands for tensors where there are sizes only: the same to the bit as torch's own meta device says."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import fitting, shipped
+from tests.sim.virtual import same
+from workbench import simulate
+from workbench.compressors import Compressor
+from workbench.experiment import Experiment
+from workbench.fabric import Fabric, Link, Noisy
+from workbench.optimizers import SGD
+from workbench.rank import Rank
+from workbench.settings import Change, KnobError
+from workbench.sim import shaped
+from workbench.sim.kinds import Shaped
+from workbench.strategies import DDP, LocalSGD, Strategy
+from workbench.tasks import ByteGPT
+
+E = Experiment(task=ByteGPT(layers=1), ranks=4, steps=5, pace=60.0, bucket_mb=0.2,
+               fabric=Fabric(link=Link(bandwidth=2000.0), host=2.0, disk=0.5, faults=(Noisy(spread=0.2),)))  # fmt: skip
+
+
+def vector(n: int) -> Any:
+    return shaped.shaped(torch.empty(n, device="meta"))
+
+
+def both(e: Experiment, monkeypatch: pytest.MonkeyPatch, *changes: Change) -> None:
+    """Simulates twice; the first time nothing falls back on torch's own tensors."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shaped, "unshaped", None)
+        quick = simulate(e, changes=changes)
+    with shaped.unshaped():
+        assert same(quick, simulate(e, changes=changes))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", shipped(Strategy))
+def test_a_strategy_does_the_same_with_what_stands_for_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        both(replace(E, strategy=fitting(shipped(Strategy)[name], E.ranks)), monkeypatch)
+    except KnobError as error:
+        pytest.skip(f"not simulated: {error}")
+
+
+@pytest.mark.ranks
+def test_so_do_two_strategies_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    both(E, monkeypatch, Change(2, "strategy", LocalSGD(every=2)), Change(4, "strategy", DDP()))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", shipped(Compressor))
+def test_so_does_a_compressor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    e = replace(E, compressor=shipped(Compressor)[name].usual(), measure_every=2)
+    e = replace(e, optimizer=SGD(momentum=0.9)) if name == "DGC" else e
+    both(e, monkeypatch, Change(2, "bucket_mb", 0.5))
+
+
+def test_what_works_in_place_answers_with_the_very_tensor() -> None:
+    x, y = vector(6), vector(6)
+    assert x.add_(y) is x and x.mul_(2) is x and torch.maximum(x, y, out=x) is x
+    torchs = torch.empty(6, device="meta")
+    assert torchs.copy_(x) is torchs
+
+
+def test_a_view_lies_where_its_tensor_lies_and_what_is_made_does_not() -> None:
+    for _ in range(2):  # asked of torch, then known
+        x = vector(6)
+        lies = x.untyped_storage()._cdata
+        views = x[2:], x.view(2, 3)[1], *x.chunk(2), x.detach(), x.data, x.reshape(3, 2).T
+        assert {v.untyped_storage()._cdata for v in views} == {lies}
+        assert {m.untyped_storage()._cdata == lies for m in (x + 1, x.clone(), x[2:] * 2, torch.cat([x, x]))} == {False}
+        assert (x + 1).untyped_storage().nbytes() == 24 and x[2:].actual.storage_offset() == 2
+
+
+def test_its_memory_goes_with_it() -> None:
+    x = vector(6) + 1
+    where = weakref.ref(x.untyped_storage())
+    view = x[2:]
+    del x
+    assert where() is not None and view.untyped_storage().nbytes() == 24
+    del view
+    assert where() is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [lambda x: x.sum(1), lambda x: x > 0.5, lambda x: x.double() * 2, lambda x: 3 / x, lambda x: x**2,
+     lambda x: x[:, None], lambda x: x[..., 1:2], lambda x: x.mT @ x, lambda x: x.topk(2).indices,
+     lambda x: torch.stack([x, x], 1), lambda x: x.to(torch.int8), lambda x: x.max(1).values, lambda x: x.split([1, 2]),
+     lambda x: torch.where(x > 0, x, 0), lambda x: x.expand(4, 3, 5), lambda x: torch.empty_like(x)],
+)  # fmt: skip
+def test_it_says_what_torch_says(asked: Any) -> None:
+    torchs = torch.empty(3, 5, device="meta")
+    for _ in range(2):
+        mine, its = asked(shaped.shaped(torchs)), asked(torchs)
+        for one, other in zip(*([x] if not isinstance(x, tuple) else x for x in (mine, its)), strict=True):
+            if isinstance(other, Tensor):
+                assert isinstance(one, Tensor) and type(one) is Shaped
+                assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+@pytest.mark.parametrize("asked", [lambda x: x.item(), lambda x: bool(x.sum() > 0), lambda x: x.view(4),
+                                   lambda x: x[7:] + x, lambda x: x.index_select(2, x)])  # fmt: skip
+def test_it_refuses_what_torch_refuses_in_its_words(asked: Any) -> None:
+    said = []
+    for x in (vector(6), torch.empty(6, device="meta")):
+        with pytest.raises((RuntimeError, IndexError)) as caught:
+            asked(x)
+        said.append(f"{type(caught.value)}{caught.value}")
+    assert said[0] == said[1]
+
+
+class Unbound(DDP):
+    """Asks torch's class for what tensors of its kind alone have."""
+
+    async def step(self, rank: Rank, state: Any) -> Any:
+        assert max(map(Tensor.numel, [bucket.data for bucket in await rank.params()]))
+        return await super().step(rank, state)
+
+
+def test_for_what_it_cannot_stand_torchs_own_tensors_do() -> None:
+    assert same(simulate(replace(E, strategy=Unbound())), simulate(replace(E, strategy=Unbound())))

@@ -1,0 +1,138 @@
+"""A tensor that is a shape and a dtype and nothing else, and all that tells one such from another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Kind:
+    """All that tells one `Shaped` from another but its memory; there is one of each, told by what it is."""
+
+    __slots__ = ("dtype", "nbytes", "numel", "offset", "shape", "strides", "width")
+
+    def __init__(self, shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch.dtype) -> None:
+        self.shape, self.strides, self.offset, self.dtype = shape, strides, offset, dtype
+        self.numel, self.width = shape.numel(), dtype.itemsize
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if self.numel else 0
+        self.nbytes = reach * self.width  # of the memory that one has which is no view
+
+
+_kinds: dict[Any, Kind] = {}
+
+
+def kind_of(x: Any) -> Kind | None:
+    """What a tensor of torch's is, where that says all of it."""
+    if type(x) is not Tensor or not x.is_meta or x.requires_grad or x.layout is not torch.strided:
+        return None
+    if x.is_conj() or x.is_neg():
+        return None
+    return _kind(x.shape, x.stride(), x.storage_offset(), x.dtype)
+
+
+def _kind(*told: Any) -> Kind:
+    found = _kinds.get(told)
+    if found is None:
+        found = _kinds[told] = Kind(*told)
+    return found
+
+
+class Room:
+    """Where a `Shaped` lies, as a storage of torch's: what tells it apart while it lives, and its bytes."""
+
+    __slots__ = ("__weakref__", "_cdata", "_nbytes")
+
+    def __init__(self, where: int, nbytes: int) -> None:
+        self._cdata, self._nbytes = where, nbytes
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+
+class Shaped:
+    """Stands for a tensor of the meta device; to `isinstance` it is one."""
+
+    __slots__ = ("__weakref__", "_actual", "_room", "base", "kind")
+
+    is_meta = True
+    is_cuda = is_cpu = is_sparse = is_quantized = requires_grad = False
+    is_leaf = True
+    grad = grad_fn = None
+    device = torch.device("meta")
+    layout = torch.strided
+
+    def __init__(self, kind: Kind, base: Shaped | None = None, actual: Tensor | None = None) -> None:
+        """base: whose memory this is a view of; actual: a tensor of torch's for which it stands"""
+        self.kind, self.base, self._actual = kind, base, actual
+        self._room: Any = None
+
+    @property
+    def actual(self) -> Tensor:
+        """torch's own tensor in its place, always the same."""
+        if self._actual is None:
+            kind, dtype = self.kind, self.kind.dtype
+            if self.base is None:
+                self._actual = torch.empty_strided(kind.shape, kind.strides, dtype=dtype, device="meta")
+            else:
+                where = self.base.actual.untyped_storage()
+                self._actual = torch.empty(0, dtype=dtype, device="meta")
+                self._actual.set_(where, kind.offset, kind.shape, kind.strides)
+        return self._actual
+
+    def untyped_storage(self) -> Any:
+        if self.base is not None:
+            return self.base.untyped_storage()
+        if self._room is None:
+            at = self._actual
+            self._room = Room(-id(self), self.kind.nbytes) if at is None else at.untyped_storage()
+        return self._room
+
+    # -- what is asked most --
+
+    shape = property(lambda self: self.kind.shape)
+    dtype = property(lambda self: self.kind.dtype)
+    ndim = property(lambda self: len(self.kind.shape))
+    itemsize = property(lambda self: self.kind.width)
+    nbytes = property(lambda self: self.kind.numel * self.kind.width)
+
+    def numel(self) -> int:
+        return self.kind.numel
+
+    nelement = numel
+
+    def element_size(self) -> int:
+        return self.kind.width
+
+    def dim(self) -> int:
+        return len(self.kind.shape)
+
+    def __len__(self) -> int:
+        return self.kind.shape[0] if self.kind.shape else len(self.actual)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0)) if self.kind.shape else iter(self.actual)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shaped:
+        memo[id(self)] = made = Shaped(self.kind, None, None if self.base is None else self.actual.clone())
+        return made
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return repr(self.actual)
+
+    @property
+    def __class__(self) -> Any:
+        return Tensor
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise TypeError("it stays what it is")
+
+    @property
+    def root(self) -> Shaped:
+        """Whose memory it has."""
+        return self if self.base is None else self.base
