@@ -96,7 +96,7 @@ def trial(rng: random.Random, number: int, ranks: int = 4, parts: bool = False) 
         lab.run(e)
         while lab._live is None or lab._live.step < 3 or (parts and not lab._live.run.details("saved")):
             time.sleep(0.01)
-        while len(left) > 1:
+        while len(left) > getattr(e.strategy, "group", 1):  # fewer than a group cannot train
             time.sleep(rng.uniform(0.3, 1.5))
             victim = left.pop(rng.randrange(len(left)))
             found.append(kill(lab, victim))
