@@ -1,9 +1,10 @@
 """Engines killed while they train, and how long it takes until that is seen and until the others go on.
 
-    python -m tests.deaths --kills 100 [--busy] [--seed 1] --out docs/data/deaths.json
+    python -m tests.deaths --kills 100 [--busy] [--partitions] [--seed 1] --out docs/data/deaths.json
 
 Each lab of four loses its ranks one after the other, until one is left; strategy, victim and moment are drawn. With
-`--busy` two processes spin beside it. A kill counts as survived if all that are left make steps again.
+`--busy` two processes spin beside it; with `--partitions` ranks hold parts of the model (stages, slices, shards), and
+make checkpoints. A kill counts as survived if all that are to go on make steps again.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ from typing import Any, NamedTuple
 
 import workbench
 from tests.spinning import spinning
-from workbench import Digits, Experiment, Lab
+from workbench import ByteGPT, Digits, Experiment, Lab
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.partitions.schedules import PipeDream2BW
 
 STRATEGIES = ("DDP", "LocalSGD", "DiLoCo", "SlowMo", "Gossip", "EASGD", "ByteScheduler", "AsyncServer", "ShadowEASGD",
               "OneBitAdam")  # fmt: skip
+PARTS: tuple[tuple[str, Any], ...] = (
+    ("DDP", Pipeline()), ("LocalSGD", Pipeline()), ("DDP", Tensor()), ("LocalSGD", Tensor()),
+    ("DDP", Pipeline(of=Tensor())), ("LocalSGD", Pipeline(stages=4)), ("DDP", Pipeline(schedule=PipeDream2BW())),
+    ("HSDP", Whole()), ("ZeRO1", Whole()), ("ZeRO2", Whole()), ("ZeRO3", Whole()), ("HpZ", Whole()),
+    ("ZeROOffload", Whole()), ("ZeROInfinity", Whole()), ("TorchFSDP", Whole()),
+)  # fmt: skip
 LIMIT = 40.0  # seconds after which a kill counts as not survived
 
 
@@ -38,6 +47,8 @@ class Kill(NamedTuple):
     seen: float | None
     on: float | None
     said: str
+    partition: str = "Whole"
+    left: int = 0
 
 
 def kill(lab: Lab, victim: int) -> Kill:
@@ -45,6 +56,7 @@ def kill(lab: Lab, victim: int) -> Kill:
     live, known = lab._live, set(lab.notes)
     assert live is not None
     strategy, step = type(lab.experiment.strategy).__name__, live.step
+    way = type(lab.experiment.partition).__name__
     os.kill(lab.status[victim]["pid"], signal.SIGKILL)
     began, seen, mark = time.monotonic(), None, 0.0
     while (now := time.monotonic() - began) < LIMIT and lab.live:
@@ -57,29 +69,41 @@ def kill(lab: Lab, victim: int) -> Kill:
             spans = live.run.timeline.spans.rows()
             made = spans[spans.equal("lane", "step") & (spans.t0 > mark)]
             if set(rest) <= {int(r) for r in made.rank}:
-                return Kill(strategy, victim, step, seen, now, told[-1][1]["text"])
+                return Kill(strategy, victim, step, seen, now, told[-1][1]["text"], way, len(rest))
         time.sleep(0.01)
-    return Kill(strategy, victim, step, seen, None, "; ".join(lab.notes[-3:]))
+    return Kill(strategy, victim, step, seen, None, "; ".join(lab.notes[-3:]), way)
 
 
-def trial(rng: random.Random, number: int, ranks: int = 4) -> list[Kill]:
+def setting(rng: random.Random, number: int, ranks: int, parts: bool) -> Experiment:
+    """What the trial of this number trains."""
+    pace = rng.choice([0.0, 10.0, 40.0])
+    if not parts:
+        strategy = getattr(workbench, STRATEGIES[number % len(STRATEGIES)])()
+        return Experiment(task=Digits(), strategy=strategy, ranks=ranks, steps=0, on_death="go on", eval_every=25,
+                          pace=pace).checked()  # fmt: skip
+    name, way = PARTS[number % len(PARTS)]
+    task = ByteGPT() if way.size > 1 else Digits()
+    return Experiment(task=task, strategy=getattr(workbench, name)(), partition=way, ranks=ranks, steps=0,
+                      on_death="go on", eval_every=25, save_every=rng.choice([3, 10]), pace=pace).checked()  # fmt: skip
+
+
+def trial(rng: random.Random, number: int, ranks: int = 4, parts: bool = False) -> list[Kill]:
     """A lab that loses all of its ranks but one."""
-    strategy = getattr(workbench, STRATEGIES[number % len(STRATEGIES)])()
-    e = Experiment(task=Digits(), strategy=strategy, ranks=ranks, steps=0, on_death="go on", eval_every=25,
-                   pace=rng.choice([0.0, 10.0, 40.0])).checked()  # fmt: skip
-    found, left = [], list(range(ranks))
+    e = setting(rng, number, ranks, parts)
+    found, left = list[Kill](), list(range(ranks))
     with Lab(ranks=ranks, name=f"deaths-{os.getpid()}-{number}") as lab:
         lab.wait(120)
         lab.run(e)
-        while lab._live is None or lab._live.step < 3:
+        while lab._live is None or lab._live.step < 3 or (parts and not lab._live.run.details("saved")):
             time.sleep(0.01)
-        while len(left) > 1:
+        while len(left) > getattr(e.strategy, "group", 1):  # fewer than a group cannot train
             time.sleep(rng.uniform(0.3, 1.5))
             victim = left.pop(rng.randrange(len(left)))
             found.append(kill(lab, victim))
             print(found[-1], flush=True)
             if found[-1].on is None:
                 break
+            left = list(lab._live.members)  # some may be needed no more
         lab.abort()
     return found
 
@@ -99,13 +123,14 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--kills", type=int, default=100)
     ask.add_argument("--busy", action="store_true")
+    ask.add_argument("--partitions", action="store_true")
     ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--out", type=Path)
     args = ask.parse_args()
     rng, kills, number = random.Random(args.seed), [], 0
     with spinning(2) if args.busy else nullcontext():
         while len(kills) < args.kills:
-            kills += trial(rng, number)
+            kills += trial(rng, number, parts=args.partitions)
             number += 1
     found = {"seed": args.seed, "busy": args.busy, "ranks": 4, **summary(kills)}
     print(json.dumps(found, indent=1))

@@ -250,3 +250,56 @@ def test_time_that_engines_took_to_come_up_is_no_stillness_of_this_kernel() -> N
     w.now += 1.0
     w.attention.mark(1, 3, "stood still", {"seconds": 5.0, "text": "was stopped for 5 s"})
     assert w.notes == ["rank 1 was stopped for 5 s (step 3)"]
+
+
+def took(w: Watched, seconds: float, name: str = "forward") -> None:
+    """Rank 2 has taken so long in an operation before."""
+    row = (2, w.step, "compute", name, 0.0, 0.0, seconds, 0)
+    w.attention.row("spans", 2, columns_of("spans", [row]))
+
+
+@pytest.mark.parametrize(("before", "after", "named_at"), [
+    (0.05, 0.0, 10), (0.05, 4.0, 4), (1.5, 4.0, 8), (3.0, 0.0, 15)
+])  # fmt: skip
+def test_a_rank_hangs_after_so_long_unless_it_took_long_in_the_same_before(
+    before: float, after: float, named_at: int
+) -> None:
+    w = Watched()
+    heard: list[Any] = []
+    w.attention.hang_after = lambda: after
+    w.attention.hangs = lambda found, fresh: heard.append((found.odd, fresh))
+    took(w, before)
+    for _ in range(named_at - 1):
+        w.second(2, mute=False)
+    assert heard == []
+    w.second(2, mute=False)
+    assert heard == [((2,), True)]
+    w.second(2, mute=False)
+    assert heard[1:] == [((2,), False)]
+
+
+def test_before_the_first_step_has_ended_nobody_hangs_by_a_limit_for_steps() -> None:
+    w = Watched(fresh=True)
+    w.attention.hang_after = lambda: 2.0
+    for _ in range(29):
+        w.second(2, mute=False)
+    assert w.notes == []
+    w.second(2, mute=False)
+    assert w.notes and w.notes[0].startswith("rank 2 has been in forward of step 0 for 30 s")
+
+
+def test_a_first_evaluation_may_take_its_time() -> None:
+    w = Watched()
+    w.attention.hang_after = lambda: 2.0
+    for _ in range(29):
+        w.second(2, op="evaluate", mute=False)
+    assert w.notes == []
+
+
+def test_a_silent_ranks_process_is_asked_for_and_no_others() -> None:
+    w = Watched()
+    asked: list[int] = []
+    w.attention.process = lambda rank: asked.append(rank) or "its process is stopped"  # type: ignore[func-returns-value]
+    for _ in range(11):
+        w.second(2)
+    assert set(asked) == {2} and "(its process is stopped" in w.notes[0]

@@ -21,6 +21,7 @@ from workbench.compressors import TopK
 from workbench.engine.keeping import Keeper
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
+from workbench.fabric import Slow
 from workbench.host.saved import filing
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
@@ -29,7 +30,8 @@ from workbench.record.checkpoints import FOLDER, Checkpoint, found, name, prune
 from workbench.record.drafts import Draft
 from workbench.settings import Change, KnobError
 from workbench.sim.resuming import resumed, together
-from workbench.strategies import DDP, DiLoCo, LocalSGD, TorchDDP, TorchFSDP, ZeRO3, ZeROInfinity
+from workbench.strategies import DDP, DiLoCo, LocalSGD, ShadowSync, TorchDDP, TorchFSDP, ZeRO3, ZeROInfinity
+from workbench.tasks import ClickThrough
 
 pytestmark = pytest.mark.ranks
 
@@ -209,6 +211,15 @@ def test_one_that_is_due_while_another_is_written_is_left_out_in_words(
     why = "the one before it is still being written; raise save_every"
     assert left["text"] == f"no checkpoint was made before step 6: {why}"
     assert [one["step"] for one in said(sessions, "saved")] == [3, 9]  # for the last one ranks wait
+
+
+def test_ranks_that_keep_no_common_step_make_the_same_ones(tmp_path: Path) -> None:
+    """Rank 0 is not at the end yet when another is: both plan the same next one, or none."""
+    slow = (Slow(rank=3, factor=1.3), Slow(rank=0, factor=1.1))
+    e = Experiment(task=ClickThrough(), strategy=ShadowSync(), ranks=4, steps=24, eval_every=0, save_every=5, pace=5.0)
+    sessions = live(e.set("fabric.faults", slow).checked(), run_dir=tmp_path)
+    ended(sessions, 40)
+    assert {s.phase for s in sessions} == {"done"} and said(sessions, "saved")
 
 
 def test_a_run_that_is_ended_meanwhile_leaves_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.host.canonical import state_hash
-from workbench.host.reentry import fitting, unfit
+from workbench.host.reentry import fitting
+from workbench.host.salvage import in_parts
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
 from workbench.tasks import ClickThrough, Digits
@@ -118,12 +119,11 @@ def lost(e: Experiment, victim: int, at: int = 8, changes: tuple[Change, ...] = 
 
 def setting(strategy: Strategy, **more: Any) -> Experiment:
     task = ClickThrough() if strategy.tables else Digits()
-    rest = {"ranks": 4, "steps": 24, "eval_every": 10, "on_death": "go on", "seed": 3}
-    return Experiment(task=task, strategy=strategy, **{**rest, **more}).checked()
+    rest = {"task": task, "ranks": 4, "steps": 24, "eval_every": 10, "on_death": "go on", "seed": 3}
+    return Experiment(strategy=strategy, **{**rest, **more}).checked()
 
 
-OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not unfit(setting(cls()))]
-SHARDS = [name for name, cls in sorted(shipped(Strategy).items()) if cls().shards]
+OUTLIVING = [name for name, cls in sorted(shipped(Strategy).items()) if not in_parts(setting(cls()))]
 
 
 @pytest.mark.ranks
@@ -143,20 +143,6 @@ def test_the_others_go_on(name: str, victim: int) -> None:
         steps = [row[0] for row in s.record if row[1] == "step"]
         assert len(steps) == len(set(steps))
         assert set(range(mark["step"], s.rank.step)) <= set(steps) or not strategy.lockstep
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", SHARDS)
-def test_where_nobody_else_has_its_shard_the_run_ends_and_says_why(name: str) -> None:
-    sessions = live(setting(shipped(Strategy)[name]()))
-    while sessions[1].rank.step < 5 and not sessions[1].join(0.001):
-        pass
-    sessions[1].abort()
-    ended(sessions, 60)
-    rest = [s for s in sessions if s.member != 1]
-    assert [s.phase for s in rest] == ["failed"] * 3
-    texts = [json.loads(m[3])["text"] for s in rest for m in s.record.noted("members")]
-    assert texts and all(f"strategy={name} nobody else has the rank's shard" in text for text in texts)
 
 
 @pytest.mark.ranks
@@ -181,6 +167,23 @@ def test_one_after_the_other_until_one_is_left() -> None:
         assert not sessions[2].join(0.001), sessions[2].error
     sessions[2].request({"id": "stop", "kind": "stop"})
     assert sessions[2].join(30) and sessions[2].phase == "stopped" and sessions[2].members == (2,)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["BMUF", "DiLoCo", "SlowMo", "StreamingDiLoCo"])
+def test_an_outer_momentum_goes_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, taken = shipped(Strategy)[name], dict[int, dict[str, torch.Tensor]]()
+    takes = cls.takes
+
+    def seen(self: Any, rank: Any, state: Any, momentum: Any) -> None:
+        taken[rank.id] = {of: x.clone() for of, x in momentum.items()}
+        takes(self, rank, state, momentum)
+
+    monkeypatch.setattr(cls, "takes", seen)
+    left, _ = lost(setting(cls(every=3)), 1)
+    assert len(left) == 3 and set(taken) == {0, 1, 2}
+    assert all(x.equal(taken[0][of]) for each in taken.values() for of, x in each.items())
+    assert any(x.any() for x in taken[0].values())
 
 
 @pytest.mark.ranks

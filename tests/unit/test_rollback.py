@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.ranks import live, shipped
 from workbench.experiment import Experiment
-from workbench.host.reentry import unfit
 from workbench.host.rollback import Rollback, updates_last
+from workbench.host.salvage import in_parts
 from workbench.host.slots import slots
 from workbench.strategies import DDP, LocalSGD, Strategy
 from workbench.tasks import Digits
@@ -147,7 +147,7 @@ def test_who_is_said_to_update_last_does(name: str, monkeypatch: pytest.MonkeyPa
 
     strategy = shipped(Strategy)[name]()
     e = Experiment(task=Digits(), strategy=strategy, ranks=2, steps=6, eval_every=0, on_death="go on").checked()
-    assert not unfit(e)
+    assert not in_parts(e)
     broken: list[str] = []
     perform, closes = Host._perform, Host.close_step
 
@@ -172,3 +172,32 @@ def test_who_is_said_to_update_last_does(name: str, monkeypatch: pytest.MonkeyPa
     sessions = live(e)
     assert all(s.join(100) for s in sessions) and [s.phase for s in sessions] == ["done"] * 2
     assert not broken
+
+
+def test_where_no_copy_is_needed_there_is_a_way_back_in_any_case_but_not_from_a_change() -> None:
+    run = Held(DDP(), on_death="end")
+    run.rank.memory.clear()
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    assert rollback.free and not rollback.wanted
+    before = run.state()
+    with pytest.raises(ConnectionError), rollback.within():
+        raise ConnectionError
+    assert rollback.back() == 0 and same(run.state(), before) and not rollback.open and rollback.nbytes == 0
+    with rollback.within(changes=True):
+        assert rollback.open
+    with pytest.raises(ConnectionError), rollback.within(changes=True):
+        raise ConnectionError
+    assert rollback.open, "half a change cannot be taken back"
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(), DDP()], ids=["writes between exchanges", "with a residual"])
+def test_where_a_copy_is_needed_only_a_run_that_is_to_outlive_something_makes_it(strategy: Strategy) -> None:
+    run = Held(strategy, on_death="end")
+    rollback = Rollback(run)  # type: ignore[arg-type]
+    assert not rollback.free and not rollback.wanted
+    with rollback.within():
+        assert rollback.open
+    assert not rollback.open
+    run.experiment = run.experiment.set("on_hang", "evict")
+    with rollback.within():
+        assert rollback.wanted and not rollback.open and rollback.nbytes

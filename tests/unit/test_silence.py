@@ -102,3 +102,32 @@ def test_long_steps_are_no_silence() -> None:
     assert patience(None) == FIRST and patience(0.05) == LEAST == patience(1.0)
     assert patience(60.0) > 2 * 60.0
     assert text(waits(still=100.0), computes(still=100.0), limit=patience(60.0)) == ""
+
+
+def test_what_took_long_in_the_same_before_is_slow_and_does_not_hang() -> None:
+    slow = computes()._replace(times=5.0)
+    assert text(waits(), slow, waits()) == "" != text(waits(), slow._replace(still=50.0), waits())
+    frozen = mute()._replace(times=2.0)
+    assert text(waits(), frozen) == "" != text(waits(), frozen._replace(mute=20.0))
+
+
+@pytest.mark.parametrize(("table", "sure"), [
+    ((waits(), mute(), waits(), waits()), True),
+    ((waits(), computes(), waits()), True),
+    ((waits(), computes()), True),
+    ((computes(still=0.2), mute(step=3), computes(still=0.4)), True),
+    ((waits(), computes(), computes(still=9.0)), False),  # the third may be next
+    ((computes(), computes(), waits()), False),  # most are in code of their own: a step that is long
+    ((computes(), computes()), False),
+    ((mute(), mute(), mute(), waits()), False),  # it may be this kernel that hears nobody
+    ((waits(6), waits(6), waits(5, "broadcast norms")), False),  # nobody is in code of its own
+    ((waits(), waits(), waits()), False),
+])  # fmt: skip
+def test_it_is_beyond_doubt_where_few_hang_and_nobody_else_might(table: tuple[Seen, ...], sure: bool) -> None:
+    found = verdict(dict(enumerate(table)), 10.0)
+    assert found is not None and found.sure is sure
+
+
+def test_what_the_system_says_of_a_process_is_said() -> None:
+    said = text(waits(), mute()._replace(process="its process (pid 7) is stopped, as SIGSTOP stops one"))
+    assert "12 s (its process (pid 7) is stopped, as SIGSTOP stops one; last seen in forward of step 5); 0 w" in said

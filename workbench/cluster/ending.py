@@ -78,9 +78,10 @@ class Ending:
             wait = REUNION if self.outlives() else 0.0 if error["type"] == "EngineDied" else REPORT
             self._release = min(self._release, now + wait)
 
-    def outlived(self, gone: Iterable[int]) -> None:
-        """The others went on without these ranks."""
+    def outlived(self, gone: Iterable[int], step: int) -> None:
+        """The others went on without these ranks, from `step`, before which they may have been already."""
         with self._lock:
+            self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
             self.ranks -= set(gone)
             self.lost |= {rank: self.errors.pop(rank, None) for rank in gone}
             if not self.errors:

@@ -109,15 +109,17 @@ class Evicting:
         """Tells the others; whether they could go on. Raises ClusterError where they could not."""
         live, these = self.live, ", ".join(map(str, ranks))
         others = [rank for rank in live.members if rank not in ranks and rank not in live.ending.dead]
-        for rank, said in live.cluster.line.ask_all("outlive", timeout=TELL, ranks=others).items():
-            if isinstance(said, Exception):
-                raise ClusterError(f"rank={these}: rank {rank} does not answer either, and would have to go on; put "
-                                   f"out both, or lab.stop()")  # fmt: skip
-            if said and not whatever:
-                raise ClusterError(f"rank={these}: the others cannot go on alone: {said}")
-            if said:
-                return False
-        return True
+        said = live.cluster.line.ask_all("outlive", timeout=TELL, ranks=others)
+        silent = [rank for rank, one in said.items() if isinstance(one, Exception)]
+        reason = next((one for one in said.values() if isinstance(one, str) and one), "")
+        if silent or reason:
+            live.cluster.line.ask_all("outlive", timeout=TELL, ranks=set(others) - set(silent), so=False)
+        if silent:
+            raise ClusterError(f"rank={these}: {named(silent)} would have to go on, and does not answer either; put "
+                               f"out all that hang, or lab.stop()")  # fmt: skip
+        if reason and not whatever:
+            raise ClusterError(f"rank={these}: the others cannot go on alone: {reason}")
+        return not reason
 
     def _replace(self, count: int) -> None:
         """Others come in, as many as are gone: idle engines, or new ones; or as many as there are."""

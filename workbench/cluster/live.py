@@ -100,8 +100,8 @@ class Live:
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        names = ("change", "refused", "policy", "not saved", "data", "state", "error", *alarms.NAMES, "members", "end")
-        for name in names:
+        first = ("change", "refused", "policy", "not saved", "data", "state", "error", "rolled back")
+        for name in (*first, *alarms.NAMES, "members", "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         spans = self.run.timeline.spans.rows()
@@ -157,7 +157,8 @@ class Live:
         self.notes.append(detail["text"])
         if "members" in detail:
             self.members = tuple(detail["members"])
-            self.ending.outlived(detail["gone"])
+            self.ending.outlived(detail["gone"], step)
+            self.step = min(self.step, step)
             self.changes.resized(step, detail)
             self.orders.hears(self.members[0])
             self.evicting.went_on(detail["gone"])

@@ -212,9 +212,9 @@ class Bench:
         if self.busy:
             self.session.abort(asked)
 
-    def on_outlive(self, blob: bytes) -> str:
-        """A rank is about to be put out; why this one could not go on without it, or ""."""
-        said: str = self.session.outlive()
+    def on_outlive(self, blob: bytes, so: bool = True) -> str:
+        """A rank is about to be put out, or (`so` is false) is not; why this one could not go on without it, or ""."""
+        said: str = self.session.outlive(so)
         return said
 
     def on_note(self, blob: bytes, name: str, detail: dict[str, Any]) -> None:

@@ -51,6 +51,10 @@ class Said(NamedTuple):
     paused, credit: does it make no steps; but for so many
     settings: the experiment, plain
     process:  its host, pid and the time when that began
+    parts:    does it hold a part only, or did it when it lost its way?
+    bounds:   boundaries that it can go back to: the step that comes next, and how many changes were made before
+    remembers: does its optimizer remember anything?
+    saved:    the steps before which it sees checkpoints of this run
     """
 
     member: int
@@ -63,6 +67,10 @@ class Said(NamedTuple):
     credit: int
     settings: dict[str, Any]
     process: list[Any]
+    parts: bool = False
+    bounds: Sequence[Sequence[int]] = ()
+    remembers: bool = False
+    saved: Sequence[int] = ()
 
     @property
     def far(self) -> tuple[int, int]:
@@ -91,12 +99,12 @@ class Heard(NamedTuple):
         trained = tuple(i for i, one in enumerate(said) if one.trained)
         return Came(tuple(one.member for one in said), places, furthest, trained, self.first.step)
 
-    def asked(self) -> list[dict[str, Any]]:
-        """Requests that somebody has heard and that the furthest has not done, each once."""
+    def asked(self, first: Said | None = None) -> list[dict[str, Any]]:
+        """Requests that somebody has heard and that the one whose word counts has not done, each once."""
         found: dict[str, dict[str, Any]] = {}
         for said in self.by_place.values():
             found |= {what.get("id", ""): what for what in said.asked}
-        return [what for name, what in found.items() if name not in self.first.done]
+        return [what for name, what in found.items() if name not in (first or self.first).done]
 
 
 class Next(NamedTuple):

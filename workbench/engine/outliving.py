@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
 from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, named
+from workbench.engine.salvaging import boundary_of, former, lie_whole, memory_of, nowhere, saved, settled
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
-from workbench.host.reentry import Came, fitting, unfit
-from workbench.rank import Rank
+from workbench.host.boundary import Boundary
+from workbench.host.reentry import Came, fitting
+from workbench.host.salvage import in_parts
+from workbench.rank import Memory, Rank
+from workbench.settings import KnobError
 from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
@@ -25,7 +29,7 @@ TIMES = 5.0  # a rank's longest step that others wait for its word
 
 
 def outlives(session: Session, error: BaseException) -> bool:
-    """Is `error` what a rank meets whose peer is gone, and does this run go on then? If not, a Mark says why."""
+    """Is `error` what a rank meets whose peer is gone, and is this run to go on then?"""
     training = session.training
     if training is None or not training.begun or session.ends or session.rank.size == 1:
         return False
@@ -44,8 +48,8 @@ def refused(session: Session) -> str:
     if training is None or not training.begun or training.rollback is None:
         return "not all ranks have begun to train"
     e = training.experiment
-    if reason := unfit(e):
-        return reason
+    if in_parts(e) and training.rollback.copies == 1 and not saved(session):
+        return nowhere(e)
     if training.rollback.open or not (training.rollback.wanted or training.rollback.free):
         name = type(e.strategy).__name__
         return (f"with on_death='end' and on_hang='wait' no rank keeps a way back to the last boundary under {name} "
@@ -70,14 +74,19 @@ def leave_generation(session: Session, training: Training) -> Said:
     if training.shared.held:
         training.layout.lie_in([w.clone() for w in training.layout.weights])
         training.shared.held = False
-    if training.rollback is not None:
-        session.rank.step += training.rollback.back()
+    parts, bounds = False, list[Boundary]()
+    if (rollback := training.rollback) is not None:
+        session.rank.step += rollback.back()
+        training.outer = rollback.outer
+        parts, bounds = rollback.void or in_parts(training.experiment), rollback.bounds()
+    training.bounds = bounds
     wires, session.wires = session.wires, []
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
     e, rank = training.experiment, session.rank
     return Said(session.member, rank.step, training.obeyed, e.strategy.trains(rank.id, rank.size),
                 [*training.asked, *(training.pocket or [])], list(training.done), training.paused, training.credit,
-                e.plain(), membership.here())  # fmt: skip
+                e.plain(), membership.here(), parts, [b.bound for b in bounds],
+                bool(rollback and rollback.remembers), saved(session) if parts else ())  # fmt: skip
 
 
 def _close(wires: list[Wire]) -> None:
@@ -100,6 +109,8 @@ def hear(session: Session, mine: Said) -> Heard:
 def fewer(session: Session, heard: Heard) -> Next:
     """How those go on who are left. Raises KnobError where so few cannot train as they did."""
     before, first = session.set_up_already, heard.first
+    if any(said.parts for said in heard.by_place.values()):
+        return _salvaged(session, heard)
     same = first.settings == heard.by_place[session.rank.id].settings  # to read it may need files of every family
     known = before.experiment
     e, places = fitting(known if same else Experiment.read(first.settings, known.task), heard.left)
@@ -116,6 +127,15 @@ def fewer(session: Session, heard: Heard) -> Next:
     return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark)
 
 
+def _salvaged(session: Session, heard: Heard) -> Next:
+    try:
+        return settled(session, heard)
+    except KnobError as error:
+        if heard.first.member == session.member:
+            session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {error}"})
+        raise
+
+
 def begin_generation(session: Session, to: Next) -> Came:
     """Those of the next generation meet. Raises Spare where this rank is not among them."""
     came, before, old = to.came, session.training, session.rank
@@ -126,8 +146,15 @@ def begin_generation(session: Session, to: Next) -> Came:
     rank.step, rank.lr = came.step, old.lr
     if before is not None:
         rank.memory = old.memory
-        _adopt(before, to.experiment, rank)
-        before.planned = [*before.taken, *before.planned][to.changes - before.obeyed :]
+        before.plan_again(to.changes)
+        if came.salvaged is None:
+            _adopt(before, to.experiment, rank)
+        else:
+            before.bounds = [b for b in (boundary_of(before, came.salvaged, place),) if b is not None]
+            memory = memory_of(before, came.salvaged, place)
+            rank.memory = Memory(rank.memory.seed)
+            rank.memory.buffers.update(memory)
+            lie_whole(before, to.experiment, came.step)
     session.rank, session.members, session.leaving = rank, came.members, Leaving()
     session.turn, session.outlives_next = session.turn + 1, False
     session.generation, session.began_with = f"{session.base}+{session.turn}", to.experiment
@@ -140,6 +167,9 @@ def begin_generation(session: Session, to: Next) -> Came:
     training.paused, training.credit = to.paused, to.credit
     training.done.extend(to.done)
     if before is not None:
+        training.bounds, before.bounds = before.bounds, []
+        training.former = former(came.salvaged.saved) if came.salvaged and came.salvaged.saved else None
+        training.outer, before.outer = before.outer, None
         training.lengths, training.evaluated = before.lengths, before.evaluated
     if place == 0:
         session.mark("members", to.mark)

@@ -109,10 +109,10 @@ class Session:
         self.leaving.set()
         self.cut()
 
-    def outlive(self) -> str:
-        """A rank is about to be put out, and the others are to go on without it; why they cannot, or ""."""
+    def outlive(self, so: bool) -> str:
+        """A rank is about to be put out (or is not), and the others are to go on without it; why they cannot, or ""."""
         reason = refused(self)
-        self.outlives_next = not reason
+        self.outlives_next = so and not reason
         return reason
 
     @property

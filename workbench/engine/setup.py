@@ -92,7 +92,7 @@ class Parts(Life):
         self.state: Any = None
         self.saving = Saving(self, session.keeper(self), None if before or session.joins else session.saved())
         self.measuring, self.back = Measuring(), Back(self, Kept(session.run_dir))
-        self.rollback = self.host.rollback = Rollback(self)  # type: ignore[arg-type]
+        self.rollback = self.host.rollback = Rollback(self)
         self.paused, self.credit = False, 0
         self.pocket: list[dict[str, Any]] | None = None
         self.evaluated = 0.0

@@ -267,7 +267,8 @@ class Training(Turnable):
                     self.session.stopping = True
             self.done.append(what.get("id", ""))
             del self.asked[0]
-            self.obeyed += what["kind"] == "change"
+            if what["kind"] == "change":
+                self.obeyed_one()
 
     def close(self) -> None:
         """Gives back all but the wires, which are the session's to close."""

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from workbench.host.reentry import Came, reenter
+from torch import Tensor
+
+from workbench.host.boundary import Boundary
+from workbench.host.reentry import Came, hand_on, reenter
+from workbench.host.regathering import put_together
 from workbench.host.rollback import Rollback
+from workbench.host.saved.reread import Former
 from workbench.settings import Change
+
+UNDONE = 16  # changes that are remembered for a while after they were made
 
 
 class Outliving:
@@ -18,21 +26,33 @@ class Outliving:
     rollback: the way back; None where nobody is ever lost
     taken:    of the planned changes those that are to be made now
     obeyed:   how many changes were made or refused so far
+    bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had; former:
+              the checkpoint to which all go back. Between two generations
     """
 
     rollback: Rollback | None = None
     planned: list[Change]
     taken: list[Change] = []  # noqa: RUF012 (never changed in place)
     obeyed = 0
+    bounds: list[Boundary] = []  # noqa: RUF012 (never changed in place)
+    outer: dict[str, Tensor] | None = None
+    former: Former | None = None
+    _made: Sequence[Change | None] = ()
 
     async def live_on(self: Any, came: Came) -> None:
         """From a step on before which ranks were lost, or came, to the last step."""
+        if came.salvaged is not None:
+            await put_together(self, came, self.bounds, self.former)
+            self.bounds, self.former = [], None
         await self.lie_alike()
         await reenter(self, came)
         if len(came.members) > len(came.places):
             await self.rate.agree(self)
         self.entered(came)
-        await self.share_out()
+        await self.share_out(ahead=came.salvaged is not None)
+        if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:
+            await hand_on(self, self.outer, min(came.furthest))
+        self.outer = None
         self.say("running")
         await self.on()
 
@@ -52,8 +72,20 @@ class Outliving:
         self.taken = changes
         while self.taken:
             await self.obey(self.taken[0])
-            del self.taken[0]
-            self.obeyed += 1
+            self.obeyed_one(self.taken.pop(0))
+
+    def obeyed_one(self, planned: Change | None = None) -> None:
+        """A change was made, or refused. planned: it, if it was not asked for"""
+        self.obeyed += 1
+        self._made = (*self._made, planned)[-UNDONE:]
+
+    def plan_again(self, changes: int) -> None:
+        """So many changes count as made: those that others have made are not to come, of those that do not count all
+        that were planned are.
+        """
+        todo, undone = [*self.taken, *self.planned], self.obeyed - changes
+        again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
+        self.taken, self.planned = [], [*again, *todo[max(0, -undone) :]]
 
     @abstractmethod
     async def obey(self, change: Change) -> bool: ...

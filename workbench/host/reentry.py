@@ -8,15 +8,37 @@ workbench/DESIGN.md); a strategy begins as it does when it is switched to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.host import handover, own, residual
 from workbench.host.canonical import prime
 from workbench.host.changing import Changing
+from workbench.host.spread import spread_of
+from workbench.partitions import Partition, Whole
 from workbench.settings import KnobError
+
+
+class Salvaged(NamedTuple):
+    """From where those of a new generation have what lay in parts of which some are lost.
+
+    was:     the settings by which it lay, and of how many ranks (`size`)
+    changes: how many had been made then
+    sources: places, from now on, which together have all of it, group by group
+    steps:   by place from now on, the step of the boundary that it goes back to; -1: it has nothing that counts
+    saved:   the checkpoint that all go back to instead; "" where they need none
+    """
+
+    was: Experiment
+    changes: int
+    size: int
+    sources: tuple[tuple[int, ...], ...] = ()
+    steps: tuple[int, ...] = ()
+    saved: str = ""
 
 
 class Came(NamedTuple):
@@ -27,6 +49,7 @@ class Came(NamedTuple):
     furthest: the places of those who have made as many steps and changes as anybody
     trained:  the places of those who trained; others only served
     step:     the step that comes next
+    salvaged: how what lay in parts is put together again; None where nothing did
     """
 
     members: tuple[int, ...]
@@ -34,33 +57,40 @@ class Came(NamedTuple):
     furthest: tuple[int, ...]
     trained: tuple[int, ...]
     step: int
+    salvaged: Salvaged | None = None
 
 
-def unfit(e: Experiment) -> str:
-    """What of `e` does not outlive a rank, in words; "" where everything does."""
-    name = type(e.strategy).__name__
-    if e.partition.size > 1:
-        return f"under partition={type(e.partition).__name__} a part of a replica is gone with its rank"
-    if e.strategy.shards:
-        return f"under strategy={name} nobody else has the rank's shard"
-    if e.strategy.tables:
-        return f"under strategy={name} a server's tables are gone with it"
-    return ""
+def _as_it_is(e: Experiment) -> Experiment:
+    return e
 
 
-def fitting(e: Experiment, left: Sequence[int]) -> tuple[Experiment, tuple[int, ...]]:
+def fitting(e: Experiment, left: Sequence[int],
+            able: Callable[[Experiment], Experiment] = _as_it_is) -> tuple[Experiment, tuple[int, ...]]:  # fmt: skip
     """As many of those who are `left`, the first of them, as can train as `e` says: (`e` for these, their places).
 
-    left: places before, those first who are to stay. Raises KnobError where no number of them can.
+    left: places before, those first who are to stay; able: raises KnobError where the model cannot be trained so
+
+    A partition that takes more ranks than are left becomes one that takes fewer, or none. Raises KnobError where no
+    number of them can.
     """
     reason: KnobError | None = None
-    for count in range(len(left), 0, -1):
-        places = tuple(sorted(left[:count]))
-        try:
-            return fewer(e, places), places
-        except KnobError as error:
-            reason = reason or error
+    for way in _ways(e.partition):
+        for count in range(len(left), way.size - 1, -1):
+            places = tuple(sorted(left[:count]))
+            try:
+                return able(fewer(replace(e, partition=way), places)), places
+            except KnobError as error:
+                reason = reason or error
     raise KnobError(f"{len(left)} of {e.ranks} ranks are left, and cannot go on so: {reason}")
+
+
+def _ways(way: Partition) -> Iterator[Partition]:
+    """How a replica may lie instead, as it does first."""
+    yield way
+    yield from way.fewer()
+    if way.size > 1:
+        what, every = way.recompute
+        yield Whole(checkpoint=what, checkpoint_every=every)
 
 
 def fewer(e: Experiment, places: tuple[int, ...], ranks: int = 0) -> Experiment:
@@ -81,7 +111,7 @@ async def reenter(run: Changing, came: Came) -> None:
     """All ranks of the new generation ask for it together, before their next step."""
     strategy = run.experiment.strategy
     residual.begin(run)
-    await own.carry(run, None, None)
+    await own.carry(run, None, spread_of(run.experiment, run.model, run.learner))
     if any(await run.gather(int(bool(run.optimizer.state)))):  # some may be yet to make their first step
         prime(run.layout, run.optimizer)
     if strategy.periodic:
@@ -90,3 +120,16 @@ async def reenter(run: Changing, came: Came) -> None:
     elif len(came.furthest) < run.rank.size:
         await handover.bring(run, came.furthest)
     await handover.check(run)
+
+
+async def hand_on(run: Changing, momentum: dict[str, Tensor] | None, first: int) -> None:
+    """All go on with the outer momentum of the rank `first`, if that has one; the strategy has taken over by then."""
+    if not (await run.gather(int(bool(momentum))))[first]:
+        return
+    given = {}
+    for place in run.layout.order:
+        x = place.param.new_zeros(place.numel)
+        if momentum is not None and place.name in momentum:
+            x.copy_(momentum[place.name])
+        given[place.name] = await run.rank.broadcast(x.detach(), first, "outer momentum")
+    run.experiment.strategy.takes(run.rank.replicas, run.state, given)

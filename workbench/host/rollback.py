@@ -12,6 +12,7 @@ person may put out a rank that hangs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 
 from workbench.experiment import Experiment
-from workbench.host.changing import Changing
-from workbench.host.reentry import unfit
+from workbench.host.boundary import Boundary, stood
+from workbench.host.salvage import Bound, copies, in_parts
 from workbench.host.slots import slots
 
 Key = tuple[str, str]  # of what kind, and its name
@@ -39,29 +40,45 @@ class Rollback:
     wanted: whether anybody would go back: does the run outlive a rank, or what hangs?
     free:   is there a way back that costs nothing?
     open:   is the rank in something from which there is none?
+    kept:   boundaries at which this rank stood, the newest last, where ranks hold parts
+    void:   once this rank went back: is what lies here not to be gone on from?
+    outer:  once it went back, the outer momentum that it had then, whole, as `Strategy.hands_on` gives it
+    copies: how many ranks had each piece at the last boundary, where they hold parts; 0: not known yet
     """
 
-    def __init__(self, run: Changing) -> None:
+    def __init__(self, run: Any) -> None:
         self.run = run
+        self.kept: deque[Boundary] = deque()
+        self._parts = False  # does what goes on begin where ranks hold parts?
         self._kept: dict[Key, Tensor] = {}
         self._was: tuple[Experiment, Any] | None = None  # the experiment and the optimizer, while something goes on
         self._updated = False
+        self.void = False
+        self.outer: dict[str, Tensor] | None = None
         self.open = False
+        self.copies = 0
 
     @property
     def wanted(self) -> bool:
         e = self.run.experiment
-        return (e.on_death != "end" or e.on_hang != "wait") and self.run.rank.size > 1 and not unfit(e)
+        return (e.on_death != "end" or e.on_hang != "wait") and self.run.rank.size > 1
 
     @property
     def free(self) -> bool:
         e, rank = self.run.experiment, self.run.rank
-        return rank.size > 1 and not unfit(e) and updates_last(e.strategy) and not rank.memory.buffers
+        return rank.size > 1 and not in_parts(e) and updates_last(e.strategy) and not rank.memory.buffers
 
     @property
     def nbytes(self) -> int:
         """Of what is copied."""
-        return sum(x.nbytes for x in self._kept.values())
+        kept = [x for b in self.kept for state in (b.state, *b.memory.values()) for x in state.values()]
+        return sum(x.nbytes for x in (*self._kept.values(), *kept))
+
+    @property
+    def remembers(self) -> bool:
+        """Is there anything that this rank's optimizer remembers, here or away from its device?"""
+        run = self.run
+        return bool(slots(run.layout, run.optimizer)) or bool(run.away.kept.count)
 
     @contextmanager
     def within(self, changes: bool = False) -> Iterator[None]:
@@ -71,14 +88,36 @@ class Rollback:
             return
         if not self.wanted and (changes or not self.free):
             self.open = True
+            self.kept.clear()
             yield
             self.open = False
             return
-        self._updated = False
-        self._keep(self._all(changes or not updates_last(self.run.experiment.strategy)))
-        self._was = self.run.experiment, self.run.optimizer
+        run = self.run
+        self._updated, self._parts = False, in_parts(run.experiment)
+        if self._parts:
+            self._keep({})
+            self._keep_boundary()
+        else:
+            self.kept.clear()
+            self._keep(self._all(changes or not updates_last(run.experiment.strategy)))
+        self._was = run.experiment, run.optimizer
         yield
         self._was = None
+
+    def _keep_boundary(self) -> None:
+        """This boundary, too, where a rank that is lost may be one of several that have the same; else none is."""
+        run = self.run
+        self.copies = copies(run.experiment, run.rank.size, self.remembers)
+        if self.copies < 2:
+            return self.kept.clear()
+        spare = self.kept.pop() if self.kept and self.kept[-1].bound == self._here else None
+        while len(self.kept) > run.experiment.partition.ahead(0) + 1:
+            spare = self.kept.popleft()
+        self.kept.append(stood(run, self._here, spare))
+
+    @property
+    def _here(self) -> Bound:
+        return self.run.rank.step, self.run.obeyed
 
     def updates(self) -> None:
         """The optimizer is about to update everything."""
@@ -90,9 +129,16 @@ class Rollback:
         Where it is `open` there is no way back.
         """
         if self._was is None:
+            self.outer = None if in_parts(self.run.experiment) else self._handed()
             return 0
         run = self.run
         (e, optimizer), self._was = self._was, None
+        if self._parts or in_parts(run.experiment):  # what lies here is void, and may lie in any way
+            if not self._parts:
+                self.kept = deque([self._of_copies()])
+            run.experiment = e
+            self.void = True
+            return 0
         if self._updated and updates_last(e.strategy) and e is run.experiment:
             return 1
         if e.bucket_mb != run.experiment.bucket_mb:
@@ -100,7 +146,30 @@ class Rollback:
         run.experiment = e
         run.use_optimizer(optimizer)
         self._restore()
+        self.outer = {name: x for (kind, name), x in self._kept.items() if kind == "outer"} or None
         return 0
+
+    def _handed(self) -> dict[str, Tensor] | None:
+        """The outer momentum as it is now."""
+        run, strategy = self.run, self.run.experiment.strategy
+        return dict(strategy.hands_on(run.rank.replicas, run.state) or {}) if strategy.has_outer else None
+
+    def bounds(self) -> list[Boundary]:
+        """Once this rank went `back`: all boundaries that it can go on from, the newest last."""
+        if self.void:
+            return list(self.kept)
+        kept = [b for b in self.kept if b.bound != self._here]
+        return [*kept, stood(self.run, self._here, copied=False)]
+
+    def _of_copies(self) -> Boundary:
+        """The boundary of what was copied, where the model was whole."""
+        state, memory = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
+        for (kind, name), x in self._kept.items():
+            if kind.startswith("residual "):
+                memory.setdefault(kind.removeprefix("residual "), {})[name] = x
+            elif x.numel():
+                state[name] = x.reshape(-1)
+        return Boundary(self._here, self.run.rank.id, self.run.rank.size, None, None, False, state, memory)
 
     def _all(self, everything: bool) -> dict[Key, Tensor]:
         memory = self.run.rank.memory.buffers
@@ -110,6 +179,7 @@ class Rollback:
             found |= {("parameter", place.name): place.param.data for place in layout.order}
             found |= {("buffer", name): x for name, x in self.run.model.named_buffers()}
             found |= {("slot", name): x for name, x in slots(layout, optimizer).items()}
+            found |= {("outer", name): x for name, x in (self._handed() or {}).items()}
         return found
 
     def _keep(self, state: dict[Key, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -107,6 +108,10 @@ class Partition(Family):
     def inside(self, memory: Memory) -> Coding:
         """What crosses between the ranks of a stage, which compute its layers together."""
         return PLAIN
+
+    def fewer(self) -> Iterator[Partition]:
+        """The same over fewer ranks, that over the most first; for a run that has lost some."""
+        yield from ()
 
     def refuses(self, batch: int) -> str | None:
         """Why a batch of so many examples (0: not known) cannot be, in a sentence that says what would do; or None."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -103,6 +104,13 @@ class Pipeline(Partition):
 
     def inside(self, memory: Memory) -> Coding:
         return self.of.inside(memory)
+
+    def fewer(self) -> Iterator[Partition]:
+        for stages in range(self.stages - 1, 1, -1):
+            yield replace(self, stages=stages, cuts=())
+        if self.of.size > 1:
+            yield self.of
+            yield from self.of.fewer()
 
     def refuses(self, batch: int) -> str | None:
         if self.of.depth > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from workbench.compressors import Compressor, Dense
 from workbench.partitions._base import Coding, Partition
@@ -78,6 +79,10 @@ class Tensor(Partition):
 
     def inside(self, memory: Memory) -> Coding:
         return coding(self.activations, self.gradients, self.mask, memory)
+
+    def fewer(self) -> Iterator[Partition]:
+        for ways in range(self.ways - 1, 1, -1):
+            yield replace(self, ways=ways)
 
     def refuses(self, batch: int) -> str | None:
         return refused(self.activations, self.gradients, "inside of a layer")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from workbench.host.batches import Numbers
+from workbench.host.finite import finite
 from workbench.host.pipelining import drained
 from workbench.host.saved.image import Image, taken
 from workbench.host.saved.regain import Regained
@@ -110,8 +111,11 @@ class Saving:
 
     # -- and one that makes some --
 
-    def plan(self) -> None:
-        """The next one stands among the planned changes, behind all that are due by then. Asked after every change."""
+    def plan(self, step: int | None = None) -> None:
+        """The next one stands among the planned changes, behind all that are due by then. Asked after every change.
+
+        step: rank 0's, where ranks keep none in common, so that all plan the same; None: this rank's
+        """
         run, every = self.run, self.run.experiment.save_every
         if every == self._every and (self._next is not None or not every):
             return
@@ -119,7 +123,7 @@ class Saving:
         self._every, self._next = every, None
         if not every:
             return
-        step, steps = run.rank.step, run.experiment.steps
+        step, steps = run.rank.step if step is None else step, run.experiment.steps
         at = (step // every + 1) * every
         if not steps or at < steps or (at == steps and not run.apart):
             self._next = Save(at)
@@ -137,7 +141,7 @@ class Saving:
         elif save is self._next:
             self._next = None
             await self.make(asked=False)
-            self.plan()
+            self.plan((await self.run.gather(self.run.rank.step))[0] if self.run.apart else None)
 
     async def make(self, asked: bool) -> None:
         """Makes a checkpoint of this moment, or says why not. asked: by a person, so that it is never pruned"""
@@ -178,7 +182,7 @@ class Saving:
         try:
             image = taken(run)
             spoiled = next((name for name, n in image.said["parameters"].items()
-                            if not bool(image.items[n].values.isfinite().all())), None)  # fmt: skip
+                            if not finite([image.items[n].values])), None)  # fmt: skip
             return (image, "") if spoiled is None else (None, f"{spoiled} is not finite")
         except Unkept as error:
             return None, str(error)

@@ -1,0 +1,256 @@
+"""A rank that held a part of the model is lost: others have the same, or go back to a checkpoint; on real ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor as Values
+from torch import nn
+
+from tests.ranks import ended, live, net, run, shipped, toy
+from workbench.compressors import ErrorFeedback, TopK
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.host import outliving, regathering
+from workbench.host.boundary import pieces_at, stood
+from workbench.host.move import seen
+from workbench.host.reentry import Came
+from workbench.host.salvage import in_parts
+from workbench.host.slices import Slice
+from workbench.host.slots import slots
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.partitions.schedules import GPipe, PipeDream2BW
+from workbench.record.checkpoints import FOLDER, found
+from workbench.settings import Change, to_plain
+from workbench.strategies import DDP, HSDP, LocalSGD, Strategy, ZeRO1, ZeRO3
+from workbench.tasks import ByteGPT, ClickThrough, Digits
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+
+WAYS = [Pipeline(), Pipeline(schedule=GPipe()), Pipeline(schedule=PipeDream2BW()), Tensor()]
+
+
+def layers() -> nn.Module:
+    """A Net in a row, which begins with the same values in every thread."""
+    return net(lambda: nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)))
+
+
+class Put(NamedTuple):
+    """What a rank had once the model was together again."""
+
+    step: int
+    params: dict[str, Values]
+    slots: dict[str, Values]
+
+
+class Seen(dict[int, Put]):
+    """By member."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        async def put_together(run: Any, came: Came, *rest: Any) -> None:
+            await regathering.put_together(run, came, *rest)
+            if run.rank.id in came.furthest:
+                params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
+                kept = {name: x.clone().view(-1) for name, x in slots(run.layout, run.optimizer).items()}
+                self[run.session.member] = Put(came.step, params, kept)
+
+        patch.setattr(outliving, "put_together", put_together)
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(monkeypatch)
+
+
+def alike(way: Any) -> Any:
+    """A task of which every run begins with the same values and reads the same."""
+    return toy(model=layers) if way.depth > 1 else toy()
+
+
+def setting(strategy: Strategy, **more: Any) -> Experiment:
+    small = "partition" in more
+    task = ByteGPT(width=32, context=16) if small else ClickThrough() if strategy.tables else Digits()
+    rest = {"task": task, "ranks": 4, "steps": 12, "eval_every": 5, "on_death": "go on", "seed": 3, "diverged": 0.0}
+    return Experiment(strategy=strategy, **{**rest, **more}).checked()
+
+
+def saving(strategy: Strategy, way: Any, **more: Any) -> Experiment:
+    return setting(strategy, partition=way, task=alike(way), save_every=5, bucket_mb=0.01, steps=60, pace=10.0, **more)
+
+
+def lost(e: Experiment, *victims: int, at: int = 7, folder: Path | None = None,
+         changes: tuple[Change, ...] = ()) -> tuple[list[Session], list[str]]:  # fmt: skip
+    """Runs `e`, and the victims leave without a word about step `at`: (the others, what the record says of it)."""
+    sessions = live(e, changes, run_dir=folder)
+    until = time.monotonic() + 150
+    first = sessions[victims[0]]
+    while (first.rank.step < at or (folder and not found(folder / FOLDER))) and not first.join(0.001):
+        assert time.monotonic() < until
+    for victim in victims:
+        sessions[victim].abort()
+    ended(sessions, 150)
+    left = [s for s in sessions if s.member not in victims]
+    return left, [json.loads(m[3])["text"] for s in left for m in s.record.noted("members")]
+
+
+def went_on(left: list[Session], e: Experiment) -> list[Session]:
+    """Those who trained to the end, who all have the same of the same."""
+    for s in left:
+        assert s.error is None, s.error["traceback"]
+    there = [s for s in left if s.phase != "stopped"]  # who is not needed
+    assert {s.phase for s in there} == {"done"} and {s.rank.step for s in there} == {e.steps}
+    assert len({s.members for s in there}) == 1
+    return there
+
+
+def held(there: list[Session], put: Put) -> Iterator[tuple[dict[str, Values], dict[str, tuple[Slice, ...]]]]:
+    """What each rank of a run has, by name, and where that lies in what was put together."""
+    sizes = {name: x.numel() for name, x in {**put.params, **put.slots}.items()}
+    kept = {name: x.numel() == 1 < put.params[name.partition("/")[2]].numel() for name, x in put.slots.items()}
+    for s in there:
+        b = stood(s.set_up_already, (0, 0), copied=False)
+        yield b.state, dict(pieces_at(b.place, b.size, sizes, kept, b.spread, b.cut, b.sharded))
+
+
+def same(put: Put, there: list[Session], mean: bool = False) -> None:
+    """What was put together is what a run has that ended at that step, to the bit; or the mean of its replicas."""
+    for name, x in {**put.params, **put.slots}.items():
+        total, times = torch.zeros_like(x), torch.zeros(x.numel())
+        for state, lies in held(there, put):
+            at, values = 0, state.get(name)
+            for s in lies.get(name, ()) if values is not None else ():
+                into, count = seen(total, (Slice(0, x.numel()),), s), seen(times, (Slice(0, x.numel()),), s)
+                came = values[at : at + s.numel].view(s.times, s.length)
+                into.copy_(into + came if mean else came)
+                count.add_(1)
+                at += s.numel
+        assert times.all(), name
+        assert torch.equal(total / times if mean else total, x), name
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_is_put_together_is_what_the_replicas_had(way: Any, put: Seen) -> None:
+    e = setting(DDP(), partition=way, task=alike(way), bucket_mb=0.01)
+    left, texts = lost(e, 2)
+    went_on(left, e)
+    assert len(texts) == 1 and "with what others have of the same parts" in texts[0]
+    step = {p.step for p in put.values()}
+    assert len(step) == 1 and len(put) == 2
+    clean = run(replace(e, steps=step.pop()))
+    for one in put.values():
+        same(one, clean)
+
+
+@pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=str)
+@pytest.mark.parametrize("victims", [(0,), (1, 2)], ids="ranks {}".format)
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=lambda s: type(s).__name__)
+def test_whoever_is_lost_of_two_replicas(strategy: Strategy, victims: tuple[int, ...], way: Any) -> None:
+    """Ranks 0 and 3 together have both parts."""
+    e = setting(strategy, partition=way)
+    left, texts = lost(e, *victims)
+    there = went_on(left, e)
+    assert len(there) == 2 and texts and "with what others have of the same parts" in texts[-1]
+    assert all(torch.isfinite(w).all() for s in there for w in s.layout.weights)
+
+
+def test_what_compression_owes_of_slices_is_owed_of_the_whole() -> None:
+    e = setting(DDP(), partition=Tensor(), compressor=ErrorFeedback(of=TopK(density=0.02)))
+    left, _ = lost(e, 1)
+    there = went_on(left, e)
+    for s in there:
+        owed = s.rank.memory.buffers[ErrorFeedback.residual]
+        assert all(owed[p.name].numel() == p.param.numel() for p in s.layout.order if p.name in owed) and owed
+
+
+def test_the_other_group_has_all_shards(put: Seen) -> None:
+    e = setting(HSDP(), steps=16)
+    left, texts = lost(e, 1)
+    there = went_on(left, e)
+    assert [s.member for s in there] == [2, 3] and "rank 0 is not needed" in texts[0]
+    assert len(put) == 2 and all(torch.equal(put[2].params[name], x) for name, x in put[3].params.items())
+    assert all(torch.equal(put[2].slots[name], x) for name, x in put[3].slots.items()) and put[2].slots
+
+
+PARTS = [name for name, cls in sorted(shipped(Strategy).items()) if in_parts(setting(cls()))]
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "HSDP"])
+def test_where_nobody_else_has_it_all_go_back_to_the_checkpoint(name: str, tmp_path: Path, put: Seen) -> None:
+    e = setting(shipped(Strategy)[name](), steps=14, save_every=5)
+    left, texts = lost(e, 1, at=8, folder=tmp_path)
+    for s in left:
+        assert s.error is None, s.error["traceback"]
+    there = [s for s in left if s.phase != "stopped"]  # who is not needed
+    assert {s.phase for s in there} == {"done"} and len(there) >= 2
+    assert "went back to the checkpoint before step 5, for nobody else had the same parts" in texts[0]
+    assert len(put) == len(there) and {p.step for p in put.values()} <= {5, 10}
+    first = put[there[0].member]
+    for other in put.values():
+        assert all(torch.equal(first.params[n], x) for n, x in other.params.items())
+
+
+@pytest.mark.parametrize(
+    ("e", "victims"),
+    [
+        (saving(DDP(), Pipeline(), ranks=2), (1,)),
+        (saving(DDP(), Tensor(), ranks=2), (0,)),
+        (saving(LocalSGD(every=2), Pipeline()), (0, 2)),
+        (saving(ZeRO1(), Whole()), (3,)),
+        (saving(ZeRO3(), Whole()), (0,)),
+    ],
+    ids=["stages", "slices", "both first stages", "ZeRO1", "ZeRO3"],
+)
+def test_a_checkpoint_gives_back_what_was_there_to_the_bit(
+    e: Experiment, victims: tuple[int, ...], tmp_path: Path, put: Seen
+) -> None:
+    left, texts = lost(e, *victims, at=8, folder=tmp_path)
+    there = went_on(left, e)
+    step = next(iter(put.values())).step
+    assert f"went back to the checkpoint before step {step}" in texts[-1]
+    assert there[0].experiment.partition.size <= len(there)
+    clean = run(replace(e, steps=step, save_every=0, pace=0.0))
+    for one in put.values():
+        same(one, clean, mean=e.strategy.periodic)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_where_there_is_no_checkpoint_the_run_ends_and_says_what_would_do(name: str) -> None:
+    e = setting(shipped(Strategy)[name](), steps=0)
+    left, texts = lost(e, *((1, 3) if name == "HSDP" else (1,)), at=5)
+    assert [s.phase for s in left] == ["failed"] * len(left)
+    assert texts and all(f"strategy={name}: nobody else has its" in t and "take save_every=100" in t for t in texts)
+
+
+def test_a_replica_that_is_alone_goes_on_in_fewer_stages(tmp_path: Path) -> None:
+    task = ByteGPT(layers=3, width=32, context=16)
+    e = setting(DDP(), partition=Pipeline(stages=3), ranks=3, save_every=4, task=task)
+    left, texts = lost(e, 1, at=6, folder=tmp_path)
+    there = went_on(left, e)
+    assert there[0].experiment.partition == Pipeline(stages=2) and "a replica lies on 2 ranks now" in texts[0]
+
+
+def test_a_switch_to_parts_that_broke_off_is_taken_back(put: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 is lost while the model comes to lie in stages: the switch is made by those who are left."""
+    from workbench.host import changes
+
+    spread, broken = changes._spread_anew, list[int]()
+
+    async def breaks(run: Any, *args: Any) -> Any:
+        if run.session.member == 2 and not broken:
+            broken.append(2)
+            run.session.abort()
+        return await spread(run, *args)
+
+    monkeypatch.setattr(changes, "_spread_anew", breaks)
+    e = setting(DDP(), partition=Whole(), ranks=3)
+    left, texts = lost(e, 2, at=3, changes=(Change(5, "partition", to_plain(Pipeline())),))
+    assert len(texts) == 1
+    there = went_on(left, e)
+    assert {type(s.experiment.partition) for s in there} <= {Pipeline, Whole}

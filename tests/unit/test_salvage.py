@@ -1,0 +1,90 @@
+"""Which boundary those go back to who are left of ranks that held parts, and which of them are to stay."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from workbench.experiment import Experiment
+from workbench.host.outliving import Outliving
+from workbench.host.reentry import fitting
+from workbench.host.salvage import copies, first_to_stay, found, pieces
+from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.settings import Change
+from workbench.strategies import DDP, HSDP, LocalSGD, ZeRO1, ZeRO3
+from workbench.tasks import ByteGPT
+
+
+def setting(ranks: int = 4, **more: object) -> Experiment:
+    return Experiment(**{"task": ByteGPT(), "ranks": ranks, "on_death": "go on", **more}).checked()
+
+
+STAGES = setting(strategy=DDP(), partition=Pipeline())
+
+
+@pytest.mark.parametrize(
+    ("e", "remembers", "ways", "at", "each"),
+    [
+        (STAGES, True, 2, (0, 1, 0, 1), 2),
+        (setting(strategy=HSDP()), True, 2, (0, 1, 0, 1), 2),
+        (setting(strategy=ZeRO3()), False, 4, (0, 1, 2, 3), 1),
+        (setting(strategy=ZeRO1()), True, 4, (0, 1, 2, 3), 1),
+        (setting(strategy=ZeRO1()), False, 1, (0, 0, 0, 0), 4),  # all have the parameters, and there is nothing else
+    ],
+)
+def test_who_has_which_piece(e: Experiment, remembers: bool, ways: int, at: tuple[int, ...], each: int) -> None:
+    assert pieces(e, 4, remembers) == (ways, at) and copies(e, 4, remembers) == each
+
+
+def test_the_newest_step_at_which_all_pieces_are_there_counts() -> None:
+    """Stage 1 has ended step 7 on rank 3, and stage 0 of nobody who is left has."""
+    there = {0: [5, 6], 2: [6, 7], 3: [7, 8]}
+    assert found(STAGES, 4, True, there) == (7, ((2, 3),), {2: 7, 3: 7})
+
+
+def test_two_replicas_that_each_lost_another_part_are_one() -> None:
+    assert found(STAGES, 4, True, {1: [6], 2: [6]}) == (6, ((1, 2),), {1: 6, 2: 6})
+    assert found(STAGES, 4, True, {0: [6], 2: [6]}) is None
+    assert found(STAGES, 4, True, {1: [6], 2: [7]}) is None
+
+
+def test_replicas_that_drift_apart_each_go_back_to_a_step_of_their_own() -> None:
+    e = setting(6, strategy=LocalSGD(), partition=Pipeline())
+    there = {0: [8, 9], 1: [9, 10], 2: [4, 5], 3: [4, 5], 4: [20]}
+    assert found(e, 6, True, there) == (9, ((0, 1), (2, 3)), {0: 9, 1: 9, 2: 5, 3: 5})
+    assert found(e, 6, True, {0: [8, 9], 3: [5], 4: [3]}) == (9, ((0, 3),), {0: 9, 3: 5})
+    assert found(e, 6, True, {0: [8], 2: [8]}) is None
+
+
+def test_those_without_whom_a_piece_would_be_missing_stay() -> None:
+    where = found(STAGES, 4, True, {0: [6], 2: [6], 3: [6]})
+    assert where is not None
+    assert first_to_stay(where, pieces(STAGES, 4, True).at, [0, 2, 3]) == [2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("way", "left", "to", "places"),
+    [
+        (Pipeline(), [2, 3, 0], Pipeline(), (2, 3)),
+        (Pipeline(stages=4), [0, 1, 3], Pipeline(stages=3), (0, 1, 3)),
+        (Pipeline(stages=4, cuts=(1, 2, 3)), [3, 1], Pipeline(stages=2), (1, 3)),
+        (Pipeline(of=Tensor()), [0, 2, 3], Tensor(), (0, 2)),
+        (Tensor(ways=4, checkpoint="units"), [1], Whole(checkpoint="units"), (1,)),
+    ],
+)
+def test_a_partition_that_takes_more_ranks_than_are_left_takes_fewer(
+    way: Pipeline | Tensor, left: list[int], to: object, places: tuple[int, ...]
+) -> None:
+    e, stay = fitting(setting(strategy=DDP(), partition=way), left)
+    assert (e.partition, stay, e.ranks) == (to, places, len(places))
+
+
+def test_what_others_made_is_not_to_come_and_what_does_not_count_is_planned_again() -> None:
+    one, two, three = (Change(at, "lr", 0.1 * at) for at in (1, 2, 3))
+    run = SimpleNamespace(taken=[two], planned=[three], obeyed=1, _made=[])
+    Outliving.plan_again(run, 2)  # type: ignore[arg-type]
+    assert (run.taken, run.planned) == ([], [three])
+    run = SimpleNamespace(taken=[], planned=[three], obeyed=3, _made=[one, None, two])
+    Outliving.plan_again(run, 1)  # type: ignore[arg-type]
+    assert run.planned == [two, three], "the one between was asked for, and who is behind asks again"

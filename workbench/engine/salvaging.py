@@ -1,0 +1,182 @@
+"""Where those go on from who are left of ranks that held parts: from what they have together, or from a checkpoint.
+
+All hear the same in the vote and so settle the same, without another word. See `host/salvage.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workbench.engine.membership import Heard, Next, Said, are, named
+from workbench.experiment import Experiment
+from workbench.experiment.partitioned import drawn
+from workbench.host import absent, salvage, sliced
+from workbench.host.boundary import Boundary
+from workbench.host.layout import Layout
+from workbench.host.reentry import Came, Salvaged, fitting
+from workbench.host.salvage import Found
+from workbench.host.saved.regain import regained
+from workbench.host.saved.reread import Former
+from workbench.record import checkpoints
+from workbench.settings import KnobError
+
+if TYPE_CHECKING:
+    from workbench.engine.session import Session
+    from workbench.engine.training import Training
+
+
+def saved(session: Session) -> list[int]:
+    """The steps before which there are checkpoints of this run that are whole, as far as this rank sees."""
+    if session.run_dir is None:
+        return []
+    return [int(path.name[5:]) for path in checkpoints.found(Path(session.run_dir) / checkpoints.FOLDER)]
+
+
+def settled(session: Session, heard: Heard) -> Next:
+    """How those go on who are left. Raises KnobError where they do not have everything, and no checkpoint has."""
+    said, reason = heard.by_place, ""
+    remembers = any(one.remembers for one in said.values())
+    for changes in sorted({one.changes for one in said.values()}, reverse=True):
+        first = max((one for one in said.values() if one.changes == changes), key=lambda one: (*one.far, -one.member))
+        e = _settings(session, heard, first)
+        there = {place: [step for step, made in one.bounds if made == changes] for place, one in said.items()}
+        found = salvage.found(e, session.rank.size, remembers, there)
+        if found is not None:
+            at = salvage.pieces(e, session.rank.size, remembers)
+            try:
+                return _together(session, heard, first, e, found, at)
+            except KnobError as error:
+                reason = reason or str(error)
+    common = set.intersection(*(set(one.saved) for one in said.values()))
+    e = _settings(session, heard, heard.first)
+    if not common:
+        raise KnobError(nowhere(e, reason))
+    return _from_saved(session, heard, e, max(common))
+
+
+def _settings(session: Session, heard: Heard, of: Said) -> Experiment:
+    """A rank's experiment; to read it may need files of every family."""
+    same = of.settings == heard.by_place[session.rank.id].settings
+    known = session.set_up_already.experiment
+    return known if same else Experiment.read(of.settings, known.task)
+
+
+def nowhere(e: Experiment, reason: str = "") -> str:
+    """Why nobody can go on, and what would have let them."""
+    strategy, way = type(e.strategy).__name__, type(e.partition).__name__
+    if reason:
+        return f"{reason}; and there is no checkpoint to go back to: take save_every=100, or more replicas"
+    if e.partition.size > 1:
+        return (
+            f"partition={way}: nobody else has what the rank held, and there is no checkpoint to go back to; take "
+            f"save_every=100, or ranks={2 * e.partition.size} or more, so that each part is there twice"
+        )
+    what = "its tables" if e.strategy.tables else "its shard"
+    other = "" if e.strategy.tables else ", or HSDP(), whose groups each have all shards"
+    return (
+        f"strategy={strategy}: nobody else has {what}, and there is no checkpoint to go back to; take "
+        f"save_every=100{other}"
+    )
+
+
+def _together(session: Session, heard: Heard, first: Said, e: Experiment, found: Found,
+              at: salvage.Pieces) -> Next:  # fmt: skip
+    """They have everything together. Raises KnobError where so many cannot train, or not with all of it."""
+    left = salvage.first_to_stay(found, at.at, heard.left)
+    if e.strategy.shards:  # who has no such boundary does not know how shards lay
+        left = [place for place in left if place in found.steps]
+    to, places = fitting(e, left, session.set_up_already.able)
+    new = {place: number for number, place in enumerate(places)}
+    groups = [tuple(place for place in group if place in new) for group in found.sources]
+    sources = tuple(tuple(new[place] for place in group) for group in groups
+                    if len({at.at[place] for place in group}) == at.ways)  # fmt: skip
+    if not sources:
+        raise KnobError(f"ranks={len(places)}: so many are left that can train, and not all parts are with them")
+    steps = tuple(found.steps.get(place, -1) for place in places)
+    salvaged = Salvaged(e, first.changes, session.rank.size, sources, steps)
+    furthest = tuple(sorted({place for group in sources for place in group}))
+    came = Came(_members(heard, places), places, furthest, tuple(sorted(group[0] for group in sources)), found.step,
+                salvaged)  # fmt: skip
+    text = f"went on from step {found.step}, with what others have of the same parts"
+    return _next(session, heard, first, (came, to, e), text)
+
+
+def _from_saved(session: Session, heard: Heard, e: Experiment, step: int) -> Next:
+    """All go back to a checkpoint."""
+    to, places = fitting(e, heard.left, session.set_up_already.able)
+    path = str(Path(session.run_dir or ".") / checkpoints.FOLDER / checkpoints.name(step))
+    everyone = tuple(range(len(places)))
+    came = Came(_members(heard, places), places, everyone, everyone, step,
+                Salvaged(e, heard.first.changes, session.rank.size, saved=path))  # fmt: skip
+    lost = heard.first.step - step
+    text = (
+        f"went back to the checkpoint before step {step}, for nobody else had the same parts: {lost} "
+        f"step{'s are' if lost != 1 else ' is'} lost"
+    )
+    return _next(session, heard, heard.first, (came, to, e), text)
+
+
+def _members(heard: Heard, places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(heard.by_place[place].member for place in places)
+
+
+def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experiment, Experiment], how_text: str) -> Next:
+    came, to, e = how
+    spare = [heard.by_place[place].member for place in heard.left if place not in came.places]
+    gone = [member for member in session.members if member not in (*came.members, *spare)]
+    text = f"{named(gone)} {are(gone)} lost; {named(came.members)} {how_text}"
+    if spare:
+        text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
+    if to.partition != e.partition:
+        ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
+        text += f"; a replica lies on {ranks} now, partition={type(to.partition).__name__}"
+    mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
+            "settings": to.plain(), "back": max(0, heard.first.step - came.step)}  # fmt: skip
+    processes = [heard.by_place[place].process for place in came.places]
+    return Next(came, to, first.changes, first.done, first.paused, first.credit, heard.asked(first), processes, mark)
+
+
+# -- on each rank, between two generations --
+
+
+def lie_whole(training: Training, e: Experiment, step: int) -> None:
+    """The model has memory for all of it, with no values yet, and nothing of how it lay is left."""
+    was, model = training.experiment, training.model
+    training.rate.change(was, e, training.rank.step)
+    training.rate.begun = min(training.rate.begun, step)
+    training.experiment = e
+    training.host.lie(None, drawn(e, training.rank.id, step))
+    for p in model.parameters():
+        if p.requires_grad:
+            shape = sliced.shape_of(p)
+            like = absent.data_of(p)
+            absent.come(p)
+            sliced.lay(p, torch.zeros(shape, dtype=like.dtype, device=like.device), shape)
+    training.spread = None
+    training.layout = Layout(model, e.bucket_mb)
+    training.optimizer = training.make_optimizer(e)
+
+
+def memory_of(training: Training, salvaged: Salvaged, place: int) -> dict[str, dict[str, Any]]:
+    """What this rank's compressor remembered at the boundary that it goes back to, whole where it had slices."""
+    own = boundary_of(training, salvaged, place)
+    return own.whole_memory(training.model, training.experiment.compressor) if own is not None else {}
+
+
+def former(path: str) -> Former:
+    """A checkpoint to which all go back. Raises RunError where it cannot be read."""
+    checkpoint = checkpoints.Checkpoint.open(path)
+    files = checkpoints.Bytes(checkpoint)
+    images = [regained(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
+    return Former(checkpoint.settings, images)
+
+
+def boundary_of(training: Training, salvaged: Salvaged, place: int) -> Boundary | None:
+    """The boundary that this rank goes back to; None where it has nothing that counts."""
+    if salvaged.saved or salvaged.steps[place] < 0:
+        return None
+    return next(b for b in training.bounds if b.bound == (salvaged.steps[place], salvaged.changes))
