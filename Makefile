@@ -18,7 +18,7 @@ help:
 	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
 	@echo "make bench-prediction  every strategy and compressor on a Llama, predicted and measured; writes docs/prediction.md (goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
-	@echo "make torture  a thousand random live changes (SEED=7 replays)"
+	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
 	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
 	@echo "make tables  write the reference pages from the code (docs/reference/, docs/shapes.md)"
@@ -65,7 +65,7 @@ netns: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench netns
 
 torture: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.torture $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
 
 runs-end: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.runs_end $(if $(SEED),--seed $(SEED))

@@ -44,7 +44,7 @@ CHANGES = 24  # of one burst at most
 KERNELS = 4  # each so many rounds a kernel is killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
-WHY = "the run cannot go on without it"  # as a note says it
+WHY = "cannot go on without it"  # as a note says it
 
 Say = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""A hundred random live changes on real ranks; `make torture` does a thousand."""
+"""A hundred random live changes on real ranks; `python -m tests.torture` makes a thousand."""
 
 from __future__ import annotations
 
