@@ -36,6 +36,7 @@ class StillLab:
     """A lab whose runs are simulated and over at once; `run` is what a riddle asks for."""
 
     ranks, live, state, progress, notes, status = 4, False, "idle", "ready", (), ()
+    members = (0, 1, 2, 3)
 
     def __init__(self) -> None:
         self.experiment = recipe("one_slow_rank")

@@ -33,7 +33,8 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
         return Child()
 
     monkeypatch.setattr(module, "_popen", popen)
-    monkeypatch.setattr(module, "psutil", SimpleNamespace(Process=lambda pid: SimpleNamespace(create_time=lambda: 1.0)))
+    known = {"Process": lambda pid: SimpleNamespace(create_time=lambda: 1.0), "net_if_addrs": dict}
+    monkeypatch.setattr(module, "psutil", SimpleNamespace(**known))
     return Processes(Place.new("slow"))
 
 
@@ -42,7 +43,7 @@ def test_closing_while_it_starts_forgets_no_process_and_starts_no_more(slow: Pro
 
     def start() -> None:
         try:
-            slow.start(20, {})
+            slow.start(20)
         except ClusterError as error:
             said.append(str(error))
 

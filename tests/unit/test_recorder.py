@@ -194,9 +194,11 @@ def test_a_page_that_fails_does_not_stop_the_spool(tmp_path: Path, caplog: pytes
 
 
 def test_recording_costs_next_to_nothing(tmp_path: Path) -> None:
-    r = Recorder(0, tmp_path, Page())
-    seconds = min(_timed(r) for _ in range(5))
-    r.close()
+    for path in (tmp_path / "first", tmp_path):  # the first one of a process imports what writes
+        path.mkdir(exist_ok=True)
+        r = Recorder(0, path, Page())
+        seconds = min(_timed(r) for _ in range(5))
+        r.close()
     assert seconds < 5e-6, "a span is one append"
     assert 0 < r.cpu_seconds < 1.0
 
