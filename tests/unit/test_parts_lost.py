@@ -93,6 +93,8 @@ def lost(e: Experiment, *victims: int, at: int = 7, folder: Path | None = None,
     first = sessions[victims[0]]
     while (first.rank.step < at or (folder and not found(folder / FOLDER))) and not first.join(0.001):
         assert time.monotonic() < until
+    for victim in victims:  # none of them has a word when the first is missed: they are lost together
+        sessions[victim]._told = True
     for victim in victims:
         sessions[victim].abort()
     ended(sessions, 150)
