@@ -10,21 +10,21 @@ import pytest
 from tests.campaign import agree
 from tests.deaths import kill
 from tests.harm import Patient, cut
+from tests.labs import apart
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.lab import Lab
+from workbench.partitions import Partition, Pipeline, Whole
 from workbench.settings import KnobError
 from workbench.strategies import DDP, LocalSGD
-from workbench.tasks import Digits
+from workbench.tasks import ByteGPT, Digits
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory):
         with Lab(ranks=4, name="outliving") as made:
             yield made.wait(120)
 
@@ -66,13 +66,15 @@ def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert last[3] < gone.applied_at < last[0] == last[1] == last[2] == last[4]
 
 
-def test_all_go_on_where_a_wire_between_two_is_cut(lab: Lab) -> None:
-    run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
+@pytest.mark.parametrize("way", [Whole(), Pipeline(micros=2)], ids=["whole", "in stages"])
+def test_all_go_on_where_a_wire_between_two_is_cut(lab: Lab, way: Partition) -> None:
+    task = ByteGPT(width=32, context=16) if way.size > 1 else Digits()
+    run = lab.run(endless(task=task, strategy=DDP(), ranks=4, on_death="go on", partition=way))
     reached(lab, 10)
     patient = Patient(lab, Random(3))
     assert cut(patient).startswith("cut ") and until(lambda: run.details("members"), 60)
     patient.goes_on("cut")
-    assert any("a connection between ranks was lost; ranks 0, 1, 2 went on from step" in note for note in lab.notes)
+    assert any("a connection between ranks was lost; ranks 0, 1, 2, 3 went on from step" in note for note in lab.notes)
     lab.stop()
     assert run.wait(60).state == "stopped"
 

@@ -199,3 +199,8 @@ def named(ranks: Sequence[int]) -> str:
 def are(ranks: Sequence[int]) -> str:
     """`is` or `are`."""
     return "are" if len(ranks) > 1 else "is"
+
+
+def lost(gone: Sequence[int]) -> str:
+    """What has ended a generation, in words: ranks that are `gone`, or, where all are there, a wire between them."""
+    return f"{named(gone)} {are(gone)} lost" if gone else "a connection between ranks was lost"

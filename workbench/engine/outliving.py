@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
-from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, named
+from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, lost, named
 from workbench.engine.salvaging import boundary_of, former, lie_whole, memory_of, nowhere, saved, settled
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
@@ -38,7 +38,7 @@ def outlives(session: Session, error: BaseException) -> bool:
     if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
     if reason := refused(session):
-        session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {reason}"})
+        _says_why_not(session, reason)
     return not reason
 
 
@@ -55,6 +55,11 @@ def refused(session: Session) -> str:
         return (f"with on_death='end' and on_hang='wait' no rank keeps a way back to the last boundary under {name} "
                 f"with {type(e.compressor).__name__}; stop the run, and begin with on_death='go on'")  # fmt: skip
     return ""
+
+
+def _says_why_not(session: Session, why: object) -> None:
+    lost = "a rank, or a wire to it, is lost"
+    session.mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
 
 
 def _lost(session: Session) -> bool:
@@ -118,8 +123,7 @@ def fewer(session: Session, heard: Heard) -> Next:
     spare = [heard.by_place[other].member for other in heard.left if other not in places]
     gone = [member for member in session.members if member not in (*came.members, *spare)]
     processes = [heard.by_place[other].process for other in places]
-    lost = f"{named(gone)} {are(gone)} lost" if gone else "a connection between ranks was lost"
-    text = f"{lost}; {named(came.members)} went on from step {came.step}"
+    text = f"{lost(gone)}; {named(came.members)} went on from step {came.step}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
@@ -132,7 +136,7 @@ def _salvaged(session: Session, heard: Heard) -> Next:
         return settled(session, heard)
     except KnobError as error:
         if heard.first.member == session.member:
-            session.mark("members", {"text": f"a rank is lost, and the run cannot go on without it: {error}"})
+            _says_why_not(session, error)
         raise
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.engine.membership import Heard, Next, Said, are, named
+from workbench.engine.membership import Heard, Next, Said, are, lost, named
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.host import absent, salvage, sliced
@@ -112,10 +112,10 @@ def _from_saved(session: Session, heard: Heard, e: Experiment, step: int) -> Nex
     everyone = tuple(range(len(places)))
     came = Came(_members(heard, places), places, everyone, everyone, step,
                 Salvaged(e, heard.first.changes, session.rank.size, saved=path))  # fmt: skip
-    lost = heard.first.step - step
+    undone = heard.first.step - step
     text = (
-        f"went back to the checkpoint before step {step}, for nobody else had the same parts: {lost} "
-        f"step{'s are' if lost != 1 else ' is'} lost"
+        f"went back to the checkpoint before step {step}, for nobody else had the same parts: {undone} "
+        f"step{'s are' if undone != 1 else ' is'} lost"
     )
     return _next(session, heard, heard.first, (came, to, e), text)
 
@@ -128,7 +128,7 @@ def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experime
     came, to, e = how
     spare = [heard.by_place[place].member for place in heard.left if place not in came.places]
     gone = [member for member in session.members if member not in (*came.members, *spare)]
-    text = f"{named(gone)} {are(gone)} lost; {named(came.members)} {how_text}"
+    text = f"{lost(gone)}; {named(came.members)} {how_text}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     if to.partition != e.partition:
