@@ -195,13 +195,13 @@ def main() -> None:
         while time.monotonic() < until_then and len(rounds) - len(kept) < a.rounds:
             say(f"seed {first + len(rounds) - len(kept)}")
             rounds.append({**round_of(first + len(rounds) - len(kept), say), "busy": a.busy})
-            if a.out:
-                a.out.write_text(json.dumps({**summary(rounds), "each": rounds}, indent=1) + "\n")
             now = left(os.getpid())
             before = before or now
             grown = {what: n - before[what] for what, n in now.items() if n > before[what] + SPARE * len(rounds) ** 0.5}
             if grown:
                 rounds[-1]["wrong"] = rounds[-1]["wrong"] or f"left behind: {grown}"
+            if a.out:
+                a.out.write_text(json.dumps({**summary(rounds), "each": rounds}, indent=1) + "\n")
     found = summary(rounds)
     say(json.dumps(found, indent=1))
     sys.exit(bool(found["wrong"]))
