@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.labs import apart
 from tests.waiting import until
 from workbench.cluster import launch
 from workbench.cluster.live import Live
@@ -35,9 +36,7 @@ RAISES, RAISES_EVERYWHERE, TALKS, NAN, BLOCKS, STUCK = 1, 2, 3, 4, 5, 6  # as in
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory) as patch:
         patch.syspath_prepend(HERE)
         patch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
         made = Lab(ranks=2, name="shared")

@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.labs import apart
 from tests.spinning import spinning
 from tests.waiting import until
 from workbench.experiment import Experiment
@@ -86,9 +87,7 @@ def freed() -> None:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory):
         with Lab(ranks=2, name="disk") as made:
             yield made.wait(120)
     cloudpickle.unregister_pickle_by_value(here)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.labs import apart
 from tests.waiting import until
 from workbench.cluster.place import ClusterError
 from workbench.experiment import Experiment
@@ -74,9 +75,7 @@ def task(word: Path) -> Task:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory):
         with Lab(ranks=4, name="hangs") as made:
             yield made.wait(120)
     cloudpickle.unregister_pickle_by_value(here)

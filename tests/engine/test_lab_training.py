@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.labs import apart
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
@@ -71,9 +72,7 @@ class Lazy(DDP):
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory):
         with Lab(ranks=2, name="training") as made:
             yield made.wait(90)
     cloudpickle.unregister_pickle_by_value(here)

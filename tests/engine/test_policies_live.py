@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from tests.labs import apart
 from tests.waiting import until
 from widgets.controls import Controls
 from widgets.marks import change_marks
@@ -36,9 +37,7 @@ class Lowering(Policy):
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory):
         with Lab(ranks=2, name="steered") as made:
             yield made.wait(90)
     cloudpickle.unregister_pickle_by_value(here)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests import runs_end
+from tests.labs import apart
 from tests.ranks import mse, toy
 from tests.waiting import until
 from workbench.experiment import Experiment
@@ -35,9 +36,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = [sys.modules[__name__], runs_end]
     for module in here:
         cloudpickle.register_pickle_by_value(module)  # as if this were a notebook
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory):
         with Lab(ranks=4, name="ends") as made:
             yield made.wait(120)
     for module in here:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.labs import apart
 from tests.waiting import until
 from workbench import lab as lab_module
 from workbench.cluster import launch, silence
@@ -77,9 +78,7 @@ def task(stuck: Path, dreams: Path, dies: int = -1) -> Task:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # as if this were a notebook
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory) as patch:
         patch.setattr(silence, "LEAST", LEAST)
         with Lab(ranks=4, name="silence") as made:
             yield made.wait(120)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.labs import apart
 from workbench import Experiment, Lab, tune
 from workbench.fabric import Fabric, Link
 from workbench.run import RunError
@@ -23,9 +24,7 @@ SLOW = Experiment(
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+    with apart(tmp_path_factory):
         with Lab(ranks=2, name="tuning") as lab:
             yield lab.wait(120)
 
