@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.kept import held, lived, same, twice
 from tests.piped import piped
-from tests.ranks import ended, experiment, live, net, toy, weights
+from tests.ranks import batch, ended, experiment, live, mse, net, toy, weights
 from workbench.compressors import TopK
 from workbench.engine.keeping import Keeper
 from workbench.engine.session import Session
@@ -78,6 +78,19 @@ def test_the_planned_changes_that_were_still_to_come_are_in_it(tmp_path: Path) -
     assert [(c.at_step, c.path) for c in begun.changes] == [(15, "strategy"), (17, "batch")]
     rest = lived(begun.experiment, tmp_path / "b", kept.path, begun.changes)
     assert same(held(whole), held(rest))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loss_below_the_first_one_has_not_run_away_in_a_run_that_goes_on_from_one(ranks: int, tmp_path: Path) -> None:
+    values = [2.0] * 10
+    task = toy(data=lambda rank, ranks, seed: [(*batch(rank, step, seed), v) for step, v in enumerate(values)],
+               loss=lambda model, triple: mse(model, triple[:2]) * 0 + triple[2])  # fmt: skip
+    lived(experiment(2, 10, task=task, save_every=10), tmp_path / "a")
+    begun = resumed(Checkpoint.open(tmp_path / "a"), experiment(ranks, 40, task=task, diverged=10.0, on_nan="stop"))
+    for late, told in ((1.0, 0), (50.0, ranks)):
+        values[:] = [1e-3] * 22 + [late] * 12 * ranks
+        rest = lived(begun.experiment, tmp_path / f"{late}", begun.at(tmp_path / f"begun {late}"), begun.changes)
+        assert len(said(rest, "diverged")) == told
 
 
 def kept_settings(kept: Checkpoint) -> Experiment:

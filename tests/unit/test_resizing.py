@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Rows, live, shipped
+from tests.ranks import Rows, live, mse, shipped, toy
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
@@ -172,3 +172,19 @@ def test_so_many_that_cannot_train_are_refused_and_nothing_happens() -> None:
         assert crowd.said("refused")[0]["reason"].startswith("group=2 does not divide 3 ranks")
         crowd.reach(crowd.first.rank.step + 3)
         assert len(crowd.stopped()) == 4 and not crowd.said("members")
+
+
+def test_a_loss_that_is_below_the_runs_first_has_not_run_away_for_those_who_came_or_stayed() -> None:
+    now = [2.0]
+    task = toy(loss=lambda model, batch: mse(model, batch) * 0 + now[0])
+    with Crowd(Experiment(task=task, strategy=DDP(), ranks=2, steps=0, diverged=10.0).checked()) as crowd:
+        crowd.reach(3)
+        now[0] = 1e-3
+        crowd.reach(crowd.first.rank.step + 15)
+        crowd.resize(0, 1, 2)
+        crowd.reach(crowd.first.rank.step + 15)
+        now[0] = 1.0
+        crowd.reach(crowd.first.rank.step + 15)
+        assert not crowd.said("diverged"), "it has learned something"
+        now[0] = 50.0
+        crowd.until(lambda: {said["rank"] for said in crowd.said("diverged")} == {0, 1, 2})

@@ -86,7 +86,7 @@ class Parts(Life):
         self.spread: Spread | None = None
         self._take_over(before) if before else self._make_model()
         self.able(self.experiment)
-        self._make_host()
+        self._make_host(before.finite.known if before else None)
         self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
         self.meeting = Meeting(self)
         self.state: Any = None
@@ -166,7 +166,7 @@ class Parts(Life):
         self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))
         self.batches.restart(self.experiment.batch, self.experiment.seed, self.rank.step)
 
-    def _make_host(self) -> None:
+    def _make_host(self, first: float | None) -> None:
         rank, session, peers = self.rank, self.session, self.peers
         self.port = Port(rank.id, rank.size, self.naps, self.experiment.seed)
         self.mailbox = Mailbox(rank, peers.store, session.where, session.secret, self.port, self.leaving,
@@ -199,7 +199,7 @@ class Parts(Life):
         self.host.steppable = lambda bucket: require_steppable(self.layout, self.optimizer, bucket, self.experiment)
         self.host.ledger, self.host.away = self.ledger, self.away
         self.reading = self.host.reading = Reading(run, self.host.read, listens=True)
-        self.finite = self.host.finite = Finite(run, self.alarmed)
+        self.finite = self.host.finite = Finite(run, self.alarmed, first)
 
     def _allocator(self) -> dict[str, int]:
         """What the allocator of this rank's chip says, where it has one that says something."""

@@ -48,6 +48,7 @@ class Outliving:
         await reenter(self, came)
         if len(came.members) > len(came.places):
             await self.rate.agree(self)
+            await self.finite.agree()
         self.entered(came)
         await self.share_out(ahead=came.salvaged is not None)
         if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:

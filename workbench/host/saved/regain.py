@@ -106,6 +106,7 @@ class Regained:
     def _stand(self, run: Any, reader: Reader) -> None:
         """The rank stands where it stood, in its steps and in its data."""
         vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
+        run.finite.know(reader.read(self.said.get("first")))
         vars(run.measuring).update(_named(reader.read(self.said["measuring"]), vars(run.measuring)))
         run.flushing = int(self.said["flushing"])
         if run.flushing:
@@ -125,6 +126,7 @@ class Regained:
         kept = {c.residual for c in inside(run.experiment.compressor)}
         rank.memory.buffers.update({name: found for name, found in mine.items() if name in kept})
         vars(run.rate).update(_named(reader.read(self.said["rate"]), vars(run.rate)))
+        run.finite.know(reader.read(self.said.get("first")))
 
     def settle(self, run: Any) -> None:
         """The last thing before the first step: the policy and random numbers go on."""
