@@ -130,7 +130,7 @@ class Shaped(Tensor):
 
     __hash__ = object.__hash__
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.actual)
 
     @property
