@@ -10,7 +10,7 @@ help:
 	@echo "make lab    open JupyterLab on the first notebook"
 	@echo "make demo   the same without a browser: train, switch, compare; writes demo.html"
 	@echo "make test   run the tests (at most 20 minutes on two quiet cores)"
-	@echo "make test-long  those that take longer: whole families, real networks, fresh environments (EVERY=1: every pair, too)"
+	@echo "make test-long  those that take longer: whole families, real networks, fresh environments (EVERY=1: every case and pair, two hours more)"
 	@echo "make test-gpu  run what wants GPUs; writes docs/gpu.md"
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
@@ -37,7 +37,7 @@ test: $(VENV)/.installed-test
 
 test-long: $(VENV)/.installed-test
 	@$(BIN)/python tests/chromium.py
-	@$(if $(EVERY),WORKBENCH_EVERY=1) $(BIN)/python tests/run_all.py long
+	@$(BIN)/python tests/run_all.py long $(if $(EVERY),every)
 
 test-gpu: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.gpu

@@ -12,16 +12,17 @@ import pytest
 from tests.run_all import says
 
 # The slowest mark that a test carries decides after how many seconds it hangs for certain, also on a busy machine.
-LIMITS = {"slow": 900, "long": 900, "browser": 450, "notebook": 360, "gpu": 360, "netns": 360, "engine": 240,
-          "ranks": 180}  # fmt: skip
-# Of a test's cases on real ranks `make test` runs one in so many, and at least one; `make test-long` runs the others.
-ONE_IN = 5
+LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 450, "notebook": 360, "gpu": 360, "netns": 360,
+          "engine": 240, "ranks": 180}  # fmt: skip
+# Of a test's cases on real ranks `make test` runs one in so many, and at least one; of the others `make test-long` and
+# CI run one in so many, and the rest is run with EVERY=1.
+ONE_IN, ONE_LATER = 5, 2
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in left_for_later(items):
-        item.add_marker(pytest.mark.long)
+    for item, mark in left_for_later(items):
+        item.add_marker(mark)
     texts: dict[Path, str] = {}
     for item in items:
         marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(max(LIMITS[mark] for mark in marks)))
 
 
-def left_for_later(items: list[pytest.Item]) -> list[pytest.Item]:
+def left_for_later(items: list[pytest.Item]) -> list[tuple[pytest.Item, pytest.MarkDecorator]]:
     """The cases that people need not wait for, of tests that do not choose by themselves (see tests/thinned.py).
 
     A case's own name chooses, so that hardly any other does when a family gets another member.
@@ -46,9 +47,10 @@ def left_for_later(items: list[pytest.Item]) -> list[pytest.Item]:
             cases[item.nodeid.partition("[")[0]].append(item)
     later = []
     for each in cases.values():
-        if not any(item.get_closest_marker("long") for item in each):
+        if not any(item.get_closest_marker(mark) for item in each for mark in ("long", "every")):
             each.sort(key=lambda item: crc32(item.nodeid.partition("[")[2].encode()))
-            later += each[-(-len(each) // ONE_IN) :]
+            left = each[-(-len(each) // ONE_IN) :]
+            later += [(item, pytest.mark.every if n % ONE_LATER else pytest.mark.long) for n, item in enumerate(left)]
     return later
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 from zlib import crc32
 
 import pytest
 
-EVERY = bool(os.environ.get("WORKBENCH_EVERY"))  # `make test-long EVERY=1`
-
 
 def thinned(cases: Iterable[tuple[Any, ...]], of: int, long: int = 1) -> list[Any]:
     """The cases of a parametrization: about one in `of` as it is, one in `long` of the others left to `make test-long`.
 
-    What is left then is run with EVERY=1 only. A case's text chooses, so that those that are run stay the same when a
-    family gets another member.
+    What is left then is run by `make test-long EVERY=1` only. A case's text chooses, so that those that are run stay
+    the same when a family gets another member.
     """
     found = []
     for case in cases:
         rest, drawn = divmod(crc32(repr(case).encode()), of)
-        if drawn == 0 or EVERY or rest % long == 0:
-            found.append(pytest.param(*case, marks=[pytest.mark.long] if drawn else []))
+        marks = [] if drawn == 0 else [pytest.mark.every if rest % long else pytest.mark.long]
+        found.append(pytest.param(*case, marks=marks))
     return found
