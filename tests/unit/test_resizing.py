@@ -26,8 +26,8 @@ LIMIT = 60.0  # seconds for a step of a test
 class Crowd:
     """All ranks that ever were in one run."""
 
-    def __init__(self, e: Experiment) -> None:
-        self.every = live(e)
+    def __init__(self, e: Experiment, **more: Any) -> None:
+        self.every = live(e, **more)
 
     def __enter__(self) -> Crowd:
         return self
@@ -57,20 +57,24 @@ class Crowd:
         self.until(lambda: all(s.rank.step >= step for s in self.there))
 
     def resize(self, *members: int) -> None:
-        first = self.every[0]
         for m in members:
             if m >= len(self.every):
-                made = Session(first.began_with, rank=m, size=len(members), store=first.where, generation=first.base,
-                               secret=first.secret, epoch=time.time(), joins=True)  # fmt: skip
-                made.record.close()
-                made.record = Rows()  # type: ignore[assignment]
-                made.start()
-                self.every.append(made)
+                self.call(len(members))
         self.until(lambda: all(s.phase == "waiting" for s in self.every if s.joins and s.training is None))
         known = len(self.said("refused"))
         self.first.request({"kind": "resize", "members": list(members), "id": f"resize {members}"})
         self.until(lambda: len(self.said("refused")) > known or (
             len(self.there) == len(members) and all(set(s.members) == set(members) for s in self.there)))  # fmt: skip
+
+    def call(self, ranks: int) -> None:
+        """One more session, which waits to be one of so many ranks."""
+        first = self.every[0]
+        made = Session(first.began_with, rank=len(self.every), size=ranks, store=first.where, generation=first.base,
+                       secret=first.secret, epoch=time.time(), joins=True)  # fmt: skip
+        made.record.close()
+        made.record = Rows()  # type: ignore[assignment]
+        made.start()
+        self.every.append(made)
 
     def said(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(m[3]) for s in self.every for m in s.record.noted(name)]

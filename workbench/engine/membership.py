@@ -33,12 +33,13 @@ class Spare(RuntimeError):
 class Resized(Exception):
     """The ranks have come together, and a generation of other ranks is to begin.
 
-    members: theirs, by place; experiment: of so many; number: the request's
+    members: theirs, by place; experiment: of so many; number: the request's; preempted: those who go because of that
     """
 
-    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str) -> None:
+    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str,
+                 preempted: tuple[int, ...] = ()) -> None:  # fmt: skip
         super().__init__(f"members {members}")
-        self.members, self.experiment, self.number = members, experiment, number
+        self.members, self.experiment, self.number, self.preempted = members, experiment, number, preempted
 
 
 class Said(NamedTuple):

@@ -24,6 +24,7 @@ from workbench.engine.keeping import Keeper
 from workbench.engine.membership import Resized, Spare, gone
 from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives, refused
 from workbench.engine.peers import removed
+from workbench.engine.preempting import Lookout, announce
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
 from workbench.engine.resizing import arranged, invited
@@ -115,6 +116,12 @@ class Session:
         self.outlives_next = so and not reason
         return reason
 
+    def preempt(self) -> None:
+        """This rank's machine is about to be ended: it leaves after the step in hand, and the others go on."""
+        if self.phase == "waiting":  # nobody counts on it yet
+            return self.abort(asked=True)
+        announce(self)
+
     @property
     def ends(self) -> bool:
         """Is this rank to go on in no case?"""
@@ -168,7 +175,7 @@ class Session:
     # -- the thread --
 
     def _live(self) -> None:
-        pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse")
+        pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", Lookout(self))
         self.born = time.monotonic()
         try:
             self._through()
