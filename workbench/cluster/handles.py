@@ -70,7 +70,7 @@ class Handles:
         """So many ranks train together before one of the next steps: some are taken out, or idle engines come in.
 
         Where too few are idle, engines are started on this machine, which takes some seconds, nearly all of them
-        imports; a lab of more ranks than the run keeps them warm. Raises KnobError where so many cannot be had, and
+        imports; `Lab(spare=1)` keeps some warm. Raises KnobError where so many cannot be had, and
         ClusterError where they do not come up; the run goes on as it was then.
         """
         return resize(self._going("resize"), ranks)

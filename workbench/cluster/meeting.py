@@ -66,6 +66,11 @@ def start_more(cluster: Cluster, count: int) -> list[int]:
 
     Raises ClusterError if they do not come up; then none of them stays.
     """
+    with cluster.starting:
+        return _started(cluster, count)
+
+
+def _started(cluster: Cluster, count: int) -> list[int]:
     assert cluster.owned is not None
     first = cluster.owned.next_engine
     numbers = list(range(first, first + count))

@@ -61,6 +61,12 @@ def begin(job: dict[str, Any], blob: bytes) -> str:
         raise RuntimeError(said(error)) from None  # ipyparallel asks an error for its words as it is
 
 
+def warm() -> None:
+    """Loads all that a rank needs and an engine has not loaded yet, before one is wanted here."""
+    importlib.import_module("torch._dynamo")  # which torch loads with the first optimizer
+    importlib.import_module("workbench.engine.session")
+
+
 def _opened() -> Bench:
     if _bench is None:
         raise RuntimeError("this engine was not opened for a lab")
