@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Rows, live, mse, shipped, toy
+from tests.ranks import Rows, gone_before_it_meets, live, mse, shipped, toy
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
@@ -60,7 +60,8 @@ class Crowd:
         for m in members:
             if m >= len(self.every):
                 self.call(len(members))
-        self.until(lambda: all(s.phase == "waiting" for s in self.every if s.joins and s.training is None))
+        waiting = [s for s in self.every if s.joins and s.training is None and not s.join(0)]
+        self.until(lambda: all(s.phase == "waiting" for s in waiting))
         known = len(self.said("refused"))
         self.first.request({"kind": "resize", "members": list(members), "id": f"resize {members}"})
         self.until(lambda: len(self.said("refused")) > known or (
@@ -176,6 +177,21 @@ def test_so_many_that_cannot_train_are_refused_and_nothing_happens() -> None:
         assert crowd.said("refused")[0]["reason"].startswith("group=2 does not divide 3 ranks")
         crowd.reach(crowd.first.rank.step + 3)
         assert len(crowd.stopped()) == 4 and not crowd.said("members")
+
+
+def test_who_was_to_come_leaves_where_one_is_lost_before_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone_before_it_meets(monkeypatch, 1)
+    with Crowd(setting(DDP(), ranks=3, on_death="go on")) as crowd:
+        crowd.reach(4)
+        crowd.resize(0, 1, 3)
+        assert crowd.said("refused")[0]["reason"] == "ranks=3: a rank was lost before they had met; ask again"
+        assert crowd.every[3].join(30) and crowd.every[3].phase == "stopped" and crowd.every[3].error is None
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.members for s in crowd.there] == [(0, 2)] * 2, "who was to be taken out is still there"
+        assert "ranks 1, 3 are lost; ranks 0, 2 went on" in crowd.said("members")[0]["text"]
+        crowd.resize(0, 4)
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.member for s in crowd.stopped()] == [0, 4]
 
 
 def test_a_loss_that_is_below_the_runs_first_has_not_run_away_for_those_who_came_or_stayed() -> None:
