@@ -1,10 +1,12 @@
 """Engines killed while they train, and how long it takes until that is seen and until the others go on.
 
     python -m tests.deaths --kills 100 [--busy] [--partitions] [--seed 1] --out docs/data/deaths.json
+    python -m tests.deaths --replace 5 --out docs/data/replaced.json
 
 Each lab of four loses its ranks one after the other, until one is left; strategy, victim and moment are drawn. With
 `--busy` two processes spin beside it; with `--partitions` ranks hold parts of the model (stages, slices, shards), and
-make checkpoints. A kill counts as survived if all that are to go on make steps again.
+make checkpoints. A kill counts as survived if all that are to go on make steps again. With `--replace` one of two ranks
+is killed, and what is measured is how long it takes until who comes for it has made a step: cold, and a spare engine.
 """
 
 from __future__ import annotations
@@ -108,6 +110,42 @@ def trial(rng: random.Random, number: int, ranks: int = 4, parts: bool = False) 
     return found
 
 
+def replaced(number: int, spare: int) -> dict[str, Any]:
+    """Seconds from a kill until the others go on, until another rank is there, and until that has made a step."""
+    e = Experiment(task=Digits(), ranks=2, steps=0, on_death="replace", eval_every=0, pace=20.0).checked()
+    with Lab(ranks=2, name=f"replaced-{os.getpid()}-{number}-{spare}", spare=spare) as lab:
+        lab.wait(120)
+        lab.run(e)
+        while lab._live is None or lab._live.step < 20 or len(lab.cluster.spares.warm) < spare:
+            time.sleep(0.01)
+        run, found = lab._live.run, dict[str, Any](spare=spare)
+        os.kill(lab.status[1]["pid"], signal.SIGKILL)
+        began = time.monotonic()
+        while "stepped" not in found and time.monotonic() - began < 3 * LIMIT:
+            now, spans = time.monotonic() - began, run.timeline.spans.rows()
+            told = len(run.details("members"))
+            if told:
+                found.setdefault("went on", now)
+            if told > 1:
+                found.setdefault("came", now)
+            if any(spans[spans.equal("lane", "step")].rank > 1):
+                found["stepped"] = now
+            time.sleep(0.01)
+        lab.abort()
+    print(found, flush=True)
+    return found
+
+
+def replacements(count: int) -> dict[str, Any]:
+    """So many of each kind, in turn, and their medians in seconds."""
+    each = [replaced(number, spare) for number in range(count) for spare in (0, 1)]
+    out: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    for spare, name in enumerate(("cold", "spare")):
+        times = sorted(one["stepped"] for one in each if one["spare"] == spare and "stepped" in one)
+        out[name] = {"median": statistics.median(times), "worst": times[-1]} if times else {}
+    return {**out, "each": each}
+
+
 def summary(kills: list[Kill]) -> dict[str, Any]:
     """How many were survived, and the median, the 95th percentile and the worst of both times, in seconds."""
     out: dict[str, Any] = {"kills": len(kills), "survived": sum(k.on is not None for k in kills)}
@@ -124,9 +162,16 @@ def main() -> None:
     ask.add_argument("--kills", type=int, default=100)
     ask.add_argument("--busy", action="store_true")
     ask.add_argument("--partitions", action="store_true")
+    ask.add_argument("--replace", type=int, default=0)
     ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--out", type=Path)
     args = ask.parse_args()
+    if args.replace:
+        found = replacements(args.replace)
+        print(json.dumps(found, indent=1))
+        if args.out:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+        return
     rng, kills, number = random.Random(args.seed), [], 0
     with spinning(2) if args.busy else nullcontext():
         while len(kills) < args.kills:

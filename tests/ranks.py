@@ -16,10 +16,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from workbench.compressors import Compressor
+from workbench.engine import membership
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.host import absent
@@ -339,3 +341,16 @@ def poisoned(rank: int, step: int) -> Task:
         return mse(model, pair)
 
     return toy(loss=loss)
+
+
+def gone_before_it_meets(patch: pytest.MonkeyPatch, member: int) -> None:
+    """This one dies once it has voted, before the generation has formed that the vote was about."""
+    gather = membership.gather
+
+    def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any) -> None:
+        if what == "meet" and look.args[0].member == member:
+            look.args[0]._told = True
+            look()
+        gather(store, what, place, processes, look)
+
+    patch.setattr(membership, "gather", gathered)

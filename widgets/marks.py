@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-EVENTS = ("asked", "hang", "members", "rolled back")  # marks of the record that are drawn beside changes
+EVENTS = ("asked", "hang", "preempted", "members", "rolled back")  # marks of the record that are drawn beside changes
 SIGN = "!"  # in place of a number
 
 
@@ -36,11 +36,15 @@ def befell(name: str, detail: dict[str, Any]) -> str:
     'rank 2 hangs'
     >>> befell("members", {"members": [0, 1, 3], "gone": [2]})
     'without rank 2'
+    >>> befell("preempted", {"ranks": [2], "text": "rank 2 is preempted: it leaves after the step in hand"})
+    'rank 2 is preempted'
     """
     match name:
         case "hang":
             ranks = detail["ranks"]
             return f"{_named(ranks)} hang{'' if len(ranks) > 1 else 's'}"
+        case "preempted":
+            return str(detail["text"]).partition(":")[0]
         case "asked":
             return str(detail["text"]).partition(",")[0]
         case "rolled back":

@@ -19,6 +19,7 @@ WHY = {
     "evict": "end the engine of a rank that hangs; the others go on without it",
     "freeze": "stop its process, as a machine does that hangs",
     "thaw": "let a frozen process go on",
+    "preempt": "tell its process to leave, as Slurm or a spot instance does, and kill it 30 s later",
     "kill": "end its process, as a crash does; the others do as on_death says",
     "resize": "let so many ranks train together: some are taken out, or idle engines come in",
 }
@@ -55,7 +56,8 @@ class Members(anywidget.AnyWidget):
     def asked(self, message: dict[str, Any]) -> None:
         """Does what was asked: {"do": one of WHY, "rank": a rank, "ranks": how many}."""
         self.error = ""
-        verbs = {"evict": self.lab.evict, "freeze": self.lab.freeze, "thaw": self.lab.thaw, "kill": self.lab.kill}
+        verbs = {"evict": self.lab.evict, "freeze": self.lab.freeze, "thaw": self.lab.thaw, "kill": self.lab.kill,
+                 "preempt": self.lab.preempt}  # fmt: skip
         try:
             if message["do"] == "resize":
                 self.lab.resize(int(message["ranks"]))

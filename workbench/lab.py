@@ -39,6 +39,7 @@ class Lab(Handles):
     cluster:  the client connection file of an existing ipyparallel cluster; None starts one here
     profile:  the ipyparallel profile of an existing cluster
     device:   "auto", "cpu", "cuda", or how many GPUs to use
+    spare:    engines more, kept warm for `resize` and `on_death="replace"`; another is started for each that is taken
     """
 
     _asked: tuple[Any, ...]
@@ -46,7 +47,7 @@ class Lab(Handles):
 
     def __new__(cls, ranks: int = 4, *, name: str = "lab", **rest: Any) -> Self:
         old = _labs.get(given.text(name, "name", "lab"))
-        asked = (given.ranks(ranks), {"cluster": None, "profile": None, "device": "auto", **rest})
+        asked = (given.ranks(ranks), {"cluster": None, "profile": None, "device": "auto", "spare": 0, **rest})
         if old is not None and old._asked == asked and old._usable:
             return old  # type: ignore[return-value]
         if old is not None:
@@ -68,6 +69,7 @@ class Lab(Handles):
         cluster: Path | str | None = None,
         profile: str | None = None,
         device: str | int = "auto",
+        spare: int = 0,
     ) -> None:
         if self._begun:
             return
@@ -75,7 +77,11 @@ class Lab(Handles):
             raise KnobError(f"cluster={str(cluster)!r}, profile={profile!r}: give one of them")
         cluster = given.path(cluster, "cluster", "security/ipcontroller-client.json") if cluster is not None else None
         connection = f"profile:{given.text(profile, 'profile', 'default')}" if profile is not None else cluster
-        self._take_over(name, ranks, Cluster(name, ranks, given.device(device), connection).start())
+        if given.spare(spare) and connection is not None:
+            raise KnobError(f"spare={spare}: this lab starts no engines; start more where its cluster is, and ask for "
+                            f"fewer ranks in experiments")  # fmt: skip
+        self._take_over(name, ranks, Cluster(name, ranks, given.device(device), connection, spare))
+        self.cluster.start()
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
         self.name, self.ranks, self.cluster = name, ranks, cluster
@@ -84,6 +90,7 @@ class Lab(Handles):
         self._live: Live | None = None
         self.watchers: list[Callable[[], bool]] = []  # each says whether a person sees this lab through it
         self._begun = True
+        cluster.spares.used = lambda: self._live.been if self.live and self._live else range(ranks)
         _labs[name] = self
 
     @classmethod
@@ -94,7 +101,7 @@ class Lab(Handles):
                 return known
         cluster = Cluster.again(launch.find(name))
         lab = object.__new__(cls)
-        lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device})
+        lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device, "spare": 0})
         lab._take_over(cluster.name, cluster.ranks, cluster)
         lab._live = launch.rejoin(cluster, lab.changes, Run)
         lab._experiment = lab._live.changes.experiment if lab._live else lab._experiment
@@ -136,7 +143,8 @@ class Lab(Handles):
     def notes(self) -> list[str]:
         """What went wrong or wants attention, in sentences, newest last."""
         own = [str(self.cluster.error)] if self.cluster.error else []
-        return [*own, *(self._live.notes if self._live else ()), *filter(None, [self.cluster.health.trouble])]
+        lacking = filter(None, [self.cluster.health.trouble, self.cluster.spares.trouble])
+        return [*own, *(self._live.notes if self._live else ()), *lacking]
 
     @property
     def status(self) -> list[dict[str, Any]]:

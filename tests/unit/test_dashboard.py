@@ -52,6 +52,9 @@ class StillLab:
 
     thaw = kill = freeze
 
+    def preempt(self, rank: int) -> None:
+        self.asked.append(f"preempt {rank}")
+
     def resize(self, ranks: int) -> None:
         self.asked.append(f"resize {ranks}")
 
@@ -232,9 +235,9 @@ def test_what_is_asked_of_single_ranks_is_done_or_refused_in_words() -> None:
     run.live = True
     members.refresh()
     assert members.ranks == [0, 1, 3] and members.most == 4
-    for message in ({"do": "freeze", "rank": 3}, {"do": "resize", "ranks": "2"}):
+    for message in ({"do": "freeze", "rank": 3}, {"do": "preempt", "rank": 1}, {"do": "resize", "ranks": "2"}):
         members.asked(message)
-    assert members.lab.asked == ["freeze 3", "resize 2"] and members.error == ""
+    assert members.lab.asked == ["freeze 3", "preempt 1", "resize 2"] and members.error == ""
     members.asked({"do": "evict", "rank": 1})
     assert members.error == "rank=1: the others cannot go on alone"
     members.asked({"do": "resize", "ranks": "many"})
@@ -247,13 +250,15 @@ def test_what_befell_ranks_is_drawn_beside_the_changes_and_listed() -> None:
     noted(run, (0, 5, "asked", {"ranks": [2], "text": "rank 2 was frozen, as asked"}),
           (0, 6, "hang", {"ranks": [2], "text": "rank 2 has said nothing for 12 s"}),
           (0, 7, "members", {"members": [0, 1, 3], "gone": [2], "text": "rank 2 is lost"}),
+          (3, 8, "preempted", {"ranks": [3], "text": "rank 3 is preempted: it leaves after the step in hand"}),
           (0, 8, "members", {"text": "the run cannot go on"}),
           (0, 9, "rolled back", {"to": 4, "text": "all ranks went back"}))  # fmt: skip
     new = [mark for mark in all_marks(run) if mark.number == "!"]
-    labels = ["rank 2 was frozen", "rank 2 hangs", "without rank 2", "back to step 4"]
-    assert sorted(mark.label for mark in new) == sorted(labels) and len(all_marks(run)) == known + 4
+    labels = ["rank 2 was frozen", "rank 2 hangs", "without rank 2", "rank 3 is preempted", "back to step 4"]
+    assert sorted(mark.label for mark in new) == sorted(labels) and len(all_marks(run)) == known + 5
     html = Log().update(run).html
-    assert html and all(text in html for text in ("as asked", "has said nothing", "is lost", "all ranks went back"))
+    said = ("as asked", "has said nothing", "is lost", "it leaves", "all ranks went back")
+    assert html and all(text in html for text in said)
 
 
 def test_the_timer_runs_beside_and_ends_with_the_dashboard() -> None:

@@ -52,7 +52,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Bench, Line]]:
     keys = Keys.new()
     made = Bench({
         "lab": "x", "client": keys.public, "owner": this_process(), "host": host(), "spans_hosts": False,
-        "reach": "127.0.0.1", "paths": [],
+        "reach": "127.0.0.1", "paths": [], "place": "",
     })  # fmt: skip
     line = Line({0: made.line_at}, keys)
     yield made, line

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor as Values
 from torch import nn
 
-from tests.ranks import ended, live, net, run, shipped, toy
+from tests.ranks import ended, gone_before_it_meets, live, net, run, shipped, toy
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
@@ -256,3 +256,22 @@ def test_a_switch_to_parts_that_broke_off_is_taken_back(put: Seen, monkeypatch: 
     assert len(texts) == 1
     there = went_on(left, e)
     assert {type(s.experiment.partition) for s in there} <= {Pipeline, Whole}
+
+
+@pytest.mark.parametrize("way", [Pipeline(), Tensor()], ids=str)
+def test_who_is_not_needed_stays_until_the_others_have_met(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is lost, so 2 and 3 are to go on, without 0; then 2 is, and nobody but 0 has the same part."""
+    gone_before_it_meets(monkeypatch, 2)
+    e = setting(DDP(), partition=way)
+    left, texts = lost(e, 1)
+    there = went_on([s for s in left if s.member != 2], e)
+    assert [s.member for s in there] == [0, 3] and all(s.members == (0, 3) for s in there)
+    assert len(texts) == 1 and "ranks 1, 2 are lost; ranks 0, 3 went on from step" in texts[0]
+
+
+def test_replicas_meet_again_where_one_is_lost_before_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone_before_it_meets(monkeypatch, 0)
+    e = setting(DDP())
+    left, texts = lost(e, 1)
+    there = went_on([s for s in left if s.member], e)
+    assert [s.member for s in there] == [2, 3] and "ranks 0, 1 are lost" in texts[-1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Rows, live, mse, shipped, toy
+from tests.ranks import Rows, gone_before_it_meets, live, mse, shipped, toy
 from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
@@ -26,8 +26,8 @@ LIMIT = 60.0  # seconds for a step of a test
 class Crowd:
     """All ranks that ever were in one run."""
 
-    def __init__(self, e: Experiment) -> None:
-        self.every = live(e)
+    def __init__(self, e: Experiment, **more: Any) -> None:
+        self.every = live(e, **more)
 
     def __enter__(self) -> Crowd:
         return self
@@ -57,20 +57,25 @@ class Crowd:
         self.until(lambda: all(s.rank.step >= step for s in self.there))
 
     def resize(self, *members: int) -> None:
-        first = self.every[0]
         for m in members:
             if m >= len(self.every):
-                made = Session(first.began_with, rank=m, size=len(members), store=first.where, generation=first.base,
-                               secret=first.secret, epoch=time.time(), joins=True)  # fmt: skip
-                made.record.close()
-                made.record = Rows()  # type: ignore[assignment]
-                made.start()
-                self.every.append(made)
-        self.until(lambda: all(s.phase == "waiting" for s in self.every if s.joins and s.training is None))
+                self.call(len(members))
+        waiting = [s for s in self.every if s.joins and s.training is None and not s.join(0)]
+        self.until(lambda: all(s.phase == "waiting" for s in waiting))
         known = len(self.said("refused"))
         self.first.request({"kind": "resize", "members": list(members), "id": f"resize {members}"})
         self.until(lambda: len(self.said("refused")) > known or (
             len(self.there) == len(members) and all(set(s.members) == set(members) for s in self.there)))  # fmt: skip
+
+    def call(self, ranks: int) -> None:
+        """One more session, which waits to be one of so many ranks."""
+        first = self.every[0]
+        made = Session(first.began_with, rank=len(self.every), size=ranks, store=first.where, generation=first.base,
+                       secret=first.secret, epoch=time.time(), joins=True)  # fmt: skip
+        made.record.close()
+        made.record = Rows()  # type: ignore[assignment]
+        made.start()
+        self.every.append(made)
 
     def said(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(m[3]) for s in self.every for m in s.record.noted(name)]
@@ -172,6 +177,21 @@ def test_so_many_that_cannot_train_are_refused_and_nothing_happens() -> None:
         assert crowd.said("refused")[0]["reason"].startswith("group=2 does not divide 3 ranks")
         crowd.reach(crowd.first.rank.step + 3)
         assert len(crowd.stopped()) == 4 and not crowd.said("members")
+
+
+def test_who_was_to_come_leaves_where_one_is_lost_before_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone_before_it_meets(monkeypatch, 1)
+    with Crowd(setting(DDP(), ranks=3, on_death="go on")) as crowd:
+        crowd.reach(4)
+        crowd.resize(0, 1, 3)
+        assert crowd.said("refused")[0]["reason"] == "ranks=3: a rank was lost before they had met; ask again"
+        assert crowd.every[3].join(30) and crowd.every[3].phase == "stopped" and crowd.every[3].error is None
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.members for s in crowd.there] == [(0, 2)] * 2, "who was to be taken out is still there"
+        assert "ranks 1, 3 are lost; ranks 0, 2 went on" in crowd.said("members")[0]["text"]
+        crowd.resize(0, 4)
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.member for s in crowd.stopped()] == [0, 4]
 
 
 def test_a_loss_that_is_below_the_runs_first_has_not_run_away_for_those_who_came_or_stayed() -> None:

@@ -1,4 +1,4 @@
-// The ranks that train: one is chosen, and put out, frozen, thawed or killed; and how many are to train.
+// The ranks that train: one is chosen, and put out, frozen, thawed, preempted or killed; and how many are to train.
 
 const KEYS = ["input", "select", "button", "summary"]; // see [Note: Keys] in controls.js
 const el = (tag, cls, attrs = {}) => {
@@ -6,7 +6,7 @@ const el = (tag, cls, attrs = {}) => {
   if (KEYS.includes(tag)) made.dataset.lmSuppressShortcuts = "true";
   return made;
 };
-const NAMES = { evict: "Put out", freeze: "Freeze", thaw: "Thaw", kill: "Kill" };
+const NAMES = { evict: "Put out", freeze: "Freeze", thaw: "Thaw", preempt: "Preempt", kill: "Kill" };
 
 function render({ model, el: root }) {
   root.className = "twb twb-members";

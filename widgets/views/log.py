@@ -96,7 +96,7 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
             return ("residual", str(detail["text"])) if "text" in detail else None
         case "stood still" | "spool" | "saved" | "not saved" | "data" | "hang" | "evicted" | "asked" | "members":
             return name, str(detail.get("text"))
-        case "rolled back" | "not rolled back":
+        case "rolled back" | "not rolled back" | "preempted":
             return name, str(detail.get("text"))
         case "fault":
             return "fault", str(detail.get("text") or json.dumps(detail))

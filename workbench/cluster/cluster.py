@@ -23,6 +23,7 @@ from workbench.cluster.meeting import meet
 from workbench.cluster.place import ClusterError, Place, alive, check_connection, host, this_process
 from workbench.cluster.processes import Processes, end, log_tail, start_guard, wait_for
 from workbench.cluster.relay import Relay
+from workbench.cluster.spares import Spares
 from workbench.cluster.wire import Batch
 from workbench.settings.said import text_of
 
@@ -31,9 +32,13 @@ FIND_TIMEOUT = 10.0  # seconds for the engines of an existing cluster
 
 
 class Cluster:
-    """`ranks` engines. `connection` is the client file of an existing cluster, None to start one here."""
+    """`ranks` engines, and `spare` ones. `connection`: the client file of an existing cluster, None to start one here.
 
-    def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None) -> None:
+    starting: held by whoever starts engines besides the first ones
+    """
+
+    def __init__(self, name: str, ranks: int, device: str | int = "auto", connection: Path | str | None = None,
+                 spare: int = 0) -> None:  # fmt: skip
         self.name, self.ranks, self.device, self.connection = name, ranks, device, connection
         self.progress = "starting controller"
         self.engines: list[Engine] = []
@@ -47,6 +52,7 @@ class Cluster:
         self.stuck = False  # whether a rank would not leave its last run
         self.owned: Processes | None = None
         self.health = Health(self)
+        self.spares, self.starting = Spares(self, spare), threading.RLock()
         self.guard: subprocess.Popen[bytes] | None = None
         self._line: Line | None = None
         self.relay: Relay | None = None
@@ -71,6 +77,7 @@ class Cluster:
                 self._find(self.connection)
             self._meet()
             self.progress = "ready"
+            self.spares.start()
         except BaseException as error:
             if not self._closed:
                 self.error, self.progress = error, f"failed: {text_of(error)}"
@@ -261,6 +268,7 @@ class Cluster:
 
     def _disconnect(self) -> None:
         self._closed = True
+        self.spares.over.set()
         for part in (self.relay, self._line):
             if part:
                 part.close()

@@ -7,6 +7,7 @@ burns a core or wakes up later, and what follows is what follows a death.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +21,21 @@ if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
 TELL = 2.0  # seconds that the others have to say whether they could go on
+WORD = 2.0  # seconds that their word may take that they went on
 
 
 class Evicting:
-    """One run's. reasons: why ranks were put out, by rank; leaving: those whom the others have not left behind yet."""
+    """One run's.
+
+    reasons:   why ranks were put out, by rank; leaving: those whom the others have not left behind yet
+    preempted: ranks that have said that they leave, and when their engines were first seen to be gone
+    """
 
     def __init__(self, live: Live) -> None:
         self.live = live
         self.reasons: dict[int, str] = {}
         self.leaving: set[int] = set()
+        self.preempted: dict[int, float | None] = {}
         self._replaced: set[int] = set()  # in whose place another is to come
         self._refused = ""
         self._lock = threading.Lock()
@@ -60,11 +67,21 @@ class Evicting:
                 continue
             return
 
-    def went_on(self, gone: Sequence[int]) -> None:
-        """The others went on without these."""
+    def left(self, rank: int) -> bool:
+        """Is the engine of this rank gone because it was preempted, and had its rank left before?
+
+        The word of those who go on may come a moment later than the engine's end.
+        """
+        if rank not in self.preempted:
+            return False
+        since = self.preempted[rank] = self.preempted[rank] or time.monotonic()
+        return rank not in self.live.members or time.monotonic() - since < WORD
+
+    def went_on(self, gone: Sequence[int], preempted: Collection[int] = ()) -> None:
+        """The others went on without these, of whom some were preempted."""
         self.leaving -= set(gone)
         if self.live.changes.experiment.on_death == "replace":
-            self._replaced |= {rank for rank in gone if self.live.cluster.death(rank)}
+            self._replaced |= {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
         if count := len(self._replaced & set(gone)):
             self._replaced -= set(gone)
             threading.Thread(target=self._replace, args=(count,), name="run replacing", daemon=True).start()

@@ -1,11 +1,13 @@
 """What a person may ask of a lab's run while it is under way; each is a method of Lab.
 
-Kill, freeze and thaw are for teaching: they are done to real processes, and only to engines that this lab started.
+Kill, freeze, thaw and preempt are for teaching: they are done to real processes, and only to engines that this lab
+started.
 """
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from typing import Any
 
@@ -68,7 +70,7 @@ class Handles:
         """So many ranks train together before one of the next steps: some are taken out, or idle engines come in.
 
         Where too few are idle, engines are started on this machine, which takes some seconds, nearly all of them
-        imports; a lab of more ranks than the run keeps them warm. Raises KnobError where so many cannot be had, and
+        imports; `Lab(spare=1)` keeps some warm. Raises KnobError where so many cannot be had, and
         ClusterError where they do not come up; the run goes on as it was then.
         """
         return resize(self._going("resize"), ranks)
@@ -107,6 +109,18 @@ class Handles:
     def thaw(self, rank: int) -> None:
         """A rank that was frozen goes on."""
         self._fault(rank, "thaw", "goes on", signal.SIGCONT)
+
+    def preempt(self, rank: int, grace: float = 30.0) -> None:
+        """Tells the engine of a rank SIGTERM, as Slurm or a spot instance does, and `grace` seconds later kills it.
+
+        The rank leaves after the step in hand, and the others go on; it ends by itself well within a usual grace.
+        """
+        if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
+            raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")
+        self._fault(rank, "preempt", f"was sent SIGTERM, {grace:g} s before it is killed", signal.SIGTERM)
+        killing = threading.Timer(grace, self.cluster.health.send, (rank, signal.SIGKILL))
+        killing.name, killing.daemon = f"grace of rank {rank}", True
+        killing.start()
 
     def _fault(self, rank: int, what: str, said: str, by: int) -> None:
         live = self._going(what)

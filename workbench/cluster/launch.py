@@ -96,7 +96,9 @@ def renewed(cluster: Cluster) -> Cluster:
     if not cluster.error and (not cluster.ready or cluster.healthy):
         return cluster
     cluster.close()
-    return Cluster(cluster.name, cluster.ranks, cluster.device, cluster.connection).start()
+    made = Cluster(cluster.name, cluster.ranks, cluster.device, cluster.connection, cluster.spares.count)
+    made.spares.used = cluster.spares.used
+    return made.start()
 
 
 def _unwritable(path: Path, error: OSError) -> ClusterError:

@@ -100,7 +100,7 @@ class Live:
 
     def replay(self) -> None:
         """Takes in what the record already says: for a kernel that attaches."""
-        first = ("change", "refused", "policy", "not saved", "data", "state", "error", "rolled back")
+        first = ("change", "refused", "policy", "not saved", "data", "state", "error", "rolled back", "preempted")
         for name in (*first, *alarms.NAMES, "members", "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
@@ -147,6 +147,9 @@ class Live:
             self.notes.append(detail["text"])
         elif name in ("rolled back", "not rolled back"):
             self.alarm.went_back(t, detail)
+        elif name == "preempted":
+            self.notes.append(detail["text"])
+            self.evicting.preempted |= dict.fromkeys(detail["ranks"])
         elif name == "members":
             self._outlived(step, detail)
         elif name in alarms.NAMES:
@@ -161,7 +164,7 @@ class Live:
             self.step = min(self.step, step)
             self.changes.resized(step, detail)
             self.orders.hears(self.members[0])
-            self.evicting.went_on(detail["gone"])
+            self.evicting.went_on(detail["gone"], detail.get("preempted", ()))
 
     def admit(self, new: list[int]) -> None:
         """These ranks are to come, and are listened to from now on."""

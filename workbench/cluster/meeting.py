@@ -38,7 +38,8 @@ def meet(cluster: Cluster, ids: Sequence[int]) -> list[Engine]:
         raise ClusterError(f"{found[0]} would have to share a GPU, and ranks of one run talk over {cluster.kind}")
     spans = spans_hosts([*cluster.engines, *found])
     setup = {
-        "lab": cluster.place.path.name, "client": cluster.keys.public, "owner": this_process(), "host": host(),
+        "lab": cluster.place.path.name, "place": str(cluster.place.path), "client": cluster.keys.public,
+        "owner": this_process(), "host": host(),
         "paths": [os.path.abspath(p) for p in sys.path], "spans_hosts": spans,
     }  # fmt: skip
     open_: list[Engine] = []
@@ -65,6 +66,11 @@ def start_more(cluster: Cluster, count: int) -> list[int]:
 
     Raises ClusterError if they do not come up; then none of them stays.
     """
+    with cluster.starting:
+        return _started(cluster, count)
+
+
+def _started(cluster: Cluster, count: int) -> list[int]:
     assert cluster.owned is not None
     first = cluster.owned.next_engine
     numbers = list(range(first, first + count))

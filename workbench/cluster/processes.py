@@ -6,6 +6,7 @@ pid and create time. What the engines then say to each other is not known here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -144,6 +145,8 @@ class Processes:
 
 def end(place: Place, patience: float = 1.0) -> None:
     """Ends every process that the lab started, with its children; asks first, kills after `patience`."""
+    with contextlib.suppress(OSError):  # the directory may be gone
+        place.write(ends=True)  # else an engine that trains would take this for a preemption
     found: dict[int, psutil.Process] = {}
     for pid, created, _ in place.state.get("processes", []):
         if alive([pid, created]):

@@ -29,7 +29,14 @@ def resize(live: Live, ranks: int) -> PendingChange:
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
     spare = idle(live)
-    wanting = max(0, ranks - len(here) - len(spare))
+    if ranks > len(here) + len(spare):
+        with live.cluster.starting:  # one that is coming up is waited for
+            spare = idle(live)
+            return _resized(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
+    return _resized(live, ranks, here, spare, 0)
+
+
+def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting: int) -> PendingChange:
     if wanting and (why := cannot_start(live.cluster, wanting)):
         raise KnobError(
             f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "

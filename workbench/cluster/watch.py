@@ -56,7 +56,7 @@ class Watch:
     def _look(self) -> None:
         for rank in self.live.ranks:
             known = rank in self.ending.errors or rank in self.ending.dead
-            if not known and (how := self.live.cluster.death(rank)):
+            if not known and (how := self.live.cluster.death(rank)) and not self.live.evicting.left(rank):
                 self.live.died(rank, self.live.attention.death(rank, how))
 
     def ask(self) -> None:
@@ -99,7 +99,7 @@ class Watch:
         """No rank is waited for any more: the last rows come in, then the run is what it is."""
         live, dead = self.live, self.ending.dead
         try:
-            last_rows.gather(live, dead | silent)
+            last_rows.gather(live, dead | silent | {r for r in live.evicting.preempted if live.cluster.death(r)})
             brought_up(self.ending.errors, live.changes.experiment)
             last_rows.obituary(live, dead)
         except Exception as failure:  # neither a full disk nor a silent rank may keep it from being over

@@ -23,6 +23,7 @@ from workbench.cluster import spool
 from workbench.cluster.capture import Capture
 from workbench.cluster.keys import Keys, admit
 from workbench.cluster.place import alive, host
+from workbench.cluster.preempting import Notice
 from workbench.cluster.stacks import stacks
 from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, encode
@@ -60,6 +61,12 @@ def begin(job: dict[str, Any], blob: bytes) -> str:
         raise RuntimeError(said(error)) from None  # ipyparallel asks an error for its words as it is
 
 
+def warm() -> None:
+    """Loads all that a rank needs and an engine has not loaded yet, before one is wanted here."""
+    importlib.import_module("torch._dynamo")  # which torch loads with the first optimizer
+    importlib.import_module("workbench.engine.session")
+
+
 def _opened() -> Bench:
     if _bench is None:
         raise RuntimeError("this engine was not opened for a lab")
@@ -94,6 +101,7 @@ class Bench:
         self.where = Path()
         self.learned: list[Any] = []  # classes from the notebook's cells, kept alive so that they are found by name
         self.heard = time.monotonic()
+        self.told_over = False  # has the kernel been told that the session is over?
         self.trouble = ""  # what a look of the line raised last; told with every status
         self._context = zmq.Context()
         keys = Keys.new()
@@ -102,8 +110,10 @@ class Bench:
         self._line, self.line_at = self._bind(zmq.ROUTER, keys, setup)
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._notice = Notice(self, Path(setup["place"]))
+        self._notice.listen()
         self._capture = Capture("rank ", self._log).__enter__()
-        self._thread = Steady("line", self._look, self._closing, self._stumbled, lambda: self._line.close(0)).start()
+        self._thread = Steady("line", self._look, self._closing, self.stumbled, lambda: self._line.close(0)).start()
 
     def _bind(self, kind: int, keys: Keys, setup: dict[str, Any]) -> tuple[Any, str]:
         socket = self._context.socket(kind)
@@ -140,7 +150,7 @@ class Bench:
             **{name: job[name] for name in ("joins", "resume") if job.get(name)},
         )  # fmt: skip
         self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
-        self.job, self.blob, self.sent = job, blob, {}
+        self.job, self.blob, self.sent, self.told_over = job, blob, {}, False
         _show_in_cells("workbench_session", session)
         try:
             session.start()
@@ -171,10 +181,10 @@ class Bench:
             who, head, blob = self._line.recv_multipart()
             self.heard = time.monotonic()
             self._line.send_multipart([who, *self._reply(json.loads(head), blob)])
-        elif self.busy and self._abandoned():
+        elif self.busy and self.abandoned():
             self.session.abort()
 
-    def _stumbled(self, error: BaseException) -> None:
+    def stumbled(self, error: BaseException) -> None:
         """A look of the line failed: into the engine's log file, the next status and the record."""
         text = traceback_of(error)
         print(text, file=sys.__stderr__, flush=True)
@@ -196,7 +206,7 @@ class Bench:
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
         """Where this rank is: the session's own words, which run, whether it is over, and rows sent so far."""
-        over = not self.busy  # asked first: who is over then tells its last state
+        over = self.told_over = not self.busy  # asked first: who is over then tells its last state
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
         about = {"generation": self.job.get("generation", ""), "over": over, "sent": self.sent}
         return {**status, **about, "trouble": self.trouble}
@@ -255,7 +265,7 @@ class Bench:
         """A part of one such file."""
         return spool.chunk(self.where, name, start)
 
-    def _abandoned(self) -> bool:
+    def abandoned(self) -> bool:
         """Whether the lab's kernel is gone without having detached."""
         if self.owner is None:
             return False
@@ -267,6 +277,7 @@ class Bench:
         if self.busy:
             self.session.abort()
             self.session.join(5.0)
+        self._notice.forget()
         self._closing.set()
         self._thread.join(2.0)
         self._capture.__exit__()

@@ -4,6 +4,8 @@
 it was asked and has not done. It hears of the others until each has said so, has left or is dead. Then it writes down
 who is there, but the first who does so is right (compare and set), and all go by what that one wrote. So nobody needs
 a leader, and one who comes late finds that the others went on. The furthest of those who are there decides what counts.
+What was settled holds once all who are to go on have met for it. If one of them is lost before, all who voted, also who
+is not needed, vote again with what they had: nothing of it has been changed until then.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ class Spare(RuntimeError):
 class Resized(Exception):
     """The ranks have come together, and a generation of other ranks is to begin.
 
-    members: theirs, by place; experiment: of so many; number: the request's
+    members: theirs, by place; experiment: of so many; number: the request's; preempted: those who go because of that
     """
 
-    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str) -> None:
+    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str,
+                 preempted: tuple[int, ...] = ()) -> None:  # fmt: skip
         super().__init__(f"members {members}")
-        self.members, self.experiment, self.number = members, experiment, number
+        self.members, self.experiment, self.number, self.preempted = members, experiment, number, preempted
 
 
 class Said(NamedTuple):
@@ -136,14 +139,18 @@ def come(store: Any, place: int, process: list[Any] | None = None) -> None:
     store.set(f"process {place}", json.dumps(process or here()))
 
 
-def gather(store: Any, what: str, place: int, processes: list[list[Any]], look: Callable[[], None]) -> None:
+def gather(
+    store: Any, what: str, place: int | None, processes: list[list[Any]], look: Callable[[], None]
+) -> None:
     """Waits until all have come to the same, `what`: to open wires, for one, which cannot be interrupted.
 
-    processes: theirs, by place. Raises ConnectionError where one is gone, and what `look` raises.
+    place: None for one who only looks on; processes: theirs, by place
+    Raises ConnectionError where one is gone before it has come, and what `look` raises.
     """
     for other, process in enumerate(processes):
         come(store, other, process)
-    store.set(f"{what} {place}", "1")
+    if place is not None:
+        store.set(f"{what} {place}", "1")
     while missing := [other for other in range(len(processes)) if not store.check([f"{what} {other}"])]:
         look()
         require(store, missing)
@@ -159,6 +166,16 @@ def require(store: Any, places: Iterable[int]) -> None:
 def gone(store: Any, place: int) -> None:
     """Says that this rank has left, for whoever waits for a word of it."""
     store.set(f"gone {place}", "1")
+
+
+def hand_down(store: Any, before: Any, size: int) -> None:
+    """Another vote of the same places begins, in `store`. Who was not counted in the one `before` is not waited for."""
+    counted = json.loads(before.get("verdict")) if before.check(["verdict"]) else range(size)
+    for place in range(size):
+        if place not in counted or before.check([f"gone {place}"]):
+            gone(store, place)
+        elif before.check([f"process {place}"]):
+            store.set(f"process {place}", before.get(f"process {place}"))
 
 
 def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: Callable[[], None]) -> Heard:

@@ -106,7 +106,7 @@ def _look(session: Session) -> None:
 
 def hear(session: Session, mine: Said) -> Heard:
     """What all who are left have. Raises Aborted when this rank must leave, Late where the others went on."""
-    store, training, rank = connect_store(*session.where, session.generation), session.set_up_already, session.rank
+    store, training, rank = connect_store(*session.where, session.voting), session.set_up_already, session.rank
     patience = max(PATIENCE, TIMES * max(training.evaluated, *training.lengths))
     return membership.vote(store, rank.id, rank.size, mine, patience, partial(_look, session))
 
@@ -121,7 +121,7 @@ def fewer(session: Session, heard: Heard) -> Next:
     e, places = fitting(known if same else Experiment.read(first.settings, known.task), heard.left)
     came = heard.came(places)
     spare = [heard.by_place[other].member for other in heard.left if other not in places]
-    gone = [member for member in session.members if member not in (*came.members, *spare)]
+    gone = [member for member in session.counted if member not in (*came.members, *spare)]
     processes = [heard.by_place[other].process for other in places]
     text = f"{lost(gone)}; {named(came.members)} went on from step {came.step}"
     if spare:
@@ -140,12 +140,38 @@ def _salvaged(session: Session, heard: Heard) -> Next:
         raise
 
 
+def _meet(session: Session, to: Next) -> int:
+    """Waits until all of the next generation have come to it; this rank's place there.
+
+    Who is not among them waits, too, for it may have what others lose with one who is; then raises Spare.
+    Raises ConnectionError where one is lost before, and the next vote is another one of those who voted.
+    """
+    members, where = to.came.members, session.where
+    session.turn += 1
+    store = connect_store(*where, f"{session.base}+{session.turn}")
+    place = members.index(session.member) if session.member in members else None
+    try:
+        membership.gather(store, "meet", place, to.processes, partial(_look, session))
+    except BaseException as error:
+        if place is not None:
+            membership.gone(store, place)
+        if session.training is None and isinstance(error, ConnectionError):
+            raise Spare("a rank was lost before this one had come in; the others go on without both") from None
+        before, session.voting = session.voting, f"{session.generation} after {session.turn}"
+        if isinstance(error, ConnectionError):
+            again = connect_store(*where, session.voting)
+            membership.hand_down(again, connect_store(*where, before), session.rank.size)
+            session.undone = to
+        raise
+    if place is None:
+        raise Spare(f"the others went on from step {to.came.step} as {len(members)} ranks, without this one")
+    return place
+
+
 def begin_generation(session: Session, to: Next) -> Came:
-    """Those of the next generation meet. Raises Spare where this rank is not among them."""
+    """Those of the next generation meet, and it begins. Raises as `_meet` does, and has changed nothing then."""
     came, before, old = to.came, session.training, session.rank
-    if session.member not in came.members:
-        raise Spare(f"the others went on from step {came.step} as {len(came.members)} ranks, without this one")
-    place = came.members.index(session.member)
+    place = _meet(session, to)
     rank = Rank(place, len(came.members), to.experiment.seed)
     rank.step, rank.lr = came.step, old.lr
     if before is not None:
@@ -160,12 +186,9 @@ def begin_generation(session: Session, to: Next) -> Came:
             rank.memory.buffers.update(memory)
             lie_whole(before, to.experiment, came.step)
     session.rank, session.members, session.leaving = rank, came.members, Leaving()
-    session.turn, session.outlives_next = session.turn + 1, False
-    session.generation, session.began_with = f"{session.base}+{session.turn}", to.experiment
-    session.forming = True
-    if rank.size > 1:
-        store = connect_store(*session.where, session.generation)
-        membership.gather(store, "meet", place, to.processes, partial(_look, session))
+    session.outlives_next, session.words = False, None
+    session.generation = session.voting = f"{session.base}+{session.turn}"
+    session.began_with, session.forming = to.experiment, True
     session.training = training = Training(session, before)
     training.obeyed, training.begun = to.changes, True
     training.paused, training.credit = to.paused, to.credit
@@ -179,9 +202,19 @@ def begin_generation(session: Session, to: Next) -> Came:
         session.mark("members", to.mark)
         for what in to.asked:
             session.inbox.put(what)
+        _answer(session)
+    session.undone = None
     training.begin_again()
     session.forming = False
     return came
+
+
+def _answer(session: Session) -> None:
+    """Who asked for other ranks, one of whom was lost before they had met, is told so."""
+    if session.undone is not None and "id" in session.undone.mark and not session.undone.mark["preempted"]:
+        ranks = len(session.undone.came.members)
+        reason = f"ranks={ranks}: a rank was lost before they had met; ask again"
+        session.mark("refused", {"path": "ranks", "value": ranks, "id": session.undone.mark["id"], "reason": reason})
 
 
 def _adopt(training: Training, e: Experiment, rank: Rank) -> None:

@@ -46,10 +46,15 @@ def stood_still(before: Clocks, now: Clocks, beat: float = BEAT) -> dict[str, An
 
 
 class Pulse:
-    """Looks at the clocks on a thread of its own until it is closed; `say` is told what was noticed."""
+    """Looks at the clocks on a thread of its own until it is closed; `say` is told what was noticed.
 
-    def __init__(self, say: Callable[[dict[str, Any]], None], name: str) -> None:
-        self._say = say
+    beat: called at each look
+    """
+
+    def __init__(
+        self, say: Callable[[dict[str, Any]], None], name: str, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        self._say, self.beat = say, beat
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=name, daemon=True)
         self._thread.start()
@@ -61,6 +66,7 @@ class Pulse:
             if found := stood_still(before, now):
                 self._say(found)
             before = now
+            self.beat()
 
     def close(self) -> None:
         self._closing.set()

@@ -59,7 +59,7 @@ def arranged(session: Session, asked: Resized) -> Next:
     processes = [there[place] for place in places]
     processes += [json.loads(base.get(f"member {m}")) for m in members[len(stay) :]]
     rest = training.asked[1:]
-    mark = _told(came, [m for m in session.members if m not in members], members[len(stay) :])
+    mark = _told(came, [m for m in session.members if m not in members], members[len(stay) :], asked)
     mark |= {"settings": asked.experiment.plain(), "id": asked.number}
     to = Next(came, asked.experiment, training.obeyed, list(training.done), training.paused, training.credit, rest,
               processes, mark)  # fmt: skip
@@ -96,9 +96,14 @@ def invited(session: Session) -> Next:
     return Next(came=came, experiment=Experiment.read(said.pop("experiment"), session.began_with.task), **said)
 
 
-def _told(came: Came, gone: list[int], new: tuple[int, ...]) -> dict[str, Any]:
-    said = [f"{named(gone)} {are(gone)} taken out"] if gone else []
+def _told(came: Came, gone: list[int], new: tuple[int, ...], asked: Resized) -> dict[str, Any]:
+    left = asked.preempted
+    out = [m for m in gone if m not in left]
+    said = [f"{named(left)} {'were' if len(left) > 1 else 'was'} preempted and left"] if left else []
+    said += [f"{named(out)} {are(out)} {'not needed then' if left else 'taken out'}"] if out else []
     said += [f"{named(new)} {are(new)} added"] if new else []
     go = "train" if len(came.members) > 1 else "trains"
     text = f"{', '.join(said)}; {named(came.members)} {go} from step {came.step}"
-    return {"members": came.members, "gone": gone, "spare": [], "new": new, "step": came.step, "text": text}
+    spare = out if left else []
+    return {"members": came.members, "gone": gone, "spare": spare, "new": new, "preempted": left, "step": came.step,
+            "text": text}  # fmt: skip

@@ -127,7 +127,7 @@ def _members(heard: Heard, places: Sequence[int]) -> tuple[int, ...]:
 def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experiment, Experiment], how_text: str) -> Next:
     came, to, e = how
     spare = [heard.by_place[place].member for place in heard.left if place not in came.places]
-    gone = [member for member in session.members if member not in (*came.members, *spare)]
+    gone = [member for member in session.counted if member not in (*came.members, *spare)]
     text = f"{lost(gone)}; {named(came.members)} {how_text}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"

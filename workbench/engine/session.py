@@ -21,9 +21,10 @@ from torch import nn
 from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
 from workbench.engine.keeping import Keeper
-from workbench.engine.membership import Resized, Spare, gone
+from workbench.engine.membership import Next, Resized, Said, Spare, gone
 from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives, refused
 from workbench.engine.peers import removed
+from workbench.engine.preempting import Lookout, announce
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
 from workbench.engine.resizing import arranged, invited
@@ -45,6 +46,8 @@ class Session:
     training: the loop with all that it needs, as soon as every rank has made its own
     member:   this rank's number for life; members: by place, those of all who are there
     rank, generation, leaving: of the present generation, which ends when a rank is lost
+    voting:   where its members vote who of them is left; undone: how a next generation was to be that did not form
+    words:    what this rank had when it left the generation, until the next has formed
     wires:    those that are open; files: those of this run that rank 0 removes at its end
     stopping: is the run to end before its last step?
     """
@@ -59,6 +62,9 @@ class Session:
         self.member, self.members = rank, tuple(range(size))
         self.rank = Rank(rank, size, experiment.seed)
         self.where, self.base, self.generation, self.secret = store, generation, generation, secret
+        self.voting = generation
+        self.undone: Next | None = None
+        self.words: Said | None = None
         self.turn = 0  # how many generations there were before this one
         self.joins = joins
         self.device, self.kind, self.loopback = device, kind, loopback
@@ -115,6 +121,18 @@ class Session:
         self.outlives_next = so and not reason
         return reason
 
+    def preempt(self) -> None:
+        """This rank's machine is about to be ended: it leaves after the step in hand, and the others go on."""
+        if self.phase == "waiting":  # nobody counts on it yet
+            return self.abort(asked=True)
+        announce(self)
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Who is to be named where it is lost: the members, and who was to come when one of them was."""
+        undone = self.undone.came.members if self.undone is not None else ()
+        return (*self.members, *(m for m in undone if m not in self.members))
+
     @property
     def ends(self) -> bool:
         """Is this rank to go on in no case?"""
@@ -168,7 +186,7 @@ class Session:
     # -- the thread --
 
     def _live(self) -> None:
-        pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse")
+        pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", Lookout(self))
         self.born = time.monotonic()
         try:
             self._through()
@@ -197,12 +215,14 @@ class Session:
                 return self.set_up_already.host.drive(self.set_up_already.live_on(came))
             except Resized as asked:
                 to = arranged(self, asked)
-                leave_generation(self, self.set_up_already)
+                del self.set_up_already.asked[0]  # it is done, or answered when this generation does not form
+                self.words = leave_generation(self, self.set_up_already)
             except Exception as error:
                 if not outlives(self, error):
                     raise
                 error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
-                to = fewer(self, hear(self, leave_generation(self, self.set_up_already)))
+                self.words = self.words or leave_generation(self, self.set_up_already)
+                to = fewer(self, hear(self, self.words))
 
     def set_up(self) -> Training:
         """Waits for the other ranks; then all stand before their first step. Raises in words what cannot be trained."""
@@ -237,7 +257,7 @@ class Session:
             self.training.close()
         if self.rank.size > 1:
             with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone
-                gone(connect_store(*self.where, self.generation, timeout=1.0), self.rank.id)
+                gone(connect_store(*self.where, self.voting, timeout=1.0), self.rank.id)
         for wire in self.wires:
             wire.close()
         if self.rank.id == 0:

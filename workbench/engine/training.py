@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
+from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
 from workbench.host import changes, residual
@@ -256,6 +257,8 @@ class Training(Turnable):
                     self.finite.forget()
                 case "resize":
                     await resize(self, tuple(what["members"]), what.get("id", ""))
+                case "preempt":
+                    await leave(self, what["members"], what.get("id", ""))
                 case "roll back":
                     await Op("do", partial(self.host.catch_up, self.finite.told))
                     if not await self.back.go(int(what.get("step", 0))):

@@ -24,6 +24,13 @@ def ranks(value: Any) -> int:
     return value
 
 
+def spare(value: Any) -> int:
+    """A number of engines that a lab keeps beside its ranks."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_RANKS:
+        raise KnobError(f"spare={short(value)}: must be an integer in [0, {MAX_RANKS - 1}] engines")
+    return value
+
+
 def text(value: Any, field: str, example: str) -> str:
     """A name."""
     if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > LONGEST_NAME:

@@ -1,0 +1,112 @@
+"""Engines that are told SIGTERM: their ranks leave a run that goes on, and whoever trains nothing ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harm import Patient
+from tests.labs import apart
+from tests.waiting import until
+from workbench.cluster.processes import end
+from workbench.experiment import Experiment
+from workbench.lab import Lab, RankError
+from workbench.record.process import alive
+from workbench.settings import KnobError
+from workbench.strategies import DDP, LocalSGD
+from workbench.tasks import Digits
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+BOUND = 60.0  # seconds, on a machine that is busy with other things
+
+
+@pytest.fixture
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with apart(tmp_path_factory):
+        with Lab(ranks=3, name="preempting") as made:
+            yield made.wait(120)
+
+
+def endless(**more: object) -> Experiment:
+    return Experiment(**{"task": Digits(), "steps": 0, "eval_every": 25, "pace": 10.0, **more}).checked()
+
+
+def reached(lab: Lab, step: int) -> None:
+    assert until(lambda: lab._live is not None and lab._live.step >= step, BOUND), lab.notes
+
+
+def gone(lab: Lab, rank: int) -> bool:
+    engine = lab.cluster.engines[rank]
+    return not alive([engine.pid, engine.created])
+
+
+def test_the_others_go_on_and_nobody_has_died_but_where_the_grace_passes(lab: Lab) -> None:
+    victim = 0  # which hears for all
+    run = lab.run(endless(strategy=LocalSGD(every=4), ranks=3))  # which ends where a rank dies
+    reached(lab, 10)
+    with pytest.raises(KnobError, match=r"grace=-1: must be a number in \[0, 3600\] seconds"):
+        lab.preempt(victim, grace=-1)
+    lab.preempt(victim, grace=600)
+    assert until(lambda: gone(lab, victim), BOUND), "the engine ends by itself"
+    assert until(lambda: run.details("members"), BOUND)
+    said = run.details("members")[0][2]
+    assert said["preempted"] == [victim] and f"rank {victim} was preempted and left; ranks" in said["text"]
+    assert until(lambda: lab.members == tuple({0, 1, 2} - {victim}), BOUND)
+    Patient(lab, None).goes_on("preemption")  # type: ignore[arg-type]
+    assert f"rank {victim} is preempted: it leaves after the step in hand" in lab.notes and said["text"] in lab.notes
+    assert not any("is lost" in note for note in lab.notes) and not run.details("error")
+    lab.set("on_death", "go on").wait(BOUND)
+    lab.freeze(1)
+    lab.preempt(1, grace=0.1)
+    assert until(lambda: lab.members == (2,), BOUND), lab.notes
+    assert "rank 1 is lost" in run.details("members")[1][2]["text"]
+    lab.stop()
+    assert run.wait(BOUND).state == "stopped"
+    assert {detail["rank"] for _, _, detail in run.details("error")} == {1}
+    spans = run.spans
+    last = spans[spans.lane == "step"].groupby("rank").step.max().to_dict()
+    assert last[victim] == said["step"] - 1, "no step of it is lost"
+    assert run.details("preempted")[0][2]["ranks"] == [victim]
+
+
+def test_another_is_started_for_it(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=2, on_death="replace"))
+    reached(lab, 10)
+    os.kill(lab.status[1]["pid"], signal.SIGTERM)
+    assert until(lambda: lab.members == (0, 2), BOUND), lab.notes
+    Patient(lab, None).goes_on("replacement")  # type: ignore[arg-type]
+    lab.stop()
+    assert run.wait(BOUND).state == "stopped" and not run.details("error")
+
+
+def test_with_the_last_rank_the_run_ends_and_has_a_checkpoint(lab: Lab, tmp_path: Path) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=1), out=tmp_path / "run")
+    reached(lab, 10)
+    lab.preempt(0)
+    with pytest.raises(RankError, match="Preempted: rank 0 is preempted, and the run cannot go on: nobody is left"):
+        run.wait(BOUND)
+    assert until(lambda: gone(lab, 0), BOUND)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    again = lab.run(endless(strategy=DDP(), ranks=1), resume=tmp_path / "run")
+    reached(lab, run.details("error")[0][0] + 3)
+    lab.stop()
+    assert again.wait(BOUND).state == "stopped"
+
+
+def test_who_trains_nothing_ends_at_once_and_so_do_all_when_the_lab_ends(lab: Lab) -> None:
+    lab.run(endless(strategy=DDP(), ranks=2))
+    reached(lab, 10)
+    os.kill(lab.status[2]["pid"], signal.SIGTERM)
+    assert until(lambda: gone(lab, 2), BOUND)
+    assert not any("preempted" in note for note in lab.notes) and lab.members == (0, 1)
+    owned = lab.cluster.owned
+    assert owned is not None
+    owned.close()
+    end(lab.cluster.place, patience=BOUND)
+    codes = {what: child.wait(BOUND) for what, child in owned.started.items() if what.startswith("engine")}
+    assert -signal.SIGKILL not in codes.values(), codes
+    assert not any("preempted" in note for note in lab.notes)

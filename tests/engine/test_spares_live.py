@@ -1,0 +1,60 @@
+"""Spare engines of a lab: warm before they are needed, taken first, and followed by others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harm import Patient
+from tests.labs import apart
+from tests.waiting import until
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+from workbench.strategies import DDP
+from workbench.tasks import Digits
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+BOUND = 90.0  # seconds, on a machine that is busy with other things
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with apart(tmp_path_factory):
+        with Lab(ranks=2, name="spares", spare=1) as made:
+            yield made.wait(120)
+
+
+def spare(lab: Lab) -> list[int]:
+    """Those that are warm and idle."""
+    kept = lab.cluster.spares
+    return [rank for rank in kept.there() if rank in kept.warm]
+
+
+def loaded(lab: Lab, rank: int) -> list[str]:
+    """Which of what a rank needs first its engine has loaded."""
+    names = ("torch", "torch._dynamo", "workbench.engine.session")
+    found: list[str] = lab.cluster.call(lab.cluster.engines[rank].id, lambda: [n for n in names if n in sys.modules])
+    return found
+
+
+def test_a_spare_engine_is_taken_first_and_another_comes_behind_it(lab: Lab) -> None:
+    assert lab.ranks == 2 and lab.experiment.ranks == 2, "a spare one is no rank"
+    assert until(lambda: spare(lab) == [2], BOUND), lab.notes
+    assert loaded(lab, 2) == ["torch", "torch._dynamo", "workbench.engine.session"]
+    e = Experiment(task=Digits(), strategy=DDP(), steps=0, eval_every=25, pace=10.0, on_death="replace").checked()
+    run = lab.run(e)
+    assert until(lambda: lab._live is not None and lab._live.step >= 10, BOUND), lab.notes
+    assert lab.members == (0, 1) and spare(lab) == [2] and len(lab.cluster.engines) == 3
+    os.kill(lab.status[1]["pid"], signal.SIGKILL)
+    assert until(lambda: lab.members == (0, 2), BOUND), lab.notes
+    Patient(lab, None).goes_on("replacement")  # type: ignore[arg-type]
+    assert until(lambda: spare(lab) == [3], BOUND), lab.notes
+    came = lab.resize(3).wait(BOUND)
+    assert came.applied_at is not None and lab.members == (0, 2, 3)
+    assert until(lambda: spare(lab) == [4], BOUND), lab.notes
+    lab.stop()
+    assert run.wait(BOUND).state == "stopped" and not lab.cluster.spares.trouble

@@ -1,0 +1,120 @@
+"""How many spare engines there are: enough, again enough after some were taken, and no endless starting of others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.cluster import spares as module
+from workbench.cluster.place import ClusterError
+from workbench.cluster.spares import QUIET, TRIES, Spares
+from workbench.lab import Lab
+from workbench.settings import KnobError
+
+
+class Engines:
+    """Stands for a cluster of three engines, of whom two are in use, with a clock of its own."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.ranks, self.now = 2, 0.0
+        self.engines = [SimpleNamespace(rank=rank, id=rank) for rank in range(2)]
+        self.dead: set[int] = set()
+        self.used = {0, 1}
+        self.warmed: list[int] = []
+        self.cannot, self.fails = "", ""
+
+    def death(self, rank: int) -> str | None:
+        return "is gone" if rank in self.dead else None
+
+    def call(self, engine: int, function: Any, timeout: float) -> None:
+        self.warmed.append(engine)
+
+    def start_more(self, _: object, count: int) -> list[int]:
+        if self.fails:
+            raise ClusterError(self.fails)
+        first = len(self.engines)
+        self.engines += [SimpleNamespace(rank=rank, id=rank) for rank in range(first, first + count)]
+        return list(range(first, first + count))
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    made = Engines()
+    monkeypatch.setattr(module, "start_more", made.start_more)
+    monkeypatch.setattr(module, "cannot_start", lambda cluster, count: made.cannot)
+    monkeypatch.setattr(module.time, "monotonic", lambda: made.now)
+    return made
+
+
+def kept(engines: Engines, count: int) -> Spares:
+    made = Spares(engines, count)  # type: ignore[arg-type]
+    made.used = lambda: engines.used
+    made.over.set()  # so that no look waits
+    return made
+
+
+def looks(spares: Spares, times: int = 3) -> Spares:
+    for _ in range(times):
+        spares._look()
+    return spares
+
+
+def test_they_are_started_warmed_and_kept(engines: Engines) -> None:
+    spares = looks(kept(engines, 2))
+    assert spares.there() == [2, 3] and engines.warmed == [2, 3]
+    looks(spares)
+    assert len(engines.engines) == 4, "enough are there"
+
+
+def test_others_come_behind_those_that_are_taken_after_a_while(engines: Engines) -> None:
+    spares = looks(kept(engines, 1))
+    engines.used.add(2)
+    engines.now = QUIET - 0.1
+    assert looks(spares).there() == [], "who comes in has the cores to itself"
+    engines.now = 2 * QUIET
+    assert looks(spares).there() == [3] and engines.warmed == [2, 3]
+
+
+def test_idle_engines_of_a_lab_count(engines: Engines) -> None:
+    engines.used = {0}
+    assert looks(kept(engines, 1)).there() == [1] and not engines.warmed
+
+
+def test_what_ends_unused_again_and_again_is_not_started_for_ever(engines: Engines) -> None:
+    spares = kept(engines, 1)
+    for _ in range(20):
+        looks(spares)
+        engines.dead |= set(spares.there())
+        engines.now += 2 * QUIET
+    assert len(engines.engines) == 2 + TRIES
+    assert spares.trouble == (f"spare=1: 0 spare engines are there, and no more are started: {TRIES} of them ended "
+                              "before they were needed, or did not come up")  # fmt: skip
+
+
+def test_why_none_comes_up_is_said(engines: Engines) -> None:
+    spares = kept(engines, 1)
+    engines.fails = "engine 2 ended with exit code 1 before it was up."
+    looks(spares)
+    assert "no more are started: engine 2 ended with exit code 1" in spares.trouble
+    engines.fails = ""
+    assert looks(spares).there() == [2] and spares.trouble == ""
+    engines.used.add(2)
+    engines.cannot = "a lab has at most 64 engines"
+    looks(spares)
+    engines.now += 2 * QUIET
+    assert "a lab has at most 64 engines" in looks(spares).trouble
+
+
+@pytest.mark.parametrize("given", [-1, 64, True, 1.0, "1"])
+def test_only_numbers_of_engines_are_taken(given: Any) -> None:
+    with pytest.raises(KnobError, match=r"spare=.*: must be an integer in \[0, 63\] engines"):
+        Lab(ranks=2, name="never made", spare=given)
+
+
+def test_a_lab_on_engines_of_others_starts_none(tmp_path: Any) -> None:
+    with pytest.raises(KnobError, match="spare=1: this lab starts no engines; start more where its cluster is"):
+        Lab(ranks=2, name="never made", spare=1, profile="default")
