@@ -85,6 +85,7 @@ def leave_generation(session: Session, training: Training) -> Said:
         training.outer = rollback.outer
         parts, bounds = rollback.void or in_parts(training.experiment), rollback.bounds()
     training.bounds = bounds
+    training.optimizer.zero_grad(set_to_none=True)  # of a step that does not count
     wires, session.wires = session.wires, []
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
     e, rank = training.experiment, session.rank
