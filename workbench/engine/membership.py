@@ -34,11 +34,12 @@ class Resized(Exception):
     """The ranks have come together, and a generation of other ranks is to begin.
 
     members: theirs, by place; experiment: of so many; number: the request's
+    used:    how many examples of the data's order are used up
     """
 
-    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str) -> None:
+    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str, used: int) -> None:
         super().__init__(f"members {members}")
-        self.members, self.experiment, self.number = members, experiment, number
+        self.members, self.experiment, self.number, self.used = members, experiment, number, used
 
 
 class Said(NamedTuple):
@@ -55,6 +56,7 @@ class Said(NamedTuple):
     bounds:   boundaries that it can go back to: the step that comes next, and how many changes were made before
     remembers: does its optimizer remember anything?
     saved:    the steps before which it sees checkpoints of this run
+    used:     at its last boundaries: the step that came next, and how many examples of the data's order were used up
     """
 
     member: int
@@ -71,6 +73,7 @@ class Said(NamedTuple):
     bounds: Sequence[Sequence[int]] = ()
     remembers: bool = False
     saved: Sequence[int] = ()
+    used: Sequence[Sequence[int]] = ()
 
     @property
     def far(self) -> tuple[int, int]:
@@ -99,6 +102,10 @@ class Heard(NamedTuple):
         trained = tuple(i for i, one in enumerate(said) if one.trained)
         return Came(tuple(one.member for one in said), places, furthest, trained, self.first.step)
 
+    def used(self, step: int) -> int:
+        """How many examples of the data's order all steps before `step` have used up."""
+        return max((n for said in self.by_place.values() for at, n in said.used if at <= step), default=0)
+
     def asked(self, first: Said | None = None) -> list[dict[str, Any]]:
         """Requests that somebody has heard and that the one whose word counts has not done, each once."""
         found: dict[str, dict[str, Any]] = {}
@@ -113,6 +120,7 @@ class Next(NamedTuple):
     experiment: of so many ranks; changes, done, paused, credit: as in Said, of the furthest
     asked:      requests that are still to be done; processes: by place
     mark:       what the record says of it
+    used:       how many examples of the data's order are used up
     """
 
     came: Came
@@ -124,6 +132,7 @@ class Next(NamedTuple):
     asked: list[dict[str, Any]]
     processes: list[list[Any]]
     mark: dict[str, Any]
+    used: int
 
 
 def here() -> list[Any]:

@@ -45,6 +45,7 @@ class Session:
     training: the loop with all that it needs, as soon as every rank has made its own
     member:   this rank's number for life; members: by place, those of all who are there
     rank, generation, leaving: of the present generation, which ends when a rank is lost
+    used:     how many examples of the data's order were used up when that began
     wires:    those that are open; files: those of this run that rank 0 removes at its end
     stopping: is the run to end before its last step?
     """
@@ -59,6 +60,7 @@ class Session:
         self.member, self.members = rank, tuple(range(size))
         self.rank = Rank(rank, size, experiment.seed)
         self.where, self.base, self.generation, self.secret = store, generation, generation, secret
+        self.used = 0
         self.turn = 0  # how many generations there were before this one
         self.joins = joins
         self.device, self.kind, self.loopback = device, kind, loopback
