@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
+from pathlib import Path
 from zlib import crc32
 
 import pytest
+
+from tests.run_all import says
 
 # The slowest mark that a test carries decides after how many seconds it hangs for certain, also on a busy machine.
 LIMITS = {"slow": 900, "long": 900, "browser": 450, "notebook": 360, "gpu": 360, "netns": 360, "engine": 240,
@@ -19,8 +22,14 @@ ONE_IN = 5
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in left_for_later(items):
         item.add_marker(pytest.mark.long)
+    texts: dict[Path, str] = {}
     for item in items:
         marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
+        if marks and item.path not in texts:
+            texts[item.path] = item.path.read_text("utf8")
+        if hidden := [mark for mark in marks if not says(texts[item.path], mark)]:
+            raise pytest.UsageError(f"{item.nodeid} is marked {hidden[0]}, which its file does not say: "
+                                    f"tests/run_all.py does not find it then")  # fmt: skip
         item.user_properties.append(("marks", " ".join(marks) or "quick"))
         if marks and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(max(LIMITS[mark] for mark in marks)))

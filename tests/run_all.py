@@ -48,17 +48,36 @@ def expression(group: str) -> str:
     return " and ".join([group, *(f"not {m}" for m in marks[: marks.index(group)])])
 
 
+def says(text: str, mark: str) -> bool:
+    """Does a test file say that tests of this mark lie in it? `long` is given to cases of what carries `ranks`, too."""
+    words = (f"mark.{mark}", "mark.ranks", "thinned(") if mark == "long" else (f"mark.{mark}",)
+    return any(word in text for word in words)
+
+
+def where(group: str) -> list[str]:
+    """Where a group's tests lie, for pytest: each group would wait a minute for it to read all files.
+
+    Those without a mark may lie anywhere. tests/conftest.py holds each test to this.
+    """
+    if group == "quick":
+        return []
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if says(path.read_text("utf8"), group)]
+
+
 def run(group: str, limit: float) -> Outcome:
     """Runs one group; a group over its time is stopped and counts as failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression(group), f"--session-timeout={limit:.0f}"]
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider", "--color=no"]
-        command += [] if group == "quick" else ["tests"]
+        command += where(group)
         if group in BESIDE and (os.cpu_count() or 1) > 1:
             command += ["-n", f"{BESIDE[group]}", "--dist", "loadfile"]
+        # What is compiled is kept: hundreds of engines and workers would each compile all of it anew.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         try:
-            code = subprocess.run(command, cwd=ROOT, timeout=limit + 60, check=False).returncode
+            code = subprocess.run(command, cwd=ROOT, timeout=limit + 60, check=False, env=env).returncode
         except subprocess.TimeoutExpired:
             print(f"{group}: stopped after {limit + 60:.0f} s", flush=True)
             code = 124

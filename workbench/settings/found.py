@@ -11,8 +11,10 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 M = TypeVar("M")
@@ -44,22 +46,25 @@ def _look(home: str) -> None:
         importlib.import_module(f"{home}.{info.name}")
 
 
-def shipped(home: str) -> dict[str, str]:
+@cache
+def shipped(home: str) -> Mapping[str, str]:
     """The members in the files of the package `home`: the name of each, and that of its module. Imports none of them.
 
-    A member is a frozen, keyword-only dataclass in a file whose name does not begin with `_`.
+    A member is a frozen, keyword-only dataclass in a file whose name does not begin with `_`. The files are read once.
     """
-    return {name: f"{home}.{path.stem}" for path in _files(home) for name in MEMBER.findall(path.read_text("utf8"))}
+    found = {name: f"{home}.{path.stem}" for path in _files(home) for name in MEMBER.findall(path.read_text("utf8"))}
+    return MappingProxyType(found)
 
 
-def renamed(home: str) -> dict[str, str]:
+@cache
+def renamed(home: str) -> Mapping[str, str]:
     """What members of the package `home` are called now, by what each was `formerly_called`. Imports none of them."""
     found = dict[str, str]()
     for path in _files(home):
         _, *members = MEMBER.split(path.read_text("utf8"))
         for name, body in zip(members[::2], members[1::2], strict=True):
             found |= {old: name for olds in FORMER.findall(body) for old in re.findall(r'"(\w+)"', olds)}
-    return found
+    return MappingProxyType(found)
 
 
 def _files(home: str) -> list[Path]:
