@@ -23,7 +23,7 @@ from workbench.host.reentry import fitting
 from workbench.host.salvage import in_parts
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
-from workbench.tasks import ClickThrough, Digits
+from workbench.tasks import ClickThrough, Digits, Task
 
 NOBODY = ["elsewhere", 1, 0.0]
 
@@ -143,6 +143,19 @@ def test_the_others_go_on(name: str, victim: int) -> None:
         steps = [row[0] for row in s.record if row[1] == "step"]
         assert len(steps) == len(set(steps))
         assert set(range(mark["step"], s.rank.step)) <= set(steps) or not strategy.lockstep
+
+
+@pytest.mark.ranks
+def test_a_step_that_does_not_count_leaves_no_gradient_to_the_next() -> None:
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = torch.nn.Parameter(torch.zeros(1))
+
+    task = Task(model=Counts, data=lambda rank, ranks, seed: [torch.ones(1)], loss=lambda model, x: -model.steps.sum(),
+                optimizer=lambda params: torch.optim.SGD(params, lr=1.0))  # fmt: skip
+    left, _ = lost(Experiment(task=task, strategy=DDP(), ranks=4, steps=60, on_death="go on").checked(), 0, at=20)
+    assert [s.model.steps.item() for s in left] == [60.0] * 3
 
 
 @pytest.mark.ranks

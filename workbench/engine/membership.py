@@ -36,12 +36,14 @@ class Resized(Exception):
     """The ranks have come together, and a generation of other ranks is to begin.
 
     members: theirs, by place; experiment: of so many; number: the request's; preempted: those who go because of that
+    used:    how many examples of the data's order are used up
     """
 
-    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str,
+    def __init__(self, members: tuple[int, ...], experiment: Experiment, number: str, used: int,
                  preempted: tuple[int, ...] = ()) -> None:  # fmt: skip
         super().__init__(f"members {members}")
-        self.members, self.experiment, self.number, self.preempted = members, experiment, number, preempted
+        self.members, self.experiment, self.number = members, experiment, number
+        self.used, self.preempted = used, preempted
 
 
 class Said(NamedTuple):
@@ -58,6 +60,7 @@ class Said(NamedTuple):
     bounds:   boundaries that it can go back to: the step that comes next, and how many changes were made before
     remembers: does its optimizer remember anything?
     saved:    the steps before which it sees checkpoints of this run
+    used:     at its last boundaries: the step that came next, and how many examples of the data's order were used up
     """
 
     member: int
@@ -74,6 +77,7 @@ class Said(NamedTuple):
     bounds: Sequence[Sequence[int]] = ()
     remembers: bool = False
     saved: Sequence[int] = ()
+    used: Sequence[Sequence[int]] = ()
 
     @property
     def far(self) -> tuple[int, int]:
@@ -102,6 +106,10 @@ class Heard(NamedTuple):
         trained = tuple(i for i, one in enumerate(said) if one.trained)
         return Came(tuple(one.member for one in said), places, furthest, trained, self.first.step)
 
+    def used(self, step: int) -> int:
+        """How many examples of the data's order all steps before `step` have used up."""
+        return max((n for said in self.by_place.values() for at, n in said.used if at <= step), default=0)
+
     def asked(self, first: Said | None = None) -> list[dict[str, Any]]:
         """Requests that somebody has heard and that the one whose word counts has not done, each once."""
         found: dict[str, dict[str, Any]] = {}
@@ -116,6 +124,7 @@ class Next(NamedTuple):
     experiment: of so many ranks; changes, done, paused, credit: as in Said, of the furthest
     asked:      requests that are still to be done; processes: by place
     mark:       what the record says of it
+    used:       how many examples of the data's order are used up
     """
 
     came: Came
@@ -127,6 +136,7 @@ class Next(NamedTuple):
     asked: list[dict[str, Any]]
     processes: list[list[Any]]
     mark: dict[str, Any]
+    used: int
 
 
 def here() -> list[Any]:

@@ -16,6 +16,8 @@ from workbench.engine.salvaging import boundary_of, former, lie_whole, memory_of
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.boundary import Boundary
+from workbench.host.changes import in_step
+from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.reentry import Came, fitting
 from workbench.host.salvage import in_parts
 from workbench.rank import Memory, Rank
@@ -85,13 +87,15 @@ def leave_generation(session: Session, training: Training) -> Said:
         training.outer = rollback.outer
         parts, bounds = rollback.void or in_parts(training.experiment), rollback.bounds()
     training.bounds = bounds
+    training.optimizer.zero_grad(set_to_none=True)  # of a step that does not count
     wires, session.wires = session.wires, []
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
     e, rank = training.experiment, session.rank
     return Said(session.member, rank.step, training.obeyed, e.strategy.trains(rank.id, rank.size),
                 [*training.asked, *(training.pocket or [])], list(training.done), training.paused, training.credit,
                 e.plain(), membership.here(), parts, [b.bound for b in bounds],
-                bool(rollback and rollback.remembers), saved(session) if parts else ())  # fmt: skip
+                bool(rollback and rollback.remembers), saved(session) if parts else (),
+                training.batches.used_before(rank.step))  # fmt: skip
 
 
 def _close(wires: list[Wire]) -> None:
@@ -128,7 +132,11 @@ def fewer(session: Session, heard: Heard) -> Next:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
             "settings": e.plain()}  # fmt: skip
-    return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark)
+    if gone and before.learner.indexed and not in_step(known) and session.member == first.member:
+        why = f"nobody knows how much {named(gone)} had read, for ranks keep no step in common"
+        session.mark("data", may_come_again(why))
+    return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark,
+                heard.used(came.step))  # fmt: skip
 
 
 def _salvaged(session: Session, heard: Heard) -> Next:
@@ -189,17 +197,21 @@ def begin_generation(session: Session, to: Next) -> Came:
     session.outlives_next, session.words = False, None
     session.generation = session.voting = f"{session.base}+{session.turn}"
     session.began_with, session.forming = to.experiment, True
+    back = former(came.salvaged.saved) if came.salvaged and came.salvaged.saved else None
+    session.used = back.used if back else to.used
     session.training = training = Training(session, before)
     training.obeyed, training.begun = to.changes, True
     training.paused, training.credit = to.paused, to.credit
     training.done.extend(to.done)
     if before is not None:
         training.bounds, before.bounds = before.bounds, []
-        training.former = former(came.salvaged.saved) if came.salvaged and came.salvaged.saved else None
+        training.former = back
         training.outer, before.outer = before.outer, None
         training.lengths, training.evaluated = before.lengths, before.evaluated
     if place == 0:
         session.mark("members", to.mark)
+        if not training.learner.indexed:
+            session.mark("data", may_come_again(NO_INDEX))
         for what in to.asked:
             session.inbox.put(what)
         _answer(session)

@@ -14,6 +14,7 @@ from workbench.engine import membership
 from workbench.engine.collectives import Aborted, connect_store
 from workbench.engine.membership import Next, Resized, are, named
 from workbench.experiment import Experiment
+from workbench.host.dealing import used_up
 from workbench.host.reentry import Came, fewer
 from workbench.host.resizing import come_together
 from workbench.settings import Change, KnobError
@@ -35,7 +36,8 @@ async def resize(training: Training, members: tuple[int, ...], number: str) -> N
         return
     places = tuple(session.members.index(m) for m in stay)
     await come_together(training, places)
-    raise Resized((*stay, *(m for m in members if m not in stay)), wanted, number)
+    used = await used_up(training)
+    raise Resized((*stay, *(m for m in members if m not in stay)), wanted, number, used)
 
 
 def _wanted(training: Training, now: tuple[int, ...], stay: list[int], members: tuple[int, ...]) -> Experiment:
@@ -62,7 +64,7 @@ def arranged(session: Session, asked: Resized) -> Next:
     mark = _told(came, [m for m in session.members if m not in members], members[len(stay) :], asked)
     mark |= {"settings": asked.experiment.plain(), "id": asked.number}
     to = Next(came, asked.experiment, training.obeyed, list(training.done), training.paused, training.credit, rest,
-              processes, mark)  # fmt: skip
+              processes, mark, asked.used)  # fmt: skip
     if session.rank.id == 0:
         for m in members[len(stay) :]:
             base.set(f"join {m}", json.dumps(_invitation(session, training, to)))

@@ -137,7 +137,8 @@ def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experime
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
             "settings": to.plain(), "back": max(0, heard.first.step - came.step)}  # fmt: skip
     processes = [heard.by_place[place].process for place in came.places]
-    return Next(came, to, first.changes, first.done, first.paused, first.credit, heard.asked(first), processes, mark)
+    return Next(came, to, first.changes, first.done, first.paused, first.credit, heard.asked(first), processes, mark,
+                heard.used(came.step))  # fmt: skip
 
 
 # -- on each rank, between two generations --

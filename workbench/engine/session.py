@@ -48,6 +48,7 @@ class Session:
     rank, generation, leaving: of the present generation, which ends when a rank is lost
     voting:   where its members vote who of them is left; undone: how a next generation was to be that did not form
     words:    what this rank had when it left the generation, until the next has formed
+    used:     how many examples of the data's order were used up when that began
     wires:    those that are open; files: those of this run that rank 0 removes at its end
     stopping: is the run to end before its last step?
     """
@@ -65,6 +66,7 @@ class Session:
         self.voting = generation
         self.undone: Next | None = None
         self.words: Said | None = None
+        self.used = 0
         self.turn = 0  # how many generations there were before this one
         self.joins = joins
         self.device, self.kind, self.loopback = device, kind, loopback

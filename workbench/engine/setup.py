@@ -115,15 +115,15 @@ class Parts(Life):
         torch.manual_seed(e.seed * 100_003 + rank.id + 1)
         rank.lr = e.lr or rate(self.optimizer)
         self.rate = Rate(e, self.optimizer)
-        self.batches = Batches(self.learner.data, rank.id, rank.size, device)
-        self.restart_data()
+        self.batches = Batches(self.learner.data, rank.id, rank.size, device, self.learner.indexed)
+        self.restart_data(self.session.used)
 
     def _take_over(self, before: Parts) -> None:
         """What a rank keeps when its generation is over: model, optimizer, data, and what it has learned of them."""
         self.learner, self.model, self.layout = before.learner, before.model, before.layout
         self.optimizer, self.rate, self.batches = before.optimizer, before.rate, before.batches
         self.layout.clear()
-        self.restart_data()
+        self.restart_data(self.session.used)
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Any:
         """For the parameters that lie here, or for these."""
@@ -162,9 +162,9 @@ class Parts(Life):
         if at is not None and self.host.together is not None:
             self.host.together.at = at
 
-    def restart_data(self) -> None:
+    def restart_data(self, used: int) -> None:
         self.batches.share(*partitioned.dealt(self.experiment, self.rank.id))
-        self.batches.restart(self.experiment.batch, self.experiment.seed, self.rank.step)
+        self.batches.restart(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     def _make_host(self, first: float | None) -> None:
         rank, session, peers = self.rank, self.session, self.peers

@@ -19,6 +19,7 @@ from workbench.host.memory import tensors
 from workbench.rank import StrategyError
 from workbench.tasks import Learner, TaskError
 
+BOUNDARIES = 64  # at so many the count of examples is remembered
 Numbers = tuple[Any, Any, Any]  # how torch's, numpy's and Python's random numbers go on
 
 
@@ -82,8 +83,10 @@ def nbytes_of(batch: Any) -> int:
 class Batches:
     """What one rank learns from: read again from its beginning when it ends; running out is said in words."""
 
-    def __init__(self, data: Callable[[int, int, int, int], Iterable[Any]], rank: int, size: int, device: str) -> None:
-        self._data, self._rank, self._size, self._device = data, rank, size, device
+    def __init__(self, data: Callable[..., Iterable[Any]], rank: int, size: int, device: str,
+                 indexed: bool = False) -> None:  # fmt: skip
+        """data, indexed: as in workbench.tasks.Learner"""
+        self._data, self._rank, self._size, self._device, self._indexed = data, rank, size, device, indexed
         self._source: Iterable[Any] = ()
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
@@ -95,7 +98,8 @@ class Batches:
         self.nbytes = 0  # of the last one's tensors
         self._early: deque[Any] = deque()  # drawn before their turn
         self._chance: Chance | None = None
-        self._began = 0, 0, 0  # the last restart's arguments
+        self._began = 0, 0, 0, 0  # the last restart's arguments
+        self._used: dict[int, int] = {}  # by step, how many examples were used up before it
         self._client = 0, 1
         self._clients: dict[tuple[int, int], tuple[Any, ...]] = {}  # by client: where those stand who do not read now
 
@@ -107,9 +111,13 @@ class Batches:
         self._rank, self._size = rank, size
         self._chance = None if seed is None else Chance(seed)
 
-    def restart(self, batch: int, seed: int, step: int) -> None:
-        """Draws from now on batches of `batch` examples; a later restart takes other examples than the first."""
-        self._began = batch, seed, step
+    def restart(self, batch: int, seed: int, step: int, used: int = 0) -> None:
+        """Draws from now on batches of `batch` examples, of data with an index those behind the `used` first.
+
+        A later restart takes other examples than the first, where there is none.
+        """
+        self._began = batch, seed, step, used
+        self._used = {at: n for at, n in self._used.items() if at < step}
         self._clients.clear()
         self._open()
 
@@ -133,11 +141,12 @@ class Batches:
                                        self._opened, self._pass_began)  # fmt: skip
 
     def _open(self) -> None:
-        batch, seed, step = self._began
+        batch, seed, step, used = self._began
         index, count = self._client
+        order = (seed, used) if self._indexed else (seed + 7919 * step,)
         with self._chance or nullcontext():
             self._opened = self._pass_began = numbers()
-            self._source = self._data(self._rank * count + index, self._size * count, batch, seed + 7919 * step)
+            self._source = self._data(self._rank * count + index, self._size * count, batch, *order)
             self._iterator, self._drawn, self._total = iter(self._source), 0, 0
             self._early = deque()
 
@@ -176,6 +185,27 @@ class Batches:
             f"can be iterated again (a list, a DataLoader), or a generator that does not end"
         )
 
+    # -- how much of the data's order is used up --
+
+    @property
+    def used(self) -> int:
+        """How many examples, of all who read, as far as this rank knows: all have drawn as often as it has."""
+        batch, _, _, used = self._began
+        here = [(self._client, self._total, self._early)]
+        here += [(client, kept[4], kept[3]) for client, kept in self._clients.items()]
+        return used + batch * self._size * max((total - len(early)) * count for (_, count), total, early in here)
+
+    def at_boundary(self, step: int) -> None:
+        """This rank is about to make the step, whose examples do not count before it has."""
+        self._used[step] = self.used
+        if len(self._used) > BOUNDARIES:
+            del self._used[min(self._used)]
+
+    def used_before(self, step: int) -> list[tuple[int, int]]:
+        """At the last boundaries, of which `step` is the newest: (the step that came next, how many were used up)."""
+        self._used.setdefault(step, self.used)
+        return [(at, n) for at, n in self._used.items() if at <= step]
+
     # -- where it stands, and to stand there again --
 
     def stands(self) -> dict[tuple[int, int], Stand]:
@@ -189,8 +219,8 @@ class Batches:
         return found
 
     @property
-    def began(self) -> tuple[int, int, int]:
-        """The batch, the seed and the step of the last restart."""
+    def began(self) -> tuple[int, int, int, int]:
+        """The batch, the seed and the step of the last restart, and how many examples were used up then."""
         return self._began
 
     @property
@@ -198,7 +228,8 @@ class Batches:
         """Random numbers of its own."""
         return self._chance
 
-    def stand(self, began: tuple[int, int, int], chance: Numbers | None, stands: dict[tuple[int, int], Stand]) -> bool:
+    def stand(self, began: tuple[int, int, int, int], chance: Numbers | None,
+              stands: dict[tuple[int, int], Stand]) -> bool:  # fmt: skip
         """Everyone stands there, having read the same again; no random number of the process is used up.
 
         Is the last batch of each the one that it was? Else the data yields others when it is read again.

@@ -17,6 +17,7 @@ from workbench.fabric.load import idle
 from workbench.host import handover, own, residual
 from workbench.host.changing import Changing
 from workbench.host.checkpointing import units_of
+from workbench.host.dealing import used_up
 from workbench.host.momentum import move_momentum
 from workbench.host.pipelining import drained
 from workbench.host.recomputing import recomputed
@@ -110,7 +111,7 @@ async def apply(run: Changing, wanted: Experiment) -> None:
         await handover.reshard(run, None, shards)
     run.rate.follow(run)
     if wanted.batch != was.batch or wanted.replicas != was.replicas:
-        run.restart_data()
+        run.restart_data(await used_up(run))
     if wanted.bucket_mb != was.bucket_mb:
         await recut(run, was.strategy, partial(run.rebucket, wanted.bucket_mb))
     if wanted.partition != was.partition and not moves(was, wanted):

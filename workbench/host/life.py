@@ -146,6 +146,8 @@ class Life(Outliving, Ordering, Holding):
             await self._caught_up()
         self.rate.follow(self, due)
         self.rank.clip = self.experiment.clip
+        if self.reads is not None:
+            self.reads.at_boundary(self.rank.step)
         with self.undoable():
             self.ledger.begin()
             before = self.drawn

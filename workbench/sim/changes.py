@@ -81,9 +81,9 @@ class Turnable(Life):
             detail = {"density": self.rank.density, "measured": bool(costs and costs.density)}
             self.mark("estimate", detail | ({"text": taken} if taken else {}))
 
-    def restart_data(self) -> None:
+    def restart_data(self, used: int) -> None:
         self.body.deal(*dealt(self.experiment, self.rank.id))
-        self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step)
+        self.body.restart_data(self.experiment.batch, self.experiment.seed, self.rank.step, used)
 
     @property
     def reads(self) -> Any:

@@ -139,7 +139,8 @@ def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path)
         if len(found) == saved.ranks:
             momentum, rules, _ = found[0]
             shares = [found[rank][2] for rank in range(saved.ranks)]
-            images.append(image_of(run.world.sessions[0], momentum, rules, shares, size))
+            used = max(session.reads.used for session in run.world.sessions)
+            images.append(image_of(run.world.sessions[0], momentum, rules, shares, size, used))
 
     strategy = DDP() if saved.strategy.opaque else saved.strategy  # which leaves the same
     e = replace(

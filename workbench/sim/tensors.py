@@ -46,7 +46,7 @@ class Tensors(Portion):
         self.curvature = Curvature(self.model, learner.loss, self.layout)
         self.optimizer = self.made(experiment)
         self.away = Offloaded()
-        self.batches = Batches(learner.data, rank, experiment.ranks, "cpu")
+        self.batches = Batches(learner.data, rank, experiment.ranks, "cpu", learner.indexed)
         self.batches.share(*dealt(experiment, rank))
         self.restart_data(experiment.batch, experiment.seed, 0)
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
@@ -119,8 +119,8 @@ class Tensors(Portion):
         """Reads from the next restart on the data of `rank` of `size`; see `Batches.share`."""
         self.batches.share(rank, size, seed)
 
-    def restart_data(self, batch: int, seed: int, step: int) -> None:
-        self.batches.restart(batch, seed, step)
+    def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
+        self.batches.restart(batch, seed, step, used)
 
     def batch(self) -> Any:
         return self.batches.next()

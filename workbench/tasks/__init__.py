@@ -8,6 +8,7 @@ from workbench.tasks._base import TaskBase as TaskBase
 from workbench.tasks._base import TaskError as TaskError
 from workbench.tasks._base import at_rate as at_rate
 from workbench.tasks._base import rate as rate
+from workbench.tasks._base import shuffled as shuffled
 from workbench.tasks._decoders import decoder_parts as decoder_parts
 from workbench.tasks._split import Colwise as Colwise
 from workbench.tasks._split import Partial as Partial

@@ -24,7 +24,8 @@ class Learner:
     """A task as the engine uses it: five functions, and how the model may be spread over ranks.
 
     model:      () -> Module, the same on every rank (the engine seeds torch before, and checks)
-    data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples
+    data:       (rank, ranks, batch, seed) -> an endless iterable of batches, each of `batch` examples; where they are
+                `indexed` (rank, ranks, batch, seed, used)
     loss:       (model, batch) -> scalar Tensor
     optimizer:  (params, lr) -> Optimizer; lr = 0 leaves the rates that the optimizer was made with
     evaluate:   (model) -> held-out loss as a float, or a dict of floats with "loss" in it; None for none
@@ -35,18 +36,21 @@ class Learner:
                 and a Rowwise() Linear a sub-model can be without some, too
     lookups:    (batch) -> by name of an embedding's weight, which of its rows the batch reads: int64 of any shape, and
                 no others are read; all tables are named for every batch. None: it does not say
+    indexed:    examples stand in one order, epoch after epoch, that depends on the seed alone; `data` begins behind the
+                `used` first of it, and deals out what follows among the ranks one by one
     pure:       these functions, and the model, keep nothing from call to call but parameters and buffers: a step may be
                 looked at beforehand
     """
 
     model: Callable[[], nn.Module]
-    data: Callable[[int, int, int, int], Iterable[Any]]
+    data: Callable[..., Iterable[Any]]
     loss: Callable[[nn.Module, Any], Tensor]
     optimizer: Callable[[Iterable[Any], float], Optimizer]
     evaluate: Callable[[nn.Module], float | dict[str, float]] | None = None
     parts: Callable[[nn.Module], list[nn.Module]] | None = None
     split: Callable[[nn.Module], Plan] | None = None
     lookups: Callable[[Any], Mapping[str, Tensor]] | None = None
+    indexed: bool = False
     pure: bool = False
 
 
@@ -84,18 +88,24 @@ def rate(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Tensor]:
+def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Tensor]:
     """Indices of one rank's batches without end: (batch,) int64 each.
 
-    Every epoch is shuffled anew, the same way on all ranks, and dealt out one by one, so that within an
-    epoch no two ranks see the same example. Depends on the arguments and on nothing else.
+    Every epoch is shuffled anew, the same way on all ranks, and epochs follow each other in one line, of which the
+    `used` first are gone. What follows is dealt out one by one, so that within an epoch no two ranks see the same
+    example, nor one that was used before. Depends on the arguments and on nothing else.
     """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
+    for _ in range(used // examples):
+        torch.randperm(examples, generator=generator)
+    gone, turn = used % examples, rank  # of this epoch; and which of those that follow is this rank's next
     hand = torch.empty(0, dtype=torch.int64)
     while True:
         while len(hand) < batch:
-            hand = torch.cat([hand, torch.randperm(examples, generator=generator)[rank % examples :: ranks]])
+            left = torch.randperm(examples, generator=generator)[gone:]
+            hand = torch.cat([hand, left[turn::ranks]])
+            gone, turn = 0, (turn - len(left)) % ranks
         yield hand[:batch]
         hand = hand[batch:]

@@ -55,6 +55,7 @@ class ByteGPT(TaskBase):
             evaluate=partial(_held_out, self.context),
             parts=_parts,
             split=partial(_split, self.width // self.heads),
+            indexed=self.shards == "iid",
             pure=True,
         )
 
@@ -63,11 +64,11 @@ class ByteGPT(TaskBase):
             return f"width={self.width}: must be a multiple of heads={self.heads}"
         return None
 
-    def _batches(self, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Tensor]:
+    def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Tensor]:
         """Windows of one rank: (batch, context + 1) uint8."""
         windows = _windows(self.context, held_out=False)
         if self.shards == "iid":
-            order = shuffled(len(windows), rank, ranks, batch, seed)
+            order = shuffled(len(windows), rank, ranks, batch, seed, used)
         else:
             order = dealt(_filed(self.context, ranks), rank, batch, seed)
         return (windows[index] for index in order)

@@ -70,6 +70,7 @@ class ClickThrough(TaskBase):
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=partial(_evaluated, self._about),
             lookups=lookups,
+            indexed=True,
             pure=True,
         )
 
@@ -77,11 +78,12 @@ class ClickThrough(TaskBase):
     def _about(self) -> About:
         return About(self.fields, self.ids, self.numbers, self.skew, self.world)
 
-    def _batches(self, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
+    def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Batch]:
         world = planted(self._about)
         first = world.frequency if self.shards == "iid" else dealt_ids(world.frequency, ranks, rank)
         below = first.cumsum(0)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{rank}/{ranks}".encode()))
+        about = f"{seed}/{rank}/{ranks}" + (f"/{used}" if used else "")
+        generator = torch.Generator().manual_seed(zlib.crc32(about.encode()))
         while True:
             ids, numbers = world.draw(batch, generator, below)
             yield ids, numbers, torch.bernoulli(world.chance(ids, numbers), generator=generator)

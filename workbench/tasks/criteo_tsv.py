@@ -59,6 +59,7 @@ class CriteoTSV(TaskBase):
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=self._evaluated,
             lookups=lookups,
+            indexed=True,
             pure=True,
         )
 
@@ -73,9 +74,9 @@ class CriteoTSV(TaskBase):
             raise TaskError(f"path={self.path!r}: there is no such file here; it must lie where the ranks are")
         return read(path, path.stat().st_mtime_ns, self.lines, self.ids)
 
-    def _batches(self, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
+    def _batches(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterator[Batch]:
         table = self._table().part(held_out=False)
-        order = shuffled(len(table.clicked), rank, ranks, batch, seed)
+        order = shuffled(len(table.clicked), rank, ranks, batch, seed, used)
         return ((table.ids[index].long(), table.numbers[index], table.clicked[index]) for index in order)
 
     @torch.no_grad()

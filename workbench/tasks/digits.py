@@ -58,13 +58,16 @@ class Digits(TaskBase):
             loss=_loss,
             optimizer=lambda params, lr: torch.optim.Adam(params, lr),
             evaluate=_held_out,
+            indexed=self.shards == "iid",
             pure=True,
         )
 
-    def _batches(self, rank: int, ranks: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(
+        self, rank: int, ranks: int, batch: int, seed: int, used: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         images, shown = _images(held_out=False)
         if self.shards == "iid":
-            order = shuffled(len(shown), rank, ranks, batch, seed)
+            order = shuffled(len(shown), rank, ranks, batch, seed, used)
         else:
             order = dealt(_skewed(ranks, self.alpha, self.shard_seed), rank, batch, seed)
         return ((images[index], shown[index]) for index in order)

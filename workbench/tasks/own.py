@@ -25,7 +25,10 @@ class Task(TaskBase):
     model:      () -> Module, built on each rank from the same seed
     data:       (rank, ranks, seed) -> an iterable of batches: tensors, or tuples, lists and dicts of them. One that
                 can be iterated again (a list, a DataLoader) starts over when it ends. If it also takes `batch`,
-                it is given the examples per rank once the batch knob is set (or `batch` is given).
+                it is given the examples per rank once the batch knob is set (or `batch` is given). If it takes `used`,
+                too, its examples have an index, and stand in an order that depends on the seed alone: it begins behind
+                the `used` first of that order, as `shuffled(n, rank, ranks, batch, seed, used)` does; then none comes
+                twice in an epoch, whoever dies, comes or goes.
     loss:       (model, batch) -> scalar Tensor
     optimizer:  (params) -> Optimizer; its own learning rates are kept until the knob is set
     evaluate:   (model) -> held-out loss, or {"loss": ..., "accuracy": ...}; without it no held-out loss is drawn
@@ -71,11 +74,17 @@ class Task(TaskBase):
         return Learner(
             model=self._model, data=self._data, loss=self._loss, optimizer=self._optimizer,
             evaluate=self._evaluate if self.evaluate else None, parts=self._parts if self.parts else None,
-            split=self._split if self.split else None, lookups=self._lookups if self.lookups else None, pure=self.pure,
+            split=self._split if self.split else None, lookups=self._lookups if self.lookups else None,
+            indexed=_takes(self.data, "used"), pure=self.pure,
         )  # fmt: skip
 
     def refuses(self, batch: int) -> str | None:
-        if not batch or _takes_batch(self.data):
+        if _takes(self.data, "used") and not (batch and _takes(self.data, "batch")):
+            return (
+                f"batch={batch}: this task's data takes `used`, which counts examples; let it take (rank, ranks, seed, "
+                f"batch, used), and set batch=32, or as many as are to be in a batch"
+            )
+        if not batch or _takes(self.data, "batch"):
             return None
         return f"batch={batch}: this task's data makes its own batches; let data take (rank, ranks, seed, batch)"
 
@@ -89,10 +98,11 @@ class Task(TaskBase):
             raise TaskError(f"model() returned {_kind(model)} with no parameters that learn: nothing can be trained")
         return model
 
-    def _data(self, rank: int, ranks: int, batch: int, seed: int) -> Iterable[Any]:
+    def _data(self, rank: int, ranks: int, batch: int, seed: int, used: int = 0) -> Iterable[Any]:
         if reason := self.refuses(batch):
             raise KnobError(reason)
-        more = {"batch": batch} if batch and _takes_batch(self.data) else {}
+        given = {"batch": batch, "used": used} if batch else {}
+        more = {name: value for name, value in given.items() if _takes(self.data, name)}
         made = self.data(rank, ranks, seed, **more)
         if not isinstance(made, Iterable):
             raise TaskError(f"data(...) returned {_kind(made)}: must return an iterable of batches, such as a list")
@@ -164,9 +174,9 @@ class Task(TaskBase):
         return dict(found)
 
 
-def _takes_batch(data: Function) -> bool:
+def _takes(data: Function, name: str) -> bool:
     try:
-        return "batch" in inspect.signature(data).parameters
+        return name in inspect.signature(data).parameters
     except (TypeError, ValueError):
         return False
 

@@ -85,7 +85,7 @@ def taken(run: Any) -> Image:
     }  # fmt: skip
     for name, x in remembered.items():
         said[name] = written(x, image.own, name)
-    said["data"] = _data(run.reads, image)
+    said["data"], said["used"] = _data(run.reads, image), run.reads.used if run.reads is not None else 0
     said["lr"], said["flushing"], said["held_out"] = run.rank.lr, run.flushing, run.held_out
     return image
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from workbench.compressors import inside
 from workbench.host.batches import Numbers, Stand
+from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.saved.image import beside, parameters
 from workbench.host.saved.tree import Reader
 from workbench.settings import KnobError
@@ -46,6 +47,12 @@ class Regained:
             raise KnobError(f"resume={self.path}: does not fit this run: {said}; resume with the settings and the task "
                             f"that it was made with, and change them afterwards") from error  # fmt: skip
 
+    @property
+    def used(self) -> int:
+        """How many examples of the data's order were used up."""
+        with self.refusing():
+            return int(self.said.get("used", 0))
+
     def reader(self, run: Any) -> Reader:
         e = run.experiment
         members = (e.strategy, e.optimizer, e.policy, *inside(e.compressor), *inside(run.rank.compressor))
@@ -61,7 +68,9 @@ class Regained:
             with self.refusing(), torch.no_grad():
                 _values(run, self)
                 _remembered(run, self)
-                run.restart_data()
+                run.restart_data(self.used)
+            if run.rank.id == 0 and not run.learner.indexed:
+                run.mark("data", may_come_again(NO_INDEX))
 
     async def order(self, run: Any) -> None:
         """Before shards are cut: buckets are cut in the order in which they were."""
@@ -114,8 +123,8 @@ class Regained:
         run.rank.lr = float(self.said["lr"])
         same = _stood(run, reader.read(self.said["data"]))
         if not same:
-            run.mark("data", {"text": f"the data of rank {run.rank.id} yield other batches when they are read "
-                                      f"again, so examples may come again or be left out"})  # fmt: skip
+            why = f"the data of rank {run.rank.id} yield other batches when they are read again"
+            run.mark("data", may_come_again(why))
 
     def _take_over(self, run: Any, reader: Reader) -> None:
         """What goes on of what ranks of another number remembered: an outer momentum, and what compression owes."""
@@ -186,7 +195,9 @@ def _stood(run: Any, said: Any) -> bool:
         return True
     stands = {tuple(client): Stand(total, drawn, early, _states(opened), _states(began), last)
               for client, (total, drawn, early, opened, began, last) in said["stands"]}  # fmt: skip
-    same: bool = run.reads.stand(tuple(said["began"]), _states(said["chance"]), stands)
+    batch, seed, step, *used = map(int, said["began"])
+    began = batch, seed, step, *(used or [0])
+    same: bool = run.reads.stand(began, _states(said["chance"]), stands)
     run.reads.taken = int(said["taken"])
     return same
 

@@ -40,6 +40,11 @@ class Former(NamedTuple):
     settings: Mapping[str, Any]
     images: Sequence[Regained]
 
+    @property
+    def used(self) -> int:
+        """How many examples of the data's order were used up then."""
+        return max(image.used for image in self.images)
+
 
 def reread(run: Any, former: Former) -> None:
     """`run`'s rank, which has memory for the whole model, has what the checkpoint's ranks had.

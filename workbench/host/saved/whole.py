@@ -49,11 +49,14 @@ async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
     return momentum, rules, shares
 
 
-def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int) -> Image:
-    """For `size` ranks: the image of one that holds the whole model. shares: of each rank that there was"""
+def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Shares], size: int, used: int) -> Image:
+    """For `size` ranks: the image of one that holds the whole model. shares: of each rank that there was
+
+    used: how many examples of the data's order were used up
+    """
     image = Image(run.rank.step)
     said, optimizer = image.said, run.optimizer
-    said["step"] = image.step
+    said["step"], said["used"] = image.step, used
     said["parameters"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x, _ in parameters(run)}
     said["beside"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x in beside(run)}
     said["slots"] = {name: [image.add(f"optimizer.{name}", x, tuple(x.shape)), list(x.shape), x.device.type]

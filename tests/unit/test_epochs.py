@@ -1,0 +1,186 @@
+"""No example twice in an epoch: whoever comes, goes or dies, and whatever size batches have.
+
+The task's model counts how often each example was used by steps that count, so the count is what the run ends with.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import ended, live, run
+from tests.unit.test_membership import lost
+from tests.unit.test_resizing import Crowd
+from workbench import simulate
+from workbench.engine.session import Session
+from workbench.experiment import Experiment
+from workbench.host.batches import Batches
+from workbench.record.checkpoints import Checkpoint, found
+from workbench.settings import Change, KnobError
+from workbench.sim.resuming import resumed
+from workbench.strategies import DDP, AsyncServer, LocalSGD, Strategy, ZeRO3
+from workbench.tasks import Task, shuffled
+
+EXAMPLES = 101  # a prime, so that nothing comes out even
+
+
+class Counts(nn.Module):
+    """How often each example was used, as its only parameter."""
+
+    def __init__(self, examples: int) -> None:
+        super().__init__()
+        self.times = nn.Parameter(torch.zeros(examples))
+
+
+def counting(examples: int = EXAMPLES, **more: Any) -> Task:
+    """A rank's gradient is -ranks for each of its examples, so the mean of all, at a rate of 1, counts each once."""
+    parts: dict[str, Any] = {
+        "model": lambda: Counts(examples),
+        "data": lambda rank, ranks, seed, batch, used: (
+            (index, ranks) for index in shuffled(examples, rank, ranks, batch, seed, used)),
+        "loss": lambda model, batch: -model.times[batch[0]].sum() * batch[1],
+        "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
+        "evaluate": lambda model: {"loss": 0.0, "apart": float(model.times.max() - model.times.min()),
+                                   "used": float(model.times.sum())},
+    }  # fmt: skip
+    return Task(**{**parts, **more})
+
+
+def setting(strategy: Strategy, **more: Any) -> Experiment:
+    rest = {"task": counting(), "batch": 3, "ranks": 2, "steps": 0, "eval_every": 0, "seed": 3}
+    return Experiment(strategy=strategy, **{**rest, **more}).checked()
+
+
+def used(s: Session) -> torch.Tensor:
+    """By example, how often it was used; what is a whole number but for rounding."""
+    times = s.model.times.detach()
+    torch.testing.assert_close(times, times.round(), rtol=0, atol=1e-3)
+    return times.round()
+
+
+def each_once_in_an_epoch(s: Session) -> None:
+    """All that is in the line up to there, and nothing else, was used: once for each epoch that is over, or begun."""
+    times, n = used(s), s.training.batches.used
+    assert n > 0 and times.sum() == n and times.max() - times.min() <= 1
+    begun = torch.cat(list(islice(shuffled(EXAMPLES, 0, 1, 1, s.experiment.seed), n)))[n - n % EXAMPLES :]
+    assert sorted(begun.tolist()) == (times > n // EXAMPLES).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 150])
+@pytest.mark.parametrize("before", [0, 40, 101, 250])
+def test_what_is_left_of_the_line_is_dealt_out_once(ranks: int, before: int) -> None:
+    line = torch.cat(list(islice(shuffled(EXAMPLES, 0, 1, 1, 5), before + 6 * ranks)))[before:]
+    hands = [torch.cat(list(islice(shuffled(EXAMPLES, rank, ranks, 2, 5, before), 3))) for rank in range(ranks)]
+    assert torch.equal(torch.stack(hands, 1).flatten(), line)
+
+
+def test_what_was_used_is_counted_without_what_was_only_looked_at() -> None:
+    def data(rank: int, ranks: int, batch: int, seed: int, used: int) -> Any:
+        return shuffled(1000, rank, ranks, batch, seed, used)
+
+    batches = Batches(data, 1, 2, "cpu", indexed=True)
+    batches.restart(4, 0, 0, 10)
+    batches.next()
+    batches.coming(2)
+    assert batches.used == 10 + 4 * 2
+    batches.at_boundary(1)
+    batches.next()
+    assert batches.used_before(1) == [(1, 18)] and batches.used_before(2) == [(1, 18), (2, 26)]
+    batches.client(0, 3)
+    batches.next()
+    assert batches.used == 10 + 4 * 2 * 3
+    batches.restart(5, 0, 2, 50)
+    assert batches.used == 50 and batches.used_before(2) == [(1, 18), (2, 50)]
+
+
+def test_data_that_take_used_must_be_told_how_many_examples_a_batch_has() -> None:
+    with pytest.raises(KnobError, match="batch=0: this task's data takes `used`, which counts examples"):
+        setting(DDP(), batch=0)
+    with pytest.raises(KnobError, match=r"let it take \(rank, ranks, seed, batch, used\)"):
+        setting(DDP(), task=counting(data=lambda rank, ranks, seed, used: []))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=2), ZeRO3()], ids=lambda s: type(s).__name__)
+def test_two_then_four_then_three(strategy: Strategy) -> None:
+    with Crowd(setting(strategy)) as crowd:
+        crowd.reach(7)
+        crowd.resize(0, 1, 2, 3)
+        crowd.reach(crowd.first.rank.step + 9)
+        crowd.resize(1, 2, 3)
+        crowd.reach(crowd.first.rank.step + 9)
+        crowd.first.request({"kind": "pause", "id": "p"})
+        crowd.until(lambda: crowd.first.phase == "paused")
+        crowd.resize(2)  # all is whole, and every update is made
+        crowd.until(lambda: crowd.first.phase == "paused")
+        each_once_in_an_epoch(crowd.first)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [0, 2], ids="rank {}".format)
+def test_a_rank_dies_and_its_examples_go_to_the_others(victim: int) -> None:
+    left, _ = lost(setting(DDP(), ranks=4, steps=60, on_death="go on"), victim, at=21)
+    each_once_in_an_epoch(left[0])
+    assert len({s.training.batches.used for s in left}) == 1
+
+
+@pytest.mark.ranks
+def test_what_a_lost_rank_had_not_yet_shared_is_used_by_others() -> None:
+    e = setting(LocalSGD(every=4), ranks=4, steps=24, task=counting(1000), on_death="go on")
+    left, _ = lost(e, 1)
+    times = torch.stack([s.model.times.detach() for s in left]).mean(0)  # they may be within a round
+    assert 0 < times.max() < 1.5, "none twice: 1, or 4/3 of what only those who are left had when they took the mean"
+    assert times.count_nonzero() <= left[0].training.batches.used <= 24 * 4 * 3
+
+
+@pytest.mark.ranks
+def test_batches_of_another_size_go_on_behind_those_before() -> None:
+    changes = Change(7, "batch", 5), Change(30, "batch", 2)
+    for s in run(setting(DDP(), ranks=3, steps=50), *changes):
+        each_once_in_an_epoch(s)
+        assert s.training.batches.used == 3 * (7 * 3 + 23 * 5 + 20 * 2)
+
+
+def test_they_do_on_virtual_ranks_too() -> None:
+    e = setting(DDP(), ranks=3, steps=50, eval_every=50, pace=1.0)
+    rows = simulate(e, changes=[Change(7, "batch", 5), Change(30, "batch", 2)], real=True).samples
+    last = {name: rows[rows.name == f"held_out:{name}"].value.iloc[-1] for name in ("apart", "used")}
+    assert last == {"apart": 1, "used": 3 * (7 * 3 + 23 * 5 + 20 * 2)}
+
+
+@pytest.mark.ranks
+def test_of_data_without_an_index_a_mark_says_that_examples_may_come_again() -> None:
+    def data(rank: int, ranks: int, seed: int) -> Any:
+        return [(torch.tensor([rank]), ranks)]
+
+    with Crowd(setting(DDP(), task=counting(data=data), batch=0)) as crowd:
+        crowd.reach(3)
+        crowd.resize(0, 1, 2)
+        said = crowd.said("data")
+        assert len(said) == 1 and said[0]["text"].endswith("so examples may come again or be left out")
+
+
+@pytest.mark.ranks
+def test_where_ranks_keep_no_step_in_common_a_mark_says_so_when_one_is_lost() -> None:
+    left, _ = lost(setting(AsyncServer(), ranks=3, steps=60, on_death="go on"), 2)
+    assert sum(len(s.record.noted("data")) for s in left) == 1
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_goes_on_from_the_same_place_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    e = setting(DDP(), ranks=3, steps=20, save_every=12, pace=1.0)
+    simulate(e, real=True, checkpoints=tmp_path / "made")
+    made = Checkpoint.open(next(path for path in found(tmp_path / "made") if path.name.endswith("12")))
+    for ranks in (3, 2, 4):
+        goes = resumed(made, Experiment(**{**vars(e), "ranks": ranks, "steps": 30, "save_every": 0}))
+        sessions = live(goes.experiment, goes.changes, resume=str(goes.at(tmp_path / f"for {ranks}")))
+        ended(sessions, 60)
+        for s in sessions:
+            assert s.error is None, s.error["traceback"]
+            each_once_in_an_epoch(s)
+            assert s.training.batches.used == 3 * 3 * 12 + 3 * ranks * 18
