@@ -1,6 +1,6 @@
 """Labs that are changed and harmed at random while they train, and what must hold however that falls.
 
-    python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaign.json]
+    python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaigns/7.json]
 
 A round is one lab of six engines and a run that begins with four: live changes in bursts (`torture`), and after each
 burst a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
@@ -50,21 +50,24 @@ Say = Callable[[str], None]
 
 
 def round_of(seed: int, say: Say) -> dict[str, Any]:
-    """One round; what was done in it, and "wrong": a sentence, or "" where all held."""
-    rng, done, begun = random.Random(seed), Counter[str](), time.monotonic()
-    out: dict[str, Any] = {"seed": seed, "wrong": "", "recovered": {}}
+    """One round; what was done in it, and "wrong": a sentence, or "" where all held; "at": after what the run ended."""
+    rng, done, begun, patient = random.Random(seed), Counter[str](), time.monotonic(), None
+    out: dict[str, Any] = {"seed": seed, "wrong": "", "at": "", "noticed": {}, "recovered": {}}
     try:
         if seed % KERNELS == KERNELS - 1:
             out["recovered"] = kernels.round_of(rng, done, say)
         else:
             with Lab(ranks=ENGINES, name=f"campaign-{os.getpid()}-{seed}") as lab:
                 patient = Patient(lab.wait(120), rng)
-                out["recovered"] = patient.recovered
+                out |= {"recovered": patient.recovered, "noticed": patient.noticed}
                 harmed(patient, done, say)
+                out["at"] = patient.last if done["ended in words"] else ""
     except Exception as error:
-        out["wrong"] = f"{type(error).__name__}: {error}"
+        out["wrong"], out["at"] = f"{type(error).__name__}: {error}", patient.last if patient else "kernel"
         say(f"WRONG {out['wrong']}")
-    return {**out, "done": dict(done), "seconds": round(time.monotonic() - begun)}
+    rounded = {what: {kind: [round(t, 2) for t in times] for kind, times in out[what].items()}
+               for what in ("noticed", "recovered")}  # fmt: skip
+    return {**out, **rounded, "done": dict(done), "seconds": round(time.monotonic() - begun)}
 
 
 def harmed(p: Patient, done: Counter[str], say: Say) -> None:
@@ -76,7 +79,7 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
             done[kind] += n
         p.goes_on("changes")
         fault = drawn(p.rng)
-        done[fault.__name__] += 1
+        p.last, said = fault.__name__, ""
         try:
             said = fault(p)
             say(f"{number}: {said}; {len(p.members)} ranks")
@@ -87,6 +90,8 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
             done["ended in words"] += 1
             say(f"{number}: {p.lab.notes[-2:]}")
             return
+        finally:
+            done["nothing to harm" if said.startswith(("none", "refused")) else fault.__name__] += 1
     for path, value in PLAIN.items():
         p.lab.set(path, value).wait(LIMIT)
     p.goes_on("the last changes")
