@@ -123,8 +123,9 @@ def against(rounds: list[dict[str, Any]], found: dict[str, Any]) -> str:
     """What was run so far against what is asked, in sentences."""
     done = sum((Counter(one["done"]) for one in rounds), Counter[str]())
     faults, broken = sum(done[kind] for kind in KINDS), len(found["each"])
-    wrong = [f"- seed {one['seed']}, after {one['at']}: {one['wrong'].splitlines()[0][:300]}" for one in rounds
-             if one["wrong"]]  # fmt: skip
+    wrong = [f"- seed {one['seed']}, after {one['at']}: {one['wrong'].splitlines()[0][:160]}… "
+             f"{'Mended since: ' + one['mended'] if 'mended' in one else 'Not mended yet.'}"
+             for one in rounds if one["wrong"]]  # fmt: skip
     wrong += [f"- interrupt {one['round']}, {one['point']}: {one['outcome'][7:300]}" for one in found["each"]
               if one["outcome"].startswith("WRONG")]  # fmt: skip
     parts = [f"{done['applied']:,} of {CHANGES:,} changes", f"{faults + broken:,} of {FAULTS:,} faults"]

@@ -28,7 +28,8 @@ def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> Non
     assert "| every connection between two ranks shut down | 1 | 0 | 0 | 1 |  |  |" in text
     assert "| 7 | 3 | 3 | 45 | 3 | 5 | 1 | 1 |" in text
     assert "45 of 10,000 changes and 7 of 500 faults (5 in campaigns, 2 interrupts). **That is not reached" in text
-    assert "- seed 9, after cut: Stuck: after cut: no progress" in text and "- interrupt 1, set: it hangs" in text
+    assert "- seed 9, after cut: Stuck: after cut: no progress… Not mended yet." in text
+    assert "- interrupt 1, set: it hangs" in text
     assert "| close | 1 | 1 | 0 | 1 | 0 |" in text and "| set | 1 | 0 | 0 | 0 | 1 |" in text
     enough = [round_of(7, kill=500, applied=10_000)]
     assert "That is reached. 0 ended wrong." in reliability.page(enough, {"each": []})
