@@ -45,6 +45,7 @@ KERNELS = 4  # each so many rounds a kernel is killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
 WHY = "cannot go on without it"  # as a note says it
+NONE = ("none", "refused")  # so begins what a fault says that harmed nothing
 
 Say = Callable[[str], None]
 
@@ -83,7 +84,7 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
         try:
             said = fault(p)
             say(f"{number}: {said}; {len(p.members)} ranks")
-            p.goes_on(fault.__name__)
+            p.goes_on("nothing" if said.startswith(NONE) else fault.__name__)
         except Stuck:
             if not until(lambda: not p.lab.live, 5) or not any(WHY in note for note in p.lab.notes):
                 raise
@@ -91,7 +92,7 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
             say(f"{number}: {p.lab.notes[-2:]}")
             return
         finally:
-            done["nothing to harm" if said.startswith(("none", "refused")) else fault.__name__] += 1
+            done["nothing to harm" if said.startswith(NONE) else fault.__name__] += 1
     for path, value in PLAIN.items():
         p.lab.set(path, value).wait(LIMIT)
     p.goes_on("the last changes")
