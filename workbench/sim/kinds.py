@@ -52,10 +52,16 @@ class Room:
         return self._nbytes
 
 
-class Shaped:
-    """Stands for a tensor of the meta device; to `isinstance` it is one."""
+_NOTHING = torch.empty(0, device="meta")
 
-    __slots__ = ("__weakref__", "_actual", "_room", "base", "kind")
+
+class Shaped(Tensor):
+    """Stands for a tensor of the meta device.
+
+    It is one of torch's, with nothing in it: torch's C code reads the memory of whatever `isinstance` says is a tensor.
+    """
+
+    __slots__ = ("_actual", "_room", "base", "kind")
 
     is_meta = True
     is_cuda = is_cpu = is_sparse = is_quantized = requires_grad = False
@@ -63,6 +69,9 @@ class Shaped:
     grad = grad_fn = None
     device = torch.device("meta")
     layout = torch.strided
+
+    def __new__(cls, kind: Kind, base: Shaped | None = None, actual: Tensor | None = None) -> Shaped:
+        return Tensor._make_subclass(cls, _NOTHING)
 
     def __init__(self, kind: Kind, base: Shaped | None = None, actual: Tensor | None = None) -> None:
         """base: whose memory this is a view of; actual: a tensor of torch's for which it stands"""
@@ -113,7 +122,7 @@ class Shaped:
         return self.kind.shape[0] if self.kind.shape else len(self.actual)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.unbind(0)) if self.kind.shape else iter(self.actual)  # type: ignore[attr-defined]
+        return iter(self.unbind(0)) if self.kind.shape else iter(self.actual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shaped:
         memo[id(self)] = made = Shaped(self.kind, None, None if self.base is None else self.actual.clone())
@@ -121,16 +130,8 @@ class Shaped:
 
     __hash__ = object.__hash__
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.actual)
-
-    @property
-    def __class__(self) -> Any:
-        return Tensor
-
-    @__class__.setter
-    def __class__(self, kind: Any) -> None:
-        raise TypeError("it stays what it is")
 
     @property
     def root(self) -> Shaped:

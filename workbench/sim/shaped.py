@@ -43,7 +43,7 @@ def stands_in(bucket: Bucket) -> Bucket:
 
 @contextmanager
 def unshaped() -> Iterator[None]:
-    """Inside, torch's own tensors stay: for what no other may stand in, as where `Tensor.numel` is asked of one."""
+    """Inside, torch's own tensors stay: what is computed with those that stand for them must come to the same."""
     before = _plain.set(True)
     try:
         yield
@@ -218,4 +218,4 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
 
 
 _fill(dir(Tensor))
-Shaped.__torch_function__ = classmethod(_torch_function)  # type: ignore[attr-defined]
+setattr(Shaped, "__torch_function__", classmethod(_torch_function))  # noqa: B010 (mypy knows it as a method)

@@ -96,20 +96,8 @@ def standing(experiment: Experiment, checkpoint: Checkpoint, what: Change) -> No
 
 
 def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
-         changes: Iterable[Change] = (), real: bool = False, *more: Any) -> Run:  # fmt: skip
-    asked = experiment, learner, costs, first, seen, changes, real, *more
-    try:
-        return _once(*asked)
-    except (TypeError, AttributeError):
-        if real or any(each is not None for each in more):
-            raise
-        with shaped.unshaped():  # a member may ask for more than what stands for a tensor has
-            return _once(*asked)
-
-
-def _once(experiment: Experiment, learner: Learner, costs: Costs | None, first: int, seen: dict[Any, Any] | None,
-          changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None,
-          resume: Checkpoint | None = None, checkpoints: Path | None = None) -> Run:  # fmt: skip
+         changes: Iterable[Change] = (), real: bool = False, replay: Replay | None = None,
+         resume: Checkpoint | None = None, checkpoints: Path | None = None) -> Run:  # fmt: skip
     planned = sorted(changes, key=lambda c: c.at_step)
     shaped.begin()
     with _apart(real), nullcontext() if real else Shapes():
