@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs torture runs-end mutants lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs torture interrupts runs-end mutants lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-compression  every compressor on four links; writes docs/compression.md (45 minutes; goes on where it stopped)"
 	@echo "make bench-prediction  every strategy and compressor on a Llama, predicted and measured; writes docs/prediction.md (goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
+	@echo "make interrupts  a kernel interrupted 200 times at random moments of a lab's life (SEED=7)"
 	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
 	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
@@ -66,6 +67,9 @@ netns: $(VENV)/.installed-test
 
 torture: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
+
+interrupts: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.interrupts $(if $(SEED),--seed $(SEED))
 
 runs-end: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.runs_end $(if $(SEED),--seed $(SEED))

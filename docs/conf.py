@@ -21,7 +21,8 @@ PAGES = {
         "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/policies", "docs/reference/tasks",
         "docs/reference/fabric", "docs/reference/experiment", "docs/reference/verbs", "docs/reference/views",
     ],
-    "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/gpu"],
+    "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/reliability",
+                 "docs/gpu"],
     "How it is built": ["docs/one_step", "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "SECURITY", "CHANGELOG"],
 }  # fmt: skip
 

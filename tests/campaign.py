@@ -1,6 +1,6 @@
 """Labs that are changed and harmed at random while they train, and what must hold however that falls.
 
-    python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaign.json]
+    python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaigns/7.json]
 
 A round is one lab of six engines and a run that begins with four: live changes in bursts (`torture`), and after each
 burst a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
@@ -45,26 +45,30 @@ KERNELS = 4  # each so many rounds a kernel is killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
 WHY = "cannot go on without it"  # as a note says it
+NONE = ("none", "refused")  # so begins what a fault says that harmed nothing
 
 Say = Callable[[str], None]
 
 
 def round_of(seed: int, say: Say) -> dict[str, Any]:
-    """One round; what was done in it, and "wrong": a sentence, or "" where all held."""
-    rng, done, begun = random.Random(seed), Counter[str](), time.monotonic()
-    out: dict[str, Any] = {"seed": seed, "wrong": "", "recovered": {}}
+    """One round; what was done in it, and "wrong": a sentence, or "" where all held; "at": after what the run ended."""
+    rng, done, begun, patient = random.Random(seed), Counter[str](), time.monotonic(), None
+    out: dict[str, Any] = {"seed": seed, "wrong": "", "at": "", "noticed": {}, "recovered": {}}
     try:
         if seed % KERNELS == KERNELS - 1:
             out["recovered"] = kernels.round_of(rng, done, say)
         else:
             with Lab(ranks=ENGINES, name=f"campaign-{os.getpid()}-{seed}") as lab:
                 patient = Patient(lab.wait(120), rng)
-                out["recovered"] = patient.recovered
+                out |= {"recovered": patient.recovered, "noticed": patient.noticed}
                 harmed(patient, done, say)
+                out["at"] = patient.last if done["ended in words"] else ""
     except Exception as error:
-        out["wrong"] = f"{type(error).__name__}: {error}"
+        out["wrong"], out["at"] = f"{type(error).__name__}: {error}", patient.last if patient else "kernel"
         say(f"WRONG {out['wrong']}")
-    return {**out, "done": dict(done), "seconds": round(time.monotonic() - begun)}
+    rounded = {what: {kind: [round(t, 2) for t in times] for kind, times in out[what].items()}
+               for what in ("noticed", "recovered")}  # fmt: skip
+    return {**out, **rounded, "done": dict(done), "seconds": round(time.monotonic() - begun)}
 
 
 def harmed(p: Patient, done: Counter[str], say: Say) -> None:
@@ -76,17 +80,19 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
             done[kind] += n
         p.goes_on("changes")
         fault = drawn(p.rng)
-        done[fault.__name__] += 1
+        p.last, said = fault.__name__, ""
         try:
             said = fault(p)
             say(f"{number}: {said}; {len(p.members)} ranks")
-            p.goes_on(fault.__name__)
+            p.goes_on("nothing" if said.startswith(NONE) else fault.__name__)
         except Stuck:
             if not until(lambda: not p.lab.live, 5) or not any(WHY in note for note in p.lab.notes):
                 raise
             done["ended in words"] += 1
             say(f"{number}: {p.lab.notes[-2:]}")
             return
+        finally:
+            done["nothing to harm" if said.startswith(NONE) else fault.__name__] += 1
     for path, value in PLAIN.items():
         p.lab.set(path, value).wait(LIMIT)
     p.goes_on("the last changes")

@@ -36,14 +36,18 @@ class Stuck(Exception):
 class Patient:
     """A lab with a live run, and the random numbers that decide what happens to it.
 
-    dead: ranks that were killed; controller: is there one? recovered: seconds until all made steps again, by kind
+    dead: ranks that were killed; controller: is there one? noticed: seconds until it was said, by kind of fault
+    recovered: seconds until all made steps again, from a death itself; last: what was done last
     """
 
     lab: Lab
     rng: random.Random
     dead: set[int] = field(default_factory=set)
     controller: bool = True
+    noticed: dict[str, list[float]] = field(default_factory=dict)
     recovered: dict[str, list[float]] = field(default_factory=dict)
+    last: str = "start"
+    struck: float | None = None  # when, if it is still to be seen whether all go on
 
     @property
     def live(self) -> Any:
@@ -58,6 +62,13 @@ class Patient:
     def pid(self, rank: int) -> int:
         return int(self.lab.status[rank]["pid"])
 
+    def seen(self, kind: str, said: Callable[[], Any], limit: float) -> bool:
+        """Whether something was `said` of a fault of this moment within so many seconds; how many is kept."""
+        self.struck = time.monotonic()
+        if found := until(said, limit):
+            self.noticed.setdefault(kind, []).append(time.monotonic() - self.struck)
+        return found
+
     def steps(self) -> dict[int, int]:
         """How many steps each rank has on the record."""
         rows = self.live.run.timeline.spans.rows()
@@ -66,7 +77,8 @@ class Patient:
 
     def goes_on(self, kind: str) -> None:
         """Waits until all who train have made `STEPS` more; raises Stuck if they do not."""
-        began, before = time.monotonic(), self.steps()
+        began, before = self.struck or time.monotonic(), self.steps()
+        self.struck, self.last = None, kind
         while (took := time.monotonic() - began) < LIMIT:
             if not self.lab.live:
                 raise Stuck(f"after {kind}: the run is over, {self.lab.state}: {self.lab.notes[-3:]}")
@@ -88,6 +100,7 @@ def kill(p: Patient) -> str:
     victim = p.rng.choice(p.members)
     p.dead.add(victim)
     os.kill(p.pid(victim), signal.SIGKILL)
+    p.seen("kill", lambda: any(n.startswith(f"rank {victim} is lost") for n in p.lab.notes) or not p.lab.live, LIMIT)
     if not until(lambda: victim not in p.live.members or not p.lab.live, LIMIT):
         raise Stuck(f"after kill of rank {victim}: the others went on with it; {p.lab.notes[-4:]}")
     return f"killed rank {victim}"
@@ -163,7 +176,7 @@ def end_controller(p: Patient) -> str:
         return "none there"
     p.controller = False
     os.kill(p.lab.cluster.owned.started["controller"].pid, signal.SIGKILL)
-    if not until(lambda: any("controller" in note for note in p.lab.notes), 20):
+    if not p.seen("end_controller", lambda: any("controller" in note for note in p.lab.notes), 20):
         raise Stuck("nobody said that the controller is gone")
     return "killed the controller"
 

@@ -54,6 +54,7 @@ def round_of(rng: random.Random, done: Counter[str], say: Callable[[str], None])
             else:
                 json.loads(kernel.stdout.readline())
                 time.sleep(rng.uniform(0.0, 2.0))
+            done["kernel"] += 1
             took = killed(kernel, how, name, rng)
         finally:
             kernel.kill()
@@ -61,7 +62,6 @@ def round_of(rng: random.Random, done: Counter[str], say: Callable[[str], None])
             assert kernel.stdout is not None
             kernel.stdout.close()
         say(f"killed a kernel, {how}: {took:.1f} s")
-        done["kernel"] += 1
         times.setdefault(f"kernel {how}", []).append(took)
     return times
 

@@ -21,6 +21,7 @@ from workbench.cluster.errors import RankError as RankError
 from workbench.cluster.handles import Handles
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
+from workbench.cluster.whole import whole
 from workbench.experiment import Experiment, given
 from workbench.record.display import face, show
 from workbench.run import Run, require_memory, resumed
@@ -80,8 +81,9 @@ class Lab(Handles):
         if given.spare(spare) and connection is not None:
             raise KnobError(f"spare={spare}: this lab starts no engines; start more where its cluster is, and ask for "
                             f"fewer ranks in experiments")  # fmt: skip
-        self._take_over(name, ranks, Cluster(name, ranks, given.device(device), connection, spare))
-        self.cluster.start()
+        on = given.device(device)
+        with whole():
+            self._take_over(name, ranks, Cluster(name, ranks, on, connection, spare).start())
 
     def _take_over(self, name: str, ranks: int, cluster: Cluster) -> None:
         self.name, self.ranks, self.cluster = name, ranks, cluster
@@ -99,12 +101,13 @@ class Lab(Handles):
         for known in _labs.values():
             if known._usable and name in (None, known.name):
                 return known
-        cluster = Cluster.again(launch.find(name))
-        lab = object.__new__(cls)
-        lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device, "spare": 0})
-        lab._take_over(cluster.name, cluster.ranks, cluster)
-        lab._live = launch.rejoin(cluster, lab.changes, Run)
-        lab._experiment = lab._live.changes.experiment if lab._live else lab._experiment
+        with whole():
+            cluster = Cluster.again(launch.find(name))
+            lab = object.__new__(cls)
+            lab._asked = (cluster.ranks, {"cluster": None, "profile": None, "device": cluster.device, "spare": 0})
+            lab._take_over(cluster.name, cluster.ranks, cluster)
+            lab._live = launch.rejoin(cluster, lab.changes, Run)
+            lab._experiment = lab._live.changes.experiment if lab._live else lab._experiment
         return lab
 
     @property
@@ -185,13 +188,15 @@ class Lab(Handles):
             raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
         to_come = given.planned(wanted, given.changes(changes))
         require_memory(wanted)
-        self.cluster = launch.renewed(self.cluster)
+        with whole():
+            self.cluster = launch.renewed(self.cluster)
         run = launch.open_run(wanted, out, Run, begun and begun.parent)
         run.secret = secret  # before anybody sees the run
         seen = partial(launch.seen, self.watchers)
-        self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), seen)
-        self._experiment, rest = wanted, (self._live, to_come, begun and begun.at)
-        threading.Thread(target=launch.launch, args=rest, name="run start", daemon=True).start()
+        with whole():
+            self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), seen)
+            self._experiment, rest = wanted, (self._live, to_come, begun and begun.at)
+            threading.Thread(target=launch.launch, args=rest, name="run start", daemon=True).start()
         return run
 
     def set(self, path: str, value: Any) -> PendingChange:
@@ -213,15 +218,18 @@ class Lab(Handles):
 
     def close(self) -> None:
         """Ends the run, and every process that this lab started."""
-        if self._live:
-            self._live.close()
-        self._leave("the lab was closed")
-        self.cluster.close()
+        with whole():
+            if self._live:
+                self._live.close()
+            self._leave("the lab was closed")
+            self.cluster.close()
 
     def detach(self) -> None:
         """Leaves engines and run going when this kernel ends; `Lab.attach()` in another one finds them."""
-        self.wait().cluster.detach()
-        self._leave("the lab was detached")
+        cluster = self.wait().cluster
+        with whole():
+            cluster.detach()
+            self._leave("the lab was detached")
 
     def _leave(self, why: str) -> None:
         if self._live:

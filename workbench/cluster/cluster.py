@@ -57,7 +57,7 @@ class Cluster:
         self._line: Line | None = None
         self.relay: Relay | None = None
         self._ready = threading.Event()
-        self._closed = False
+        self._closed = self._ended = False  # on its way to its end; and come to it
 
     def start(self) -> Cluster:
         """Begins to come up; returns at once. `wait` waits for it."""
@@ -244,11 +244,14 @@ class Cluster:
         self.line.ask_all("own", owner=owner, home=host())
 
     def close(self) -> None:
-        """Ends what this lab started; of an existing cluster only what the lab did there."""
-        if self._closed:
+        """Ends what this lab started; of an existing cluster only what the lab did there.
+
+        Called again, it goes on where it was interrupted.
+        """
+        if self._ended:
             return
         self._closed = True
-        if self.guest:
+        if self.guest or self.place.state.get("owner") is None:  # another kernel's, or left to one
             return self._disconnect()
         if self.ready and not self.place.state.get("here") and not self.health.controller():
             for engine in self.engines:
@@ -277,6 +280,7 @@ class Cluster:
         if self.guard and self.guard.stdin:
             self.guard.stdin.close()
             self.guard.wait(5)
+        self._ended = True
 
     @classmethod
     def again(cls, place: Place) -> Cluster:

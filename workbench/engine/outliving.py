@@ -92,7 +92,7 @@ def leave_generation(session: Session, training: Training) -> Said:
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
     e, rank = training.experiment, session.rank
     return Said(session.member, rank.step, training.obeyed, e.strategy.trains(rank.id, rank.size),
-                [*training.asked, *(training.pocket or [])], list(training.done), training.paused, training.credit,
+                training.unheeded, list(training.done), training.paused, training.credit,
                 e.plain(), membership.here(), parts, [b.bound for b in bounds],
                 bool(rollback and rollback.remembers), saved(session) if parts else (),
                 training.batches.used_before(rank.step))  # fmt: skip

@@ -105,7 +105,17 @@ class Tickets:
 
     def take(self) -> list[Ticket]:
         """The requests of the first ticket asked for and not taken; the same list on every rank."""
-        (work, header, said), self.asked = self._under_way.popleft(), False
+        found = self._hear(*self._under_way[0])
+        self._under_way.popleft()  # not before: else a connection that is lost meanwhile would take them with it
+        return found
+
+    @property
+    def unheard(self) -> list[Ticket]:
+        """What rank 0 has begun to say, and it is not known whether all have heard it."""
+        return [what for _, _, said in self._under_way if said for what in json.loads(said)]
+
+    def _hear(self, work: Any, header: torch.Tensor, said: bytes) -> list[Ticket]:
+        self.asked = False
         if self.wire is None:
             return json.loads(said) if said else []
         self.wire.wait(work)

@@ -231,6 +231,11 @@ class Training(Turnable):
                 await self._heed(await Op("do", partial(self._hear, 0.5)))
             self.say("stopping" if self.session.stopping else "running")
 
+    @property
+    def unheeded(self) -> list[dict[str, Any]]:
+        """What was asked of this rank and is not done yet, as far as it has left the inbox."""
+        return [*self.asked, *(self.pocket or []), *self.tickets.unheard]
+
     def _hear(self, wait: float) -> list[dict[str, Any]]:
         """The requests of the next ticket, the same on every rank; rank 0 waits so many seconds for one."""
         if not self.tickets.asked:

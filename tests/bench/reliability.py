@@ -1,0 +1,178 @@
+"""Writes docs/reliability.md: what labs were put through, what they survived, and how long it took.
+
+    python -m tests.bench.reliability
+
+Nothing is measured here. Campaigns: `python -m tests.campaign --seed N --out docs/data/campaigns/N.json`; interrupts:
+`python -m tests.interrupts --out docs/data/interrupts.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CHANGES, FAULTS = 10_000, 500  # asked for
+KINDS = {
+    "kill": "the engine of a rank killed (SIGKILL)",
+    "freeze": "the engine of a rank stopped for up to 3 s (SIGSTOP)",
+    "join": "a rank comes in",
+    "leave": "a rank is taken out",
+    "cut": "every connection between two ranks shut down",
+    "interrupt": "the kernel interrupted in the middle of a call",
+    "end_controller": "ipyparallel's controller killed",
+    "kernel": "the kernel killed",
+}
+KERNELS = {"kernel at any moment": "the kernel killed at any moment: nothing is left",
+           "kernel training": "while it trains, in half of them with an engine stopped: nothing is left",
+           "kernel detached": "with its lab detached: the lab is there again, its record whole"}  # fmt: skip
+OTHERS = """| | what is said | where |
+| --- | --- | --- |
+| torchft | Tolerates faults per step: members may change between two steps, health is told by heartbeats, \
+and one that comes takes its state from a healthy peer. For replicated weights (DDP, the replicated dimension of \
+HSDP); LocalSGD and DiLoCo are called experimental. No time is promised. | \
+[README](https://github.com/meta-pytorch/torchft/blob/main/README.md) |
+| | Managers send a heartbeat every 100 ms; a threshold of 1 s was held to be enough. | \
+[issue 35](https://github.com/meta-pytorch/torchft/issues/35) |
+| | The others leave a collective that hangs only by its time limit; leaving it when heartbeats cease is asked for. | \
+[issue 164](https://github.com/meta-pytorch/torchft/issues/164) |
+| | A user measured 948 s from a fault until all were back (Llama 3 8B, torchtitan), and asks why. | \
+[issue 329](https://github.com/meta-pytorch/torchft/issues/329) |
+| torchrun | When a worker fails, or members change, all workers are ended and started again, at most `--max-restarts` \
+times in all. | [elastic agent](https://docs.pytorch.org/docs/stable/elastic/agent.html), \
+[quickstart](https://docs.pytorch.org/docs/stable/elastic/quickstart.html) |
+| | What was trained since the last checkpoint is lost; saving and loading are the script's own. | \
+[train script](https://docs.pytorch.org/docs/stable/elastic/train_script.html) |
+| Ray Train | When a failure is found all workers are shut down and new ones started, which may load the latest \
+checkpoint; saving and loading are the training function's own. | \
+[failures](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html) |
+| | Off unless `max_failures` is set (0). With a range of workers it goes on with those there are, in new processes. | \
+[FailureConfig](https://docs.ray.io/en/latest/train/api/doc/ray.train.FailureConfig.html), \
+[elastic](https://docs.ray.io/en/latest/train/user-guides/elastic-training.html) |
+"""
+
+
+def read(data: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rounds of all campaigns, and the interrupts."""
+    rounds = [{**one, "campaign": file.stem} for file in sorted(data.glob("campaigns/*.json"))
+              for one in json.loads(file.read_text())["each"]]  # fmt: skip
+    file = data / "interrupts.json"
+    return rounds, json.loads(file.read_text()) if file.exists() else {"each": []}
+
+
+def seconds(times: list[float]) -> str:
+    return f"{statistics.median(times):.1f}, {max(times):.1f}" if times else ""
+
+
+def gathered(rounds: list[dict[str, Any]], what: str) -> dict[str, list[float]]:
+    out: dict[str, list[float]] = {}
+    for one in rounds:
+        for kind, times in one[what].items():
+            out.setdefault(kind, []).extend(times)
+    return out
+
+
+def table(rounds: list[dict[str, Any]]) -> str:
+    """By kind: injected, survived, seconds until it was said, seconds until all made steps again."""
+    done = Counter[str]()
+    for one in rounds:
+        done.update(one["done"])
+    seen, on = gathered(rounds, "noticed"), gathered(rounds, "recovered")
+    ended = Counter(one["at"] for one in rounds if one["at"] and not one["wrong"])
+    wrong = Counter(one["at"] for one in rounds if one["wrong"])
+    lines = ["| fault | injected | survived | ended in words | wrong | noticed (s: median, worst) | all go on (s) |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for kind, words in KINDS.items():
+        survived = done[kind] - ended[kind] - wrong[kind]
+        lines.append(f"| {words} | {done[kind]} | {survived} | {ended[kind]} | {wrong[kind]} | "
+                     f"{seconds(seen.get(kind, []))} | {seconds(on.get(kind, []))} |")  # fmt: skip
+    for kind, words in KERNELS.items():
+        times = on.get(kind, [])
+        lines.append(f"| … {words} | | {len(times)} | | | | {seconds(times)} |")
+    return "\n".join(lines)
+
+
+def campaigns(rounds: list[dict[str, Any]]) -> str:
+    lines = ["| first seed | minutes | rounds | changes applied | refused in words | faults | ended in words | wrong |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for name in dict.fromkeys(one["campaign"] for one in rounds):
+        mine = [one for one in rounds if one["campaign"] == name]
+        done = sum((Counter(one["done"]) for one in mine), Counter[str]())
+        lines.append(f"| {mine[0]['seed']} | {sum(one['seconds'] for one in mine) / 60:.0f} | {len(mine)} | "
+                     f"{done['applied']} | {done['refused']} | {sum(done[k] for k in KINDS)} | "
+                     f"{done['ended in words']} | {sum(bool(one['wrong']) for one in mine)} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def interrupts(found: dict[str, Any]) -> str:
+    """What came of the interrupts, by what the kernel was about."""
+    lines = ["| interrupted while it | times | in the middle | trains ten steps after | closed, nothing left | wrong |",
+             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    for point in sorted({one["point"] for one in found["each"]}):
+        mine = [one for one in found["each"] if one["point"] == point]
+        came = Counter("wrong" if one["outcome"].startswith("WRONG") else one["outcome"] for one in mine)
+        hit = sum(bool(one.get("hit")) for one in mine)
+        lines.append(f"| {point} | {len(mine)} | {hit} | {came['trains']} | {came['closed']} | {came['wrong']} |")
+    return "\n".join(lines)
+
+
+def against(rounds: list[dict[str, Any]], found: dict[str, Any]) -> str:
+    """What was run so far against what is asked, in sentences."""
+    done = sum((Counter(one["done"]) for one in rounds), Counter[str]())
+    faults, broken = sum(done[kind] for kind in KINDS), len(found["each"])
+    wrong = [f"- seed {one['seed']}, after {one['at']}: {one['wrong'].splitlines()[0][:160]}… "
+             f"{'Mended since: ' + one['mended'] if 'mended' in one else 'Not mended yet.'}"
+             for one in rounds if one["wrong"]]  # fmt: skip
+    wrong += [f"- interrupt {one['round']}, {one['point']}: {one['outcome'][7:300]}" for one in found["each"]
+              if one["outcome"].startswith("WRONG")]  # fmt: skip
+    parts = [f"{done['applied']:,} of {CHANGES:,} changes", f"{faults + broken:,} of {FAULTS:,} faults"]
+    reached = done["applied"] >= CHANGES and faults + broken >= FAULTS
+    text = (f"Asked are {CHANGES:,} changes and {FAULTS:,} faults with nothing lost. Run so far: {' and '.join(parts)} "
+            f"({faults} in campaigns, {broken} interrupts). ")  # fmt: skip
+    text += "That is reached. " if reached and not wrong else "**That is not reached yet.** "
+    text += f"{len(wrong)} ended wrong{':' if wrong else '.'}\n"
+    return text + ("\n" + "\n".join(wrong) + "\n" if wrong else "")
+
+
+def page(rounds: list[dict[str, Any]], found: dict[str, Any]) -> str:
+    """docs/reliability.md."""
+    return f"""# What labs were put through, and how they came through it
+
+Written by `python -m tests.bench.reliability` from `docs/data/campaigns/` and `docs/data/interrupts.json`.
+
+{against(rounds, found)}
+## Campaigns
+
+A round is one lab of six engines and a run that begins with four ranks, on two cores that others share: live changes in
+bursts, and after each burst a fault. A fault is survived if all who are left make steps again within 60 s. Where nobody
+has what was lost, the run may end and say that ("ended in words"). At the end of a round ranks agree to the bit, and no
+row is lost or there twice. Times of deaths begin with the death, others when the fault is over. They hold whatever the
+machine was busy with besides, so they are upper bounds.
+
+{table(rounds)}
+
+{campaigns(rounds)}
+
+## Interrupts
+
+A cell in a kernel of Jupyter's, and one SIGINT to it at a random part of the time that the cell takes. Afterwards every
+rank makes ten steps more, or the lab is closed with no process, descriptor, shared memory or file left.
+
+{interrupts(found)}
+
+## What others promise
+
+From their own documentation and issues, read in November 2026; nothing of theirs was run here.
+
+{OTHERS}"""
+
+
+def main() -> None:
+    (ROOT / "docs" / "reliability.md").write_text(page(*read(ROOT / "docs" / "data")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Interrupts at chosen places of a lab's life, each of which once left half a lab; `tests.interrupts` draws others.
+
+The ranks are light stand-ins, for what is tried here is what the kernel does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from tests import interrupts
+from tests.labs import apart
+from tests.waiting import until
+from workbench import lab as lab_module
+from workbench.cluster import cluster as cluster_module
+from workbench.cluster import launch
+from workbench.cluster.cluster import Cluster
+from workbench.cluster.keys import Keys
+from workbench.cluster.line import Line
+from workbench.cluster.place import alive, places
+from workbench.cluster.whole import whole
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with apart(tmp_path_factory) as patch:
+        patch.setattr(launch, "SESSION", "test_cluster_fake:FakeSession")
+        patch.syspath_prepend(str(HERE))
+        yield
+        for lab in list(lab_module._labs.values()):
+            lab.close()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(patch: pytest.MonkeyPatch, place: Any, name: str, first: bool) -> None:
+    """The kernel is interrupted once, when `name` of `place` is called: before it has done anything, or after it."""
+    does = getattr(place, name)
+
+    def once(*given: Any, **more: Any) -> Any:
+        patch.setattr(place, name, does)
+        if first:
+            interrupt()
+        found = does(*given, **more)
+        if not first:
+            interrupt()
+        return found
+
+    patch.setattr(place, name, once)
+
+
+def processes(lab: Lab) -> list[Any]:
+    return [p[:2] for p in lab.cluster.place.state["processes"]]
+
+
+def nothing_left(noted: list[Any]) -> bool:
+    guards = [p for p in psutil.Process().children() if p.is_running() and "guard.py" in " ".join(p.cmdline())]
+    return not any(map(alive, noted)) and places() == [] and not guards
+
+
+def trains(lab: Lab) -> bool:
+    step = lab.status[0]["step"] or 0
+    return until(lambda: lab.state == "running" and (lab.status[0]["step"] or 0) >= step + interrupts.STEPS, 30)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(120)
+def test_a_close_that_is_interrupted_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(ranks=1, name="shut").wait(60)
+    noted = processes(lab)
+    interrupted(monkeypatch, cluster_module, "end", first=True)
+    with pytest.raises(KeyboardInterrupt):
+        lab.close()
+    assert lab.state == "closed" and nothing_left(noted)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(120)
+def test_a_close_that_is_given_up_by_a_second_interrupt_is_taken_up_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(ranks=1, name="shut").wait(60)
+    noted, does = processes(lab), cluster_module.end
+
+    def twice(place: Any) -> None:
+        monkeypatch.setattr(cluster_module, "end", does)
+        interrupt()
+        interrupt()
+        raise AssertionError("the second was not heard")
+
+    monkeypatch.setattr(cluster_module, "end", twice)
+    with pytest.raises(KeyboardInterrupt):
+        lab.close()
+    lab.close()
+    assert nothing_left(noted)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(120)
+def test_a_lab_whose_opening_or_whose_run_was_interrupted_in_the_making_is_there_and_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupted(monkeypatch, cluster_module, "start_guard", first=False)
+    with pytest.raises(KeyboardInterrupt):
+        Lab(ranks=1, name="made")
+    lab = Lab(ranks=1, name="made").wait(60)
+    assert len(places()) == 1, "there is one lab, and not half of another one"
+    interrupted(monkeypatch, threading.Thread, "start", first=True)
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(Experiment(steps=0))
+    assert lab.live and trains(lab)
+    noted = processes(lab)
+    lab.close()
+    assert nothing_left(noted)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(120)
+def test_a_detach_and_an_attach_that_are_interrupted_lose_neither_lab_nor_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(ranks=1, name="left").wait(60)
+    run = lab.run(Experiment(steps=0))
+    assert trains(lab)
+    interrupted(monkeypatch, Cluster, "_disconnect", first=True)
+    with pytest.raises(KeyboardInterrupt):
+        lab.detach()
+    assert lab.state == "closed" and not run.live
+    interrupted(monkeypatch, cluster_module, "start_guard", first=False)
+    with pytest.raises(KeyboardInterrupt):
+        Lab.attach("left")
+    again = Lab.attach("left")
+    assert not again.cluster.guest, "this kernel owns it"
+    assert trains(again)
+    noted = processes(again)
+    again.close()
+    assert nothing_left(noted)
+
+
+def test_an_interrupt_between_two_ranks_wires_leaves_both_free() -> None:
+    line = Line({}, Keys.new())
+    first, second = threading.Lock(), threading.Lock()
+
+    def taken() -> None:
+        interrupt()
+        second.acquire()
+
+    wires = [SimpleNamespace(lock=first), SimpleNamespace(lock=SimpleNamespace(acquire=taken, release=second.release))]
+    line._wires = dict(enumerate(wires))  # type: ignore[arg-type]
+    line._send = lambda *rest: None  # type: ignore[method-assign]
+    line._answer_or_error = lambda *rest: None  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        line.ask_all("status")
+    assert not first.locked() and not second.locked()
+    line._wires = {}
+    line.close()
+
+
+def test_an_interrupt_waits_until_all_is_done_and_a_second_one_does_not() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), whole():
+        interrupt()
+        done.append("once")
+    with pytest.raises(KeyboardInterrupt), whole(), whole():
+        interrupt()
+        done.append("in both")
+    with pytest.raises(KeyboardInterrupt), whole():
+        interrupt()
+        interrupt()
+        done.append("twice")
+    with pytest.raises(ValueError, match="its own"), whole():
+        raise ValueError("its own")
+    assert done == ["once", "in both"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    other = threading.Thread(target=lambda: whole().__enter__())
+    other.start()
+    other.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_round_does_depends_on_its_seed_alone() -> None:
+    drawn = [interrupts.point_of(7, number)[0] for number in range(200)]
+    assert drawn == [interrupts.point_of(7, number)[0] for number in range(200)]
+    assert set(drawn) == set(interrupts.POINTS), "each is among two hundred"
+    assert drawn != [interrupts.point_of(8, number)[0] for number in range(200)]

@@ -1,0 +1,35 @@
+"""docs/reliability.md: it says what its data say, and what they lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.bench import reliability
+
+DATA = reliability.ROOT / "docs" / "data"
+
+
+def round_of(seed: int, wrong: str = "", at: str = "", **done: int) -> dict[str, Any]:
+    return {"seed": seed, "campaign": "7", "wrong": wrong, "at": at, "done": done, "seconds": 60,
+            "noticed": {"kill": [0.4, 0.2]}, "recovered": {"kill": [1.0, 3.0], "changes": [0.1]}}  # fmt: skip
+
+
+def test_the_page_is_what_its_data_say() -> None:
+    assert (reliability.ROOT / "docs" / "reliability.md").read_text() == reliability.page(*reliability.read(DATA))
+
+
+def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> None:
+    rounds = [round_of(7, kill=2, applied=40, refused=3), round_of(8, at="kill", kill=2, **{"ended in words": 1}),
+              round_of(9, wrong="Stuck: after cut: no progress", at="cut", cut=1, applied=5)]  # fmt: skip
+    broken = [{"round": 0, "point": "close", "hit": True, "outcome": "closed"},
+              {"round": 1, "point": "set", "hit": False, "outcome": "WRONG: it hangs"}]  # fmt: skip
+    text = reliability.page(rounds, {"each": broken})
+    assert "| the engine of a rank killed (SIGKILL) | 4 | 3 | 1 | 0 | 0.3, 0.4 | 2.0, 3.0 |" in text
+    assert "| every connection between two ranks shut down | 1 | 0 | 0 | 1 |  |  |" in text
+    assert "| 7 | 3 | 3 | 45 | 3 | 5 | 1 | 1 |" in text
+    assert "45 of 10,000 changes and 7 of 500 faults (5 in campaigns, 2 interrupts). **That is not reached" in text
+    assert "- seed 9, after cut: Stuck: after cut: no progress… Not mended yet." in text
+    assert "- interrupt 1, set: it hangs" in text
+    assert "| close | 1 | 1 | 0 | 1 | 0 |" in text and "| set | 1 | 0 | 0 | 0 | 1 |" in text
+    enough = [round_of(7, kill=500, applied=10_000)]
+    assert "That is reached. 0 ended wrong." in reliability.page(enough, {"each": []})
