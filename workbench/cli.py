@@ -83,15 +83,21 @@ def run(
     experiment = experiment if experiment.steps else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
+    from workbench.doors.ending import CODE, told
     from workbench.lab import Lab
 
-    with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
-    try:
-        done = with_lab.run(experiment, out=out, resume=resume)
-        done.wait()
-        print_summary(done)
-    finally:
-        with_lab.close()
+    with told() as ending:
+        with_lab = Lab(ranks=experiment.ranks, name=f"run-{out.resolve().name}")
+        try:
+            done = with_lab.run(experiment, out=out, resume=resume)
+            ending.lab = with_lab
+            done.wait()
+            print_summary(done)
+        finally:
+            with_lab.close()
+    if ending.times:
+        typer.echo(f"workbench: told to end (SIGTERM); go on with: workbench run --resume {out} --out ...", err=True)
+        raise typer.Exit(CODE)
     if done.state == "failed":
         raise typer.Exit(1)
 

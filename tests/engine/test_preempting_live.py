@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from tests.waiting import until
 from workbench.cluster.processes import end
 from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
+from workbench.record.checkpoints import Checkpoint
 from workbench.record.process import alive
+from workbench.run import Run, RunError
 from workbench.settings import KnobError
 from workbench.strategies import DDP, LocalSGD
 from workbench.tasks import Digits
@@ -110,3 +114,33 @@ def test_who_trains_nothing_ends_at_once_and_so_do_all_when_the_lab_ends(lab: La
     codes = {what: child.wait(BOUND) for what, child in owned.started.items() if what.startswith("engine")}
     assert -signal.SIGKILL not in codes.values(), codes
     assert not any("preempted" in note for note in lab.notes)
+
+
+def test_the_command_line_keeps_a_checkpoint_stops_and_says_how_to_go_on(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out, begin = tmp_path / "run", [sys.executable, "-m", "workbench.cli", "run"]
+    about = ["--ranks", "2", "--set", "pace=10", "--set", "eval_every=0"]
+    with apart(tmp_path_factory):
+        with subprocess.Popen([*begin, "digits", "--steps", "100000", *about, "--out", out], stderr=subprocess.PIPE,
+                              text=True) as process:  # fmt: skip
+            assert until(lambda: trained(out) > 5, 2 * BOUND)
+            process.terminate()
+            said = process.communicate(timeout=BOUND)[1]
+        assert process.returncode == 143
+        assert f"workbench: told to end (SIGTERM); go on with: workbench run --resume {out} --out ..." in said
+        step = Checkpoint.open(out).step
+        assert trained(out) == step > 5 and Run.open(out).state == "stopped"
+        again = [*begin, "--resume", out, "--steps", str(step + 5), "--out", tmp_path / "again"]
+        subprocess.run(again, check=True, timeout=2 * BOUND)
+    assert set(Run.open(tmp_path / "again").spans.step) == set(range(step, step + 5))
+
+
+def trained(out: Path) -> int:
+    """How many steps a recorded run has made."""
+    try:
+        spans = Run.open(out).spans
+    except RunError:
+        return 0
+    steps = spans[spans.lane == "step"].step
+    return int(steps.max()) + 1 if len(steps) else 0
