@@ -27,15 +27,15 @@ async def tell(rank: Rank, to: int, kind: str, *numbers: int) -> None:
     await rank.send(torch.tensor(numbers, dtype=torch.int64), to, kind)
 
 
-async def told(rank: Rank, kind: str, count: int, source: int | None = None) -> tuple[list[int], int] | None:
+async def told(rank: Rank, kind: str, source: int | None = None) -> tuple[list[int], int] | None:
     """The next heading of `kind` and who sent it; None when nothing more can come."""
-    got = await rank.recv(torch.zeros(count, dtype=torch.int64), source, kind)
+    got = await rank.recv(None, source, kind)
     return None if got is None else (got[0].tolist(), got[1])
 
 
-async def answer(rank: Rank, server: int, count: int) -> list[int]:
+async def answer(rank: Rank, server: int) -> list[int]:
     """The heading of what `server` answers."""
-    numbers, _ = await rank.recv(torch.zeros(count, dtype=torch.int64), server, "answer")
+    numbers, _ = await rank.recv(None, server, "answer")
     return list(numbers.tolist())
 
 

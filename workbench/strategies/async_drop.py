@@ -118,7 +118,7 @@ class AsyncDrop(Strategy):
 
     async def _told(self, rank: Rank, units: list[Units], like: Tensor) -> list[Tensor]:
         """Which of each of the units the server wants trained, in ascending order."""
-        got = await told(rank, "task", len(units), SERVER)
+        got = await told(rank, "task", SERVER)
         if got is None:
             raise StrategyError("a sub-model did not come: the server has ended")
         into = like.new_empty(sum(each.size for each in units), dtype=torch.uint8)
@@ -130,7 +130,7 @@ class AsyncDrop(Strategy):
         if rank.index != SERVER:
             return
         buckets, units = await rank.params(), await rank.units()
-        while (got := await told(rank, "client", 1)) is not None:
+        while (got := await told(rank, "client")) is not None:
             (what,), source = got
             if what == ASK:
                 await self._give(rank, state, buckets, units, source)

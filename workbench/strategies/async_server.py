@@ -119,7 +119,7 @@ class AsyncServer(Strategy):
 
     async def _answer(self, rank: Rank, state: _State, server: int, buckets: list[Bucket]) -> None:
         """Reads what a server answers to a push or a fetch, and takes over its part of the parameters."""
-        pushed, version, staleness = await answer(rank, server, 3)
+        pushed, version, staleness = await answer(rank, server)
         state.owed.discard(server)
         if pushed:
             await rank.sample("staleness", staleness)
@@ -137,7 +137,7 @@ class AsyncServer(Strategy):
         memory = state.memory
         buckets = buckets[servers.index(rank.index) :: len(servers)]
         waiting: list[tuple[int, int, int, int]] = []
-        while (got := await told(rank, "ask", 3)) is not None:
+        while (got := await told(rank, "ask")) is not None:
             (push, fetch, version), source = got
             staleness = state.version - version
             for moved in await taken(rank, source, "push", buckets if push else ()):

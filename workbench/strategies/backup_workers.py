@@ -77,7 +77,7 @@ class BackupWorkers(Strategy):
         await rank.backward(1.0 / (rank.size - self.backup))
         await tell(rank, 0, "push", rank.step)
         await post(rank, 0, "gradient", await rank.grads())
-        newest, counted = await answer(rank, 0, 2)
+        newest, counted = await answer(rank, 0)
         await rank.sample("late", 1 - counted)
         for version in range(rank.step, newest):
             rank.rated(version)
@@ -90,7 +90,7 @@ class BackupWorkers(Strategy):
         if rank.index:
             return
         buckets = await rank.params()
-        while (got := await told(rank, "push", 1)) is not None:
+        while (got := await told(rank, "push")) is not None:
             (version,), source = got
             gradient = await taken(rank, source, "gradient", buckets)
             if version < state.version:

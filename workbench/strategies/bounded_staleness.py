@@ -96,7 +96,7 @@ class BoundedStaleness(Strategy):
         if not state.asked:
             return
         state.asked = False
-        (state.seen,) = await answer(rank, 0, 1)
+        (state.seen,) = await answer(rank, 0)
         await rank.sample("ahead", state.clock - state.seen)
         for bucket, centre in zip(buckets, await taken(rank, 0, "fetch", buckets), strict=True):
             bucket.data.copy_(centre.data)
@@ -108,7 +108,7 @@ class BoundedStaleness(Strategy):
         buckets = await rank.params()
         memory = state.memory
         waiting: list[tuple[int, int]] = []  # who waits, and for which clock of the slowest
-        while (got := await told(rank, "push", 3)) is not None:
+        while (got := await told(rank, "push")) is not None:
             (clock, asks, needs), source = got
             for moved in await taken(rank, source, "push", buckets):
                 memory.flat("centre", moved).add_(moved.data)

@@ -95,7 +95,7 @@ class ShadowEASGD(Shadowing):
     async def _serve(self, rank: Rank, state: Shadow) -> None:
         """A server's rounds, one for each replica that comes."""
         rounds = 0
-        while (turn := await told(rank, "turn", 1)) is not None:
+        while (turn := await told(rank, "turn")) is not None:
             await self._met(rank, state, turn[1])
             rounds += 1
             if rank.role == "trainer" and rounds % (rank.size - 1) == 0:

@@ -110,7 +110,7 @@ class TEASQFed(Strategy):
         await rank.client(state.turn % self.clients, self.clients)
         state.turn += 1
         await tell(rank, SERVER, "client", ASK, 0, 0)
-        got = await told(rank, "task", 1, SERVER)
+        got = await told(rank, "task", SERVER)
         if got is None:
             raise StrategyError("a client's task did not come: the server has ended")
         (version,), _ = got
@@ -145,7 +145,7 @@ class TEASQFed(Strategy):
         if rank.index != SERVER:
             return
         buckets = await rank.params()
-        while (got := await told(rank, "client", 3)) is not None:
+        while (got := await told(rank, "client")) is not None:
             (what, version, done), source = got
             if what == ASK:
                 state.waiting.append(source)
