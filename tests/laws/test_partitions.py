@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.ranks import assemble, experiment, fitting, run, shipped, toy
 from tests.sim.insides import simulated
+from tests.thinned import thinned
 from workbench.experiment import Experiment
 from workbench.host.repartition import refuses_model
 from workbench.optimizers import SGD, AdamW
@@ -133,8 +134,8 @@ def test_every_ordered_pair_of_partitions(optimizer: Any) -> None:
     assert refused([(DDP(), WAYS[k]) for k in walk], optimizer=optimizer) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted({type(s).__name__ for s, _ in EVERYWHERE}))
+@pytest.mark.parametrize(("name",), thinned(((name,) for name in sorted({type(s).__name__ for s, _ in EVERYWHERE})),
+                                            of=0, long=3))  # fmt: skip
 def test_every_strategy_into_and_out_of_every_partition(name: str) -> None:
     own = [(s, way) for s, way in EVERYWHERE if type(s).__name__ == name]
     others = [(DDP(), way) for way in WAYS]
