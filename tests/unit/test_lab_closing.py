@@ -15,7 +15,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, silent: int, done: list[Any]) -> Cl
     """Three engines of somebody else's cluster, of which `silent` does not answer; done: what was given back."""
     made = Cluster("lab", 3, connection="somewhere")
     made.engines = [SimpleNamespace(id=10 + r, rank=r) for r in range(3)]
-    made.place = SimpleNamespace(state={}, remove=lambda: None)
+    made.place = SimpleNamespace(state={"owner": [1, 0.0]}, remove=lambda: None)
     made.health = SimpleNamespace(controller=lambda: None, death=lambda rank: None)
     made._ready.set()
 

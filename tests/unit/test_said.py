@@ -160,7 +160,7 @@ def test_an_engine_s_line_answers_with_what_failed(how: str, monkeypatch: pytest
     answer = json.loads(bench()._reply({"number": 3, "what": "hurry"}, b"")[0])
     assert answer == {"number": 3, "error": f"Evil: {HOW[how]}"}
     made = bench()
-    made._stumbled(Evil(how))
+    made.stumbled(Evil(how))
     assert made.trouble == f"Evil: {HOW[how]}"
 
 

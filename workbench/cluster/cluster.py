@@ -57,7 +57,7 @@ class Cluster:
         self._line: Line | None = None
         self.relay: Relay | None = None
         self._ready = threading.Event()
-        self._closed = self._ended = False  # on its way to its end; and come to it
+        self.closed = self._ended = False  # on its way to its end; and come to it
 
     def start(self) -> Cluster:
         """Begins to come up; returns at once. `wait` waits for it."""
@@ -79,7 +79,7 @@ class Cluster:
             self.progress = "ready"
             self.spares.start()
         except BaseException as error:
-            if not self._closed:
+            if not self.closed:
                 self.error, self.progress = error, f"failed: {text_of(error)}"
             self._drop()
         finally:
@@ -106,7 +106,7 @@ class Cluster:
             raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
         if self.error:
             raise self.error
-        if self._closed:
+        if self.closed:
             raise ClusterError(f"lab {self.name!r} is closed")
         return self
 
@@ -132,7 +132,7 @@ class Cluster:
         deadline = time.monotonic() + START_TIMEOUT
         while not condition():
             self.owned.check()
-            if self._closed:
+            if self.closed:
                 raise ClusterError("the lab was closed while it came up")
             if time.monotonic() > deadline:
                 raise ClusterError(self._late())
@@ -219,13 +219,9 @@ class Cluster:
         return self.health.death(rank)
 
     @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def usable(self) -> bool:
         """Whether it is up, or on its way."""
-        return not self._closed and self.error is None
+        return not self.closed and self.error is None
 
     @property
     def healthy(self) -> bool:
@@ -250,7 +246,7 @@ class Cluster:
         """
         if self._ended:
             return
-        self._closed = True
+        self.closed = True
         if self.guest or self.place.state.get("owner") is None:  # another kernel's, or left to one
             return self._disconnect()
         if self.ready and not self.place.state.get("here") and not self.health.controller():
@@ -270,7 +266,7 @@ class Cluster:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        self._closed = True
+        self.closed = True
         self.spares.over.set()
         for part in (self.relay, self._line):
             if part:

@@ -111,7 +111,7 @@ class Sizes(Drawn):
         self._learned, self.roomy = True, False
         self.cut = self._outline.cut(self._bucket_mb, True)
 
-    def restart_data(self, batch: int, seed: int, step: int) -> None:
+    def restart_data(self, batch: int, seed: int, step: int, used: int = 0) -> None:
         pass
 
     def deal(self, rank: int, size: int, seed: int | None) -> None:
