@@ -7,9 +7,10 @@ torch, widgets or processes: controls, the command line and the engine all read 
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from workbench.settings.found import KnobError, members, short
 
@@ -132,22 +133,38 @@ def knobs(thing: Any) -> tuple[Knob, ...]:
 
     Of an instance, `default` is the instance's present value.
     """
-    owner = thing if isinstance(thing, type) else type(thing)
-    types = field_types(owner)
-    out = []
-    for f in fields(owner):
-        if "knob" not in f.metadata:
-            continue
-        if not isinstance(thing, type):
-            default = getattr(thing, f.name)
-        else:
-            # asked so, for in a class that was pickled even dataclasses.MISSING is a copy
-            default = f.default_factory() if callable(f.default_factory) else f.default
-        hint = types[f.name]
-        element = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
-        rest = f.metadata["knob"]
-        out.append(Knob(name=f.name, kind=_plain_type(hint), default=default, element=element, **rest))
-    return tuple(out)
+    if isinstance(thing, type):
+        return tuple(k if make is None else _with(k, make()) for k, make in _declared(thing))
+    return tuple(_with(k, getattr(thing, k.name)) for k, _ in _declared(type(thing)))
+
+
+def _declared(owner: type) -> list[tuple[Knob, Callable[[], Any] | None]]:
+    """A class's knobs, each with what makes its default where that is made anew each time; looked up once per class."""
+    found = _known.get(owner)
+    if found is None:
+        found, types = [], field_types(owner)
+        for f in fields(owner):
+            if "knob" in f.metadata:
+                # asked so, for in a class that was pickled even dataclasses.MISSING is a copy
+                make = f.default_factory if callable(f.default_factory) else None
+                hint = types[f.name]
+                element = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+                k = Knob(f.name, _plain_type(hint), f.default, element=element, **f.metadata["knob"])
+                found.append((k, make))
+        _known[owner] = found
+    return found
+
+
+_known: WeakKeyDictionary[type, list[tuple[Knob, Callable[[], Any] | None]]] = WeakKeyDictionary()
+
+
+def _with(k: Knob, default: Any) -> Knob:
+    """`replace(k, default=default)`, which takes ten times as long and is asked thousands of times for a panel."""
+    if default is k.default:
+        return k
+    made = object.__new__(Knob)
+    vars(made).update(vars(k), default=default)
+    return made
 
 
 def field_types(owner: type) -> dict[str, Any]:
