@@ -83,7 +83,7 @@ def run(
     experiment = experiment if experiment.steps else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
-    from workbench.doors.ending import CODE, told
+    from workbench.doors.ending import CODE, how, told
     from workbench.lab import Lab
 
     with told() as ending:
@@ -95,8 +95,9 @@ def run(
             print_summary(done)
         finally:
             with_lab.close()
-    if ending.times:
-        typer.echo(f"workbench: told to end (SIGTERM); go on with: workbench run --resume {out} --out ...", err=True)
+            if ending.times and out.is_dir():
+                typer.echo(f"workbench: {how(out)}", err=True)
+    if ending.times and done.state != "done":
         raise typer.Exit(CODE)
     if done.state == "failed":
         raise typer.Exit(1)

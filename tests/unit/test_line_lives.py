@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -114,3 +115,22 @@ def test_a_session_that_cannot_start_is_not_waited_for(
     with pytest.raises(RuntimeError, match="can't start"):
         made.begin(job, cloudpickle.dumps((None, (), [])))
     assert not made.busy and line.ask(0, "status", timeout=10)[0]["over"]
+
+
+class Interrupted:
+    """A lock for which somebody does not want to wait any more."""
+
+    def __enter__(self) -> None:
+        raise KeyboardInterrupt
+
+    acquire = __enter__
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_an_interrupt_while_one_wire_is_waited_for_leaves_no_other_taken() -> None:
+    line, lock = Line.__new__(Line), threading.Lock()
+    line._wires = {0: SimpleNamespace(lock=lock), 1: SimpleNamespace(lock=Interrupted())}  # type: ignore[dict-item]
+    with pytest.raises(KeyboardInterrupt):
+        line.ask_all("status")
+    assert not lock.locked()

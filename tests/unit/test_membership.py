@@ -28,6 +28,26 @@ from workbench.tasks import ClickThrough, Digits, Task
 NOBODY = ["elsewhere", 1, 0.0]
 
 
+class Hurried(dict[str, str]):
+    """A store in which a place comes, and its process dies, right after it was looked for."""
+
+    set, get = dict.__setitem__, dict.__getitem__
+
+    def check(self, keys: list[str]) -> bool:
+        there = keys[0] in self
+        if keys == ["meet 1"]:
+            self["meet 1"] = self["gone 1"] = "1"
+        return there
+
+
+def test_who_came_and_died_since_has_come_for_all() -> None:
+    store = Hurried()
+    membership.gather(store, "meet", 0, [here(), NOBODY], lambda: None)
+    assert store.keys() >= {"meet 0", "meet 1"}, "else this one votes alone while the others, who saw it, go on"
+    with pytest.raises(ConnectionError, match="place 1 is gone before it had opened its end"):
+        membership.gather(store, "open", 0, [here(), NOBODY], lambda: None)
+
+
 def said(member: int, step: int, **more: Any) -> Said:
     rest = {"changes": 0, "trained": True, "asked": [], "done": [], "paused": False, "credit": 0, "settings": {},
             "process": here()}  # fmt: skip

@@ -75,7 +75,8 @@ class Evicting:
         if rank not in self.preempted:
             return False
         since = self.preempted[rank] = self.preempted[rank] or time.monotonic()
-        return rank not in self.live.members or time.monotonic() - since < WORD
+        over = rank not in self.live.members or self.live.ending.left.get(rank) == "stopped"
+        return over or time.monotonic() - since < WORD
 
     def went_on(self, gone: Sequence[int], preempted: Collection[int] = ()) -> None:
         """The others went on without these, of whom some were preempted."""

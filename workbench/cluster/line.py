@@ -61,18 +61,14 @@ class Line:
         self, what: str, blob: bytes = b"", timeout: float = 3.0, ranks: Collection[int] | None = None, **rest: Any
     ) -> dict[int, Any]:
         """Asks every engine (or those of `ranks`) at once; {rank: plain answer, or the error that came instead}."""
-        with whole():  # an interrupt between two locks would leave one of them taken for ever
+        with whole(), contextlib.ExitStack() as locks:  # else an interrupt would leave one of them taken for ever
             wires = [(rank, wire) for rank, wire in sorted(self._wires.items()) if ranks is None or rank in ranks]
             for _, wire in wires:
-                wire.lock.acquire()
-            try:
-                for _, wire in wires:
-                    self._send(wire, what, blob, rest)
-                until = time.monotonic() + timeout
-                return {rank: self._answer_or_error(rank, wire, what, until) for rank, wire in wires}
-            finally:
-                for _, wire in wires:
-                    wire.lock.release()
+                locks.enter_context(wire.lock)
+            for _, wire in wires:
+                self._send(wire, what, blob, rest)
+            until = time.monotonic() + timeout
+            return {rank: self._answer_or_error(rank, wire, what, until) for rank, wire in wires}
 
     def _answer_or_error(self, rank: int, wire: _Channel, what: str, until: float) -> Any:
         try:

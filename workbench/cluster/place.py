@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import stat
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -66,6 +67,7 @@ class Place:
         self.path = path
         self.file = path / "lab.json"
         self._state: dict[str, Any] = {}
+        self._writing = threading.RLock()  # spare engines are noted beside whatever else a lab does
 
     @classmethod
     def new(cls, name: str) -> Place:
@@ -88,15 +90,17 @@ class Place:
 
     def write(self, **fields: Any) -> None:
         """Changes some fields of the state: one atomic replace, readable by this user only."""
-        self._state = {**(self._state or self.read()), **fields}
-        fresh = self.file.with_suffix(f".{os.getpid()}")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
-            json.dump(self._state, f)
-        os.replace(fresh, self.file)
+        with self._writing:
+            self._state = {**(self._state or self.read()), **fields}
+            fresh = self.file.with_suffix(f".{os.getpid()}")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+                json.dump(self._state, f)
+            os.replace(fresh, self.file)
 
     def add_process(self, process: list[float], what: str) -> None:
         """Notes a process that this lab started, so that it will be ended with the lab."""
-        self.write(processes=[*self.state["processes"], [*process, what]])
+        with self._writing:
+            self.write(processes=[*self.state["processes"], [*process, what]])
 
     @property
     def state(self) -> dict[str, Any]:

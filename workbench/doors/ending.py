@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from workbench.record.checkpoints import FOLDER, found, step_of
 
 if TYPE_CHECKING:
     from workbench.lab import Lab
 
+PATIENCE = 20.0  # seconds for a checkpoint to be written; schedulers leave 30 before they kill
 CODE = 128 + signal.SIGTERM  # with which a process ends that was told so
 
 
@@ -31,9 +36,27 @@ class Told:
     @staticmethod
     def _keep(lab: Lab) -> None:
         try:
+            run, until = lab.run_now, time.monotonic() + PATIENCE
+            said = _said(run)
             lab.checkpoint()
+            while lab.live and _said(run) == said and time.monotonic() < until:
+                time.sleep(0.05)
         finally:
             lab.stop()
+
+
+def _said(run: Any) -> int:
+    """How often a run has said that a checkpoint was made, or was not."""
+    return sum(len(run.details(name)) for name in ("saved", "not saved"))
+
+
+def how(out: Path) -> str:
+    """What became of a run that was told to end, and how it goes on, in a sentence."""
+    kept = found(out / FOLDER)
+    if not kept:
+        return "told to end (SIGTERM), and no checkpoint is kept"
+    return (f"told to end (SIGTERM); a checkpoint before step {step_of(kept[-1])} is kept: go on with workbench run "
+            f"--resume {out} --out ...")  # fmt: skip
 
 
 @contextmanager

@@ -163,7 +163,8 @@ def gather(
         store.set(f"{what} {place}", "1")
     while missing := [other for other in range(len(processes)) if not store.check([f"{what} {other}"])]:
         look()
-        require(store, missing)
+        lost = [other for other in missing if not _lives(store, other)]
+        require(store, [other for other in lost if not store.check([f"{what} {other}"])])  # it may have come, then died
         time.sleep(LOOK)
 
 
@@ -217,6 +218,7 @@ def _lives(store: Any, place: int) -> bool:
         return True
     host, *process = json.loads(store.get(f"process {place}"))
     return host != platform.node() or alive(process)
+
 
 def named(ranks: Sequence[int]) -> str:
     """`rank 2`, `ranks 0, 1, 3`."""

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
 from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, lost, named
-from workbench.engine.salvaging import boundary_of, former, lie_whole, memory_of, nowhere, saved, settled
+from workbench.engine.salvaging import boundary_of, former, lie_whole, memory_of, nowhere, saved, say_unread, settled
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.boundary import Boundary
-from workbench.host.changes import in_step
 from workbench.host.dealing import NO_INDEX, may_come_again
 from workbench.host.reentry import Came, fitting
 from workbench.host.salvage import in_parts
@@ -132,9 +131,7 @@ def fewer(session: Session, heard: Heard) -> Next:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
             "settings": e.plain()}  # fmt: skip
-    if gone and before.learner.indexed and not in_step(known) and session.member == first.member:
-        why = f"nobody knows how much {named(gone)} had read, for ranks keep no step in common"
-        session.mark("data", may_come_again(why))
+    say_unread(session, gone, first)
     return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark,
                 heard.used(came.step))  # fmt: skip
 
@@ -169,7 +166,7 @@ def _meet(session: Session, to: Next) -> int:
         if isinstance(error, ConnectionError):
             again = connect_store(*where, session.voting)
             membership.hand_down(again, connect_store(*where, before), session.rank.size)
-            session.undone = to
+            session.undone = session.undone if session.undone and "id" in session.undone.mark else to
         raise
     if place is None:
         raise Spare(f"the others went on from step {to.came.step} as {len(members)} ranks, without this one")

@@ -62,11 +62,10 @@ class Pulse:
     def _beat(self) -> None:
         before = Clocks.read()
         while not self._closing.wait(BEAT):
-            now = Clocks.read()
-            if found := stood_still(before, now):
+            if found := stood_still(before, Clocks.read()):
                 self._say(found)
-            before = now
             self.beat()
+            before = Clocks.read()  # for a beat may take its time
 
     def close(self) -> None:
         self._closing.set()

@@ -60,7 +60,7 @@ def arranged(session: Session, asked: Resized) -> Next:
     membership.gather(store, "together", session.rank.id, there, lambda: _look(session))
     processes = [there[place] for place in places]
     processes += [json.loads(base.get(f"member {m}")) for m in members[len(stay) :]]
-    rest = training.asked[1:]
+    rest = training.unheeded[1:]
     mark = _told(came, [m for m in session.members if m not in members], members[len(stay) :], asked)
     mark |= {"settings": asked.experiment.plain(), "id": asked.number}
     to = Next(came, asked.experiment, training.obeyed, list(training.done), training.paused, training.credit, rest,

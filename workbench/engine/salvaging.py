@@ -16,6 +16,8 @@ from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
 from workbench.host import absent, salvage, sliced
 from workbench.host.boundary import Boundary
+from workbench.host.changes import in_step
+from workbench.host.dealing import may_come_again
 from workbench.host.layout import Layout
 from workbench.host.reentry import Came, Salvaged, fitting
 from workbench.host.salvage import Found
@@ -137,8 +139,17 @@ def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experime
     mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
             "settings": to.plain(), "back": max(0, heard.first.step - came.step)}  # fmt: skip
     processes = [heard.by_place[place].process for place in came.places]
+    say_unread(session, gone, heard.first)
     return Next(came, to, first.changes, first.done, first.paused, first.credit, heard.asked(first), processes, mark,
                 heard.used(came.step))  # fmt: skip
+
+
+def say_unread(session: Session, gone: list[int], first: Said) -> None:
+    """Marks, once, that nobody knows how far those who are gone had come in their data, if that is so."""
+    known = session.set_up_already
+    if gone and known.learner.indexed and not in_step(known.experiment) and session.member == first.member:
+        why = f"nobody knows how much {named(gone)} had read, for ranks keep no step in common"
+        session.mark("data", may_come_again(why))
 
 
 # -- on each rank, between two generations --

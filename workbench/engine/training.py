@@ -262,7 +262,7 @@ class Training(Turnable):
                     self.finite.forget()
                 case "resize":
                     await resize(self, tuple(what["members"]), what.get("id", ""))
-                case "preempt":
+                case "preempt" if not self.session.stopping:
                     await leave(self, what["members"], what.get("id", ""))
                 case "roll back":
                     await Op("do", partial(self.host.catch_up, self.finite.told))
