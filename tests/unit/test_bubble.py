@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.piped import piped
 from tests.ranks import experiment, toy
+from widgets.views.timeline import Timeline
 from workbench import simulate
 from workbench.analysis import bubble, straggler, why_silent
 from workbench.fabric import Fabric, Link, Slow
@@ -125,3 +127,9 @@ def test_nothing_is_said_of_whole_replicas_and_only_of_steps_since_the_change() 
     assert bubble(whole) is None and why_silent(whole) != "stages"
     assert bubble(cut) is not None
     assert straggler(cut) is None and why_silent(cut) == "stages", "stages are unlike, which makes none a straggler"
+
+
+def test_micro_batches_have_numbers_in_the_timeline_in_all_three_passes() -> None:
+    done = simulate(piped(4, 3, pace=50.0, partition=Pipeline(stages=2, micros=4, schedule=ZeroBubble())))
+    named = {name["name"]: name["short"] for name in Timeline().update(done).facts["names"]}
+    assert {named[f"{phase} 3"][1] for phase in ("forward", "backward", "backward weights")} == {"F3", "B3", "W3"}

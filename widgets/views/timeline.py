@@ -170,8 +170,8 @@ def _rate(mbit: float) -> str:
 def _name(name: str) -> dict[str, Any]:
     """A span's name and shorter forms of it, for boxes of any width."""
     bucket = re.search(r"bucket (\d+)", name)
-    brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "update": ["upd", "U"]}
-    phase, _, micro = name.partition(" ")
+    brief = {"forward": ["fwd", "F"], "backward": ["bwd", "B"], "backward weights": ["W"], "update": ["upd", "U"]}
+    phase, _, micro = name.rpartition(" ")
     if bucket:
         short = [bucket[0], f"b{bucket[1]}", bucket[1]]
     elif micro.replace(".", "").isdigit() and phase in brief:
