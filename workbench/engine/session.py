@@ -149,6 +149,8 @@ class Session:
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the end; whether it came. One that has not been started has not ended either."""
+        if timeout == 0:
+            return self._over.is_set()  # takes no lock: a signal's handler asks, whatever its thread is doing
         return self._over.wait(timeout)
 
     def status(self) -> dict[str, Any]:
