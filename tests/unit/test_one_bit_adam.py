@@ -138,11 +138,18 @@ def digits(**rest: Any) -> list[float]:
 
 
 def test_scaled_momenta_survive_signs_where_the_papers_do_not() -> None:
-    """Some of this network's elements hardly ever have a gradient: their v is thousands of times below the others'."""
-    of = ErrorFeedback(of=OneBit(block=256))
-    scaled, papers = (digits(strategy=OneBitAdam(warmup=60, scaled=s), compressor=of) for s in (True, False))
-    assert scaled[1] == papers[1], "equal up to the freeze"
-    assert scaled[2] < 0.5 * scaled[1] and not papers[2] < papers[1]
+    """Some of this network's elements hardly ever have a gradient: their v is thousands of times below the others'.
+
+    Of 60 runs, over thirty seeds and two orders of the examples, nine blew up with scaled momenta, too.
+    """
+    of, ends = ErrorFeedback(of=OneBit(block=256)), dict[bool, list[float]]()
+    for seed in range(6):
+        scaled, papers = (digits(strategy=OneBitAdam(warmup=60, scaled=s), compressor=of, seed=seed)
+                          for s in (True, False))  # fmt: skip
+        assert scaled[1] == papers[1], "equal up to the freeze"
+        for kind, losses in ((True, scaled), (False, papers)):
+            ends.setdefault(kind, []).append(losses[2] / losses[1])
+    assert sum(end < 0.5 for end in ends[True]) >= 4 and not any(end < 1 for end in ends[False]), ends
 
 
 def test_the_freeze_turned_live_acts_live() -> None:
