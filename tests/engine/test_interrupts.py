@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,6 +133,8 @@ def test_a_lab_whose_opening_or_whose_run_was_interrupted_in_the_making_is_there
 @pytest.mark.timeout(120)
 def test_a_detach_and_an_attach_that_are_interrupted_lose_neither_lab_nor_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(ranks=1, name="left").wait(60)
+    assert lab.cluster.owned is not None
+    children = list(lab.cluster.owned.started.values())
     run = lab.run(Experiment(steps=0))
     assert trains(lab)
     interrupted(monkeypatch, Cluster, "_disconnect", first=True)
@@ -147,18 +150,20 @@ def test_a_detach_and_an_attach_that_are_interrupted_lose_neither_lab_nor_run(mo
     noted = processes(again)
     again.close()
     assert nothing_left(noted)
+    assert all(child.returncode is not None for child in children), "nor a zombie"
 
 
 def test_an_interrupt_between_two_ranks_wires_leaves_both_free() -> None:
     line = Line({}, Keys.new())
     first, second = threading.Lock(), threading.Lock()
 
-    def taken() -> None:
+    @contextmanager
+    def taken() -> Iterator[None]:
         interrupt()
-        second.acquire()
+        with second:
+            yield
 
-    wires = [SimpleNamespace(lock=first), SimpleNamespace(lock=SimpleNamespace(acquire=taken, release=second.release))]
-    line._wires = dict(enumerate(wires))  # type: ignore[arg-type]
+    line._wires = {0: SimpleNamespace(lock=first), 1: SimpleNamespace(lock=taken())}  # type: ignore[dict-item]
     line._send = lambda *rest: None  # type: ignore[method-assign]
     line._answer_or_error = lambda *rest: None  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):

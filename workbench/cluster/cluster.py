@@ -21,7 +21,7 @@ from workbench.cluster.keys import Keys
 from workbench.cluster.line import Line
 from workbench.cluster.meeting import meet
 from workbench.cluster.place import ClusterError, Place, alive, check_connection, host, this_process
-from workbench.cluster.processes import Processes, end, log_tail, start_guard, wait_for
+from workbench.cluster.processes import Processes, end, let_go, log_tail, start_guard, wait_for
 from workbench.cluster.relay import Relay
 from workbench.cluster.spares import Spares
 from workbench.cluster.wire import Batch
@@ -234,6 +234,7 @@ class Cluster:
         """Leaves engines and controller alone from now on, also when this kernel ends."""
         self.place.write(owner=None)
         self._tell_owner(None)
+        let_go(self.owned)
         self._disconnect()
 
     def _tell_owner(self, owner: list[float] | None) -> None:

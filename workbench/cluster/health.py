@@ -38,7 +38,12 @@ class Health:
     @property
     def whole(self) -> bool:
         """Whether the controller and all engines live."""
-        return not self.controller() and not any(self.death(e.rank) for e in self.cluster.engines)
+        return not self.controller() and not any(self.death(e.rank) or self._ends(e) for e in self.cluster.engines)
+
+    @staticmethod
+    def _ends(engine: Engine) -> bool:
+        """Is its process over, though the system may be still taking its threads away and not yet say how it ended?"""
+        return engine.host == host() and not alive([engine.pid, engine.created])
 
     @property
     def trouble(self) -> str:

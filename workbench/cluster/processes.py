@@ -40,6 +40,9 @@ def start_guard(place: Place) -> subprocess.Popen[bytes]:
     return _popen(place, "guard", command, subprocess.PIPE, {})
 
 
+_let_go: list[subprocess.Popen[bytes]] = []  # whose labs were detached
+
+
 class Processes:
     """Controller and engines on this machine, as children of this process."""
 
@@ -143,6 +146,11 @@ class Processes:
                 raise ClusterError(f"{what} ended with {how} before it was up.{log_tail(self.place, what)}")
 
 
+def let_go(owned: Processes | None) -> None:
+    """These go on without their lab, and are this process's children all the same."""
+    _let_go.extend(owned.started.values() if owned else ())
+
+
 def end(place: Place, patience: float = 1.0) -> None:
     """Ends every process that the lab started, with its children; asks first, kills after `patience`."""
     with contextlib.suppress(OSError):  # the directory may be gone
@@ -159,6 +167,7 @@ def end(place: Place, patience: float = 1.0) -> None:
     _, left = psutil.wait_procs(list(found.values()), timeout=patience)
     _signal({p.pid: p for p in left}, signal.SIGKILL)
     psutil.wait_procs(left, timeout=5.0)
+    _let_go[:] = [child for child in _let_go if child.poll() is None]
 
 
 def _signal(processes: dict[int, psutil.Process], what: int) -> None:

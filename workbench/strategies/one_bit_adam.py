@@ -26,8 +26,9 @@ class OneBitAdam(MomentExchange):
     With `scaled`, the usual choice here, C acts on m / (sqrt(v_hat) + eps), and what comes out is multiplied again:
     under Dense the same, with signs not. The paper codes m itself (scaled = False), so an element whose v is small is
     given its block's magnitude and takes a step of many times lr: a small Digits, frozen after 60 steps, unlearns
-    what it knew (in 12 of 12 runs; scaled, in 9 of 60, for v may be frozen too small). DeepSpeed has a momentum mask for elements whose gradient is always zero, as a sign cannot say
-    zero; here an element without any gradient before the freeze (v = 0) stays where it is.
+    what it knew (in 12 of 12 runs; scaled, in 9 of 60, for v may be frozen too small). DeepSpeed has a momentum mask
+    for elements whose gradient is always zero, as a sign cannot say zero; here an element without any gradient before
+    the freeze (v = 0) stays where it is.
 
     A rank sends 2 (p-1)/p of the model's bytes per step until v is frozen, with OneBit 1/32 of that and 4 bytes per
     scale from then on. It waits as DDP does. Both moments' bias is corrected, as in Adam's paper, and v_hat is frozen
