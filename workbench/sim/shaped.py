@@ -8,9 +8,7 @@ rule here, and what torch refuses it still refuses. Where torch's own tensor is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,28 +25,17 @@ Known = tuple[Any, ...]
 
 _known: dict[Any, Known] = {}  # by operation and arguments
 _default: list[torch.dtype] = [torch.get_default_dtype()]  # under which that was found
-_plain = ContextVar("_plain", default=False)  # do torch's own tensors stay as they are?
 
 
 def shaped(x: Any) -> Any:
     """Stands for a plain tensor of the meta device, whose memory it has; anything else is left as it is."""
-    return x if _plain.get() or (kind := kind_of(x)) is None else Shaped(kind, None, x)
+    return x if (kind := kind_of(x)) is None else Shaped(kind, None, x)
 
 
 def stands_in(bucket: Bucket) -> Bucket:
     """A bucket whose data `shaped` has made, in its place."""
     bucket.data = shaped(bucket.data)
     return bucket
-
-
-@contextmanager
-def unshaped() -> Iterator[None]:
-    """Inside, torch's own tensors stay: what is computed with those that stand for them must come to the same."""
-    before = _plain.set(True)
-    try:
-        yield
-    finally:
-        _plain.reset(before)
 
 
 def begin() -> None:
