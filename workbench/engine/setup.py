@@ -86,7 +86,7 @@ class Parts(Life):
         self.spread: Spread | None = None
         self._take_over(before) if before else self._make_model()
         self.able(self.experiment)
-        self._make_host(before.finite.known if before else None)
+        self._make_host(before.finite.first if before else None)
         self.shared = shared.SharedParameters(self.layout, self.control, self.peers.file)
         self.meeting = Meeting(self)
         self.state: Any = None

@@ -29,11 +29,11 @@ IN_A_ROW = 20  # steps skipped one after the other, after which skipping is no h
 class Finite:
     """One rank's. alarmed: tells the host that the run is to "pause", "stop" or "roll back", as far as it can.
 
-    known: the loss of the run's first step, below which none is an alarm; None before
+    first: the loss of the run's first step, below which none is an alarm; None before
     """
 
-    def __init__(self, run: Changing, alarmed: Callable[[str], None], known: float | None = None) -> None:
-        self.run, self.alarmed, self.known = run, alarmed, known
+    def __init__(self, run: Changing, alarmed: Callable[[str], None], first: float | None = None) -> None:
+        self.run, self.alarmed, self.first = run, alarmed, first
         self._skipped = -1  # the last step that was skipped
         self._row = 0  # how many were, one after the other
         self.forget()
@@ -47,12 +47,12 @@ class Finite:
 
     def know(self, first: float | None) -> None:
         """The run began before this rank's did, with that loss, if it is known."""
-        self.known = self.known if first is None else float(first)
+        self.first = self.first if first is None else float(first)
 
     async def agree(self) -> None:
         """Ranks of which some have come know one first loss from now on, the largest that one of them had."""
         place = self.run.layout.order[0].param.device
-        mine = torch.tensor([-math.inf if self.known is None else self.known], dtype=torch.float64, device=place)
+        mine = torch.tensor([-math.inf if self.first is None else self.first], dtype=torch.float64, device=place)
         first = float((await self.run.rank.all_reduce(mine, "max", "first loss"))[0])
         self.know(first if math.isfinite(first) else None)
 
@@ -79,10 +79,10 @@ class Finite:
         """Is the mean of the last losses so many times the best such mean? Below the first loss that may be chance."""
         times = self.run.experiment.diverged
         self._losses.append(loss)
-        self.known = loss if self.known is None else self.known
+        self.first = loss if self.first is None else self.first
         mean = sum(self._losses) / len(self._losses)
         self._best = min(self._best, mean)
-        return 0 < times * self._best < mean and mean > self.known
+        return 0 < times * self._best < mean and mean > self.first
 
     def _alarm(self, name: str, detail: dict[str, Any]) -> None:
         """Says it once, until there is a good loss again or the run goes on after a pause; and acts by the policy."""

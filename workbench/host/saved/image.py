@@ -81,7 +81,7 @@ def taken(run: Any) -> Image:
         "state": run.state, "memory": run.rank.memory, "compressor": run.rank.compressor if run.flushing else None,
         "groups": settings(optimizer), "others": {name: x for name, x in others.items() if x},
         "rate": vars(run.rate), "measuring": vars(run.measuring), "policy": run.steering.kept(),
-        "draws": numbers(run.draws), "crowd": run.crowd, "first": run.finite.known,
+        "draws": numbers(run.draws), "crowd": run.crowd, "first": run.finite.first,
     }  # fmt: skip
     for name, x in remembered.items():
         said[name] = written(x, image.own, name)

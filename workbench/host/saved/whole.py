@@ -62,7 +62,7 @@ def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Sh
     said["slots"] = {name: [image.add(f"optimizer.{name}", x, tuple(x.shape)), list(x.shape), x.device.type]
                      for name, x in slots(run.layout, optimizer).items()}  # fmt: skip
     owed = {rank: _heirs(rank, size, rules, shares) for rank in range(size)}
-    rest = {"groups": settings(optimizer), "others": {}, "rate": vars(run.rate), "first": run.finite.known,
+    rest = {"groups": settings(optimizer), "others": {}, "rate": vars(run.rate), "first": run.finite.first,
             "more": {OUTER: momentum, OWED: {rank: found for rank, found in owed.items() if found}}}  # fmt: skip
     for name, x in rest.items():
         said[name] = written(x, image.own, name)
