@@ -7,6 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.waiting import until
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+from workbench.tasks import Digits
+
+BOUND = 60.0  # seconds, on a machine that is busy with other things
+
 
 @contextmanager
 def apart(folders: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
@@ -15,3 +22,13 @@ def apart(folders: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
         patch.setenv("WORKBENCH_RUNTIME_DIR", str(folders.mktemp("runtime")))
         patch.setenv("XDG_DATA_HOME", str(folders.mktemp("data")))
         yield patch
+
+
+def endless(**more: object) -> Experiment:
+    """A run that goes on until somebody stops it."""
+    return Experiment(**{"task": Digits(), "steps": 0, "eval_every": 25, "pace": 10.0, **more}).checked()
+
+
+def reached(lab: Lab, step: int) -> None:
+    """Waits for the step of the run under way."""
+    assert until(lambda: lab._live is not None and lab._live.step >= step, BOUND), lab.notes

@@ -10,9 +10,8 @@ import pytest
 from tests.campaign import agree
 from tests.deaths import kill
 from tests.harm import Patient, cut
-from tests.labs import apart
+from tests.labs import apart, endless, reached
 from tests.waiting import until
-from workbench.experiment import Experiment
 from workbench.lab import Lab
 from workbench.partitions import Partition, Pipeline, Whole
 from workbench.settings import KnobError
@@ -27,14 +26,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with apart(tmp_path_factory):
         with Lab(ranks=4, name="outliving") as made:
             yield made.wait(120)
-
-
-def endless(**more: object) -> Experiment:
-    return Experiment(**{"task": Digits(), "steps": 0, "eval_every": 25, "pace": 10.0, **more}).checked()
-
-
-def reached(lab: Lab, step: int) -> None:
-    until(lambda: lab._live is not None and lab._live.step >= step, 60)
 
 
 def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

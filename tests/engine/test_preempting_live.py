@@ -12,20 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.harm import Patient
-from tests.labs import apart
+from tests.labs import BOUND, apart, endless, reached
 from tests.waiting import until
 from workbench.cluster.processes import end
-from workbench.experiment import Experiment
 from workbench.lab import Lab, RankError
 from workbench.record.checkpoints import Checkpoint
 from workbench.record.process import alive
 from workbench.run import Run, RunError
 from workbench.settings import KnobError
 from workbench.strategies import DDP, LocalSGD
-from workbench.tasks import Digits
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
-BOUND = 60.0  # seconds, on a machine that is busy with other things
 
 
 @pytest.fixture
@@ -33,14 +30,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with apart(tmp_path_factory):
         with Lab(ranks=3, name="preempting") as made:
             yield made.wait(120)
-
-
-def endless(**more: object) -> Experiment:
-    return Experiment(**{"task": Digits(), "steps": 0, "eval_every": 25, "pace": 10.0, **more}).checked()
-
-
-def reached(lab: Lab, step: int) -> None:
-    assert until(lambda: lab._live is not None and lab._live.step >= step, BOUND), lab.notes
 
 
 def gone(lab: Lab, rank: int) -> bool:
