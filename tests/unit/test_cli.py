@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from workbench.cli import app, setting
 from workbench.doors import jupyter
 from workbench.doors.demo import TOUR
+from workbench.doors.ending import Told
 from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipe
 from workbench.run import Run, RunError, simulate
@@ -71,6 +72,19 @@ def test_run_turns_the_recipes_knobs_in_order_and_closes_the_lab(asked: list[Exp
     assert (experiment.strategy.every, experiment.steps, experiment.ranks) == (16, 7, 2)
     assert experiment.compressor.of.density == 0.05
     assert closed is None
+
+
+def test_a_run_that_is_told_to_end_stops_once_its_checkpoint_is_written() -> None:
+    done: list[str] = []
+
+    def details(name: str) -> list[str]:
+        done.append("looked")
+        return ["saved"] if name == "saved" and done.count("looked") > 20 else []
+
+    lab = types.SimpleNamespace(live=True, run_now=types.SimpleNamespace(details=details))
+    lab.checkpoint, lab.stop = (lambda: done.append("checkpoint")), (lambda: done.append("stop"))
+    Told._keep(lab)  # type: ignore[arg-type]
+    assert done.index("checkpoint") < 3 and done.count("looked") > 20 and done[-1] == "stop"
 
 
 def test_run_without_a_number_of_steps_ends(asked: list[Experiment], tmp_path: Path) -> None:

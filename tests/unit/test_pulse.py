@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from workbench.engine.pulse import BEAT, LEAST, Clocks, stood_still
+from tests.waiting import until
+from workbench.engine.pulse import BEAT, LEAST, Clocks, Pulse, stood_still
 
 BEFORE = Clocks(running=100.0, asleep=3.0, cpu=10.0)
 CODE = """
@@ -36,6 +37,20 @@ def test_a_stopped_process_a_busy_interpreter_and_a_sleeping_machine_are_told_ap
     assert stopped and stopped["text"] == "stood still for 5.5 s: its process was stopped, or got no processor"
     assert busy and "its own code held Python's interpreter" in busy["text"] and busy["seconds"] == 5.5
     assert slept == {"seconds": 40.0, "machine": True, "text": "this machine slept for 40 s"}
+
+
+def test_a_beat_that_takes_its_time_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, beats, said = [0.0], [0], list[dict[str, Any]]()
+    monkeypatch.setattr(Clocks, "read", lambda: Clocks(running[0], 0.0, 0.0))
+
+    def beat() -> None:
+        running[0] += 60
+        beats[0] += 1
+
+    pulse = Pulse(said.append, "pulse", beat)
+    assert until(lambda: beats[0] > 2)
+    pulse.close()
+    assert said == []
 
 
 def test_a_process_that_was_stopped_says_for_how_long() -> None:
