@@ -10,7 +10,7 @@ help:
 	@echo "make lab    open JupyterLab on the first notebook"
 	@echo "make demo   the same without a browser: train, switch, compare; writes demo.html"
 	@echo "make test   run the tests (at most 20 minutes on two quiet cores)"
-	@echo "make test-long  those that take longer: whole families, real networks, fresh environments (EVERY=1: every case and pair, two hours more)"
+	@echo "make test-long  those that take longer: whole families, real networks, fresh environments (EVERY=1: every case and pair)"
 	@echo "make test-gpu  run what wants GPUs; writes docs/gpu.md"
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
