@@ -343,12 +343,12 @@ def poisoned(rank: int, step: int) -> Task:
     return toy(loss=loss)
 
 
-def gone_before_it_meets(patch: pytest.MonkeyPatch, member: int) -> None:
-    """This one dies once it has voted, before the generation has formed that the vote was about."""
+def gone_before_it_meets(patch: pytest.MonkeyPatch, member: int, where: str = "meet") -> None:
+    """This one dies once it has voted, before the generation has formed that the vote was about; or somewhere else."""
     gather = membership.gather
 
     def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any) -> None:
-        if what == "meet" and look.args[0].member == member:
+        if what == where and look.args[0].member == member:
             look.args[0]._told = True
             look()
         gather(store, what, place, processes, look)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 from tests.ranks import Rows, gone_before_it_meets, live, mse, shipped, toy
 from workbench.compressors import ErrorFeedback, TopK
+from workbench.engine import membership, resizing
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.host.canonical import state_hash
 from workbench.host.slots import slots
-from workbench.partitions import Pipeline, Tensor
+from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
 from workbench.tasks import ByteGPT, ClickThrough, Digits
 
@@ -43,7 +45,7 @@ class Crowd:
 
     @property
     def there(self) -> list[Session]:
-        return [s for s in self.every if not s.join(0) and s.phase != "waiting"]
+        return [s for s in self.every if not s.join(0) and not (s.joins and s.phase in ("waiting", "starting"))]
 
     def until(self, what: Any) -> None:
         end = time.monotonic() + LIMIT
@@ -188,10 +190,91 @@ def test_who_was_to_come_leaves_where_one_is_lost_before_they_have_met(monkeypat
         assert crowd.every[3].join(30) and crowd.every[3].phase == "stopped" and crowd.every[3].error is None
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.members for s in crowd.there] == [(0, 2)] * 2, "who was to be taken out is still there"
-        assert "ranks 1, 3 are lost; ranks 0, 2 went on" in crowd.said("members")[0]["text"]
+        text = crowd.said("members")[0]["text"]
+        assert text.startswith("rank 1 is lost; ranks 0, 2 went on") and "rank 3, to come then, is left out" in text
         crowd.resize(0, 4)
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.member for s in crowd.stopped()] == [0, 4]
+
+
+@pytest.mark.parametrize("more", [{"ranks": 1}, {"ranks": 2, "on_death": "end"}], ids=["alone", "on death end"])
+def test_one_lost_who_was_only_to_come_ends_nothing(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = more["ranks"]
+    gone_before_it_meets(monkeypatch, ranks)
+    with Crowd(setting(DDP(), **more)) as crowd:
+        crowd.reach(4)
+        crowd.resize(*range(ranks + 1))
+        assert crowd.said("refused")[0]["reason"].endswith("a rank was lost before they had met; ask again")
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.members for s in crowd.there] == [tuple(range(ranks))] * ranks
+        crowd.resize(*range(ranks), ranks + 1)
+        crowd.reach(crowd.first.rank.step + 3)
+        assert len(crowd.stopped()) == ranks + 1
+
+
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=3)], ids=lambda s: type(s).__name__)
+def test_one_lost_while_the_others_come_together_is_gone_on_without(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone before it has said that it has come; they vote, and are told that they have to ask again."""
+    gone_before_it_meets(monkeypatch, 1, "together")
+    with Crowd(setting(strategy, ranks=3, on_death="go on")) as crowd:
+        crowd.reach(4)
+        crowd.resize(0, 1, 2, 3)
+        assert crowd.said("refused")[0]["reason"] == "ranks=4: rank 1 is not there any more; ask again"
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.members for s in crowd.there] == [(0, 2)] * 2
+        crowd.resize(0, 2, 3)
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.member for s in crowd.stopped()] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("partition", [Whole(), Pipeline()], ids=lambda p: type(p).__name__)
+def test_who_has_come_together_does_not_go_without_one_whose_wire_broke(
+    partition: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It votes while the others wait for it; so they vote with it, and all make the request anew."""
+    used_up, broken = resizing.used_up, [1]
+
+    async def breaks(run: Any) -> int:
+        used = await used_up(run)
+        if run.session.member in broken:
+            broken.remove(run.session.member)
+            membership.require(SimpleNamespace(check=lambda names: True), [0])  # as where a peer is gone
+        return used
+
+    monkeypatch.setattr(resizing, "used_up", breaks)
+    with Crowd(setting(LocalSGD(every=3), ranks=4, task=ByteGPT(), partition=partition, on_death="go on")) as crowd:
+        crowd.reach(4)
+        began = time.monotonic()
+        crowd.resize(0, 1)
+        assert not broken and time.monotonic() - began < membership.PATIENCE, "nobody was waited for in vain"
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [s.member for s in crowd.stopped()] == [0, 1]
+        assert [said["members"] for said in crowd.said("members")] == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_one_told_to_leave_while_the_generation_forms_that_it_comes_into_leaves_in_good_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gather, told = membership.gather, []
+
+    def gathered(store: Any, what: str, place: int | None, processes: Any, look: Any) -> None:
+        gather(store, what, place, processes, look)
+        if what == "meet" and look.args[0].member == 2 and not told:
+            told.append(look.args[0])
+            told[0].preempt()
+
+    monkeypatch.setattr(membership, "gather", gathered)
+    with Crowd(setting(DDP(), on_death="end")) as crowd:
+        crowd.reach(4)
+        crowd.call(3)
+        crowd.until(lambda: crowd.every[2].phase == "waiting")
+        crowd.first.request({"kind": "resize", "members": [0, 1, 2], "id": "r"})
+        crowd.until(lambda: told and told[0].join(0))
+        crowd.reach(crowd.first.rank.step + 3)
+        assert [said["gone"] for said in crowd.said("members")] == [[], [2]]
+        assert told[0].phase == "stopped" and [s.member for s in crowd.stopped()] == [0, 1]
 
 
 def test_a_loss_that_is_below_the_runs_first_has_not_run_away_for_those_who_came_or_stayed() -> None:

@@ -210,14 +210,24 @@ def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: C
     return Heard({other: Said(**json.loads(store.get(f"said {other}"))) for other in counted})
 
 
+def voting(store: Any, size: int) -> bool:
+    """Has one of `size` places begun to vote on who is left?"""
+    return any(store.check([f"said {place}"]) for place in range(size))
+
+
 def _lives(store: Any, place: int) -> bool:
     """May a word of it still come? On another host nobody sees its process."""
     if store.check([f"gone {place}"]):
         return False
     if not store.check([f"process {place}"]):
         return True
-    host, *process = json.loads(store.get(f"process {place}"))
-    return host != platform.node() or alive(process)
+    return runs(store.get(f"process {place}"))
+
+
+def runs(process: str | bytes) -> bool:
+    """May a process still run that said what it is, as JSON of `here`?"""
+    host, *known = json.loads(process)
+    return host != platform.node() or alive(known)
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
 from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, lost, named
-from workbench.engine.salvaging import boundary_of, former, lie_whole, memory_of, nowhere, saved, say_unread, settled
+from workbench.engine.salvaging import (
+    beside,
+    boundary_of,
+    former,
+    lie_whole,
+    memory_of,
+    missed,
+    nowhere,
+    saved,
+    say_unread,
+    settled,
+)
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.boundary import Boundary
@@ -32,9 +43,13 @@ TIMES = 5.0  # a rank's longest step that others wait for its word
 def outlives(session: Session, error: BaseException) -> bool:
     """Is `error` what a rank meets whose peer is gone, and is this run to go on then?"""
     training = session.training
-    if training is None or not training.begun or session.ends or session.rank.size == 1:
+    if training is None or not training.begun or session.ends:
         return False
     met = peer_left(error, text_of(error)) and not of_own(error)
+    if met and session.undone is not None and not _lost(session):
+        return True  # only one is lost who was to come, and all stand at a boundary
+    if session.rank.size == 1:
+        return False
     met = met or (session.forming and isinstance(error, RuntimeError) and _lost(session))
     if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
@@ -66,7 +81,8 @@ def _says_why_not(session: Session, why: object) -> None:
 def _lost(session: Session) -> bool:
     """Is a rank of this generation seen to be gone? While wires are opened the error may say anything."""
     try:
-        membership.require(connect_store(*session.where, session.generation), range(session.rank.size))
+        for store in {session.generation, session.voting}:
+            membership.require(connect_store(*session.where, store), range(session.rank.size))
     except ConnectionError:
         return True
     return False
@@ -124,13 +140,13 @@ def fewer(session: Session, heard: Heard) -> Next:
     e, places = fitting(known if same else Experiment.read(first.settings, known.task), heard.left)
     came = heard.came(places)
     spare = [heard.by_place[other].member for other in heard.left if other not in places]
-    gone = [member for member in session.counted if member not in (*came.members, *spare)]
+    gone, left_out = missed(session, (*came.members, *spare))
     processes = [heard.by_place[other].process for other in places]
-    text = f"{lost(gone)}; {named(came.members)} went on from step {came.step}"
+    text = f"{lost(gone)}; {named(came.members)} went on from step {came.step}{beside(left_out)}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
-    mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
-            "settings": e.plain()}  # fmt: skip
+    mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
+            "text": text, "settings": e.plain()}  # fmt: skip
     say_unread(session, gone, first)
     return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark,
                 heard.used(came.step))  # fmt: skip

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.engine.collectives import connect_store
-from workbench.engine.membership import Resized, are, named
+from workbench.engine.membership import are, named
+from workbench.engine.resizing import part
 from workbench.engine.salvaging import saved
-from workbench.host.dealing import used_up
 from workbench.host.reentry import fitting
-from workbench.host.resizing import come_together
 from workbench.rank import Op
 from workbench.settings import KnobError
 
@@ -78,9 +77,7 @@ async def leave(training: Training, members: Sequence[int], number: str) -> None
         wanted, places = fitting(training.experiment, left, training.able)
     except KnobError as error:
         raise Preempted(await _ended(training, gone, str(error))) from None
-    await come_together(training, places)
-    used = await used_up(training)
-    raise Resized(tuple(session.members[place] for place in places), wanted, number, used, tuple(gone))
+    await part(training, places, tuple(session.members[place] for place in places), wanted, number, tuple(gone))
 
 
 async def _ended(training: Training, gone: list[int], reason: str) -> str:

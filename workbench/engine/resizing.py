@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.engine import membership
@@ -28,16 +29,37 @@ async def resize(training: Training, members: tuple[int, ...], number: str) -> N
     """These `members` go on, some of whom may be yet to come. Raises Resized; or a Mark says why that cannot be."""
     session = training.session
     stay = [m for m in session.members if m in members]
+    new = [m for m in members if m not in stay]
     try:
+        _require_there(session, new, len(members))
         wanted = _wanted(training, session.members, stay, members)
     except KnobError as error:
         if training.rank.id == 0:
             training.mark("refused", {"path": "ranks", "value": len(members), "id": number, "reason": str(error)})
         return
     places = tuple(session.members.index(m) for m in stay)
-    await come_together(training, places)
-    used = await used_up(training)
-    raise Resized((*stay, *(m for m in members if m not in stay)), wanted, number, used)
+    await part(training, places, (*stay, *new), wanted, number)
+
+
+async def part(training: Training, stay: tuple[int, ...], members: tuple[int, ...], wanted: Experiment, number: str,
+               preempted: tuple[int, ...] = ()) -> None:  # fmt: skip
+    """All comes together, and the generation ends. Raises Resized: until all have met for it there is a way back.
+
+    stay: the places that go on; see Resized for the others
+    """
+    with training.undoable(True):
+        await come_together(training, stay)
+        raise Resized(members, wanted, number, await used_up(training), preempted)
+
+
+def _require_there(session: Session, new: list[int], ranks: int) -> None:
+    """Raises KnobError where one who is to come has never said that it waits: it has trained here, and is lost.
+
+    All ranks find the same, for who comes has said so before the request was made.
+    """
+    store = connect_store(*session.where, session.base)
+    if lost := [m for m in new if not store.check([f"member {m}"])]:
+        raise KnobError(f"ranks={ranks}: {named(lost)} {are(lost)} not there any more; ask again")
 
 
 def _wanted(training: Training, now: tuple[int, ...], stay: list[int], members: tuple[int, ...]) -> Experiment:
@@ -48,7 +70,11 @@ def _wanted(training: Training, now: tuple[int, ...], stay: list[int], members: 
 
 
 def arranged(session: Session, asked: Resized) -> Next:
-    """What all agree on who have come together; waits until all have, and invites who is to come."""
+    """What all agree on who have come together; waits until all have, and invites who is to come.
+
+    Raises ConnectionError where one has not, and then all others go back to the boundary: it is lost, or it has lost
+    another before and votes. Nobody has passed then, for it has not said in the store that it has come, and never will.
+    """
     training, members = session.set_up_already, asked.members
     stay = [m for m in members if m in session.members]
     places = tuple(session.members.index(m) for m in stay)
@@ -57,7 +83,7 @@ def arranged(session: Session, asked: Resized) -> Next:
     if session.rank.size == 1:  # one rank alone has met nobody in the store
         membership.come(store, 0)
     there = [json.loads(store.get(f"process {place}")) for place in range(session.rank.size)]
-    membership.gather(store, "together", session.rank.id, there, lambda: _look(session))
+    membership.gather(store, "together", session.rank.id, there, partial(_look, session, store))
     processes = [there[place] for place in places]
     processes += [json.loads(base.get(f"member {m}")) for m in members[len(stay) :]]
     rest = training.unheeded[1:]
@@ -68,12 +94,16 @@ def arranged(session: Session, asked: Resized) -> Next:
     if session.rank.id == 0:
         for m in members[len(stay) :]:
             base.set(f"join {m}", json.dumps(_invitation(session, training, to)))
+    if training.rollback is not None:
+        training.rollback.past()
     return to
 
 
-def _look(session: Session) -> None:
+def _look(session: Session, store: Any = None) -> None:
     if session.ends:
         raise Aborted("told to leave while ranks were coming and going")
+    if store is not None and membership.voting(store, session.rank.size):
+        raise ConnectionError("Connection closed by peer: others have lost a rank while ranks were coming and going")
 
 
 def _invitation(session: Session, training: Training, to: Next) -> dict[str, Any]:
@@ -85,11 +115,13 @@ def _invitation(session: Session, training: Training, to: Next) -> dict[str, Any
 
 def invited(session: Session) -> Next:
     """Waits until those who train invite this rank."""
-    store, session.phase = connect_store(*session.where, session.base), "waiting"
+    store = connect_store(*session.where, session.base)
     store.set(f"member {session.member}", json.dumps(membership.here()))
+    session.phase = "waiting"
     while not store.check([f"join {session.member}"]):
         _look(session)
         time.sleep(membership.LOOK)
+    session.phase = "starting"  # others count on it from now on
     said = json.loads(store.get(f"join {session.member}"))
     session.turn = said.pop("turn")
     planned, steps = said.pop("planned"), said.pop("steps")

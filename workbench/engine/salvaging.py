@@ -5,12 +5,14 @@ All hear the same in the vote and so settle the same, without another word. See 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from workbench.engine import membership
+from workbench.engine.collectives import connect_store
 from workbench.engine.membership import Heard, Next, Said, are, lost, named
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
@@ -129,19 +131,31 @@ def _members(heard: Heard, places: Sequence[int]) -> tuple[int, ...]:
 def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experiment, Experiment], how_text: str) -> Next:
     came, to, e = how
     spare = [heard.by_place[place].member for place in heard.left if place not in came.places]
-    gone = [member for member in session.counted if member not in (*came.members, *spare)]
-    text = f"{lost(gone)}; {named(came.members)} {how_text}"
+    gone, left_out = missed(session, (*came.members, *spare))
+    text = f"{lost(gone)}; {named(came.members)} {how_text}{beside(left_out)}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
     if to.partition != e.partition:
         ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
         text += f"; a replica lies on {ranks} now, partition={type(to.partition).__name__}"
-    mark = {"members": came.members, "gone": [*gone, *spare], "spare": spare, "step": came.step, "text": text,
-            "settings": to.plain(), "back": max(0, heard.first.step - came.step)}  # fmt: skip
+    mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
+            "text": text, "settings": to.plain(), "back": max(0, heard.first.step - came.step)}  # fmt: skip
     processes = [heard.by_place[place].process for place in came.places]
     say_unread(session, gone, heard.first)
     return Next(came, to, first.changes, first.done, first.paused, first.credit, heard.asked(first), processes, mark,
                 heard.used(came.step))  # fmt: skip
+
+
+def missed(session: Session, here: Collection[int]) -> tuple[list[int], list[int]]:
+    """Who is counted and not `here`: who is lost; and who lives and was only to come."""
+    store, away = connect_store(*session.where, session.base), [m for m in session.counted if m not in here]
+    left_out = [m for m in away if m not in session.members and membership.runs(store.get(f"member {m}"))]
+    return [m for m in away if m not in left_out], left_out
+
+
+def beside(left_out: list[int]) -> str:
+    """What is said of those who were only to come."""
+    return f", and {named(left_out)}, to come then, {are(left_out)} left out" if left_out else ""
 
 
 def say_unread(session: Session, gone: list[int], first: Said) -> None:

@@ -20,14 +20,14 @@ from torch import nn
 
 from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
+from workbench.engine.generations import live_through
 from workbench.engine.keeping import Keeper
-from workbench.engine.membership import Next, Resized, Said, Spare, gone
-from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives, refused
+from workbench.engine.membership import Next, Said, Spare, gone
+from workbench.engine.outliving import refused
 from workbench.engine.peers import removed
 from workbench.engine.preempting import Lookout, announce
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
-from workbench.engine.resizing import arranged, invited
 from workbench.engine.shaping import Clock, Naps
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
@@ -193,7 +193,7 @@ class Session:
         pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", Lookout(self))
         self.born = time.monotonic()
         try:
-            self._through()
+            live_through(self)
         except Spare as spare:
             self.say("stopped", str(spare))
         except Aborted:
@@ -206,27 +206,6 @@ class Session:
                 self.tear_down()
             finally:
                 self._over.set()
-
-    def _through(self) -> None:
-        """From the first step to the last, with whoever is left."""
-        to = invited(self) if self.joins else None
-        while True:
-            try:
-                if to is None:
-                    training = self.set_up()
-                    return training.host.drive(training.live())
-                came = begin_generation(self, to)
-                return self.set_up_already.host.drive(self.set_up_already.live_on(came))
-            except Resized as asked:
-                to = arranged(self, asked)
-                del self.set_up_already.asked[0]  # it is done, or answered when this generation does not form
-                self.words = leave_generation(self, self.set_up_already)
-            except Exception as error:
-                if not outlives(self, error):
-                    raise
-                error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
-                self.words = self.words or leave_generation(self, self.set_up_already)
-                to = fewer(self, hear(self, self.words))
 
     def set_up(self) -> Training:
         """Waits for the other ranks; then all stand before their first step. Raises in words what cannot be trained."""

@@ -123,6 +123,10 @@ class Rollback:
         """The optimizer is about to update everything."""
         self._updated = True
 
+    def past(self) -> None:
+        """What was going on has ended well, though by an exception: nobody goes back from it."""
+        self._was, self.open = None, False
+
     def back(self) -> int:
         """Puts this rank at a boundary, if it is not at one; how many steps after the one that it was in last.
 
