@@ -28,6 +28,7 @@ class Evicting:
     """One run's.
 
     reasons:   why ranks were put out, by rank; leaving: those whom the others have not left behind yet
+    acts:      does it replace who is lost? Not while what the record says is heard again
     preempted: ranks that have said that they leave, and when their engines were first seen to be gone
     """
 
@@ -35,6 +36,7 @@ class Evicting:
         self.live = live
         self.reasons: dict[int, str] = {}
         self.leaving: set[int] = set()
+        self.acts = True
         self.preempted: dict[int, float | None] = {}
         self._replaced: set[int] = set()  # in whose place another is to come
         self._refused = ""
@@ -81,7 +83,7 @@ class Evicting:
     def went_on(self, gone: Sequence[int], preempted: Collection[int] = ()) -> None:
         """The others went on without these, of whom some were preempted."""
         self.leaving -= set(gone)
-        if self.live.changes.experiment.on_death == "replace":
+        if self.acts and self.live.changes.experiment.on_death == "replace":
             self._replaced |= {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
         if count := len(self._replaced & set(gone)):
             self._replaced -= set(gone)

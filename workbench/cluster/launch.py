@@ -180,7 +180,7 @@ def new_generation() -> str:
 def find(name: str | None) -> Place:
     """The place of a live lab: one that was detached before one that another kernel owns; the newest."""
     found = [p for p in places() if (name is None or p.read()["name"] == name) and p.read().get("engines")]
-    living = [p for p in found if all(alive(e) for e in _local(p))]
+    living = [p for p in found if any(alive(e) for e in _local(p))]  # a run may go on without one
     if not living:
         called = f" called {name!r}" if name else ""
         raise ClusterError(f"there is no live lab{called} of yours on {host()}; start one with Lab(ranks=4)")
@@ -191,11 +191,12 @@ def _local(place: Place) -> list[list[float]]:
     return [[e["pid"], e["created"]] for e in place.read()["engines"] if e["host"] == host()]
 
 
-def _asked_of_any(cluster: Cluster, ranks: int) -> bytes:
-    """What is being run, from the first engine that answers: all of them were given the same."""
+def _asked_of_any(cluster: Cluster, ranks: int) -> tuple[dict[str, Any], bytes]:
+    """The job and what is being run, from the first engine that answers: all of them were given the same."""
     for rank in range(ranks):
         try:
-            return cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]
+            blob = cluster.line.ask(rank, "experiment", timeout=ATTACH)[1]
+            return cluster.line.ask(rank, "job", timeout=ATTACH)[0] if blob else {}, blob
         except Silence as silence:
             last = silence
     raise last
@@ -217,7 +218,7 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
     about = cluster.place.read().get("run")
     if not about:
         return None
-    blob = _asked_of_any(cluster, about["ranks"])
+    job, blob = _asked_of_any(cluster, about["ranks"])
     if not blob:
         return None
     experiment, _, _ = cloudpickle.loads(blob)
@@ -225,6 +226,7 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
     cluster.take = waiting.append  # rows that come while the disk is read
     run = _opened(about, experiment, kind)
     live = Live(run, cluster, Changes(experiment, listed), about["generation"])
+    live.secret, live.blob, live.job = job.pop("secret"), blob, job
     cluster.health.begin()
     live.replay()
     cluster.take = live.take

@@ -99,11 +99,13 @@ class Live:
             self.loss = next((v for n, v in valued if n == "loss"), self.loss)
 
     def replay(self) -> None:
-        """Takes in what the record already says: for a kernel that attaches."""
+        """Takes in what the record already says, and does nothing about it: for a kernel that attaches."""
+        self.evicting.acts = False
         first = ("change", "refused", "policy", "not saved", "data", "state", "error", "rolled back", "preempted")
         for name in (*first, *alarms.NAMES, "members", "end"):
             for step, t, detail in self.run.details(name):
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
+        self.evicting.acts = True
         spans = self.run.timeline.spans.rows()
         self.step = int(spans.step.max()) if len(spans) else 0
 
@@ -160,6 +162,7 @@ class Live:
         self.notes.append(detail["text"])
         if "members" in detail:
             self.members = tuple(detail["members"])
+            self.admit([m for m in self.members if m not in self.been])  # of whom another kernel knew
             self.ending.outlived(detail["gone"], step)
             self.step = min(self.step, step)
             self.changes.resized(step, detail)

@@ -29,6 +29,7 @@ from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, encode
 from workbench.settings.said import said, speaks, traceback_of
 
+OWN = ("rank", "device", "joins", "store", "kind", "loopback")  # of a job, what is said to one rank only
 SILENCE = 60.0  # seconds without a word from a kernel on another host, after which a run is abandoned
 
 _bench: Bench | None = None
@@ -247,6 +248,10 @@ class Bench:
     def on_experiment(self, blob: bytes) -> bytes:
         """The pickled experiment that this run began with, for a kernel that attaches."""
         return self.blob
+
+    def on_job(self, blob: bytes) -> dict[str, Any]:
+        """What was said of this run to all its ranks, and what only they know: for a kernel that attaches."""
+        return {name: x for name, x in self.job.items() if name not in OWN} | {"secret": self.secret}
 
     def on_own(self, blob: bytes, owner: list[float] | None, home: str) -> None:
         """Who owns the lab from now on; None after `detach`."""

@@ -1,0 +1,38 @@
+"""A lab that another kernel takes over while its ranks come and go: it goes on as the first one would have."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deaths import kill
+from tests.labs import BOUND, apart, endless, reached
+from tests.waiting import until
+from workbench.lab import Lab
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+def members(lab: Lab) -> tuple[int, ...]:
+    return lab._live.members if lab._live else ()
+
+
+def test_nobody_is_replaced_again_and_the_run_is_resized(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with apart(tmp_path_factory):
+        lab = Lab(ranks=4, name="taken over").wait(120)
+        try:
+            lab.run(endless(ranks=2, on_death="replace"))
+            reached(lab, 5)
+            kill(lab, 1)
+            assert until(lambda: members(lab) == (0, 2), BOUND), lab.notes
+            lab.detach()
+            lab = Lab.attach("taken over")
+            assert members(lab) == lab.members == (0, 2)
+            assert lab.set("bucket_mb", 2.0).wait(BOUND).applied_at is not None
+            came = lab.resize(3).wait(BOUND)
+            assert came.applied_at is not None and members(lab) == (0, 2, 3)
+            reached(lab, came.applied_at + 5)
+            assert members(lab) == (0, 2, 3), "nobody else has come"
+            lab.stop()
+            assert lab.run_now is not None and lab.run_now.wait(BOUND).state == "stopped"
+        finally:
+            lab.close()
