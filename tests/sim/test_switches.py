@@ -13,7 +13,7 @@ from tests.ranks import fitting, shipped
 from tests.sim.virtual import paced, rows, same, samples
 from tests.thinned import thinned
 from workbench import simulate
-from workbench.analysis import memory
+from workbench.analysis import before_after, memory
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Noisy, Slow
 from workbench.host.canonical import state_hash
@@ -69,6 +69,18 @@ def test_all_ordered_pairs_leave_equal_parameters_and_no_held_out_loss_behind(
         assert [held[s] for s in range(6, 15)] == pytest.approx([held[5]] * 9, abs=1e-6)
     assert held[max(held)] == pytest.approx(held[max(held) - 1], abs=1e-4)
     assert len({state_hash(s.layout) for s in sessions}) == 1 or ALL[after].periodic
+
+
+def test_a_change_of_strategy_says_the_bytes_of_its_hand_over_and_the_time_that_they_take_on_the_link() -> None:
+    e = paced(4, 14, strategy=LocalSGD(every=5), eval_every=0)
+    run = simulate(e, changes=[Change(7, "strategy", "DDP"), Change(9, "bucket_mb", 2.0)])
+    (step, _, handed), (_, _, set_) = run.details("change")
+    spans = run.timeline.spans.rows()
+    spans = spans[spans.equal("lane", "switch")]
+    assert handed["nbytes"] == spans.nbytes.sum() > 0 and set_["nbytes"] == set_["seconds"] == 0
+    assert handed["seconds"] == pytest.approx(float(spans.t1[0] - spans.t0[0])) and handed["seconds"] > 0
+    card = before_after(run.timeline, step)
+    assert (card.nbytes, card.seconds) == (handed["nbytes"], handed["seconds"])
 
 
 def _held_out(run: object) -> tuple[list[int], list[float]]:

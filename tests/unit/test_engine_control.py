@@ -210,6 +210,16 @@ def test_a_switch_is_its_own_span_with_its_bytes_and_outside_the_step() -> None:
     assert not [r for r in s.record if r[1] == "step" and r[4] < span[5] and r[5] > span[4]]
 
 
+def test_a_change_says_what_all_ranks_sent_to_make_it_and_how_long_it_took() -> None:
+    plan = Change(7, "strategy", "DDP"), Change(9, "lr", 0.01)
+    sessions = run(experiment(2, 12, strategy=LocalSGD(every=5)), *plan)
+    handed, set_ = [json.loads(mark[3]) for mark in sessions[0].record.noted("change")]
+    spans = [row for s in sessions for row in s.record if row[1] == "switch"]
+    assert handed["nbytes"] == sum(row[6] for row in spans) > 0
+    assert handed["seconds"] >= spans[0][5] - spans[0][4] > 0
+    assert set_["nbytes"] == 0
+
+
 def test_a_slow_rank_is_slower_by_its_factor_and_a_frozen_one_stands_still() -> None:
     slow = Slow(rank=1, factor=3.0, phase="backward")
     s = run(experiment(2, 8, pace=90.0).set("faults", (slow,)))

@@ -76,7 +76,9 @@ def _card(marks: list[ChangeMark], card: Card) -> str:
     *times, loss = card.rows
     rows = "".join(_row(effect) for effect in times) + _loss(loss) + _lacks(times[0])
     looked = f"steps {_span(card.before)} against {_span(card.after)}"
-    caption = f"{escape(names)} <small>from step {card.step}; {looked}</small>"
+    made = f"making it sent {_number(card.nbytes, 'bytes', named=True)} and took {_seconds(card.seconds)}; "
+    made = made if card.nbytes else ""
+    caption = f"{escape(names)} <small>from step {card.step}; {made}{looked}</small>"
     return f'<table class="wb-card"><caption>{caption}</caption><thead>{HEAD}</thead><tbody>{rows}</tbody></table>'
 
 
@@ -124,6 +126,10 @@ def _number(value: float, unit: str, *, named: bool = False) -> str:
         scale, name = (1e6, "MB") if abs(value) >= 1e5 else (1e3, "kB")
         return f"{value / scale:.3g}{' ' + name if named else ''}"
     return f"{value:.3g}{' ms' if named else ''}" if abs(value) < 1000 else f"{value / 1e3:.3g} s"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
 
 
 def _words(effect: Effect) -> str:

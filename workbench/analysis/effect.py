@@ -7,7 +7,7 @@ Which steps are compared is said in `workbench.analysis.sides`, when a differenc
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,13 +51,18 @@ class Effect(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What the change before step `step` did; `text` names the change."""
+    """What the change before step `step` did; `text` names the change.
+
+    nbytes, seconds: what all ranks sent to make it, and how long that took; of an old record 0
+    """
 
     step: int
     text: str
     before: tuple[int, int]  # [first, stop) of the steps looked at
     after: tuple[int, int]
     rows: tuple[Effect, ...]
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
@@ -73,7 +78,9 @@ def before_after(tl: Timeline, change_step: int, window: int = WINDOW) -> Card:
         _effect("sent per step and rank", "bytes", was, now, was.nbytes, now.nbytes),
         _slopes(trend(tl, was), trend(tl, now)),
     )
-    return Card(change_step, _said(tl, change_step), was.steps, now.steps, rows)
+    made = _made(tl, change_step)
+    nbytes, seconds = (sum(d.get(name, 0) for d in made) for name in ("nbytes", "seconds"))
+    return Card(change_step, _said(made), was.steps, now.steps, rows, nbytes, seconds)
 
 
 def lacking(was: Side, now: Side) -> str:
@@ -99,9 +106,13 @@ def _slopes(was: Trend, now: Trend) -> Effect:
     return Effect("loss slope", "per 100 steps", a, b, change, "99 % interval of the Theil-Sen slope", (was, now))
 
 
-def _said(tl: Timeline, step: int) -> str:
+def _made(tl: Timeline, step: int) -> list[dict[str, Any]]:
+    """What the record says of the changes made before step `step`."""
     rows = tl.marks.rows()
     rows = rows[rows.equal("name", "change") & (rows.step == step)] if len(rows) else rows
-    details = [json.loads(d) for d in rows.detail]
+    return [json.loads(d) for d in rows.detail]
+
+
+def _said(details: list[dict[str, Any]]) -> str:
     texts = [(d.get("text") or f"{d['path']} = {d['value']}", d.get("by"), d.get("reason")) for d in details]
     return ", ".join(f"{text} (by {by}: {why})" if by else text for text, by, why in texts)

@@ -106,6 +106,10 @@ class Turnable(Parts):
         flat = self.rank.mesh.flat and not self.rank.mesh.inside
         self.tickets.enter(self.experiment.strategy, self.lane, flat)
 
+    @property
+    def sent(self) -> int:
+        return self.host.lanes.sent
+
     async def gather(self, number: int) -> list[int]:
         """Every rank's number, by rank."""
         return all_equal(self.control, number)
@@ -120,12 +124,12 @@ class Turnable(Parts):
         if in_step(was):
             self.meeting.latest = self.rank.step
         self.rank.step = self.meeting.latest
-        began, sent = self.now, self.host.lanes.sent
+        began, sent = self.now, self.sent
         self.lane.step = self.rank.step
         self.host.at(f"switch from {was.strategy} to {wanted.strategy}")
         yield
         self.host.forget_hooks()
-        self.span("switch", type(wanted.strategy).__name__, began, self.host.lanes.sent - sent)
+        self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
 
     def enter_opaque(self) -> None:
         """Wraps the model in torch's own DDP, or a copy in fully_shard; on an emulated Link both go over our lane."""

@@ -47,9 +47,11 @@ async def obey(run: Changing, change: Change) -> bool:
         if run.rank.id == refusing.index(1):
             _refuse(run, change, reason)
         return False
+    began, sent = run.now, run.sent
     await apply(run, wanted)
+    nbytes, seconds = sum(await run.gather(run.sent - sent)), run.now - began
     if run.rank.id == 0:
-        run.mark("change", {**change.plain(), "text": change.text})
+        run.mark("change", {**change.plain(), "text": change.text, "nbytes": nbytes, "seconds": seconds})
     return True
 
 

@@ -26,6 +26,10 @@ class Changing(Protocol):
     spread: Spread | None  # how a replica lies on several ranks
 
     @property
+    def now(self) -> float: ...
+    @property
+    def sent(self) -> int: ...  # bytes that this rank has put on its links
+    @property
     def learner(self) -> Any: ...  # its task's functions
     @property
     def layout(self) -> Any: ...

@@ -44,7 +44,7 @@ MUST: dict[str, tuple[str, ...]] = {  # fields without which a mark says nothing
     "roles": ("serve",), "mesh": ("dims", "ranks"), "pace": ("met",), "no effect": ("texts",),
 }  # fmt: skip
 FIELDS: dict[str, Rules] = {
-    "change": ASKED,
+    "change": {**ASKED, "nbytes": _size, "seconds": number},
     "refused": ASKED,
     "state": {"state": _text, "detail": _text},
     "end": {"state": _text, "rank": _place},

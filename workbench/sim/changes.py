@@ -204,9 +204,9 @@ class Turnable(Life):
         if in_step(was):
             self.world.latest = self.rank.step
         self.rank.step = self.world.latest
-        began, sent = self.now, self.host.sent
+        began, sent = self.now, self.sent
         yield
-        self.span("switch", type(wanted.strategy).__name__, began, self.host.sent - sent)
+        self.span("switch", type(wanted.strategy).__name__, began, self.sent - sent)
 
     async def gather(self, number: int) -> list[int]:
         """Every rank's number, by rank."""
@@ -223,6 +223,10 @@ class Turnable(Life):
     @property
     def now(self) -> float:
         return self.host.clock.now
+
+    @property
+    def sent(self) -> int:
+        return self.host.sent
 
     def span(self, lane: str, name: str, began: float, nbytes: int = 0) -> None:
         self.host.span(lane, name, began, began, self.now, nbytes)
