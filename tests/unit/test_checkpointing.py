@@ -162,7 +162,8 @@ def test_a_backward_lasts_longer_by_what_it_computes_again() -> None:
             lasted = float((mine.t1 - mine.t0).sum())
             assert lasted == pytest.approx(0.1 * (SHARES["backward"] + again * SHARES["forward"]), rel=1e-6)
     paced = run(e.set("partition", UNITS))[0].record
-    lasted = sum(row[5] - row[4] for row in paced if row[0] == 3 and row[1] == "compute" and row[2] == "backward")
+    each = [row for row in paced if row[1] == "compute" and row[2] == "backward"]
+    lasted = min(sum(row[5] - row[4] for row in each if row[0] == step) for step in range(1, 6))  # the least disturbed
     assert 0.99 * 0.075 < lasted < 1.5 * 0.075
     costs = Costs(forward=0.3, backward=0.6)
     spans = simulate(e.set("pace", 0.0).set("partition", UNITS), costs=costs).spans
