@@ -45,6 +45,7 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind("exposed", "exposed: the step is stalled", -0.42, -0.10, theme.VERMILLION, "/"),
+    Kind("bubble", "bubble: waiting for another stage", -0.42, -0.10, BROWN, "\\"),
     Kind("forward", "forward", -0.46, -0.06, theme.SKY, text="#000000", edge=theme.BLUE),
     Kind("backward", "backward", -0.46, -0.06, theme.BLUE, text="#ffffff"),
     Kind("update", "update", -0.38, -0.06, theme.GREEN, text="#000000"),
@@ -60,6 +61,7 @@ KINDS = (
     Kind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "/"),
     Kind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
 )
+STAGES = " in stage "  # how a message between stages of a pipeline is called
 SENDING = ("transfer", "odd", "measuring", "port", "offload")  # the kinds of boxes that bytes belong to
 _NUMBER = {kind.key: i for i, kind in enumerate(KINDS)}
 _LANES = {"wait": "exposed", "eval": "eval", "switch": "switch", "codec": "codec", "port": "port",
@@ -111,6 +113,7 @@ def _kinds(rows: Rows) -> np.ndarray:
     out = np.full(len(rows), -1)
     for lane, key in _LANES.items():
         out[rows.equal("lane", lane)] = _NUMBER[key]
+    out[(out == _NUMBER["exposed"]) & _between_stages(rows)] = _NUMBER["bubble"]
     compute, comm = rows.equal("lane", "compute"), rows.equal("lane", "comm")
     out[compute] = _NUMBER["forward"]
     for name in ("backward", "update"):
@@ -120,6 +123,13 @@ def _kinds(rows: Rows) -> np.ndarray:
     odd = np.array([_odd(text) for text in names.words.texts], bool)
     out[comm] = np.where(odd[names.codes[comm]], _NUMBER["odd"], _NUMBER["transfer"])
     return out
+
+
+def _between_stages(rows: Rows) -> np.ndarray:
+    """Which rows are called after a message from one stage of a pipeline to another."""
+    names = rows.coded("name")
+    found = np.array([STAGES in text for text in names.words.texts], bool)
+    return found[names.codes]
 
 
 def _odd(name: str) -> bool:

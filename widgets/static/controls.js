@@ -9,6 +9,7 @@ const el = (tag, cls, attrs = {}) => {
   if (KEYS.includes(tag)) made.dataset.lmSuppressShortcuts = "true";
   return made;
 };
+const GREY = "What is grey would be refused now: choose it to read why.";
 const sentence = (text) => (text && !/[.!?]$/.test(text) ? `${text}.` : text);
 let made = 0;
 
@@ -99,7 +100,7 @@ class RowView {
       row.options.forEach((o, i) => {
         const text = o.refused ? `${o.text} (refused here)` : o.text;
         const into = groups.get(o.group ?? "") ?? [];
-        groups.set(o.group ?? "", [...into, el("option", "", { value: i, textContent: text, title: o.doc })]);
+        groups.set(o.group ?? "", [...into, el("option", o.refused ? "twb-refused" : "", { value: i, textContent: text, title: o.doc })]);
       });
       this.select.replaceChildren(blank, ...[...groups].flatMap(([label, all]) => {
         if (!label) return all;
@@ -185,7 +186,8 @@ class Panel {
   }
   send(message) { this.model.send(message); }
   help(row) {
-    const words = row ? [sentence(row.doc), row.allowed && `Takes ${row.allowed}.`, row.why] : ["Point at a control to read what it does."];
+    const grey = row?.options?.some((o) => o.refused) && GREY;
+    const words = row ? [sentence(row.doc), row.allowed && `Takes ${row.allowed}.`, grey, row.why] : ["Point at a control to read what it does."];
     const name = row?.label ? [el("b", "", { textContent: row.label }), ": "] : [];
     this.hint.replaceChildren(...name, words.filter(Boolean).join(" ").replaceAll("`", ""));
     this.shown = row?.path;

@@ -43,7 +43,7 @@ class Memory(View):
         "in the host's memory, a triangle down so many on disk."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
-    order: ClassVar[int] = 51
+    order: ClassVar[int] = 15
     quiet: ClassVar[bool] = True
 
     def __init__(self) -> None:

@@ -30,8 +30,9 @@ class Timeline(View):
     name: ClassVar[str] = "timeline"
     title: ClassVar[str] = "What each rank does"
     about: ClassVar[str] = (
-        "A row per rank. The upper lane shows forward, backward and update and where the step is stalled; the lower "
-        "lane shows each collective: thin and hatched while waiting for other ranks, solid while transferring."
+        "A row per rank. The upper lane shows forward, backward and update and where the step is stalled, for another "
+        "stage of a pipeline (its bubble) or else (exposed); the lower lane shows each collective: thin and hatched "
+        "while waiting for other ranks, solid while transferring."
     )
     empty: ClassVar[str] = "A row per rank appears here after the first step: compute above, communication below."
     order: ClassVar[int] = 10
