@@ -30,6 +30,9 @@ ASKED = ("every",)  # and what is run where it is asked for only
 WANTED = 20 * 60  # seconds that `make test` may take on two quiet cores
 # Several at a time, for much of their time they wait: most where ranks are threads.
 BESIDE = {"quick": 2, "ranks": 3, "slow": 2, "long": 2, "every": 2, "engine": 2, "browser": 2}
+# Where no file's tests share what takes long to make, an idle worker takes over tests of a busy one's file: some files
+# of these groups take a tenth of all.
+SHARED_OUT = ("ranks", "long", "every")
 NOTHING_FOUND = 5  # pytest's exit code
 
 
@@ -74,7 +77,7 @@ def run(group: str, limit: float) -> Outcome:
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider", "--color=no"]
         command += where(group)
         if group in BESIDE and (os.cpu_count() or 1) > 1:
-            command += ["-n", f"{BESIDE[group]}", "--dist", "loadfile"]
+            command += ["-n", f"{BESIDE[group]}", "--dist", "worksteal" if group in SHARED_OUT else "loadfile"]
         # What is compiled is kept: hundreds of engines and workers would each compile all of it anew.
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         try:

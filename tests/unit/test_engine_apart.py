@@ -191,7 +191,7 @@ def test_an_abort_frees_every_thread(strategy: Strategy) -> None:
     ended(sessions)
 
 
-@pytest.mark.parametrize(("strategy", "rank"), thinned(product(APART, [0, 2]), of=3))
+@pytest.mark.parametrize(("strategy", "rank"), thinned(product(APART, [0, 2]), of=3, long=3))
 def test_a_rank_that_fails_frees_the_others_and_is_named(strategy: Strategy, rank: int) -> None:
     ranks = with_servers(3, strategy)
     sessions = live(experiment(ranks, 0, task=poisoned(rank, 5), strategy=strategy, pace=4.0))
