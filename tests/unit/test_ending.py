@@ -237,3 +237,15 @@ def test_an_error_of_the_one_who_is_told_does_not_end_it_either() -> None:
     assert until(lambda: len(looks) > 2)
     over.set()
     assert it.join(5)
+
+
+def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_quicker_than_its_end() -> None:
+    """Their word that they went on, after which nobody is about to leave, may come before its engine is seen gone."""
+    e = Experiment(ranks=3, on_death="end")
+    live = Live(Run({}, live=True), Any, Changes(e, []), "g")  # type: ignore[arg-type]
+    live.orders.hears = lambda rank: None  # type: ignore[method-assign]
+    live.evicting.reasons[2], live.evicting.leaving = "as asked", {2}
+    said = {"members": [0, 1], "gone": [2], "step": 5, "text": "ranks 0, 1 went on"}
+    came(live, 0, 5, 1.0, "members", {**said, "settings": e.set("ranks", 2).plain()})
+    live.died(2, {"type": "EngineDied", "step": 5, "op": "forward", "text": "its engine is gone"})
+    assert live.notes[-1] == "rank 2 is lost at step 5, forward: was put out: as asked; its engine is gone"

@@ -180,7 +180,8 @@ class Live:
         if why := self.evicting.reasons.get(rank):
             error["text"] = f"was put out: {why}; {error['text']}"
         self.ending.failed(rank, error)
-        if self.ending.outlives() and not self.ending.asked:
+        gone_on = rank in self.ending.lost  # their word may come before the engine's end is seen
+        if (gone_on or self.ending.outlives()) and not self.ending.asked:
             where = f" at step {error['step']}" + (f", {error['op']}" if error["op"] else "")
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
 
