@@ -184,3 +184,10 @@ def test_a_checkpoint_goes_on_from_the_same_place_on_other_numbers_of_ranks(tmp_
             assert s.error is None, s.error["traceback"]
             each_once_in_an_epoch(s)
             assert s.training.batches.used == 3 * 3 * 12 + 3 * ranks * 18
+
+
+@pytest.mark.parametrize("used", [-1, 10**6 * 7 + 1, 2**62])
+def test_what_no_run_can_have_used_up_is_refused_and_not_passed_by(used: int) -> None:
+    """A checkpoint that somebody else has made may say so."""
+    with pytest.raises(ValueError, match=f"used={used}: of 7 examples between 0 and 1,000,000 times as many"):
+        next(shuffled(7, 0, 1, 1, 0, used))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.settings import Family
 
+EPOCHS = 1_000_000  # behind which an order of examples can go on: 15 s for 1,797 of them
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -94,9 +96,13 @@ def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int, used: 
     Every epoch is shuffled anew, the same way on all ranks, and epochs follow each other in one line, of which the
     `used` first are gone. What follows is dealt out one by one, so that within an epoch no two ranks see the same
     example, nor one that was used before. Depends on the arguments and on nothing else.
+
+    Raises ValueError where `used` is less than nothing or more than `EPOCHS` epochs: each is passed by one by one.
     """
     import torch
 
+    if not 0 <= used <= EPOCHS * examples:
+        raise ValueError(f"used={used}: of {examples} examples between 0 and {EPOCHS:,} times as many can be used up")
     generator = torch.Generator().manual_seed(seed)
     for _ in range(used // examples):
         torch.randperm(examples, generator=generator)
