@@ -151,6 +151,7 @@ function put(layout, path, value) {
 const HATCHES = {
   "": (c) => c,
   "/": (c) => `repeating-linear-gradient(135deg, ${c} 0 2px, transparent 2px 5px)`,
+  "\\": (c) => `repeating-linear-gradient(45deg, ${c} 0 2px, transparent 2px 5px)`,
   "|": (c) => `repeating-linear-gradient(90deg, ${c} 0 2px, transparent 2px 5px)`,
   "-": (c) => `repeating-linear-gradient(0deg, ${c} 0 2px, transparent 2px 5px)`,
   ".": (c) => `radial-gradient(${c} 1.5px, transparent 1.6px) 0 0 / 5px 5px`,

@@ -48,7 +48,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 def seen(sheet: Sheet) -> dict[str, Any]:
     """What a person has before them: the views from top to bottom, the timeline's legend, the texts."""
-    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws > 0", timeout=90_000)
+    sheet.page.wait_for_function("document.querySelector('[data-view=timeline]')?.dataset.draws > 0", timeout=60_000)
     sheet.page.wait_for_timeout(1500)
     return dict(sheet.page.evaluate(f"""() => ({{
       views: [...document.querySelectorAll('.wb-panel')].filter((e) => e.checkVisibility()).map((e) => e.dataset.view),
