@@ -325,7 +325,8 @@ def _luminance(colour: str) -> float:
 
 def test_the_page_can_draw_every_pattern_in_a_legend() -> None:
     source = (Path(theme.__file__).parent / "chart.js").read_text("utf8")
-    known = set(re.findall(r'^  "?([^":\s]*)"?: \(c\) =>', source, re.MULTILINE))
+    found = re.findall(r'^  "?([^":\s]*)"?: \(c\) =>', source, re.MULTILINE)
+    known = {json.loads(f'"{shape}"') for shape in found}
     assert {kind.pattern for kind in KINDS} <= known and {"", "/", "x"} <= known
 
 

@@ -20,6 +20,7 @@ PARTS = (
     ("optimizer state", theme.GREEN, "x"),
     ("activations", theme.SKY, ""),
     ("batches", theme.SKY, "/"),
+    ("evaluation", theme.YELLOW, ""),
     ("strategy state", theme.PURPLE, "."),
     ("compressor state", theme.VERMILLION, "-"),
     ("buffers in flight", theme.GREY, "|"),
@@ -27,7 +28,7 @@ PARTS = (
 AWAY = ("on host", "on disk")
 MARKED = (("peak of all together", "line-ns-open", 20), ("GPU's allocator", "diamond-open", 12),
           (AWAY[0], "triangle-up-open", 12), (AWAY[1], "triangle-down-open", 12))  # fmt: skip
-OTHER = ("other", theme.YELLOW, "")  # of a category that came later than this file
+OTHER = ("other", theme.YELLOW, "x")  # of a category that came later than this file
 
 
 class Memory(View):
@@ -37,10 +38,10 @@ class Memory(View):
     title: ClassVar[str] = "What fills the memory"
     about: ClassVar[str] = (
         "A stacked bar per rank: bytes of parameters, gradients, optimizer state, activations kept for backward, "
-        "batches, what strategy and compressor remember, and buffers in flight; of each the most in a step, in the "
-        "last 20 steps. Not all are at their most at once: a stroke marks the peak of all together, a diamond what a "
-        "GPU's allocator says. What is kept away from the device is no part of the bar: a triangle up is so many bytes "
-        "in the host's memory, a triangle down so many on disk."
+        "batches, what an evaluation makes, what strategy and compressor remember, and buffers in flight; of each the "
+        "most in a step, in the last 20 steps. Not all are at their most at once: a stroke marks the peak of all "
+        "together, a diamond what a GPU's allocator says. What is kept away from the device is no part of the bar: a "
+        "triangle up is so many bytes in the host's memory, a triangle down so many on disk."
     )
     empty: ClassVar[str] = "A bar per rank appears here after the first step."
     order: ClassVar[int] = 15
