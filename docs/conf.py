@@ -15,7 +15,7 @@ ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Every page, in the order in which the sidebar names them; the first page is README.md.
 PAGES = {
-    "Begin": ["docs/using", "docs/notebooks", "docs/glossary"],
+    "Begin": ["docs/using", "docs/clusters", "docs/notebooks", "docs/glossary"],
     "Reference": [
         "docs/reference/strategies", "docs/reference/partitions", "docs/reference/schedules",
         "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/policies", "docs/reference/tasks",

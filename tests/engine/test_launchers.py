@@ -1,0 +1,126 @@
+"""Engines that Slurm or SSH start, by the profiles of docs/clusters.md; here stand-ins for their commands do."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.labs import BOUND, apart, endless, reached
+from tests.waiting import until
+from workbench.cluster.place import ClusterError
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "clusters.md").read_text("utf8")
+COMMANDS = {
+    # A job is a process group that runs the script; its number is the group's.
+    "sbatch": """
+import os, re, subprocess, sys
+script = open(sys.argv[-1]).read()
+tasks = re.search(r"^#SBATCH --ntasks=(\\d+)$", script, re.MULTILINE)[1]
+job = subprocess.Popen(["sh", sys.argv[-1]], env={**os.environ, "SLURM_NTASKS": tasks}, start_new_session=True,
+                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print("Submitted batch job", job.pid)
+""",
+    "srun": """
+import os, subprocess, sys
+for task in [subprocess.Popen(sys.argv[1:]) for _ in range(int(os.environ["SLURM_NTASKS"]))]:
+    task.wait()
+""",
+    "scancel": """
+import os, signal, sys
+os.killpg(int(sys.argv[-1]), signal.SIGTERM)
+""",
+    "ssh": """
+import subprocess, sys
+given = [x for x in sys.argv[1:] if x != "-tt"]
+assert given[0] == "one", given
+sys.exit(subprocess.run(["sh", "-c", " ".join(given[1:])]).returncode)
+""",
+    "scp": """
+import os, shutil, sys
+source, to = (x.partition(":")[2] if x.startswith("one:") else x for x in sys.argv[-2:])
+to = os.path.expanduser(to)
+os.path.realpath(source) == os.path.realpath(to) or shutil.copy(source, to)
+""",
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home with profiles as the page has them, and the commands of a site before all others."""
+    with apart(tmp_path_factory) as patch:
+        commands = tmp_path / "commands"
+        commands.mkdir()
+        for name, text in COMMANDS.items():
+            (commands / name).write_text(f"#!{sys.executable}\n{text}")
+            (commands / name).chmod(0o700 | stat.S_IXUSR)
+        patch.setenv("PATH", os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]))
+        patch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+        for name, text in re.findall(r'```python\n# ipcluster_config.py of the profile "(\w+)"\n(.*?)```', PAGE, re.S):
+            profile = tmp_path / "ipython" / f"profile_{name}"
+            profile.mkdir(parents=True)
+            (profile / "ipcluster_config.py").write_text(text)
+        yield tmp_path
+
+
+@contextmanager
+def started(site: Path, name: str, *more: str) -> Iterator[None]:
+    """Engines of a profile, until what has started them is told to stop."""
+    with (site / "ipcluster.log").open("w") as log:
+        command = ["ipcluster", "start", f"--profile={name}", "-n", "2", *more]
+        cluster = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=site)
+    file = site / "ipython" / f"profile_{name}" / "security" / "ipcontroller-client.json"
+    try:
+        assert until(lambda: file.exists() or cluster.poll() is not None, BOUND)
+        assert cluster.poll() is None, (site / "ipcluster.log").read_text()
+        yield
+    finally:
+        subprocess.run(["ipcluster", "stop", f"--profile={name}"], timeout=60, check=False, cwd=site)
+        cluster.wait(60)
+
+
+def found(profile: str) -> Lab:
+    """The lab of a profile, once its engines have come up."""
+    end = time.monotonic() + BOUND
+    while True:
+        lab = Lab(ranks=2, name=profile, profile=profile)
+        try:
+            return lab.wait(BOUND)
+        except ClusterError:
+            lab.close()
+            assert time.monotonic() < end
+            time.sleep(0.5)
+
+
+def test_engines_that_slurm_starts_train_and_leave_when_it_takes_the_job_away(site: Path) -> None:
+    with started(site, "slurm"), found("slurm") as lab:
+        assert lab.run(Experiment(ranks=2, steps=5)).wait(BOUND).state == "done"
+        run = lab.run(endless(ranks=2))
+        reached(lab, 5)
+        (job,) = re.findall(r"Submitted batch job (\d+)|submitted with job id: '?(\d+)",
+                            (site / "ipcluster.log").read_text())[:1]  # fmt: skip
+        subprocess.run(["scancel", next(filter(None, job))], check=True)
+        assert until(lambda: lab.state == "idle" or not lab.live, BOUND), lab.notes
+        assert any("preempted" in note for note in lab.notes), lab.notes
+        kept = sorted((Path(str(run.path)) / "checkpoints").glob("step-*"))
+        assert kept, "nobody is left, so a checkpoint is kept"
+
+
+def test_engines_that_ssh_starts_train(site: Path) -> None:
+    config = site / "ipython" / "profile_ssh" / "ipcluster_config.py"
+    text = config.read_text().replace('{"one": 1, "two": 1}', '{"one": 2}')
+    config.write_text(text.replace('remote_python = "python"', f"remote_python = {sys.executable!r}"))
+    with started(site, "ssh"), found("ssh") as lab:
+        assert lab.run(Experiment(ranks=2, steps=5)).wait(BOUND).state == "done"
