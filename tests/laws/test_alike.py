@@ -22,7 +22,7 @@ from workbench.partitions.schedules import Interleaved, ZeroBubble
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change
 from workbench.sim.durations import Duration
-from workbench.strategies import DDP, HSDP, Gossip, LocalSGD, Strategy, ZeRO3
+from workbench.strategies import DDP, HSDP, Gossip, HpZ, LocalSGD, Strategy, ZeRO1, ZeRO2, ZeRO3
 from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
@@ -104,10 +104,11 @@ def test_a_replica_on_several_ranks_does_what_every_replica_does(way: Any, fabri
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"strategy": ZeRO3()}, {"strategy": HSDP(group=8)}, {"partition": Pipeline(stages=4, micros=8), "batch": 32},
+    [{}, {"strategy": ZeRO1()}, {"strategy": ZeRO2()}, {"strategy": ZeRO3()}, {"strategy": HSDP(group=8)},
+     {"strategy": HpZ(group=8)}, {"partition": Pipeline(stages=4, micros=8), "batch": 32},
      {"partition": Pipeline(stages=2, micros=4, of=Tensor(sequence=True, checkpoint="units")), "batch": 32},
      {"partition": Tensor(ways=4), "batch": 32, "strategy": LocalSGD(every=2)}],
-    ids=["DDP", "ZeRO3", "HSDP", "Pipeline", "Pipeline of Tensor", "Tensor"],
+    ids=["DDP", "ZeRO1", "ZeRO2", "ZeRO3", "HSDP", "HpZ", "Pipeline", "Pipeline of Tensor", "Tensor"],
 )  # fmt: skip
 def test_sixty_four_ranks_on_eight_sites_do_to_the_bit_what_the_first_does(change: dict[str, Any]) -> None:
     stands_for_all(replace(E, ranks=64, steps=3, fabric=replace(SITES, site=8), task=ByteGPT(layers=4), **change))

@@ -23,6 +23,7 @@ from tests.sim.insides import simulated
 from tests.thinned import thinned
 from workbench.experiment import Experiment
 from workbench.host.repartition import refuses_model
+from workbench.host.slots import slots
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, PipeDream, PipeDream2BW
@@ -94,11 +95,14 @@ def switches(pairs: Sequence[Pair]) -> list[Change]:
 
 
 def lies_alike(sessions: list[Any], pairs: Sequence[Pair]) -> None:
-    """At the end every rank has of its piece, to the bit, what all others have that hold the same."""
+    """At the end every rank has of its piece, moments too, to the bit what all others have that hold the same."""
     stages = pairs[-1][1].size
     for s in sessions:
         first = sessions[s.rank.id % stages]
         mine, its = ({place.name: place.param.data for place in each.layout.order} for each in (s, first))
+        assert mine.keys() == its.keys()
+        assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
+        mine, its = (slots(each.layout, each.optimizer) for each in (s, first))
         assert mine.keys() == its.keys()
         assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
     held = [(place.name, place.numel) for s in sessions[:stages] for place in s.layout.order]
