@@ -165,8 +165,24 @@ def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str
     better = {name: x for name, x in off.items() if x < -noise}
     return (
         f"* {way}: seeds of none are {noise:.2f} apart. Beyond that cost: {told(worse)}. Beyond that gain: "
-        f"{told(better)}. All else is within it."
+        f"{told(better)}. All else is within it. {_directions(off, noise)}"
     )
+
+
+def _directions(off: dict[str, float], noise: float) -> str:
+    """Of each codec, which way it costs more; `off`: training loss over none, by codec and direction."""
+    alike, said = [], []
+    for codec in dict.fromkeys(name.rpartition(" ")[0] for name in off if name.endswith((" forward", " backward"))):
+        there, back = off[f"{codec} forward"], off[f"{codec} backward"]
+        if max(abs(there), abs(back)) <= noise:
+            alike.append(codec)
+        elif abs(there - back) <= noise:
+            said.append(f"{codec} costs as much either way ({there:+.2f} forward, {back:+.2f} backward)")
+        else:
+            way = "forward" if there > back else "backward"
+            said.append(f"{codec} costs more {way} ({there:+.2f} forward, {back:+.2f} backward)")
+    said += [f"with {', '.join(alike)} neither does"] if alike else []
+    return f"Which direction matters: {'; '.join(said)}."
 
 
 def _spread(values: list[float]) -> str:

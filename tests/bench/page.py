@@ -129,7 +129,7 @@ def pipeline(cells: list[dict[str, Any]]) -> str:
     """The bubble of real stages."""
     rows, off = [], []
     for c in cells:
-        slots = c["micros"] * (3 if c["name"] == "ZB-H1" else 1)
+        slots = c["micros"] * (3 if c["name"] == "ZB-H1" else c.get("pieces", 1))
         formula = (c["stages"] - 1) / (slots + c["stages"] - 1)
         mid, low, high = interval([b["bubble"] for b in c["blocks"]])
         late = statistics.median(b["late"] for b in c["blocks"]) * 1e3
@@ -137,13 +137,13 @@ def pipeline(cells: list[dict[str, Any]]) -> str:
         rows.append([c["name"], str(c["micros"]), f"{formula:.3f}", f"{mid:.3f} ({low:.3f} to {high:.3f})", f"{late:.1f}"])
     head = ["schedule", "micro-batches", "formula", "measured", "a pass ends late by, ms"]
     about = (
-        "Four ranks as four stages of equal layers, forwards of a micro-batch paced to 100 ms and backwards to 200, or"
-        " each of their halves to 100;"
+        "Four ranks as four stages of equal layers, forwards of a micro-batch through a piece of the model paced to 100 ms"
+        " and backwards to 200, or each of their halves to 100; interleaved, a stage is v = 2 pieces;"
         f" the share of the time from the first pass to the last that a stage stands still. Median of"
-        f" {len(cells[0]['blocks'])} alternating blocks of one run with its 95 % bootstrap interval; the last row is the"
-        " first again. A pass is its paced time and what sleeping takes longer, the median over passes."
+        f" {len(cells[0]['blocks'])} alternating blocks of one run with its 95 % bootstrap interval; rows \"again\""
+        " are the A/A control. A pass is its paced time and what sleeping takes longer, the median over passes."
     )
-    formulas = "(p-1) / (m+p-1), of ZB-H1 (p-1) / (3m+p-1)"
+    formulas = "(p-1) / (vm+p-1), of ZB-H1 (p-1) / (3m+p-1)"
     worst = f"Asked: within 0.05 of {formulas}. The furthest is {max(off):.3f} away."
     return f"## The bubble of a pipeline\n\n{about}\n\n{table(head, rows)}\n{worst}\n"
 

@@ -1,7 +1,8 @@
-"""The bubble of four real stages against (p-1) / (m+p-1), or (p-1) / (3m+p-1), in alternating blocks of one run.
+"""The bubble of four real stages against (p-1) / (vm+p-1), or (p-1) / (3m+p-1), in alternating blocks of one run.
 
-Compute is paced, a forward of a micro-batch to 100 ms and its backward to 200, or its halves to 100 each, so that four
-ranks on two cores behave like devices; how late a pass ends after that is measured beside it.
+Compute is paced, a forward of a micro-batch through one of a stage's v pieces to 100 ms and its backward to 200, or
+its halves to 100 each, so that four ranks on two cores behave like devices; how late a pass ends after that is measured
+beside it.
 
     python -m tests.bench.pipeline --out docs/data/pipeline.json
 """
@@ -24,16 +25,18 @@ from workbench.run import Run
 from workbench.tasks import Task
 
 STAGES, PASS = 4, {"forward": 0.1, "backward": 0.2}  # seconds of one micro-batch on one stage
-KINDS = [("1F1B", "OneFOneB", 8), ("GPipe", "GPipe", 8), ("1F1B", "OneFOneB", 16), ("GPipe", "GPipe", 16),
-         ("ZB-H1", "ZeroBubble", 8), ("ZB-H1", "ZeroBubble", 16), ("1F1B again", "OneFOneB", 8)]  # fmt: skip
-WIDTH, BATCH = 32, 16
+# What it is called, the schedule, micro-batches, pieces of the model on each stage.
+KINDS = [("1F1B", "OneFOneB", 8, 1), ("GPipe", "GPipe", 8, 1), ("1F1B", "OneFOneB", 16, 1), ("GPipe", "GPipe", 16, 1),
+         ("interleaved 1F1B", "Interleaved", 8, 2), ("interleaved 1F1B", "Interleaved", 16, 2),
+         ("ZB-H1", "ZeroBubble", 8, 1), ("ZB-H1", "ZeroBubble", 16, 1), ("1F1B again", "OneFOneB", 8, 1),
+         ("1F1B again", "OneFOneB", 16, 1)]  # fmt: skip
 
 
 def model() -> Any:
-    """Four equal layers."""
+    """Eight equal layers."""
     from torch import nn
 
-    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
 
 
 def data(rank: int, ranks: int, seed: int) -> Any:
@@ -57,14 +60,14 @@ def optimizer(params: Any) -> Any:
     return torch.optim.SGD(params, 0.01)
 
 
-def pace(micros: int) -> float:
-    """ms of a step's compute on a whole model, at which a forward of one micro-batch on one stage takes 100."""
-    return 1e3 * PASS["forward"] * micros * STAGES / 0.3
+def pace(micros: int, pieces: int = 1) -> float:
+    """ms of a step's compute on a whole model, at which a forward of one micro-batch through one piece takes 100."""
+    return 1e3 * PASS["forward"] * micros * STAGES * pieces / 0.3
 
 
-def block(lab: Lab, run: Run, schedule: str, micros: int) -> dict[str, float]:
+def block(lab: Lab, run: Run, schedule: str, micros: int, pieces: int) -> dict[str, float]:
     """One step of this kind, after one that does not count."""
-    lab.set("pace", pace(micros))
+    lab.set("pace", pace(micros, pieces))
     lab.set("partition.micros", micros)
     change = lab.set("partition.schedule", schedule)
     change.wait(60)
@@ -89,15 +92,17 @@ def main() -> None:
     ask.add_argument("--runs", type=Path, default=Path("runs"))
     ask.add_argument("--rounds", type=int, default=9)
     a = ask.parse_args()
-    cells: list[dict[str, Any]] = [{"name": name, "micros": m, "stages": STAGES, "blocks": []} for name, _, m in KINDS]
+    cells: list[dict[str, Any]] = [
+        {"name": name, "micros": m, "stages": STAGES, "pieces": v, "blocks": []} for name, _, m, v in KINDS
+    ]
     task = Task(model=model, data=data, loss=loss, optimizer=optimizer)
     e = Experiment(task=task, ranks=STAGES, eval_every=0, pace=pace(8), partition=Pipeline(stages=STAGES, micros=8))
     with Lab(ranks=STAGES, name="pipeline") as lab:
         run = lab.run(e, out=a.runs / f"pipeline-{time.time():.0f}")
         wait(run, 1)
         for number in range(a.rounds):
-            for cell, (_, schedule, micros) in zip(cells, KINDS, strict=True):
-                cell["blocks"].append(block(lab, run, schedule, micros))
+            for cell, (_, schedule, micros, pieces) in zip(cells, KINDS, strict=True):
+                cell["blocks"].append(block(lab, run, schedule, micros, pieces))
             middles = [statistics.median(b["bubble"] for b in cell["blocks"]) for cell in cells]
             print(f"round {number + 1}: {', '.join(f'{middle:.3f}' for middle in middles)}", flush=True)
         lab.stop()
