@@ -83,7 +83,9 @@ def test_what_is_shared_out_trains_as_ddp_does(kind: str) -> None:
     are threads of one take a GPU each.
     """
     e = {"task": toy(model=Deep), "steps": 19, "bucket_mb": 16.0, "optimizer": AdamW()}
-    more = (Change(11, "strategy", "ZeRO3"),) if kind == "nccl" else ()
+    more: tuple[Change, ...] = (Change(15, "strategy", "ZeROOffload"),)
+    if kind == "nccl":
+        more = (Change(11, "strategy", "ZeRO3"), Change(13, "strategy", "ZeROInfinity"), *more)
     ours, plain = on_gpu(2, kind, *SHARED_OUT, *more, Change(17, "strategy", "DDP"), **e), on_gpu(2, kind, **e)
     for one, other in zip(ours, plain, strict=True):
         for x, y in zip(one.model.parameters(), other.model.parameters(), strict=True):

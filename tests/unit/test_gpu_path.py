@@ -33,7 +33,7 @@ from workbench.engine.wires import Line
 from workbench.fabric import Fabric, Link
 from workbench.rank import Op, StrategyError
 from workbench.settings import Change
-from workbench.strategies import KFAC, Gossip, LocalSGD, Newton, ShadowMA, ZeRO2, ZeRO3
+from workbench.strategies import KFAC, Gossip, LocalSGD, Newton, ShadowMA, ZeRO2, ZeRO3, ZeROInfinity, ZeROOffload
 
 pytestmark = pytest.mark.ranks
 
@@ -140,8 +140,10 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
     "how",
     [{}, {"strategy": LocalSGD(every=3)}, {"compressor": TopK(density=0.2)}, {"compressor": PowerSGD(rank=2)},
      {"strategy": ZeRO2(), "bucket_mb": 0.01}, {"strategy": ZeRO3(), "bucket_mb": 0.01},
+     {"strategy": ZeROOffload(), "bucket_mb": 0.01}, {"strategy": ZeROOffload(delayed=True, delay_from=2), "bucket_mb": 0.01},
+     {"strategy": ZeROInfinity(), "bucket_mb": 0.01},
      {"strategy": KFAC(fraction=0.5, inverses_every=3)}, {"strategy": Newton(iterations=3)}],
-    ids=["DDP", "LocalSGD", "TopK", "PowerSGD", "ZeRO2", "ZeRO3", "KFAC", "Newton"],
+    ids=["DDP", "LocalSGD", "TopK", "PowerSGD", "ZeRO2", "ZeRO3", "Offload", "delayed", "Infinity", "KFAC", "Newton"],
 )
 def test_the_engine_on_streams_and_nccl_equals_the_engine_on_a_cpu_bit_for_bit(how: Any, gpus: list[Gpu],
                                                                                monkeypatch: Any) -> None:
