@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from workbench.cluster.changes import Changes
 from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
 from workbench.cluster.errors import RankError
 from workbench.cluster.live import Live
+from workbench.cluster.place import host
 from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch
 from workbench.experiment import Experiment
@@ -242,7 +244,8 @@ def test_an_error_of_the_one_who_is_told_does_not_end_it_either() -> None:
 def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_quicker_than_its_end() -> None:
     """Their word that they went on, after which nobody is about to leave, may come before its engine is seen gone."""
     e = Experiment(ranks=3, on_death="end")
-    live = Live(Run({}, live=True), Any, Changes(e, []), "g")  # type: ignore[arg-type]
+    cluster = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3)
+    live = Live(Run({}, live=True), cluster, Changes(e, []), "g")  # type: ignore[arg-type]
     live.orders.hears = lambda rank: None  # type: ignore[method-assign]
     live.evicting.reasons[2], live.evicting.leaving = "as asked", {2}
     said = {"members": [0, 1], "gone": [2], "step": 5, "text": "ranks 0, 1 went on"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,17 +70,20 @@ del _workbench_probe
 
 def probe(client: Any, ids: list[int], controller: str, timeout: float = 60.0) -> list[Engine]:
     """Asks each engine what it is; rank r is on the r-th of `ids`."""
-    view = client.direct_view(ids)
-    asked = view.execute(_question().replace("{controller!r}", repr(controller)), silent=False, block=False)
-    try:
-        asked.get(timeout)
-    except TimeoutError:
-        late = [i for i in ids if i not in {m["engine_id"] for m in asked.metadata if m["completed"]}]
-        text = f"engines {late or ids} did not answer within {timeout:g} s (is a cell running there?)"
-        raise ClusterError(text) from None
-    asked.wait_for_output(10)
-    said = [next((x for x in out.splitlines() if x.startswith(MARK)), "") for out in asked.stdout]
-    return [Engine(rank=r, id=i, **json.loads(s[len(MARK) :])) for r, (i, s) in enumerate(zip(ids, said, strict=True))]
+    question, until = _question().replace("{controller!r}", repr(controller)), time.monotonic() + timeout
+    said = dict.fromkeys(ids, "")
+    while missing := [i for i, s in said.items() if not s]:
+        asked = client.direct_view(missing).execute(question, silent=False, block=False)
+        try:
+            asked.get(max(until - time.monotonic(), 0.0))
+        except TimeoutError:
+            late = [i for i in missing if i not in {m["engine_id"] for m in asked.metadata if m["completed"]}]
+            text = f"engines {late or missing} did not answer within {timeout:g} s (is a cell running there?)"
+            raise ClusterError(text) from None
+        asked.wait_for_output(10)  # what is printed comes by another way, and may come later than that
+        found = [next((x for x in out.splitlines() if x.startswith(MARK)), "") for out in asked.stdout]
+        said |= dict(zip(missing, found, strict=True))
+    return [Engine(rank=r, id=i, **json.loads(s[len(MARK) :])) for r, (i, s) in enumerate(said.items())]
 
 
 def here() -> dict[str, str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.cluster.engines import spans_hosts
 from workbench.cluster.meeting import cannot_start
 from workbench.cluster.place import ClusterError
 from workbench.cluster.resizing import idle, resize
@@ -94,6 +95,9 @@ class Evicting:
     def evict(self, ranks: Sequence[int], why: str, replace: bool = False, whatever: bool = False) -> None:
         """Ends the engines of these ranks, and the others go on.
 
+        One that this lab has not started, or that is on another machine, is left behind: it is not ended, and finds
+        once it moves that the others went on.
+
         why: in words, for the record; whatever: also where the others cannot go on, so that the run fails
         Raises KnobError or ClusterError where it cannot be, and ends nothing then.
         """
@@ -104,7 +108,10 @@ class Evicting:
             self.leaving |= set(able) if outlived else set()
             self._replaced |= set(able) if replace and outlived else set()
             self.note("evicted", {"ranks": able, "text": f"{named(able)} put out: {why}"}, besides=able)
-            if left := [rank for rank in able if not self.live.cluster.health.end(rank)]:
+            ours = [rank for rank in able if self.live.cluster.health.mine(self.live.cluster.engines[rank])]
+            if behind := [rank for rank in able if rank not in ours]:
+                self.leave_behind(behind, able)
+            if left := [rank for rank in ours if not self.live.cluster.health.end(rank)]:
                 raise ClusterError(f"{named(left)} could not be ended: the system keeps the process")
 
     def _able(self, ranks: Sequence[int]) -> list[int]:
@@ -116,14 +123,19 @@ class Evicting:
         if not ranks or set(ranks) >= set(here):
             raise KnobError(f"rank={', '.join(map(str, ranks)) or 'none'}: put out at least one rank, and leave at "
                             f"least one; lab.stop() ends the run")  # fmt: skip
-        for rank in ranks:
-            engine = live.cluster.engines[rank]
-            if not live.cluster.health.mine(engine):
-                raise ClusterError(
-                    f"rank={rank}: {engine} was not started by this lab, which ends only its own; end it there, and "
-                    f"with on_death='go on' the others go on"
-                )
+        first = live.cluster.engines[0]
+        if first.rank in ranks and spans_hosts(live.cluster.engines):
+            raise ClusterError(
+                f"rank={first.rank}: where ranks find each other lies with {first}, and nobody can go on without that; "
+                f"lab.stop() ends the run"
+            )
         return list(dict.fromkeys(ranks))
+
+    def leave_behind(self, ranks: Sequence[int], besides: Collection[int] = ()) -> None:
+        """The others are told to go on without these, whose engines nobody here can end."""
+        live = self.live
+        others = [m for m in live.members if m not in (*ranks, *besides) and m not in live.ending.dead]
+        live.cluster.line.ask_all("without", timeout=TELL, ranks=others, members=list(ranks))
 
     def _told(self, ranks: list[int], whatever: bool) -> bool:
         """Tells the others; whether they could go on. Raises ClusterError where they could not."""

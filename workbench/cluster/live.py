@@ -24,7 +24,7 @@ from workbench.cluster.ending import Ending
 from workbench.cluster.evicting import Evicting
 from workbench.cluster.gaps import Gaps
 from workbench.cluster.orders import Orders
-from workbench.cluster.place import ClusterError
+from workbench.cluster.place import ClusterError, host
 from workbench.cluster.steady import Steady
 from workbench.cluster.waiting import wait_for_run
 from workbench.cluster.watch import Watch
@@ -184,6 +184,8 @@ class Live:
         if (gone_on or self.ending.outlives()) and not self.ending.asked:
             where = f" at step {error['step']}" + (f", {error['op']}" if error["op"] else "")
             self.notes.append(f"rank {rank} is lost{where}: {error['text']}")
+            if self.cluster.engines[rank].host != host():  # a machine that is gone closes no connection
+                self.evicting.leave_behind([rank])
 
     # -- orders
 

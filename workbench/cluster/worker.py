@@ -19,17 +19,15 @@ from typing import Any
 import cloudpickle
 import zmq
 
-from workbench.cluster import spool
+from workbench.cluster.answers import Answers
 from workbench.cluster.capture import Capture
 from workbench.cluster.keys import Keys, admit
 from workbench.cluster.place import alive, host
 from workbench.cluster.preempting import Notice
-from workbench.cluster.stacks import stacks
 from workbench.cluster.steady import Steady
 from workbench.cluster.wire import Batch, encode
 from workbench.settings.said import said, speaks, traceback_of
 
-OWN = ("rank", "device", "joins", "store", "kind", "loopback")  # of a job, what is said to one rank only
 SILENCE = 60.0  # seconds without a word from a kernel on another host, after which a run is abandoned
 
 _bench: Bench | None = None
@@ -87,7 +85,7 @@ def _load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-class Bench:
+class Bench(Answers):
     """One engine's place in a lab: its two sockets, and the session of its rank while one runs."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -204,71 +202,6 @@ class Bench:
         except BaseException as error:  # a class from a cell may do anything while it is unpickled
             answer["error"] = said(error)
         return [json.dumps(answer, default=str).encode(), out]
-
-    def on_status(self, blob: bytes) -> dict[str, Any]:
-        """Where this rank is: the session's own words, which run, whether it is over, and rows sent so far."""
-        over = self.told_over = not self.busy  # asked first: who is over then tells its last state
-        status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
-        about = {"generation": self.job.get("generation", ""), "over": over, "sent": self.sent}
-        return {**status, **about, "trouble": self.trouble}
-
-    def on_request(self, blob: bytes, request: dict[str, Any]) -> None:
-        self.session.request(request)
-
-    def on_hurry(self, blob: bytes) -> None:
-        if self.busy:
-            self.session.hurry()
-
-    def on_abort(self, blob: bytes, asked: bool = False) -> None:
-        if self.busy:
-            self.session.abort(asked)
-
-    def on_outlive(self, blob: bytes, so: bool = True) -> str:
-        """A rank is about to be put out, or (`so` is false) is not; why this one could not go on without it, or ""."""
-        said: str = self.session.outlive(so)
-        return said
-
-    def on_note(self, blob: bytes, name: str, detail: dict[str, Any]) -> None:
-        """Writes a mark of what the lab did, or saw, into the record."""
-        if self.busy:
-            self.session.mark(name, detail)
-
-    def on_stacks(self, blob: bytes) -> str:
-        """What each thread of this process is in."""
-        return stacks()
-
-    def on_trust(self, blob: bytes, secret: str) -> None:
-        """What only the ranks of the run to come know, as hexadecimal digits."""
-        self.secret = secret
-
-    def on_learn(self, blob: bytes) -> None:
-        """Takes in classes defined in the notebook, before a change names them."""
-        self.learned.append(cloudpickle.loads(blob))
-
-    def on_experiment(self, blob: bytes) -> bytes:
-        """The pickled experiment that this run began with, for a kernel that attaches."""
-        return self.blob
-
-    def on_job(self, blob: bytes) -> dict[str, Any]:
-        """What was said of this run to all its ranks, and what only they know: for a kernel that attaches."""
-        return {name: x for name, x in self.job.items() if name not in OWN} | {"secret": self.secret}
-
-    def on_own(self, blob: bytes, owner: list[float] | None, home: str) -> None:
-        """Who owns the lab from now on; None after `detach`."""
-        self.owner, self.home = owner, home
-
-    def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
-        """The rank's rows of `kind` from row `start` on, from its own disk."""
-        rank = self.job["rank"]
-        return spool.pack(spool.pieces(self.where, kind, rank, start), kind, rank)
-
-    def on_files(self, blob: bytes) -> list[list[Any]]:
-        """[name, bytes] of each file that this rank spooled."""
-        return spool.files(self.where, self.job["rank"])
-
-    def on_file(self, blob: bytes, name: str, start: int) -> bytes:
-        """A part of one such file."""
-        return spool.chunk(self.where, name, start)
 
     def abandoned(self) -> bool:
         """Whether the lab's kernel is gone without having detached."""

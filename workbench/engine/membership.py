@@ -210,6 +210,11 @@ def vote(store: Any, place: int, size: int, mine: Said, patience: float, look: C
     return Heard({other: Said(**json.loads(store.get(f"said {other}"))) for other in counted})
 
 
+def counted(store: Any, place: int) -> bool:
+    """Would a vote hear this place: none has been held, or it was counted?"""
+    return not store.check(["verdict"]) or place in json.loads(store.get("verdict"))
+
+
 def voting(store: Any, size: int) -> bool:
     """Has one of `size` places begun to vote on who is left?"""
     return any(store.check([f"said {place}"]) for place in range(size))

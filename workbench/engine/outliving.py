@@ -5,13 +5,14 @@ The session's thread does all of it, between two lives of its `Training`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
-from workbench.engine.membership import PATIENCE, Heard, Next, Said, Spare, are, lost, named
+from workbench.engine.membership import PATIENCE, Heard, Late, Next, Said, Spare, are, lost, named
 from workbench.engine.salvaging import (
     beside,
     boundary_of,
@@ -41,7 +42,10 @@ TIMES = 5.0  # a rank's longest step that others wait for its word
 
 
 def outlives(session: Session, error: BaseException) -> bool:
-    """Is `error` what a rank meets whose peer is gone, and is this run to go on then?"""
+    """Is `error` what a rank meets whose peer is gone, and is this run to go on then?
+
+    Raises Late where it has gone on without this rank.
+    """
     training = session.training
     if training is None or not training.begun or session.ends:
         return False
@@ -50,12 +54,21 @@ def outlives(session: Session, error: BaseException) -> bool:
         return True  # only one is lost who was to come, and all stand at a boundary
     if session.rank.size == 1:
         return False
+    if met and not _counted(session):
+        raise Late(f"the others went on without rank {session.member}, which they had left behind")
     met = met or (session.forming and isinstance(error, RuntimeError) and _lost(session))
     if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
     if reason := refused(session):
         _says_why_not(session, reason)
     return not reason
+
+
+def _counted(session: Session) -> bool:
+    """Have the others not gone on already?"""
+    with contextlib.suppress(RuntimeError):  # whose host keeps the store may be gone
+        return membership.counted(connect_store(*session.where, session.voting, timeout=1.0), session.rank.id)
+    return True
 
 
 def refused(session: Session) -> str:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,18 @@ class Session:
         reason = refused(self)
         self.outlives_next = so and not reason
         return reason
+
+    def leave_behind(self, members: Sequence[int]) -> None:
+        """These are out of reach and nobody can end them: this one goes on without, as where they had died.
+
+        Their word is not waited for in the vote. One that comes back later finds that the others went on.
+        """
+        here = [self.members.index(m) for m in members if m in self.members and m != self.member]
+        store = connect_store(*self.where, self.voting)
+        for place in here:
+            gone(store, place)
+        if here:
+            self.cut()
 
     def preempt(self) -> None:
         """This rank's machine is about to be ended: it leaves after the step in hand, and the others go on."""

@@ -1,0 +1,64 @@
+"""A rank that hangs on an engine that nobody here can end: the others go on, and it finds later that they have."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.labs import BOUND, apart, endless, reached
+from tests.waiting import until
+from workbench.cluster import evicting
+from workbench.cluster.place import ClusterError
+from workbench.lab import Lab
+from workbench.strategies import LocalSGD
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """On engines that another lab has started."""
+    with apart(tmp_path_factory), Lab(ranks=3, name="theirs") as theirs:
+        theirs.wait(120)
+        file = theirs.cluster.place.path / "security" / "ipcontroller-client.json"
+        with Lab(ranks=3, name="ours", cluster=str(file)) as made:
+            yield made.wait(120)
+
+
+def test_the_others_go_on_and_the_one_that_moves_again_leaves_in_words(lab: Lab) -> None:
+    run = lab.run(endless(ranks=3, strategy=LocalSGD(every=4), on_hang="evict", hang_after=4.0))
+    reached(lab, 8)
+    pid = lab.status[2]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert until(lambda: lab.members == (0, 1), BOUND), lab.notes
+        (said,) = [detail for *_, detail in run.details("members")]
+        assert said["gone"] == [2] and "rank 2 is lost; ranks 0, 1 went on" in said["text"]
+        reached(lab, said["step"] + 8)
+        assert any("rank 2 put out" in detail["text"] for *_, detail in run.details("evicted"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+    def over() -> bool:
+        answer = lab.cluster.line.ask(2, "status")[0]
+        return bool(answer["over"]) and "the others went on without rank 2" in (answer["error"] or {}).get("text", "")
+
+    assert until(over, BOUND), lab.cluster.line.ask(2, "status")
+    assert lab.live and lab.members == (0, 1), "that it has failed ends nothing"
+    lab.stop()
+    assert run.wait(BOUND).state == "stopped"
+
+
+def test_where_ranks_find_each_other_on_the_machine_that_hangs_it_is_refused(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evicting, "spans_hosts", lambda engines: True)
+    run = lab.run(endless(ranks=3, on_hang="wait"))
+    reached(lab, 3)
+    with pytest.raises(ClusterError, match=r"rank=0: where ranks find each other lies with engine 0 on .*"):
+        lab.evict(0)
+    lab.stop()
+    assert run.wait(BOUND).state == "stopped"
