@@ -44,7 +44,7 @@ def marks() -> list[Mark]:
     found = []
     for n, name in enumerate([*dict.fromkeys([*FIELDS, *MUST, *OTHERS]), tag("mark")]):
         about = {k: whole.get(k, tag(f"{name}.{k}")) for k in {*FIELDS.get(name, {}), *MUST.get(name, ())}}
-        about |= {k: tag(f"{name}.{k}") for k in TEXTS} | ({"nbytes": 10} if name == "start" else {})
+        about |= {k: tag(f"{name}.{k}") for k in TEXTS} | ({"nbytes": 10} if name in ("start", "change") else {})
         about |= {"value": tag(f"{name}.value")} if name in ("change", "refused") else {}
         found.append(Mark(0, 3 + n, name, 0.6 + 0.01 * n, json.dumps(about)))
     return found
