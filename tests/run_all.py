@@ -29,7 +29,7 @@ LONG = ("netns", "long", "slow")  # the groups behind `long`: `make test` is to 
 ASKED = ("every",)  # and what is run where it is asked for only
 WANTED = 20 * 60  # seconds that `make test` may take on two quiet cores
 # Several at a time, for much of their time they wait: most where ranks are threads.
-BESIDE = {"quick": 2, "ranks": 3, "slow": 2, "long": 2, "every": 2, "engine": 2, "browser": 2}
+BESIDE = {"quick": 2, "ranks": 3, "slow": 2, "long": 3, "every": 3, "engine": 2, "browser": 2}
 # Where no file's tests share what takes long to make, an idle worker takes over tests of a busy one's file: some files
 # of these groups take a tenth of all.
 SHARED_OUT = ("ranks", "long", "every")

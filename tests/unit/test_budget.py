@@ -38,6 +38,7 @@ def needs(e: Experiment) -> float:
     return max(seen(run(e)[0], "memory peak")) / 1e6
 
 
+@pytest.mark.long
 def test_what_is_foreseen_is_what_shows_and_each_stage_needs_less() -> None:
     found = []
     for strategy in STAGES:
@@ -176,6 +177,7 @@ def test_buckets_are_cut_anew_where_the_whole_model_has_no_room(
 
 
 
+@pytest.mark.long
 def test_from_shards_on_the_device_to_shards_elsewhere_nothing_is_assembled() -> None:
     e = lesson(strategy=ZeRO3(), memory_mb=24.0)
     for to in (ZeROInfinity(), ZeROInfinity(on="host"), ZeROOffload()):

@@ -64,6 +64,7 @@ def test_a_group_holds_the_model_and_a_share_of_it_crosses_between_groups() -> N
     assert psi / 2 <= seen(session, "memory parameters")[-1] <= psi / 2 + 2 * largest
 
 
+@pytest.mark.long
 def test_second_shards_keep_the_backwards_gathers_within_groups_and_change_no_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

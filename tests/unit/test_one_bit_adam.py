@@ -137,6 +137,7 @@ def digits(**rest: Any) -> list[float]:
     return [float(x) for x in rows[rows.name == "held_out"].value]
 
 
+@pytest.mark.long
 def test_scaled_momenta_survive_signs_where_the_papers_do_not() -> None:
     """Some of this network's elements hardly ever have a gradient: their v is thousands of times below the others'.
 

@@ -145,6 +145,7 @@ def test_each_rank_keeps_its_share_and_sends_what_ddp_sends(stage: Strategy, ran
     assert usual <= sent <= usual + padded
 
 
+@pytest.mark.long
 def test_stage_two_keeps_its_share_of_the_gradients_and_stage_one_all_of_them() -> None:
     held = {}
     for stage, ranks in itertools.product((DDP(), ZeRO1(), ZeRO2()), (2, 4)):
