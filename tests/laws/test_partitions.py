@@ -139,7 +139,7 @@ def test_every_ordered_pair_of_partitions(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("name",), thinned(((name,) for name in sorted({type(s).__name__ for s, _ in EVERYWHERE})),
-                                            of=0, long=6))  # fmt: skip
+                                            of=0, long=12))  # fmt: skip
 def test_every_strategy_into_and_out_of_every_partition(name: str) -> None:
     own = [(s, way) for s, way in EVERYWHERE if type(s).__name__ == name]
     others = [(DDP(), way) for way in WAYS]
