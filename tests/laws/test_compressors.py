@@ -11,6 +11,7 @@ import torch
 from tests.laws.codecs import DELTA, FEATURES, LATER, LOSING, NOTED, ONE_HOP, ROUNDS, SENT, TURNED
 from tests.laws.others import others
 from tests.ranks import exchange, experiment, placed, run, shipped, together
+from tests.thinned import thinned
 from tests.unbiased import assert_unbiased
 from workbench import simulate
 from workbench.analysis.settings import EXACT as SILENT
@@ -251,8 +252,7 @@ def fed_back(cls: type[Compressor]) -> bool:
     return cls.residual in ("", ErrorFeedback.residual) and ErrorFeedback(of=cls()).refuses() is None
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [n for n, cls in ALL.items() if fed_back(cls)])
+@pytest.mark.parametrize(("name",), thinned(((n,) for n, cls in ALL.items() if fed_back(cls)), of=0, long=3))
 def test_nothing_is_lost_under_error_feedback_over_random_live_changes(name: str) -> None:
     """Everything sent plus what is left equals the sum of all gradients, through 500 changes of everything."""
     rng = random.Random(name)

@@ -40,9 +40,11 @@ def test_a_hostile_run_directory_is_opened_or_refused_in_a_sentence(tmp_path: Pa
     held(in_a_child(0, 52, tmp_path), 52)
 
 
-@pytest.mark.long
-def test_many_hostile_run_directories(tmp_path: Path) -> None:
-    held(in_a_child(1000, 2000, tmp_path), 1000)
+@pytest.mark.parametrize(("first", "count"), [
+    pytest.param(1000, 250, marks=pytest.mark.long), pytest.param(1250, 750, marks=pytest.mark.every),
+])  # fmt: skip
+def test_many_hostile_run_directories(first: int, count: int, tmp_path: Path) -> None:
+    held(in_a_child(first, first + count, tmp_path), count)
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
