@@ -16,7 +16,7 @@ LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 450, "notebook": 36
           "engine": 240, "ranks": 180}  # fmt: skip
 # Of a test's cases on real ranks `make test` runs one in so many, and at least one; of the others `make test-long` and
 # CI run one in so many, and the rest is run with EVERY=1.
-ONE_IN, ONE_LATER = 5, 4
+ONE_IN, ONE_LATER = 8, 8
 
 
 @pytest.hookimpl(tryfirst=True)
