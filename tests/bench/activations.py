@@ -166,13 +166,14 @@ def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str
     return (
         f"* {way}: seeds of none are {noise:.2f} apart. Beyond that cost: {told(worse)}. Beyond that gain: "
         f"{told(better)}. All else is within it. {_directions(off, noise)}"
-    )
+    ).rstrip()
 
 
 def _directions(off: dict[str, float], noise: float) -> str:
     """Of each codec, which way it costs more; `off`: training loss over none, by codec and direction."""
     alike, said = [], []
-    for codec in dict.fromkeys(name.rpartition(" ")[0] for name in off if name.endswith((" forward", " backward"))):
+    ways = [name.removesuffix(" forward") for name in off if name.endswith(" forward")]
+    for codec in (name for name in ways if f"{name} backward" in off):
         there, back = off[f"{codec} forward"], off[f"{codec} backward"]
         if max(abs(there), abs(back)) <= noise:
             alike.append(codec)
@@ -182,7 +183,7 @@ def _directions(off: dict[str, float], noise: float) -> str:
             way = "forward" if there > back else "backward"
             said.append(f"{codec} costs more {way} ({there:+.2f} forward, {back:+.2f} backward)")
     said += [f"with {', '.join(alike)} neither does"] if alike else []
-    return f"Which direction matters: {'; '.join(said)}."
+    return f"Which direction matters: {'; '.join(said)}." if said else ""
 
 
 def _spread(values: list[float]) -> str:

@@ -57,6 +57,9 @@ def test_the_page_says_by_how_much_a_row_is_off() -> None:
     assert "seeds of none are 1.00 apart. Beyond that cost: nothing. Beyond that gain: nothing." in page
     cells += [cell(Row("2 stages", "8 bits", "forward"), seed, loss=4.0 + seed) for seed in (0, 1)]
     assert "Beyond that cost: 8 bits forward (+2.00)." in activations.text({"steps": 7, "cells": cells})
+    cells += [cell(Row("2 stages", "8 bits", "backward"), seed, loss=2.0 + seed) for seed in (0, 1)]
+    said = "Which direction matters: 8 bits costs more forward (+2.00 forward, +0.00 backward)."
+    assert said in activations.text({"steps": 7, "cells": cells})
 
 
 def tuned(row: str, rate: float, seed: int, loss: float) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def step(e: Experiment) -> float:
     return float(np.median(mine.t1 - mine.t0))
 
 
+@pytest.mark.long
 def test_it_finds_pieces_with_which_a_step_is_as_short_as_the_best_of_a_fine_grid() -> None:
     found = tune(SLOW, ["partition_mb", "credit_mb"], within=WITHIN, trials=20)
     assert found.trials[0].settings == {"strategy.partition_mb": 0.003, "strategy.credit_mb": 0.003}
