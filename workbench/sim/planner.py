@@ -24,7 +24,7 @@ from workbench.sim.simulate import rehearsed
 from workbench.tasks import Learner
 
 ALL = 64  # ranks up to which each has its own speed
-SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, where steps differ
+SETTLE, STEPS = 3, 2  # steps at the beginning that are not like others; that are looked at, at least
 
 
 class Planned(NamedTuple):
@@ -102,9 +102,9 @@ def _able(e: Experiment, ways: list[Partition], learner: Learner) -> list[Partit
 
 def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learner: Learner,
                seen: dict[Any, Any] | None) -> Planned | None:  # fmt: skip
-    looked = _looked(e, strategy)
+    looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
     never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
-    stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + min(STEPS, looked))
+    stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
     try:
         e = replace(e, strategy=strategy, partition=way, steps=stop + never, eval_every=0, batch=e.batch * way.size,
                     pace=0.0, policy=ByHand()).checked()  # fmt: skip
@@ -117,14 +117,6 @@ def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learn
     away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
     sent = float(analysis.bytes_per_step(run.timeline, stop - looked, stop).mean())
     return Planned(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)
-
-
-def _looked(e: Experiment, strategy: Any) -> int:
-    """Over how many steps the mean is taken: a whole round, where there are such; and one where all are alike."""
-    if strategy.periodic:
-        return max(STEPS, min(longest(strategy), MOST))
-    unlike_steps = e.fabric.link.jitter or e.fabric.faults or not strategy.lockstep
-    return STEPS if unlike_steps else 1
 
 
 def _exact(e: Experiment) -> list[Any]:

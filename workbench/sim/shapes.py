@@ -25,7 +25,6 @@ _CHANGED = {  # changes its first argument, which it returns
     _aten.zero_.default, _aten.fill_.Scalar,
 }  # fmt: skip
 _NUMBERS = (int, float)
-_WHOLE = (int, bool)
 _PLAIN = (Tensor, nn.Parameter)
 SCALARS = (int, float, bool)
 WORDS = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -58,12 +57,13 @@ class Shapes(TorchDispatchMode):
         if (known := _made.get(key)) is None:
             made = func(*args, **(kwargs or {}))
             found = [_plainly(x, args) for x in (made if type(made) is tuple else (made,))]
-            if len(_made) >= MOST:
-                _made.clear()
-            _made[key] = () if None in found else tuple(found)
+            if None in found:
+                _kinds[func] = None
+            else:
+                if len(_made) >= MOST:
+                    _made.clear()
+                _made[key] = tuple(found)
             return made
-        if not known:  # not plain for these sizes
-            return func(*args, **(kwargs or {}))
         if len(known) == 1:
             shape, strides, dtype = known[0]
             return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -90,7 +90,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
             parts += (kind, x) if tells else (kind,)
         elif kind in WORDS:
             parts.append(x)
-        elif kind in (list, tuple) and all(type(n) in _WHOLE for n in x):
+        elif kind in (list, tuple) and all(type(n) is int for n in x):
             parts.append(tuple(x))
         else:
             return None
@@ -124,11 +124,11 @@ def _plainly(made: Any, args: Any) -> tuple[Any, ...] | None:
 def _alike(args: Sequence[Any]) -> bool:
     """Are they tensors of floating-point numbers, of one shape and dtype, and numbers beside the first?"""
     first = args[0]
-    if type(first) not in _PLAIN or not first.is_meta or not first.is_floating_point():
+    if type(first) is not Tensor or not first.is_meta or not first.is_floating_point():
         return False
     for x in args[1:]:
         if isinstance(x, Tensor):
-            if type(x) not in _PLAIN or not x.is_meta or x.dtype is not first.dtype or x.shape != first.shape:
+            if type(x) is not Tensor or not x.is_meta or x.dtype is not first.dtype or x.shape != first.shape:
                 return False
         elif not isinstance(x, _NUMBERS):
             return False
