@@ -136,14 +136,15 @@ def pipeline(cells: list[dict[str, Any]]) -> str:
         off.append(abs(mid - formula))
         rows.append([c["name"], str(c["micros"]), f"{formula:.3f}", f"{mid:.3f} ({low:.3f} to {high:.3f})", f"{late:.1f}"])
     head = ["schedule", "micro-batches", "formula", "measured", "a pass ends late by, ms"]
+    interleaved = " interleaved, a stage is v = 2 pieces;" if any(c.get("pieces", 1) > 1 for c in cells) else ""
     about = (
         "Four ranks as four stages of equal layers, forwards of a micro-batch through a piece of the model paced to 100 ms"
-        " and backwards to 200, or each of their halves to 100; interleaved, a stage is v = 2 pieces;"
+        f" and backwards to 200, or each of their halves to 100;{interleaved}"
         f" the share of the time from the first pass to the last that a stage stands still. Median of"
         f" {len(cells[0]['blocks'])} alternating blocks of one run with its 95 % bootstrap interval; rows \"again\""
         " are the A/A control. A pass is its paced time and what sleeping takes longer, the median over passes."
     )
-    formulas = "(p-1) / (vm+p-1), of ZB-H1 (p-1) / (3m+p-1)"
+    formulas = f"(p-1) / ({'vm' if interleaved else 'm'}+p-1), of ZB-H1 (p-1) / (3m+p-1)"
     worst = f"Asked: within 0.05 of {formulas}. The furthest is {max(off):.3f} away."
     return f"## The bubble of a pipeline\n\n{about}\n\n{table(head, rows)}\n{worst}\n"
 
