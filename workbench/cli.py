@@ -1,4 +1,4 @@
-"""The command line: `workbench lab | demo | run | show`. A mistake is answered with one sentence.
+"""The command line: `workbench lab | demo | run | tune | show | compare | export | open`. A mistake: one sentence.
 
 Heavy packages are imported inside the commands that need them, so that `workbench show` needs no torch.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +19,9 @@ from workbench.cluster.errors import RankError
 from workbench.cluster.place import ClusterError
 from workbench.run import Run, RunError
 from workbench.settings import KnobError
+
+WHAT = "a recipe, such as first_run, digits or slow_link, or a training script, such as train.py"
+LOOK = 0.2  # seconds between two looks at what a script says
 
 app = typer.Typer(
     help="Watch and steer distributed training while it runs.",
@@ -67,20 +72,26 @@ def demo(
 @plainly
 def run(
     out: Annotated[Path, typer.Option(help="the run directory that is written")],
-    recipe: Annotated[str | None, typer.Argument(help="a recipe, such as first_run, digits or slow_link")] = None,
+    recipe: Annotated[str | None, typer.Argument(help=WHAT)] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="after --, what the script finds in sys.argv")] = None,
     knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps (200 if the recipe does not say)")] = None,
     ranks: Annotated[int | None, typer.Option(help="how many ranks train")] = None,
     resume: Annotated[Path | None, typer.Option(help="go on from this checkpoint, or the newest of this run")] = None,
 ) -> None:
-    """Run a recipe without a browser and record it, or go on from a checkpoint, with other settings if you like."""
+    """Run a recipe or a training script without a browser and record it, or go on from a checkpoint.
+
+    A script, such as train.py, is one that torchrun could start: its DistributedDataParallel is torch's own at first
+    (TorchDDP), or that of --set strategy=DDP, LocalSGD, ... It ends by itself, or after --steps. Its own words come
+    after --, as in: workbench run train.py --ranks 2 --out runs/mine -- --epochs 3
+    """
     from workbench.experiment import given
 
     given.ranks(4 if ranks is None else ranks)
     asked = [*map(setting, knobs or ()), ("steps", steps), ("ranks", ranks)]
-    start = begun(recipe, resume)
+    start = begun(recipe, resume, words or [])
     experiment = given.turned(start, [(path, value) for path, value in asked if value is not None])
-    experiment = experiment if experiment.steps else experiment.set("steps", 200)
+    experiment = experiment if experiment.steps or experiment.task.leads else experiment.set("steps", 200)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: is there already; name a directory that is new")
     from workbench.doors.ending import CODE, how, told
@@ -91,7 +102,7 @@ def run(
         try:
             done = with_lab.run(experiment, out=out, resume=resume)
             ending.lab = with_lab
-            done.wait()
+            followed(done) if experiment.task.leads else done.wait()
             print_summary(done)
         finally:
             with_lab.close()
@@ -101,6 +112,27 @@ def run(
         raise typer.Exit(CODE)
     if done.state == "failed":
         raise typer.Exit(1)
+
+
+@app.command()
+@plainly
+def tune(
+    recipe: Annotated[str, typer.Argument(help="a recipe, such as first_run, digits or slow_link")],
+    tried: Annotated[list[str] | None, typer.Option("--try", help="a knob and a JSON list of its values")] = None,
+    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
+    trials: Annotated[int | None, typer.Option(help="how many settings are tried")] = None,
+    worse: Annotated[float, typer.Option(help="share by which the loss may lie above its trend")] = 0.02,
+    ranks: Annotated[int, typer.Option(help="how many ranks train")] = 4,
+    out: Annotated[Path | None, typer.Option(help="the run directory that is written")] = None,
+) -> None:
+    """Train a recipe, try settings while it trains, and say which step is shortest."""
+    from workbench.doors.tuned import tuned
+    from workbench.experiment import given
+
+    given.ranks(ranks)
+    asked = [*map(setting, knobs or ()), ("ranks", ranks), ("steps", 0)]
+    space = dict(map(setting, tried or ())) or None
+    tuned(given.turned(begun(recipe, None, []), asked), space, trials, worse, out)
 
 
 @app.command()
@@ -118,17 +150,92 @@ def show(
         typer.echo(f"wrote {write_page(found, out)}")
 
 
-def begun(recipe: str | None, resume: Path | None) -> Any:
-    """The experiment that settings are set in: a recipe's, or a checkpoint's."""
+@app.command()
+@plainly
+def compare(
+    a: Annotated[str, typer.Argument(help="a run directory; runs/first@100:200 are its steps 100 to 199")],
+    b: Annotated[str, typer.Argument(help="another, or another segment of the same")],
+    metric: Annotated[str | None, typer.Option(help="only metrics that begin so: step, exposed, bytes, loss")] = None,
+    tolerance: Annotated[float, typer.Option(help="share of a's value by which b may be worse", min=0, max=10)] = 0.0,
+    out: Annotated[Path | None, typer.Option(help="also write the overlaid curves into this page")] = None,
+) -> None:
+    """Compare two recorded runs; exit code 1 where b is worse in a metric, beyond the tolerance, at 99 % confidence."""
+    from workbench.doors.comparing import side_by_side
+
+    if side_by_side(opened(a), opened(b), metric, tolerance, out):
+        raise typer.Exit(1)
+
+
+@app.command()
+@plainly
+def export(
+    rundir: Annotated[str, typer.Argument(help="a run directory; runs/first@100:200 are its steps 100 to 199")],
+    to: Annotated[str, typer.Option(help="perfetto, chrome, parquet, csv or tensorboard")],
+    out: Annotated[Path | None, typer.Option(help="the file or folder that is written")] = None,
+) -> None:
+    """Write a recorded run for another tool."""
+    typer.echo(f"wrote {opened(rundir).export(to, out)}")
+
+
+@app.command("open")
+@plainly
+def open_traces(
+    traces: Annotated[list[Path], typer.Argument(help="files of torch.profiler, .json or .json.gz, one per rank")],
+    save: Annotated[Path | None, typer.Option(help="also keep them as this run directory")] = None,
+    out: Annotated[Path | None, typer.Option(help="also write the charts into this page")] = None,
+) -> None:
+    """Take in traces of another job: its timeline, what overlaps what, who waits for whom."""
+    from workbench.doors.traces import lines as traces_said
+
+    found = Run.from_traces(traces)
+    print_summary(found)
+    for text in [*traces_said(found), *found.warnings]:
+        typer.echo(f"  {text}")
+    if save:
+        typer.echo(f"kept {found.save(save)}")
+    if out:
+        from workbench.doors.report import write_page
+
+        typer.echo(f"wrote {write_page(found, out)}")
+
+
+def opened(text: str) -> Run:
+    """The run in a run directory; of `runs/first@100:200` its steps 100 to 199."""
+    part = None if Path(text).exists() else re.fullmatch(r"(.+)@([0-9]{1,9}):([0-9]{1,9})", text)
+    return Run.open(part[1]).segment(int(part[2]), int(part[3])) if part else Run.open(text)
+
+
+def begun(recipe: str | None, resume: Path | None, words: list[str]) -> Any:
+    """The experiment that settings are set in: a recipe's, a script's, or a checkpoint's."""
     from workbench.experiment.recipes import recipe as find
 
     if (recipe is None) == (resume is None):
-        raise KnobError("run: name a recipe, such as digits, or a checkpoint with --resume; and not both")
+        raise KnobError("run: name a recipe, such as digits, a script, such as train.py, or a checkpoint with "
+                        "--resume; and not both")  # fmt: skip
+    if recipe is not None and recipe.endswith(".py"):
+        from workbench.experiment import given
+
+        return given.script(recipe, words)
+    if words:
+        raise KnobError(f"run: {recipe or resume} takes no words of its own; these are a script's: {' '.join(words)}")
     if recipe is not None:
         return find(recipe)
     from workbench.run import settings_of
 
     return settings_of(resume or "")
+
+
+def followed(run: Run) -> None:
+    """Waits for the end of a script's run, and says meanwhile what its rank 0 says."""
+    told, live = 0, True
+    while live:
+        live = run.live  # before its lines are read: the last ones are there once it is over
+        lines = run.details("log", rank=0)
+        for _, _, line in lines[told:]:
+            typer.echo(line["text"].rstrip("\n"), err=line["stream"] == "stderr")
+        told = len(lines)
+        time.sleep(LOOK if live else 0.0)
+    run.wait()
 
 
 def setting(text: str) -> tuple[str, Any]:

@@ -5,25 +5,36 @@ A door like `workbench.lab`: rooms inside pass the data alone (`workbench.record
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from workbench import analysis
+from workbench.analysis.frames import Frames
+from workbench.record import kineto
 from workbench.record import run as record
 from workbench.record.checkpoints import Checkpoint
-from workbench.record.display import face, show
+from workbench.record.display import dashboard, face, show
+from workbench.record.kept import kept
 from workbench.record.store import RunError as RunError
-from workbench.settings import Change
+from workbench.settings import Change, KnobError, each, short
 
 if TYPE_CHECKING:
-    from workbench.analysis import RankMemory
+    import pandas as pd
+    from torch import nn
+
     from workbench.experiment import Experiment
     from workbench.sim import Costs
+    from workbench.sim.advice import Advised
     from workbench.sim.balancer import Balanced
+    from workbench.sim.on_ranks import Training
     from workbench.sim.planner import Planned
     from workbench.sim.resuming import Resumed
-    from workbench.sim.tuner import Training, Tuned
+    from workbench.sim.scaling import Scaling
+    from workbench.sim.space import Trying
+    from workbench.sim.trials import Tuned
+    from workbench.sim.tuning import Tuning
     from workbench.sim.what_if import WhatIf
 
 
@@ -47,11 +58,18 @@ def balance(
     return balance(experiment, times=times, slow=slow, rounds=rounds)
 
 
-def tune(on: Experiment | Training, paths: Sequence[str] | None = None, **how: Any) -> Tuned:
-    """Values of knobs with which a step is shortest, searched by trying. See `workbench.sim.tuner`, which this is."""
-    from workbench.sim.tuner import BYTES, tune
+def tune(on: Experiment | Training, paths: Trying = None, **how: Any) -> Tuned:
+    """Settings with which a step is shortest, searched by trying. See `workbench.sim.tuner`, which this is."""
+    from workbench.sim.tuner import tune
 
-    return tune(on, BYTES if paths is None else paths, **how)
+    return tune(on, paths, **how)
+
+
+def tuning(on: Training, paths: Trying = None, **how: Any) -> Tuning:
+    """The same on ranks that train, begun and not waited for. See `workbench.sim.tuning`, which this is."""
+    from workbench.sim.tuning import Tuning
+
+    return Tuning(on, paths, **how).start()
 
 
 def resumed(path: Path | str, wanted: Experiment | None, changes: Sequence[Change] | None, most: int) -> Resumed:
@@ -68,15 +86,29 @@ def settings_of(path: Path | str) -> Experiment:
     return settings_of(Checkpoint.open(path))
 
 
-def require_memory(experiment: Experiment, path: str = "", value: Any = None) -> None:
+def require_memory(experiment: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
     """Raises KnobError if ranks of `experiment`, or a change of it, would need more than `memory_mb`; see sim.fits."""
-    if experiment.memory_mb or path == "memory_mb":
+    if experiment.memory_mb or (path and "memory_mb" in each(path, value)):
         from workbench.sim.fits import require_memory
 
         require_memory(experiment, path, value)
 
 
-class Run(record.Run):
+def outlined(task: Any) -> bool:
+    """Is the model of this task known already, so that `refused_by_model` builds nothing?"""
+    if (suits := sys.modules.get("workbench.sim.suits")) is None:  # asked often, and where nothing may take long
+        return False
+    return bool(suits.outlined(task))
+
+
+def refused_by_model(experiment: Experiment) -> str:
+    """Why the task's model cannot be trained so, in a sentence; "" where nothing is said. See sim.suits."""
+    from workbench.sim.suits import refused_by_model
+
+    return refused_by_model(experiment)
+
+
+class Run(Frames):
     """An experiment, its timeline and its environment; live, recorded and simulated runs are the same class.
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
@@ -91,25 +123,124 @@ class Run(record.Run):
             epoch=run.epoch, parent=run.parent,
         )  # fmt: skip
 
+    @classmethod
+    def from_traces(cls, paths: Iterable[Path | str], name: str = "") -> Self:
+        """A run of traces that torch.profiler wrote of any job, a file per rank, .json or .json.gz.
+
+        Its timeline has steps, kernels or operators, collectives and what of them was exposed, so that all that is
+        asked of timelines can be asked of it; see `workbench.analysis.taken`. `save` keeps it as a run directory.
+        Nothing in a trace is run. Raises RunError for what is none, or too large.
+        """
+        every = [paths] if isinstance(paths, str | Path) else list(paths)
+        if not every:
+            raise RunError("traces=[]: must be files that torch.profiler wrote, one for each rank")
+        traces = kineto.by_rank(kineto.read(path) for path in every)
+        timeline, notes = analysis.taken(traces)
+        ranks = max(traces) + 1
+        files = {str(rank): trace.path.name for rank, trace in traces.items()}
+        about = {"traces": files, "devices": sorted({trace.device for trace in traces.values() if trace.device})}
+        title = name or Path(every[0]).resolve().parent.name or "traces"
+        run = cls({"ranks": ranks}, timeline=timeline, environment=about, name=title)
+        run.warnings = tuple(notes)
+        return run
+
     def summary(self) -> dict[str, Any]:
         """The run in a few plain values."""
         return analysis.summary(self)
 
-    def memory(self, last: int | None = None) -> list[RankMemory]:
-        """By rank, what its memory held at most in the last so many steps, or in all: bytes by category, and the peak.
-
-        >>> Run({"ranks": 2}, name="tour").memory()
-        []
-        """
-        stop = analysis.last_steps(self.timeline)[1]
-        return analysis.memory(self.timeline, 0 if last is None else max(0, stop - last))
-
-    def what_if(self, settings: Mapping[str, Any] | None = None) -> WhatIf:
+    def what_if(self, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
         """The simulator's word on other settings, calibrated from this run. See `workbench.sim.what_if`."""
         from workbench.sim.what_if import what_if
 
-        found = what_if(self, settings)
+        found = what_if(self, settings, network)
         return found._replace(run=type(self).of(found.run))
+
+    def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
+                ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
+        """The same over numbers of ranks, by itself 2 to 4,096, with what is assumed. See `workbench.sim.scaling`."""
+        from workbench.sim.what_if import RANKS, scaling
+
+        return scaling(self, settings, network, RANKS if ranks is None else ranks)
+
+    def model(self, step: int | None = None, task: Any = None, timeout: float = 60.0) -> nn.Module:
+        """The trained model, on the CPU: of a live run as it is at its next step boundary, of an ended one as it ended.
+
+        What ranks hold is brought together as when a strategy is left: shards, slices and stages to the whole, and of
+        replicas that drifted apart the mean. It is read from a checkpoint; the one of a live run stays.
+
+        step: of the checkpoint before that step instead; task: of a recorded run, whose own functions are not in it
+        timeout: seconds to wait for a live run's boundary
+
+        Raises RunError where it was not kept, and says what is, TimeoutError, and KnobError of another task's settings.
+        """
+        from workbench.sim.resuming import model_of
+
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+            raise KnobError(f"step={short(step)}: must be the step of a checkpoint, 0 or more, or None")
+        checkpoint = Checkpoint.open(kept(self, step, timeout))
+        return model_of(checkpoint, self.experiment.task if task is None else task)
+
+    def save_model(self, path: Path | str, step: int | None = None, task: Any = None, timeout: float = 60.0) -> Path:
+        """Writes `model(...)` to `path`: `.safetensors` as that (needs safetensors), else its state dict as torch does.
+
+        `torch.load(path, weights_only=True)` reads the latter. Raises what `model` does, and RunError where it cannot
+        be written.
+        """
+        from workbench.sim.resuming import written_to
+
+        if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+            raise KnobError(f"path={short(path)}: must be a file to write, such as 'model.safetensors' or 'model.pt'")
+        return written_to(Path(path), lambda: self.model(step, task, timeout))
+
+    def segment(self, first: int, stop: int) -> Self:
+        """Steps [first, stop) as a run of their own, to be compared, exported or looked at like any.
+
+        >>> Run({"ranks": 2}, name="tour").segment(10, 20).name
+        'tour, steps 10 to 19'
+        """
+        whole = [isinstance(step, int) and not isinstance(step, bool) for step in (first, stop)]
+        if not all(whole) or not 0 <= first < stop:
+            raise KnobError(f"first={short(first)}, stop={short(stop)}: must be steps, 0 or more, stop after first")
+        name, timeline = f"{self.name}, steps {first} to {stop - 1}", analysis.segment(self.timeline, first, stop)
+        return type(self)(
+            self.settings, timeline=timeline, environment=self._environment, name=name, started=self.started,
+            epoch=self.epoch, parent=self.parent,
+        )  # fmt: skip
+
+    def compare(self, other: record.Run, tolerance: float = 0.0) -> pd.DataFrame:
+        """What `other` is beside this run, a row per metric, less of which is better: `workbench.analysis.comparison`.
+
+        Columns: unit, a (this run), b, difference (b - a), its 99 % interval low and high, verdict (of b: better,
+        worse, alike, unknown) and why it is unknown. Of two segments of one run each is `run.segment(...)`.
+
+        tolerance: share of a's value by which b may be worse, 0 to 10. Raises RunError for another.
+
+        >>> Run({"ranks": 2}, name="a").compare(Run({"ranks": 2}, name="b")).verdict["step time"]
+        'unknown'
+        """
+        import pandas as pd
+
+        return pd.DataFrame(analysis.compare(self, other, tolerance)).set_index("metric")
+
+    def advice(self, last: int = 40) -> Advised:
+        """What cost a step most in the last so many steps, and what to try next. See `workbench.sim.advice`.
+
+        >>> Run({"ranks": 2}, name="tour").advice()
+        Nothing costs a step a twentieth of its time beyond the compute that all ranks share.
+        """
+        from workbench.sim.advice import advice
+
+        return advice(self, last)
+
+    def export(self, to: str, out: Path | str | None = None) -> Path:
+        """Writes the run for another tool, to "perfetto", "chrome", "parquet", "csv" or "tensorboard".
+
+        See `workbench.analysis.files` for what each is. out: file or folder; by default NAME-FORM where Python runs.
+        Returns where it is. Raises RunError for another form, or where it cannot be written.
+        """
+        from workbench.analysis.files import export
+
+        return export(self, to, out)
 
     def as_python(self) -> str:
         """Code that runs the same experiment with the same changes."""
@@ -119,6 +250,13 @@ class Run(record.Run):
 
     def __repr__(self) -> str:
         return analysis.line(self)
+
+    def dashboard(self, read_only: bool = False) -> Any:
+        """The dashboard as a widget, the same each time; with `read_only` another one, for those who may only look.
+
+        Its `dock()` shows it in a panel beside the notebook; `state()` and `restore(state)` keep what is open on it.
+        """
+        return dashboard("Run", self, read_only)
 
     def _ipython_display_(self) -> None:
         show("Run", self)
@@ -135,5 +273,8 @@ def simulate(
     """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.simulate`, which this is."""
     from workbench.sim import simulate
 
-    return Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike,
-                           resume=resume, checkpoints=checkpoints))  # fmt: skip
+    run = Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike,
+                          resume=resume, checkpoints=checkpoints))  # fmt: skip
+    for hear in tuple(record.hearers):
+        hear(run)
+    return run

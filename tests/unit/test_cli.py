@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -92,6 +93,22 @@ def test_run_without_a_number_of_steps_ends(asked: list[Experiment], tmp_path: P
     assert asked[0].steps == 200
 
 
+def test_run_takes_a_script_with_its_words_says_what_it_says_and_sets_no_end(
+    asked: list[Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    said = '{"stream": "stdout", "text": "epoch 1\\n"}'
+    monkeypatch.setattr(Run, "details", lambda run, name, rank=None: [(0, 0.0, json.loads(said))])
+    done = say("run", "train.py", "--out", "r", "--ranks", "2", "--set", "strategy=DDP", "--", "--lr", "0.1")
+    assert done.exit_code == 0, done.output
+    assert "epoch 1\n" in done.output
+    experiment = asked[0]
+    assert (experiment.task.file, experiment.task.args, experiment.task.folder) == (
+        "train.py", ("--lr", "0.1"), str(tmp_path))  # fmt: skip
+    assert (experiment.steps, experiment.ranks, str(experiment.strategy)) == (0, 2, "DDP(accumulate=1)")
+
+
 def test_run_goes_on_from_a_checkpoint_with_what_is_set(
     asked: list[Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,8 +125,10 @@ def test_run_goes_on_from_a_checkpoint_with_what_is_set(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ([], "name a recipe, such as digits, or a checkpoint with --resume; and not both"),
-        (["digits", "--resume", "x"], "name a recipe, such as digits, or a checkpoint with --resume; and not both"),
+        ([], "name a recipe, such as digits, a script, such as train.py, or a checkpoint"),
+        (["digits", "--resume", "x"], "name a recipe, such as digits, a script, such as train.py, or a checkpoint"),
+        (["digits", "7", "--steps", "2"], "digits takes no words of its own; these are a script's: 7"),
+        (["no/train.py"], "file='no/train.py': there is no such file"),
         (["--resume", "no/where"], "no/where: holds no checkpoint that is whole"),
         (["digit"], "recipe='digit': no such recipe; did you mean digits?"),
         (["digits", "--set", "strategy=LocalSDG"], "did you mean LocalSGD"),
@@ -207,6 +226,14 @@ def test_the_token_is_kept_and_not_on_the_command_line(
     assert not any("token=" in word or "disable_check" in word for word in command)
 
 
+def test_jupyterlab_asks_nothing_that_lies_over_the_page(tmp_path: Path) -> None:
+    from jupyterlab.labapp import LabApp
+
+    lab = LabApp()
+    lab.parse_command_line(jupyter.command(tmp_path, 8888, opens=False)[3:])
+    assert lab.news_url is None, "else it asks whether news may be fetched"
+
+
 def test_installed_notebooks_are_copied_to_where_the_user_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shared = tmp_path / "data" / "share" / "training-workbench" / "notebooks"
     shared.mkdir(parents=True)
@@ -227,3 +254,12 @@ def test_no_notebook_anywhere_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(jupyter.sysconfig, "get_path", lambda name: str(tmp_path / name))
     with pytest.raises(RunError, match="not found"):
         jupyter.notebooks()
+
+
+def test_settings_that_cannot_be_tried_are_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lab(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a lab was started")
+
+    monkeypatch.setattr("workbench.doors.tuned.Lab", lab)
+    assert "must be a list of values to try" in refused(say("tune", "digits", "--try", "bucket_mb=0.05,1"))
+    assert "colour" in refused(say("tune", "digits", "--try", "colour=[1]"))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.compressors import Compressor, Dense, inside
-from workbench.experiment import arranged, finite, momentum, partitioned, rates, sharding
+from workbench.experiment import arranged, finite, looped, momentum, partitioned, rates, sharding
 from workbench.fabric import Fabric
 from workbench.optimizers import Optimizer, TaskOwn
 from workbench.partitions import Partition, Whole
 from workbench.policies import ByHand, PolicyBase
-from workbench.settings import KnobError, checked, from_plain, knob, normalise, short, to_plain, with_value
+from workbench.settings import KnobError, checked, each, from_plain, knob, normalise, short, to_plain, with_values
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import ByteGPT, TaskBase
 
@@ -70,14 +71,17 @@ class Experiment:
             object.__setattr__(self, "policy", ByHand())
         normalise(self, "")
 
-    def set(self, path: str, value: Any) -> Experiment:
-        """This experiment with one knob set to another value; checked as a whole. Raises KnobError.
+    def set(self, path: str | Mapping[str, Any], value: Any = None) -> Experiment:
+        """This experiment with one knob set to another value, or several, given as a dict; then checked as a whole.
 
-        `policy` may be None: only people decide.
+        `policy` may be None: only people decide. Raises KnobError.
 
         `experiment.turn` is its old name, which goes on working for one release.
         """
-        return with_value(self, path, ByHand() if path == "policy" and value is None else value).checked()
+        settings = each(path, value)
+        if "policy" in settings and settings["policy"] is None:
+            settings["policy"] = ByHand()
+        return with_values(self, settings.items()).checked()
 
     turn = set  # its old name, for one release
 
@@ -87,7 +91,7 @@ class Experiment:
         for compressor in inside(good.compressor):
             if reason := compressor.refuses():
                 raise KnobError(reason)
-        if reason := good.strategy.refuses(good.compressor):
+        if reason := looped.refused(good) or good.strategy.refuses(good.compressor):
             raise KnobError(reason)
         if reason := partitioned.refused(good):
             raise KnobError(reason)

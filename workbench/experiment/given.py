@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from workbench.experiment.experiment import Experiment
-from workbench.settings import Change, KnobError, resolve, short, to_plain, with_value
+from workbench.settings import Change, KnobError, resolved, short, with_values
+from workbench.strategies import TorchDDP
+from workbench.tasks.script import Script
 
 MAX_RANKS = 64
 LONGEST = 10**9  # steps
@@ -68,14 +68,21 @@ def experiment(value: Any) -> Experiment:
     raise KnobError(f"experiment={short(value)}: must be an Experiment, such as Experiment() or recipe('digits'){hint}")
 
 
+def script(file: str, words: Sequence[str] = ()) -> Experiment:
+    """A script as torchrun would run it, seen from outside at first: its DistributedDataParallel is torch's own."""
+    if not Path(file).is_file():
+        raise KnobError(f"file={short(file)}: there is no such file; must be a training script, such as 'train.py'")
+    return Experiment(task=Script(file=file, args=tuple(words)), strategy=TorchDDP(), eval_every=0)
+
+
 def changes(value: Any) -> tuple[Change, ...]:
-    """Changes to come; each may also be a tuple (at_step, path, value)."""
+    """Changes to come; each may also be a tuple (at_step, path, value), or (at_step, {path: value, ...})."""
     wanted = "must be Change(at_step, path, value)"
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise KnobError(f"changes={short(value)}: must be a list, and each in it {wanted[8:]}")
     out = []
     for number, change in enumerate(value):
-        if isinstance(change, Sequence) and not isinstance(change, str) and len(change) == 3:
+        if isinstance(change, Sequence) and not isinstance(change, str) and len(change) in (2, 3):
             change = Change(*change)
         if not isinstance(change, Change):
             raise KnobError(f"changes[{number}]={short(change)}: {wanted}")
@@ -90,35 +97,16 @@ def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, 
     """Changes to come, in the order of their steps, each checked against what will then be in force."""
     out = []
     for change in sorted(changes, key=lambda change: change.at_step):
-        step, value = change.at_step, change.value
-        if step < 0:
+        if (step := change.at_step) < 0:
             raise KnobError(f"at_step={step}: must be an integer in [0, 1000000000] steps")
-        full, knob = resolve(experiment, change.path)
-        if not knob.live:
-            raise KnobError(f"{full}={short(value)}: cannot change while a run is live; give it to the experiment")
-        experiment = experiment.set(full, value)
-        out.append(replace(change, path=full, value=to_plain(reduce(getattr, full.split("."), experiment))))
+        made, experiment = resolved(experiment, change, "; give it to the experiment")
+        out.append(made)
     return tuple(out)
 
 
 def turned(start: Experiment, settings: Iterable[tuple[str, Any]]) -> Experiment:
     """`start` with several knobs set at once, whatever the order in which they are given.
 
-    What holds other knobs is set before them, so `density` may be given before the compressor that has it; the
-    whole is checked at the end. Raises KnobError.
+    The whole is checked at the end. Raises KnobError.
     """
-    now, left = start, list(settings)
-    while left:
-        found = {number: _depth(now, where) for number, (where, _) in enumerate(left)}
-        known = {number: depth for number, depth in found.items() if depth}
-        number = min(known, key=lambda n: (known[n], n)) if known else 0
-        now = with_value(now, *left.pop(number))
-    return now.checked()
-
-
-def _depth(now: Experiment, where: str) -> int:
-    """How deep the knob at `where` lies, from 1; 0 where there is none so far."""
-    try:
-        return resolve(now, where)[0].count(".") + 1
-    except KnobError:
-        return 0
+    return with_values(start, settings).checked()

@@ -53,7 +53,7 @@ def refused(e: Experiment) -> str | None:
     if lacks := unfit(strategy, replicas(e)):
         return (
             f"{said}: under {type(strategy).__name__} {lacks}; take partition=Whole() with it, or a strategy whose "
-            f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo"
+            f"ranks go in step and hold whole tensors, such as DDP, LocalSGD or DiLoCo; one change may set both"
         )
     times = getattr(strategy, "accumulate", 1)
     if partition.ahead(0) and times > 1:

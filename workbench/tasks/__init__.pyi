@@ -1,11 +1,15 @@
 # Written by `make tables`, for editors and type checkers.
+from workbench.tasks._adopt import adopt as adopt
 from workbench.tasks._base import Learner as Learner
 from workbench.tasks._base import TaskBase as TaskBase
 from workbench.tasks._base import TaskError as TaskError
 from workbench.tasks._base import at_rate as at_rate
 from workbench.tasks._base import rate as rate
+from workbench.tasks._base import same_groups as same_groups
 from workbench.tasks._base import shuffled as shuffled
+from workbench.tasks._base import stands_for as stands_for
 from workbench.tasks._decoders import decoder_parts as decoder_parts
+from workbench.tasks._loops import steps as steps
 from workbench.tasks._split import Colwise as Colwise
 from workbench.tasks._split import Partial as Partial
 from workbench.tasks._split import Plan as Plan
@@ -18,4 +22,6 @@ from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
 from workbench.tasks.click_through import ClickThrough as ClickThrough
 from workbench.tasks.criteo_tsv import CriteoTSV as CriteoTSV
 from workbench.tasks.digits import Digits as Digits
+from workbench.tasks.loop import Loop as Loop
 from workbench.tasks.own import Task as Task
+from workbench.tasks.script import Script as Script

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.settings import Family
@@ -42,6 +43,7 @@ class Learner:
                 `used` first of it, and deals out what follows among the ranks one by one
     pure:       these functions, and the model, keep nothing from call to call but parameters and buffers: a step may be
                 looked at beforehand
+    schedule:   (step) -> by what the learning rate of that step is multiplied; None: by 1
     """
 
     model: Callable[[], nn.Module]
@@ -54,6 +56,7 @@ class Learner:
     lookups: Callable[[Any], Mapping[str, Tensor]] | None = None
     indexed: bool = False
     pure: bool = False
+    schedule: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,9 @@ class TaskBase(Family):
     lr: ClassVar[float] = 1e-3
     batch: ClassVar[int] = 8
     metric: ClassVar[str] = "held-out loss"
+    keeps: ClassVar[bool] = False  # is what ranks hold at the end of a run kept, where they have a step in common?
     looks_up: ClassVar[bool] = False  # do its functions say which rows of embedding tables a batch reads?
+    leads: ClassVar[bool] = False  # does a loop of its own make the steps, which a strategy follows?
 
     def build(self) -> Learner:
         """The functions that the engine calls on each rank."""
@@ -78,11 +83,27 @@ class TaskBase(Family):
 def at_rate(optimizer: Optimizer, lr: float) -> None:
     """Sets the learning rate of the first group to `lr` and scales the other groups' with it.
 
-    So groups keep their ratio to each other, and an optimizer with one group simply gets `lr`.
+    So groups keep their ratio to each other, also through a rate of 0 if they say the `initial_lr` that torch's
+    schedulers note, and an optimizer with one group simply gets `lr`.
     """
-    first = optimizer.param_groups[0]["lr"]
-    for group in optimizer.param_groups:
-        group["lr"] = lr * (group["lr"] / first if first else 1.0)
+    groups = optimizer.param_groups
+    own = [group.get("initial_lr", group["lr"]) for group in groups]
+    for group, mine in zip(groups, own, strict=True):
+        group["lr"] = lr * (mine / own[0] if own[0] else 1.0)
+
+
+def stands_for(made: Any, of: Any) -> Any:
+    """`made`, a parameter in the place of another (its slice, its size alone), of the same group of the optimizer."""
+    if (group := getattr(of, "optimizer_group", None)) is not None:
+        made.optimizer_group = group
+    return made
+
+
+def same_groups(made: Any, of: nn.Module) -> Any:
+    """`made`, a copy of a Module: its parameters stand for those of the same names, as copies of themselves do not."""
+    for name, p in of.named_parameters():
+        stands_for(made.get_parameter(name), p)
+    return made
 
 
 def rate(optimizer: Optimizer) -> float:
@@ -104,14 +125,23 @@ def shuffled(examples: int, rank: int, ranks: int, batch: int, seed: int, used: 
     if not 0 <= used <= EPOCHS * examples:
         raise ValueError(f"used={used}: of {examples} examples between 0 and {EPOCHS:,} times as many can be used up")
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(used // examples):
-        torch.randperm(examples, generator=generator)
-    gone, turn = used % examples, rank  # of this epoch; and which of those that follow is this rank's next
+    epochs = (torch.randperm(examples, generator=generator) for _ in count())
+    yield from in_turn(epochs, rank, ranks, batch, used)
+
+
+def in_turn(epochs: Iterator[Tensor], rank: int, ranks: int, batch: int, used: int = 0) -> Iterator[Tensor]:
+    """Indices of one rank's batches, (batch,) int64 each: epochs, (n,) int64 each, follow each other in one line.
+
+    Of it the `used` first are gone, and what follows is dealt out one by one.
+    """
+    import torch
+
+    gone, turn = used, rank  # which of those that follow is this rank's next
     hand = torch.empty(0, dtype=torch.int64)
-    while True:
-        while len(hand) < batch:
-            left = torch.randperm(examples, generator=generator)[gone:]
-            hand = torch.cat([hand, left[turn::ranks]])
-            gone, turn = 0, (turn - len(left)) % ranks
-        yield hand[:batch]
-        hand = hand[batch:]
+    for epoch in epochs:
+        left, gone = epoch[gone:], max(0, gone - len(epoch))
+        hand = torch.cat([hand, left[turn::ranks]])
+        turn = (turn - len(left)) % ranks
+        while len(hand) >= batch:
+            yield hand[:batch]
+            hand = hand[batch:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,6 +43,12 @@ class Task(TaskBase):
     pure:       the functions and the model keep nothing from call to call but parameters and buffers (no counter, no
                 cached mask, no data that is there once): then buckets lie in the order in which gradients come from the
                 first step on, else from the second
+    schedule:   (step) -> by what the learning rate of that step is multiplied, such as a warm-up and a decay; without
+                it the rate is what `lr` and `lr_warmup` say
+    keeps:      a checkpoint is made as the run ends, so that `run.model()` has what was trained; not of ranks that end
+                apart
+
+    `workbench.adopt(model, optimizer, loader, loss)` makes one of what a script has.
 
     When to use it: for a model, data or a loss of your own. The functions may be written in the notebook.
     """
@@ -55,9 +62,15 @@ class Task(TaskBase):
     split: Function | None = None
     lookups: Function | None = None
     pure: bool = False
+    schedule: Function | None = None
+    keeps: bool = False  # type: ignore[misc]
 
     lr: ClassVar[float] = 0.0
-    batch: ClassVar[int] = 0
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        """As its data says that makes batches of any size, and likes one best."""
+        return int(getattr(self.data, "batch", 0))
 
     @property
     def looks_up(self) -> bool:  # type: ignore[override]
@@ -76,9 +89,13 @@ class Task(TaskBase):
             evaluate=self._evaluate if self.evaluate else None, parts=self._parts if self.parts else None,
             split=self._split if self.split else None, lookups=self._lookups if self.lookups else None,
             indexed=_takes(self.data, "used"), pure=self.pure,
+            schedule=self._schedule if self.schedule else None,
         )  # fmt: skip
 
     def refuses(self, batch: int) -> str | None:
+        batch = batch or self.batch
+        if callable(own := getattr(self.data, "refuses", None)) and (reason := own(batch)):
+            return str(reason)
         if _takes(self.data, "used") and not (batch and _takes(self.data, "batch")):
             return (
                 f"batch={batch}: this task's data takes `used`, which counts examples; let it take (rank, ranks, seed, "
@@ -129,6 +146,13 @@ class Task(TaskBase):
         if lr:
             at_rate(made, lr)
         return made
+
+    def _schedule(self, step: int) -> float:
+        assert self.schedule is not None
+        found = self.schedule(step)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found) or found < 0:
+            raise TaskError(f"schedule({step}) returned {found!r}: must return a number that is not negative")
+        return float(found)
 
     def _evaluate(self, model: Any) -> float | dict[str, float]:
         assert self.evaluate is not None

@@ -1,0 +1,132 @@
+"""Scripts for torchrun, unchanged, on real engines: what they come to, what is seen of them, and live changes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.labs import apart
+from tests.waiting import until
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+from workbench.run import RunError
+from workbench.settings import Change, KnobError
+from workbench.strategies import DDP, TorchDDP
+from workbench.tasks import Script
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+HERE = Path(__file__).parents[1] / "scripts_ddp"
+SIX = ["tutorial", "accumulation", "mixed", "scheduler", "two_optimizers", "sampler"]
+
+
+def words(name: str, out: Path) -> tuple[str, ...]:
+    return (str(out / f"{name}.pt"), *(("--steps", "12") if name == "scheduler" else ()))
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with apart(tmp_path_factory):
+        with Lab(ranks=2, name="scripts") as made:
+            yield made.wait(90)
+
+
+def without_us(name: str, out: Path) -> Any:
+    """What it comes to on two processes that are told what torchrun would tell them."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    told = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    asked = [sys.executable, str(HERE / f"{name}.py"), *words(name, out)]
+    ranks = [subprocess.Popen(asked, env={**told, "RANK": r, "LOCAL_RANK": r}) for r in ("0", "1")]
+    try:
+        assert until(lambda: _read(out / f"{name}.pt") is not None, 200)
+    finally:
+        for p in ranks:  # torch's own end may take a minute where no name service answers
+            p.kill()
+            p.wait()
+    return _read(out / f"{name}.pt")
+
+
+def _read(file: Path) -> Any:
+    try:
+        return torch.load(file)
+    except (OSError, RuntimeError, EOFError):  # it is not there yet, or not whole
+        return None
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_a_script_comes_to_the_same_seen_from_outside_and_replaced_live(lab: Lab, name: str, tmp_path: Path) -> None:
+    plain = without_us(name, tmp_path)
+    for strategy, turns in ((TorchDDP(), ()), (TorchDDP(), (Change(5, "strategy", "DDP"),)), (DDP(), ())):
+        task = Script(file=str(HERE / f"{name}.py"), args=words(name, tmp_path))
+        (tmp_path / f"{name}.pt").unlink()
+        run = lab.run(Experiment(task=task, ranks=2, strategy=strategy, eval_every=0), turns).wait(120)
+        found = torch.load(tmp_path / f"{name}.pt")
+        assert run.state == "done" and run.made == 12
+        if not turns and strategy == TorchDDP():
+            torch.testing.assert_close(found, plain, rtol=0, atol=0)
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    rows = run.timeline.samples.rows()
+    mine = rows.value[rows.equal("name", "loss") & (rows.rank == 0)]
+    assert sum(mine) == pytest.approx(sum(plain["losses"]), rel=1e-5)
+
+
+def test_of_torchs_own_ddp_its_passes_buckets_and_words_are_on_the_record(lab: Lab, tmp_path: Path) -> None:
+    task = Script(file="tutorial.py", args=words("tutorial", tmp_path), folder=str(HERE))
+    run = lab.run(Experiment(task=task, ranks=2, strategy=TorchDDP(), eval_every=0)).wait(120)
+    spans = run.spans
+    assert set(spans[spans.lane == "compute"].name) == {"forward", "backward", "update"}
+    buckets = spans[(spans.lane == "comm") & (spans["rank"] == 0)]
+    assert list(buckets.groupby("step").nbytes.sum()) == [4 * 165] * 12
+    lines = [line["text"] for _, _, line in run.details("log")]
+    assert "Start running basic DDP example on rank 1." in "".join(lines)
+
+
+ENDLESS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    while True:
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+finally:
+    print("left", "MASTER_PORT" in __import__("os").environ)
+"""
+
+
+def test_a_script_is_turned_paused_and_stopped_live_and_cannot_go_back(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    task = Script(file="endless.py", folder=str(tmp_path))
+    run = lab.run(Experiment(task=task, ranks=2, strategy=TorchDDP(), eval_every=0, pace=5.0))
+    assert until(lambda: run.made > 3, 60)
+    lab.set("strategy", "LocalSGD").wait()
+    lab.set("strategy", "DDP").wait()
+    lab.set("compressor", "TopK").wait()
+    lab.pause()
+    assert until(lambda: lab.state == "paused", 60)
+    at = run.made
+    lab.step(2)
+    assert until(lambda: lab.state == "paused" and run.made == at + 2, 60)
+    with pytest.raises(KnobError, match="with the 2 ranks that it began with"):
+        lab.resize(1)
+    with pytest.raises(RunError, match="no run goes on from the midst of a loop of its own"):
+        run.model()
+    lab.resume()
+    assert until(lambda: run.made > at + 3, 60)
+    lab.stop()
+    run.wait(60)
+    assert run.state == "stopped"
+    assert "left True" in "".join(line["text"] for _, _, line in run.details("log"))
+    again = lab.run(Experiment(task=Script(file="tutorial.py", args=words("tutorial", tmp_path), folder=str(HERE)),
+                               ranks=2, strategy=DDP(), eval_every=0)).wait(120)  # fmt: skip
+    assert again.state == "done"

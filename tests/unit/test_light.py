@@ -1,0 +1,46 @@
+"""A rank steps its optimizer without torch's compiler, which is there as soon as somebody asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import sys, torch
+def stepped():
+    said = []
+    for make in (lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW([p], lr=0.1)):
+        weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        optimizer = make(weight)
+        for _ in range(3):
+            (weight ** 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        said.append(weight.tolist())
+    return said
+"""
+COMPILER = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+from workbench.engine.light import lighten
+lighten()
+light = stepped()
+with FakeTensorMode(allow_non_fake_inputs=True):
+    torch.nn.Linear(2, 1)(torch.zeros(3, 2)).sum().backward()
+assert "torch._dynamo.eval_frame" not in sys.modules and not hasattr(torch._dynamo, "__wrapped__")
+import torch._dynamo.eval_frame
+assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
+assert torch._dynamo is sys.modules["torch._dynamo"] and "torch._dynamo.eval_frame" in sys.modules
+assert torch._dynamo.disable.__module__ == "torch._dynamo.decorators"
+lighten()
+assert light == stepped() and torch._dynamo is sys.modules["torch._dynamo"]
+"""
+
+
+@pytest.mark.timeout(300)
+def test_steps_are_the_same_without_the_compiler_which_comes_when_it_is_asked_for() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", STEPS + COMPILER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,300 @@
+"""A rank that is led by a loop of its own: a script's or a function's, which makes the steps that a strategy follows.
+
+[Note: Hand in hand] The loop has a thread beside the rank's, and only one of the two runs at a time. What a strategy
+asks for the loop is let go on to: a forward ends where the loop asks for a backward, an update where its optimizers
+have stepped. The backward itself is the rank's, so that buckets fill, overlap and are exchanged as in any step. Between
+the update and the next forward the rank takes what is due, and pauses if it is told to. So a strategy, its compressor
+and a change know nothing of loops, and the loop nothing of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from workbench.engine.collectives import Aborted
+from workbench.engine.theirs import Theirs, held
+from workbench.engine.torchrun import as_main
+from workbench.engine.wrapped import Over, Wrapped, heard, one_loss
+from workbench.host.batches import numbers
+from workbench.settings import KnobError
+from workbench.tasks import Learner, TaskError
+from workbench.tasks._chance import Chance, Numbers
+from workbench.tasks._loops import LEADS
+
+if TYPE_CHECKING:
+    from workbench.engine.following import Following
+
+LOOK = 0.2  # seconds between two looks whether this rank must leave
+PATIENCE = 5.0  # seconds that a loop has to leave what it is in, at the end
+
+
+class Led:
+    """One rank's loop, from both threads. See [Note: Hand in hand].
+
+    at:         where the loop waits: "forward", "backward", "updated"; "end": it is over
+    model:      what it trains, from its first forward on
+    options:    with which it wrapped that, for torch's own DDP
+    optimizers: those that hold its parameters
+    began:      when it was let go on to the step that comes
+    """
+
+    def __init__(self, run: Following) -> None:
+        heard()
+        self.run, self.task = run, run.experiment.task
+        self.at, self.began = "", None
+        self.model: nn.Module | None = None
+        self.options: dict[str, Any] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.gone = False  # has the rank left?
+        self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+        self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # to go back from, to be shown; how to go back
+        self._open = self._updating = self._exchanges = False  # does the backward of the last forward exchange?
+        self._summed = False  # is what lies in `grad` summed over ranks?
+        self._local: list[Tensor] = []  # losses of backwards that were not exchanged
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []  # sums of before, to which the loop adds
+        self._stepped: set[int] = set()  # parameters that optimizers have stepped in this update
+        self._chance: Numbers | None = None
+        self._lent: list[nn.Module] = []  # whose forward is heard
+        self._thread = threading.Thread(target=self._live, name=f"rank {run.rank.id} loop", daemon=True)
+
+    # -- on the rank's thread --
+
+    def learner(self) -> Learner:
+        """The loop as a task: what its functions are asked for it is let go on to."""
+        return Learner(model=self._begin, data=lambda *_: itertools.repeat(None), loss=self._forward,
+                       optimizer=self._theirs)  # fmt: skip
+
+    def _theirs(self, params: Iterable[Any], lr: float) -> Any:
+        return Theirs(self)
+
+    def _begin(self) -> nn.Module:
+        """To the first forward, where model and optimizers are there."""
+        self._thread.start()
+        self._hear()
+        if self.model is None or self.at != "forward":
+            raise TaskError(
+                f"{self.name}: ended without a step; it must call a DistributedDataParallel with gradients, or loop "
+                f"over workbench.steps(loader, model)"
+            )
+        self._chance = numbers()
+        mine = {id(p) for p in self.model.parameters()}
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.optim.Optimizer) and mine & held(one):  # not isinstance: it asks the object
+                self.optimizers.append(one)
+        if not self.optimizers:
+            raise TaskError(f"{self.name}: no optimizer has a parameter of its model; make it before the first forward")
+        return self.model
+
+    def another(self) -> bool:
+        """To the next forward; or is the loop over?"""
+        self.began = self.run.host.watch.now()
+        if self.at == "updated":
+            self._on()
+        return self.at != "end"
+
+    def _forward(self, module: Any, batch: Any) -> Tensor:
+        """To the end of a forward, where the loop goes back from its loss."""
+        if self.at == "forward":
+            self._on()
+        if self.at != "backward":
+            raise Over
+        return self._loss[0]
+
+    def shown(self, loss: Tensor) -> Tensor:
+        """A step's loss: of all that was gone back from, before any scaling."""
+        every = [*self._local, self._loss[1]]
+        return every[0] if len(every) == 1 else torch.stack([x.double() for x in every]).sum()
+
+    def go_back(self, loss: Tensor, share: float | None) -> None:
+        """The backward that the loop asked for, of `share` of its loss; and of what it has added up before."""
+        share = 1.0 if share is None else float(share)
+        for p in self.run.model.parameters() if self._local and share != 1.0 else ():
+            if p.grad is not None:
+                p.grad.mul_(share)
+        self._summed = self.run.host.exchanging or self.run.experiment.strategy.opaque
+        loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
+
+    def sums(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """What the loop goes on adding to, of steps whose update it has not made."""
+        params = self.model.parameters() if self._summed and self.model is not None else ()
+        return [(p, p.grad.clone()) for p in params if p.grad is not None]
+
+    def update(self) -> None:
+        """To the end of an update: all have been stepped that have a gradient, or the loop goes on without."""
+        for p, before in self._kept:
+            p.grad = before if p.grad is None else p.grad.add_(before)
+        self._kept, self._local = [], []
+        self._stepped.clear()
+        self._updating, self._open = True, False
+        self._on()
+        self._updating = False
+
+    def _on(self) -> None:
+        """Lets the loop go on to where it waits next."""
+        if self._chance is not None:
+            Chance(self._chance).begin()
+            self._chance = None
+        self._go.put(True)
+        self._hear()
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                self.at, error = self._came.get(timeout=LOOK)
+            except queue.Empty:
+                if self.run.leaving.is_set():
+                    raise Aborted("told to leave") from None
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def close(self) -> None:
+        """The rank is done: the loop is left where it waits, and has given back what it had of the process."""
+        self.gone = True
+        self._go.put(False)
+        if self._thread.is_alive():
+            self._thread.join(PATIENCE)
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return str(getattr(self.task, "file", "") or getattr(getattr(self.task, "run", None), "__name__", "loop"))
+
+    # -- on the loop's thread --
+
+    def _live(self) -> None:
+        LEADS[threading.get_ident()] = self
+        error: BaseException | None = None
+        task: Any = self.task
+        try:
+            torch.set_num_threads(1)
+            with as_main(self.run, task) if hasattr(task, "file") else nullcontext(task.run) as train:
+                train()
+        except Over:
+            pass
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                error = TaskError(f"{self.name}: ended with exit code {left.code}")
+        except BaseException as failed:
+            error = failed
+        finally:
+            del LEADS[threading.get_ident()]
+            for model in self._lent:
+                vars(model).pop("forward", None)
+            self._came.put(("end", error))
+
+    def _meet(self, where: str) -> None:
+        """Waits there until the rank lets it go on."""
+        if self.gone:
+            raise Over
+        self._came.put((where, None))
+        if not self._go.get():
+            raise Over
+
+    def forward(self, model: nn.Module, exchanges: bool, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The loop calls its model: by way of what the strategy has put around it, where that learns from it.
+
+        exchanges: is its backward to be exchanged? plain: the model itself
+        """
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        if self.model is not None and self.model is not model:
+            raise KnobError(f"{self.name}: trains two models, and one can be exchanged; wrap one, or put both into one")
+        self.model, self._exchanges = model, exchanges
+        if not self._open:
+            self._open = True
+            self._meet("forward")
+        around: Any = self.run.host.module
+        if around is model:
+            return plain(*args, **kwargs)
+        around.require_backward_grad_sync = exchanges
+        return around(*args, **kwargs)
+
+    def backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
+        """The loop goes back: the rank does it where gradients are to be exchanged, else it is done here."""
+        if not self._open or self.gone or self._inside or how["inputs"] is not None:
+            return really(loss, given, **how)
+        self._set_aside()
+        one = one_loss(loss, given)
+        told = getattr(one, "unscaled", one.detach())
+        if self._exchanges:
+            self._loss = one, told, how
+            return self._meet("backward")
+        self._local.append(told)
+        self._inside = True
+        try:
+            with self.run.host.within("backward"):
+                really(one, None, **how)
+        finally:
+            self._inside = False
+
+    def _set_aside(self) -> None:
+        """Sums over ranks to which the loop adds are no rank's own: they are added again once its own are summed."""
+        if self._summed and not self.run.experiment.strategy.opaque:
+            self._kept += self.sums()
+            for p, _ in self._kept:
+                p.grad = None
+        self._summed = False
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the loop has stepped: the update is over once all have been that have a gradient."""
+        mine = held(optimizer)
+        params = [p for p in self.model.parameters() if p.requires_grad] if self.model is not None else []
+        if not mine.intersection(map(id, params)):
+            return
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        self._stepped |= mine
+        if self._updating and all(p.grad is None or id(p) in self._stepped for p in params):
+            self._meet("updated")
+
+    def dealt(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:
+        """This rank's batches of a pass, and which of their backwards are exchanged; see `workbench.tasks.steps`."""
+        for number, batch in enumerate(self._shared_out(loader, model), 1):
+            self._last = number % accumulate == 0
+            yield batch
+
+    def _shared_out(self, loader: Iterable[Any], model: nn.Module) -> Iterator[Any]:
+        """Every so-manieth batch, in rank 0's order."""
+        plain = model.forward
+        if self.model is not model and not isinstance(model, Wrapped):
+            model.forward = lambda *args, **kwargs: self._called(model, plain, args, kwargs)
+            self.model = self.model or model
+            self._lent.append(model)
+        rank, size, sampler = self.run.rank.id, self.run.rank.size, getattr(loader, "batch_sampler", None)
+        if size == 1:
+            yield from loader
+        elif sampler is None or isinstance(loader.dataset, IterableDataset):  # type: ignore[attr-defined]
+            few = iter(loader)
+            while len(batches := list(itertools.islice(few, size))) == size:
+                yield batches[rank]
+        else:
+            order = json.loads(self.run.told_at_once(json.dumps([list(indices) for indices in sampler])))
+            data: Any = loader
+            for indices in order[rank : len(order) // size * size : size]:
+                yield data.collate_fn([data.dataset[i] for i in indices])
+
+    _last = True  # of the batches that are added up
+    _inside = False  # of a forward or a backward of the loop's own
+
+    def _called(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside:  # by torch's own wrapper
+            return plain(*args, **kwargs)
+        self._inside = True
+        try:
+            return self.forward(model, self._last, plain, args, kwargs)
+        finally:
+            self._inside = False

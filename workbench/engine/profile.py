@@ -1,0 +1,121 @@
+"""torch.profiler over some steps of one rank, while the run goes on: a Chrome trace beside the run, and a Mark.
+
+The first profiler of a process loads libraries for seconds, and writing a trace takes a while; both are done on threads
+of their own, so that no other rank waits for them. Between the two this rank alone takes a little longer per operator.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workbench.settings.said import said
+
+FOLDER = "profiles"  # in the run directory
+
+
+class Profiler:
+    """One rank's. `ask` may be called from any thread, the rest by the training thread.
+
+    folder: where traces go, None: nowhere; mark: writes a Mark
+    """
+
+    def __init__(self, rank: int, run_dir: Path | None, device: str, mark: Callable[[str, dict[str, Any]], None],
+                 ) -> None:  # fmt: skip
+        self.rank, self.device, self.mark = rank, device, mark
+        self.folder = Path(run_dir) / FOLDER if run_dir is not None else None
+        self._traces = 0
+        self._busy = threading.Lock()
+        self._due = 0  # steps to be profiled from the next one on
+        self._left = 0  # of those under way
+        self._first = self._asked = 0  # the first step of it, and how many were asked for
+        self._profile: Any = None
+        self._path = Path()
+
+    def ask(self, steps: int) -> str:
+        """The next `steps` steps are profiled; where the trace will be. Raises RuntimeError where that cannot be."""
+        if self.folder is None:
+            raise RuntimeError("this run has no directory to write a trace into")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(f"rank {self.rank} is being profiled already; its trace comes as {self._path.name}")
+        self._traces += 1
+        self._path = self.folder / f"rank-{self.rank}-{self._traces}.json"
+        threading.Thread(target=self._load, args=(steps,), name=f"rank {self.rank} profiler", daemon=True).start()
+        return str(self._path)
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        if self._due:
+            self._left, self._first, self._due = self._due, step, 0
+            self._try(self._start)
+
+    def end(self, made: int = 1) -> None:
+        """A step, or `made` of them together, has ended."""
+        if self._profile is None:
+            return
+        self._left -= made
+        if self._left <= 0:
+            self._try(self._stop)
+
+    def close(self) -> None:
+        """The run ends: what there is so far is kept."""
+        if self._profile is not None:
+            self._try(self._stop)
+
+    def _load(self, steps: int) -> None:
+        """Profiles nothing, once: whatever that loads is there then."""
+        try:
+            made = _made(self.device)
+            made.start()
+            made.stop()
+            self._due = steps
+        except Exception as error:
+            self._failed(error)
+
+    def _start(self) -> None:
+        self._profile, self._asked = _made(self.device), self._left
+        self._profile.start()
+
+    def _stop(self) -> None:
+        done, self._profile = self._profile, None
+        done.stop()
+        steps = self._asked - max(self._left, 0)
+        threading.Thread(target=self._write, args=(done, steps), name=f"rank {self.rank} trace", daemon=False).start()
+
+    def _write(self, done: Any, steps: int) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(".part")
+            done.export_chrome_trace(str(part))
+            if not part.is_file():  # torch raises nothing where it could not write
+                raise OSError(f"torch could not write {part}")
+            part.rename(self._path)
+            text = f"rank {self.rank}: {steps} step{'s' * (steps != 1)} from step {self._first} on are in {self._path}"
+            self.mark("profile", {"path": str(self._path), "steps": steps, "first": self._first, "text": text})
+            self._busy.release()
+        except Exception as error:
+            self._failed(error)
+
+    def _try(self, what: Callable[[], None]) -> None:
+        """Whatever the profiler meets, training goes on."""
+        try:
+            what()
+        except Exception as error:
+            self._profile = None
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        text = f"rank {self.rank} could not be profiled: {said(error)}"
+        self.mark("profile", {"path": "", "steps": 0, "first": self._first, "text": text})
+        self._busy.release()
+
+
+def _made(device: str) -> Any:
+    """A profiler of all threads of this process: what a lane does is not on the training thread."""
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]
+    return profile(activities=kinds, experimental_config=_ExperimentalConfig(profile_all_threads=True))

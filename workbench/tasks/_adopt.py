@@ -1,0 +1,76 @@
+"""What a script has made, as a task: its model, optimizer, data and loss, with no function to be written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.settings import KnobError, short
+from workbench.tasks.own import Function, Task
+
+SAFE = ("bf16", "bfloat16", "torch.bfloat16")
+
+
+def adopt(
+    model: Any, optimizer: Any, loader: Any, loss: Any, *, evaluate: Function | None = None, scheduler: Any = None,
+    scheduler_every: int = 1, accumulate: int = 1, autocast: Any = None, batch: int = 0, parts: Function | None = None,
+    split: Function | None = None, lookups: Function | None = None, pure: bool = False,
+) -> Task:  # fmt: skip
+    """A `Task` of what a script has before its loop: `lab.run(Experiment(task=adopt(model, optimizer, loader, loss)))`.
+
+    model:     a Module; ranks begin with the weights that it has now, and it is not changed here. One that torch's
+               DistributedDataParallel or compile has wrapped is taken out of that
+    optimizer: a torch Optimizer of its parameters, made anew on each rank with its class, its settings and its groups.
+               What it remembers of steps before stays here. Several of one class step together. Parameters that no
+               optimizer has do not learn
+    loader:    a DataLoader, whose examples are dealt out to ranks by index, each to one in a pass, in the order of its
+               sampler, a batch of `batch_size` to each rank; passes follow each other without a batch that is shorter.
+               A batch sampler's batches go to ranks in turn, and those of an IterableDataset or of a list, which every
+               rank reads. Or a Dataset, shuffled, with `batch`. Examples are read by the rank itself: `num_workers` is
+               not taken over
+    loss:      (model, batch) -> scalar Tensor, or a criterion (output, target) -> scalar of batches (input, target)
+    evaluate:  (model) -> held-out loss, or {"loss": ..., "accuracy": ...}
+    scheduler: one of torch.optim.lr_scheduler's of this optimizer, stepped after `scheduler_every` steps; with all
+               groups alike, and of rates alone
+    accumulate: batches of the loader per step and rank, whose gradients are averaged; they are computed together
+    autocast:  "bf16": forward and loss under torch.autocast
+    batch:     examples per rank and batch, of a Dataset
+    parts, split, lookups, pure: as in `Task`
+
+    On one rank this is the script's own loop, if that is seeded with the experiment's `seed` before its first pass.
+    Tried on a first batch at once; raises KnobError in a sentence where it cannot be adopted.
+    """
+    import torch
+    from torch import nn
+
+    from workbench.tasks._dealt import dealt
+    from workbench.tasks._groups import Groups, Schedule
+    from workbench.tasks._judged import Model, fitting
+
+    model = getattr(model, "_orig_mod", model)  # torch.compile's
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    if not isinstance(model, nn.Module):
+        raise KnobError(f"model={short(model)}: must be a torch.nn.Module, with the weights that training begins with")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise KnobError(f"model={type(model).__name__}: has no parameters that learn; give one that has")
+    if any(type(p.data) is not torch.Tensor for p in model.parameters()):
+        raise KnobError(f"model={type(model).__name__}: its parameters are spread over ranks already; adopt it before")
+    if not callable(loss):
+        raise KnobError(f"loss={short(loss)}: must be a function (model, batch) or a criterion (output, target)")
+    if evaluate is not None and not callable(evaluate):
+        raise KnobError(f"evaluate={short(evaluate)}: must be a function (model) -> held-out loss, or None")
+    counts = {"accumulate": (accumulate, 1), "scheduler_every": (scheduler_every, 1), "batch": (batch, 0)}
+    for name, (value, least) in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**6:
+            raise KnobError(f"{name}={short(value)}: must be an integer in [{least}, 1000000]")
+    if autocast is not None and str(autocast) not in SAFE:
+        scaled = "float16 needs its losses scaled, which is not adopted; " if "16" in str(autocast) else ""
+        raise KnobError(f"autocast={short(str(autocast))}: {scaled}must be 'bf16' or None")
+    groups = Groups(optimizer, model)
+    data = dealt(loader, batch, accumulate)
+    precision = None if autocast is None else torch.bfloat16
+    return Task(
+        model=Model(model, groups.of), data=data, loss=fitting(model, data, loss, accumulate, precision),
+        optimizer=groups, evaluate=evaluate, parts=parts, split=split, lookups=lookups, pure=pure, keeps=True,
+        schedule=None if scheduler is None else Schedule(scheduler, optimizer, scheduler_every),
+    )  # fmt: skip

@@ -1,0 +1,218 @@
+"""A loader of one's own as a task's data: read in the order that it has, and dealt out to ranks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from workbench.settings import KnobError
+from workbench.tasks._base import TaskError, in_turn
+from workbench.tasks._chance import Chance
+
+_ALONE = threading.RLock()  # ranks that are threads have their process's random numbers in common
+
+Order = torch_data.Sampler[Any] | torch_data.BatchSampler
+
+
+class Micros(list[Any]):
+    """The batches of one step, whose gradients are added up."""
+
+
+class Epochs:
+    """What a sampler says, pass after pass without end, the same on all ranks: as in a process that was seeded so.
+
+    dataset, generator: the loader's, which its passes draw from
+    """
+
+    def __init__(self, dataset: Any, sampler: Any, generator: torch.Generator | None) -> None:
+        self._dataset = dataset
+        self._sampler, self._generator = self._copied(sampler, generator)
+
+    def _copied(self, *of: Any) -> Any:
+        return copy.deepcopy(of, {id(self._dataset): self._dataset})
+
+    def of(self, seed: int) -> Iterator[list[Any]]:
+        """Each pass of the sampler as a list. A sampler with random numbers of its own goes on with those."""
+        sampler, generator = self._copied(self._sampler, self._generator)
+        if isinstance(sampler, torch_data.DistributedSampler):  # all ranks' examples, which are dealt out as it does
+            first, was = sampler.epoch, sampler
+            sampler = torch_data.DistributedSampler(was.dataset, num_replicas=1, rank=0, shuffle=was.shuffle,
+                                                    seed=was.seed, drop_last=was.drop_last)  # fmt: skip
+        else:
+            first = 0
+        process = torch.Generator().manual_seed(seed)  # draws as the process would that was seeded so
+        bare = getattr(sampler, "generator", process) is None
+        known = type(sampler).__module__.startswith("torch.utils.data")
+        chance = nullcontext() if known else Chance(seed)
+        for epoch in count(first):
+            with _ALONE if not known else nullcontext(), chance:
+                draws = process if known and generator is None else generator
+                torch.empty((), dtype=torch.int64).random_(generator=draws)  # as a DataLoader's pass, for its workers
+                if bare and known:
+                    sampler.generator = _of_its_own(process) if type(sampler) is torch_data.RandomSampler else process
+                if callable(getattr(sampler, "set_epoch", None)):
+                    sampler.set_epoch(epoch)
+                found = list(sampler)
+            if not found:
+                raise TaskError(f"the loader's {type(sampler).__name__} yields nothing: give it examples to read")
+            yield found
+
+
+def _of_its_own(process: torch.Generator) -> torch.Generator:
+    """What a RandomSampler makes for a pass where it was given none."""
+    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=process)))
+
+
+class Examples:
+    """(rank, ranks, seed, batch, used) -> a rank's batches without end, of examples that are dealt out by index.
+
+    Passes follow each other in one line, so that the last batch of one is filled from the next.
+
+    batch:  examples per rank and step that the loader makes, of all its micro-batches
+    micros: batches of a step, of as many examples each
+    cut:    a pass is cut to a multiple of so many examples, as `drop_last` does
+    """
+
+    def __init__(self, loader: Any, sampler: Any, batch: int, micros: int, drop_last: bool) -> None:
+        self.dataset, self.collate = loader.dataset, loader.collate_fn
+        self.epochs = Epochs(loader.dataset, sampler, loader.generator)
+        self.batch, self.micros, self.cut = batch * micros, micros, batch if drop_last else 1
+
+    def __call__(self, rank: int, ranks: int, seed: int, batch: int, used: int = 0) -> Iterator[Any]:
+        for indices in in_turn(self._lines(seed), rank, ranks, batch, used):
+            parts = [self._read(part) for part in indices.view(self.micros, -1).tolist()]
+            yield Micros(parts) if self.micros > 1 else parts[0]
+
+    def _lines(self, seed: int) -> Iterator[Tensor]:
+        for found in self.epochs.of(seed):
+            yield torch.tensor(found[: len(found) - len(found) % self.cut], dtype=torch.int64)
+
+    def _read(self, indices: list[int]) -> Any:
+        together = getattr(self.dataset, "__getitems__", None)
+        return self.collate(together(indices) if together else [self.dataset[i] for i in indices])
+
+    def refuses(self, batch: int) -> str | None:
+        """Why a step cannot have so many examples per rank, in a sentence that says what would do; or None."""
+        if batch % self.micros:
+            return f"batch={batch}: a step has {self.micros} batches (accumulate); give a multiple of {self.micros}"
+        return None
+
+    def __repr__(self) -> str:
+        return f"adopted {type(self.dataset).__name__}, {self.batch} examples per step"
+
+
+class Whole:
+    """(rank, ranks, seed) -> a rank's batches without end: of those that a loader makes each `ranks`-th is its own.
+
+    Every rank reads them all where they have no index; where a sampler says which examples are in each, only its own.
+    """
+
+    def __init__(self, source: Any, micros: int) -> None:
+        self.source, self.micros = source, micros
+
+    def __call__(self, rank: int, ranks: int, seed: int) -> Iterator[Any]:
+        mine = self._mine(rank, ranks, seed)
+        while True:
+            parts = list(islice(mine, self.micros))
+            if len(parts) < self.micros:
+                raise TaskError(f"the data of rank {rank} ran out: the loader must yield batches each time it is read")
+            yield Micros(parts) if self.micros > 1 else parts[0]
+
+    def _mine(self, rank: int, ranks: int, seed: int) -> Iterator[Any]:
+        chance, turn = Chance(seed), 0
+        while True:
+            source, empty = iter(self.source), True
+            while True:
+                with _ALONE, chance:
+                    batch = next(source, Epochs)
+                if batch is Epochs:  # the pass is over
+                    break
+                empty = False
+                if turn % ranks == rank:
+                    yield batch
+                turn += 1
+            if empty:
+                return
+
+    def refuses(self, batch: int) -> str | None:
+        """Why a step cannot have so many examples per rank, in a sentence that says what would do; or None."""
+        if not batch:
+            return None
+        return f"batch={batch}: the adopted loader makes its own batches; leave 0, or adopt one with a batch_size"
+
+    def __repr__(self) -> str:
+        return f"adopted batches of a {type(self.source).__name__}"
+
+
+class Sampled(Whole):
+    """As `Whole`, of batches each of which is a list of indices that a batch sampler says."""
+
+    def __init__(self, loader: Any, micros: int) -> None:
+        super().__init__(loader.dataset, micros)
+        by = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        self.single = loader.batch_sampler is None  # one example is a batch
+        self.collate, self.epochs = loader.collate_fn, Epochs(loader.dataset, by, loader.generator)
+
+    def _mine(self, rank: int, ranks: int, seed: int) -> Iterator[Any]:
+        turn = 0
+        for found in self.epochs.of(seed):
+            for indices in found[(rank - turn) % ranks :: ranks]:
+                yield self.collate(self.source[indices] if self.single else [self.source[i] for i in indices])
+            turn += len(found)
+
+
+def dealt(loader: Any, batch: int, micros: int) -> Examples | Whole:
+    """What a DataLoader, a Dataset or an iterable of batches is as a task's data. Raises KnobError.
+
+    batch:  of a Dataset, the examples of a batch; of a DataLoader 0, for it has its own
+    micros: batches of a step
+    """
+    if isinstance(loader, torch_data.Dataset) and not isinstance(loader, torch_data.IterableDataset):
+        if not batch:
+            raise KnobError(f"batch=0: a {type(loader).__name__} has no batches; say how many examples, as in batch=32")
+        return _by_index(torch_data.DataLoader(loader, batch, shuffle=True), micros)
+    if batch:
+        raise KnobError(f"batch={batch}: the loader makes batches of its own; leave it out, or give the Dataset itself")
+    if isinstance(loader, torch_data.DataLoader):
+        if not isinstance(loader.dataset, torch_data.IterableDataset):
+            return _by_index(loader, micros)
+        loader = torch_data.DataLoader(loader.dataset, loader.batch_size, collate_fn=loader.collate_fn,
+                                       drop_last=loader.drop_last)  # fmt: skip
+    if isinstance(loader, Iterator):
+        raise KnobError(f"loader=a {type(loader).__name__}: can be read only once; give a DataLoader, a Dataset, or a "
+                        f"list of batches")  # fmt: skip
+    if not isinstance(loader, Iterable):
+        raise KnobError(f"loader={_named(loader)}: must be a DataLoader, a Dataset, or an iterable of batches")
+    return Whole(loader, micros)
+
+
+def _by_index(loader: Any, micros: int) -> Examples | Whole:
+    by: Any = loader.batch_sampler
+    if by is None or type(by) is not torch_data.BatchSampler:
+        _require_length(by if by is not None else loader.sampler)
+        return Sampled(loader, micros)
+    _require_length(by.sampler)
+    if len(by) == 0:
+        raise KnobError(f"loader=a DataLoader of {len(loader.sampler)} examples: has no whole batch of "
+                        f"{by.batch_size}; give it more examples, or a smaller batch_size")  # fmt: skip
+    return Examples(loader, by.sampler, by.batch_size, micros, by.drop_last)
+
+
+def _require_length(sampler: Any) -> None:
+    try:
+        len(sampler)
+    except TypeError:
+        raise KnobError(f"sampler={type(sampler).__name__}: must say its length, so that a pass of it can be dealt out "
+                        f"to ranks; give it __len__") from None  # fmt: skip
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
