@@ -6,7 +6,6 @@ the same view as the live one. Simulating costs nothing until the panel is opene
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from html import escape
@@ -14,11 +13,16 @@ from typing import Any
 
 import ipywidgets
 
+from widgets.asking import UNLIMITED, assumed, curve, mbits, slide, speed, told, words
 from widgets.board import Board
 from widgets.views.timeline import Timeline
-from workbench.analysis.words import duration
+from workbench.experiment import Experiment
+from workbench.fabric.networks import NETWORKS
+from workbench.settings import members, resolve
 
-UNLIMITED = 5.0  # the slider's upper end, log10 of Mbit/s: as fast as the machine goes
+RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
+SAME, OWN = "as it is", "the link below"
+CHOICES = ("strategy", "compressor", "partition")
 HINT = "Move a slider, or press <b>Simulate</b>: the simulator is calibrated from the run above, then asked."
 WIDE = {"description_width": "130px"}
 
@@ -32,28 +36,49 @@ class WhatIf(ipywidgets.VBox):
     def __init__(self, present: Callable[[], Any]) -> None:
         self.present = present
         row = ipywidgets.Layout(width="min(100%, 560px)")
-        same = {"continuous_update": False, "style": WIDE, "layout": row}
-        self.ranks = ipywidgets.IntSlider(4, 1, 64, description="ranks", **same)
+        plain = {"style": WIDE, "layout": row}
+        same = {"continuous_update": False, **plain}
+        self.ranks = ipywidgets.SelectionSlider(options=RANKS, value=4, description="ranks", **same)
+        self.network = ipywidgets.Dropdown(options=[OWN, *NETWORKS], description="network", **plain)
+        self.kinds = {
+            name: ipywidgets.Dropdown(options=[SAME, *sorted(_members(name))], description=name, **plain)
+            for name in CHOICES
+        }  # fmt: skip
+        self.bucket = ipywidgets.Text("", placeholder="as it is", description="bucket (MB)", **same)
+        self.site = ipywidgets.Text("", placeholder="as it is", description="ranks per site", **same)
+        self.more = ipywidgets.Text(
+            "", placeholder="strategy.every=16, partition.stages=4", description="other knobs", **same
+        )
         self.bandwidth = ipywidgets.FloatSlider(UNLIMITED, min=0.0, max=UNLIMITED, step=0.05, readout=False,
                                                 description="bandwidth", **same)  # fmt: skip
         self.speed = ipywidgets.Label()
         self.latency = ipywidgets.FloatSlider(0.0, min=0.0, max=50.0, step=0.1, description="latency (ms)", **same)
         self.button = ipywidgets.Button(description="Simulate", tooltip="calibrate from the run and simulate")
+        self.over = ipywidgets.Button(description="Over ranks", tooltip="a curve over ranks, to 4,096")
         self.said = ipywidgets.HTML(f"<p>{HINT}</p>")
+        self.curve = ipywidgets.HTML()
+        self.assumed = ipywidgets.HTML()
         self.board: Board | None = None
         self.working: threading.Thread | None = None
-        self._again = False
+        self._again = self._over = False
         self._following = True  # the sliders stand where the run does, until one is moved
         self._setting = False
+        wrap = ipywidgets.Layout(flex_flow="row wrap")
+        beside = ipywidgets.HBox([self.curve, self.assumed], layout=wrap)
+        for part, width in ((self.curve, "1 1 320px"), (self.assumed, "1 1 300px")):
+            part.layout = ipywidgets.Layout(flex=width, width="auto", min_width="0")
         self._above = [  # the board, which comes and goes below
-            ipywidgets.HBox([self.ranks, self.button], layout=ipywidgets.Layout(flex_flow="row wrap")),
-            ipywidgets.HBox([self.bandwidth, self.speed]), self.latency, self.said,
+            ipywidgets.HBox([self.ranks, self.button, self.over], layout=wrap), self.network,
+            ipywidgets.HBox([self.bandwidth, self.speed]), self.latency, *self.kinds.values(), self.bucket, self.site,
+            self.more, self.said, beside,
         ]  # fmt: skip
         super().__init__(self._above)
         self.add_class("twb-whatif")
         self.button.on_click(lambda _: self.ask())
-        for slider in (self.ranks, self.bandwidth, self.latency):
-            slider.observe(self._moved, "value")
+        self.over.on_click(lambda _: self.ask(over=True))
+        asked = (self.ranks, self.network, self.bandwidth, self.latency, self.bucket, self.site, self.more)
+        for part in (*asked, *self.kinds.values()):
+            part.observe(self._moved, "value")
         self._name_speed()
 
     def follow(self) -> None:
@@ -61,11 +86,19 @@ class WhatIf(ipywidgets.VBox):
         run = self.present()
         if run is None or not self._following:
             return
-        link, self._setting = _link(run), True
+        link = _link(run)
+        self._put(int(run.settings.get("ranks", 4)), slide(link["bandwidth"]), float(link["latency"]))
+
+    def stand(self, ranks: float, bandwidth: float, latency: float) -> None:
+        """Sets the sliders to these values, where they stay; nothing is simulated."""
+        self._following = False
+        self._put(ranks, bandwidth, latency)
+
+    def _put(self, ranks: float, bandwidth: float, latency: float) -> None:
+        self._setting = True
         try:
-            self.ranks.value = int(run.settings.get("ranks", 4))
-            self.bandwidth.value = slide(link["bandwidth"])
-            self.latency.value = float(link["latency"])
+            self.ranks.options = sorted({*RANKS, int(ranks)})
+            self.ranks.value, self.bandwidth.value, self.latency.value = int(ranks), bandwidth, latency
         finally:
             self._setting = False
         self._name_speed()
@@ -77,16 +110,25 @@ class WhatIf(ipywidgets.VBox):
             self.ask()
 
     def _name_speed(self) -> None:
+        self.bandwidth.disabled = self.latency.disabled = self.network.value != OWN
         self.speed.value = speed(mbits(self.bandwidth.value))
 
     def settings(self) -> dict[str, Any]:
-        """What the sliders ask, as knobs and their values."""
-        return {
-            "ranks": self.ranks.value, "link.bandwidth": mbits(self.bandwidth.value), "link.latency": self.latency.value
-        }  # fmt: skip
+        """What is asked, as knobs and their values. Raises KnobError for what cannot be read."""
+        found: dict[str, Any] = {"ranks": self.ranks.value}
+        if self.network.value == OWN:
+            found |= {"link.bandwidth": mbits(self.bandwidth.value), "link.latency": self.latency.value}
+        found |= {name: kind.value for name, kind in self.kinds.items() if kind.value != SAME}
+        for path, text in (("bucket_mb", self.bucket), ("fabric.site", self.site)):
+            found |= told(f"{path}={text.value}") if text.value.strip() else {}
+        return found | told(self.more.value)
 
-    def ask(self) -> None:
-        """Simulates on a thread of its own; asked again meanwhile, once more with what the sliders then say."""
+    def ask(self, over: bool = False) -> None:
+        """Simulates on a thread of its own; asked again meanwhile, once more with what the sliders then say.
+
+        over: the curve over ranks, too
+        """
+        self._over = self._over or over
         if self.working is not None and self.working.is_alive():
             self._again = True
             return
@@ -96,11 +138,11 @@ class WhatIf(ipywidgets.VBox):
     def _work(self) -> None:
         while True:
             self._again = False
-            self.button.disabled = True
+            self.button.disabled = self.over.disabled = True
             try:
                 self._answer()
             finally:
-                self.button.disabled = False
+                self.button.disabled = self.over.disabled = False
             if not self._again:
                 return
 
@@ -109,13 +151,21 @@ class WhatIf(ipywidgets.VBox):
         if run is None:
             self.said.value = "<p>There is no run yet: press <b>Start</b>, then ask again.</p>"
             return
-        self.said.value, settings = "<p>simulating…</p>", self.settings()
+        self.said.value = "<p>simulating…</p>"
+        over, self._over = self._over, False
         try:
-            found = run.what_if(settings)
+            settings = self.settings()
+            network = "" if self.network.value == OWN else self.network.value
+            found = run.what_if(settings, **({"network": network} if network else {}))
+            self.said.value, self.assumed.value = words(found, settings, network), assumed(found.assumptions)
+            if over:
+                rows = run.scaling({k: v for k, v in settings.items() if k != "ranks"}, network)
+                self.curve.value, self.assumed.value = curve(rows), assumed(rows.assumptions)
+            else:
+                self.curve.value = ""
         except Exception as error:
             self.said.value = f"<p>It cannot be simulated: {escape(str(error))}</p>"
             return
-        self.said.value = words(found, settings)
         self._draw(found.run)
 
     def _draw(self, run: Any) -> None:
@@ -130,44 +180,18 @@ class WhatIf(ipywidgets.VBox):
         super().close()
 
 
-def words(found: Any, settings: dict[str, Any]) -> str:
-    """What came out, for the page."""
-    more = "more" if found.error > 0 else "less"
-    off = "the same" if abs(found.error) < 0.005 else f"{abs(found.error):.0%} {more} than measured"
-    ratio = found.other / found.same
-    much = "as long" if 0.995 < ratio < 1.005 else f"{ratio:.3g} × as long"
-    latency = f", {settings['link.latency']:g} ms" if settings["link.latency"] else ""
-    ranks = f"{settings['ranks']} rank{'s' * (settings['ranks'] != 1)}"
-    return (
-        f"<p>A step as it is: <b>{duration(found.measured)}</b> measured, "
-        f"<b>{duration(found.same)}</b> simulated ({off}).<br>"
-        f"What if {ranks}, {escape(speed(settings['link.bandwidth']))}{latency}: "
-        f"<b>{duration(found.other)}</b> per step, "
-        f"{much}; {found.sent / 1e6:.3g} MB sent per step and rank. Its timeline:</p>"
-    )
-
-
-def mbits(position: float) -> float:
-    """Mbit/s at a position of the slider; 0 (unlimited) at its upper end."""
-    return 0.0 if position >= UNLIMITED else float(f"{10**position:.3g}")
-
-
-def slide(bandwidth: float) -> float:
-    """The slider's position for so many Mbit/s."""
-    return min(max(math.log10(bandwidth), 0.0), UNLIMITED) if bandwidth else UNLIMITED
-
-
-def speed(bandwidth: float) -> str:
-    """A bandwidth in words."""
-    return f"{bandwidth:g} Mbit/s" if bandwidth else "unlimited: as fast as this machine goes"
+def _members(name: str) -> dict[str, Any]:
+    """The members of a family, by name."""
+    found: dict[str, Any] = members(resolve(Experiment(), name)[1].kind)
+    return found
 
 
 def _link(run: Any) -> dict[str, float]:
     """The link as it is now: as the run began, with every change since."""
     fabric = run.settings.get("fabric", {}).get("Fabric", {})
     link = {"bandwidth": 0.0, "latency": 0.0, **fabric.get("link", {}).get("Link", {})}
-    for change in run.changes:
-        name = change.path.rsplit(".", 1)[-1]
-        if change.path.startswith("fabric.link.") and name in link:
-            link[name] = float(change.value)
+    for path, value in [one for change in run.changes for one in change.settings.items()]:
+        name = path.rsplit(".", 1)[-1]
+        if path.startswith("fabric.link.") and name in link:
+            link[name] = float(value)
     return link

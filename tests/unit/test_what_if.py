@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
 
-from widgets.what_if import WhatIf, mbits, slide
+from widgets.asking import mbits, slide
+from widgets.what_if import WhatIf
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
@@ -60,7 +62,7 @@ def test_the_panel_stands_where_the_run_does_and_says_what_comes_out(run: Run) -
     assert panel.settings() == {"ranks": 4, "link.bandwidth": 200.0, "link.latency": 0.5}
     panel.ranks.value = 8
     assert panel.working is not None
-    panel.working.join(30)
+    panel.working.join(600)
     assert "What if 8 ranks, 200 Mbit/s, 0.5 ms" in panel.said.value and panel.board is not None
     assert panel.board.run.settings["ranks"] == 8
     panel.follow()
@@ -89,7 +91,7 @@ def test_what_is_said_is_of_what_was_simulated_though_a_slider_moves_meanwhile(r
     panel.present = Moved
     panel.ranks.value = 5
     assert panel.working is not None
-    panel.working.join(30)
+    panel.working.join(600)
     told = [int(m[1]) for text in said if (m := re.search(r"What if (\d+) rank", text))]
     assert told == asked == [5, 8]
 
@@ -106,3 +108,49 @@ def test_the_panel_says_when_there_is_nothing_to_ask_about() -> None:
 @pytest.mark.parametrize("bandwidth", [1.0, 300.0, 25_000.0, 0.0])
 def test_the_bandwidth_slider_says_what_it_shows(bandwidth: float) -> None:
     assert mbits(slide(bandwidth)) == pytest.approx(bandwidth, rel=0.01)
+
+
+def test_a_named_network_is_its_alpha_and_beta_and_is_said_beside_the_answer(run: Run) -> None:
+    found = run.what_if({"ranks": 8}, "100 GbE")
+    assert found.experiment.fabric.link == Link(bandwidth=100_000, latency=0.014)
+    assert any("alpha 14 us, beta 0.08 ns/B (100 Gbit/s)" in a and "802.3ba" in a for a in found.assumptions)
+    assert run.what_if({"ranks": 8, "fabric.link.latency": 5.0}, "100 GbE").other > found.other
+    sites = run.what_if({"ranks": 8}, "two sites over a WAN").experiment.fabric
+    assert (sites.site, sites.between_bandwidth, sites.between_latency) == (4, 1000.0, 15.0)
+    with pytest.raises(KnobError, match=r"network='100GbE': no such network; did you mean 100 GbE\?"):
+        run.what_if({}, "100GbE")
+
+
+def test_a_step_of_4096_ranks_is_computing_and_the_rings_messages(run: Run) -> None:
+    rows = run.scaling({}, "10 GbE", [8, 4096])
+    few, many = rows
+    buckets = math.ceil(few.sent / (2 * 7 / 8) / 1e6)
+    ring = 2 * 4095 * 14e-6  # of each bucket, one after the other
+    assert few.computing > 0.9 > many.computing
+    assert few.seconds + (buckets - 1) * ring < many.seconds < few.seconds + 1.05 * buckets * ring
+    assert many.sent == pytest.approx(few.sent * (2 * 4095 / 4096) / (2 * 7 / 8), rel=1e-3)
+    assert run.what_if({"ranks": 4096}, "10 GbE").other == pytest.approx(many.seconds)
+    assert any("one replica is simulated for all" in a for a in rows.assumptions) and "4,096" in repr(rows)
+    refused = run.scaling({"strategy": "AsyncServer"}, "10 GbE", [4096])[0]
+    assert "its ranks do unlike things" in refused.refused and refused.refused in repr([refused])
+
+
+def test_the_panel_asks_for_all_of_it_and_draws_the_curve_with_what_is_assumed(run: Run) -> None:
+    panel = WhatIf(lambda: run)
+    panel.follow()
+    panel._setting = True  # all at once
+    panel.network.value, panel.kinds["strategy"].value, panel.bucket.value = "NVLink", "LocalSGD", "0.5"
+    panel.more.value, panel.site.value = "strategy.every=4", "2"
+    panel._setting = False
+    asked = {"ranks": 4, "strategy": "LocalSGD", "bucket_mb": 0.5, "fabric.site": 2, "strategy.every": 4}
+    assert panel.settings() == asked
+    panel.ask(over=True)
+    assert panel.working is not None
+    panel.working.join(600)
+    assert "What if 4 ranks, NVLink, strategy LocalSGD, bucket_mb 0.5" in panel.said.value, panel.said.value
+    assert panel.curve.value.count("<circle") == 12 and "4,096 ranks: " in panel.curve.value
+    assert "450 one way" in panel.assumed.value and panel.bandwidth.disabled
+    panel.more.value = "every"
+    panel.working.join(600)
+    assert "every: must be path=value" in panel.said.value
+    panel.close()

@@ -18,7 +18,7 @@ from workbench.settings import knob, normalise
 class Link:
     """Each rank's own full-duplex port. A bandwidth of 0 means as fast as the machine goes: nothing is shaped."""
 
-    bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of each rank's port; 0 is unlimited")
+    bandwidth: float = knob(0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="of each rank's port; 0 is unlimited")
     latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of one message between two ranks")
     jitter: float = knob(0.0, 0.0, 1.0, doc="largest random extra share of an operation's time")
 
@@ -50,7 +50,7 @@ class Fabric:
 
     link: Link = knob(Link(), doc="each rank's port")
     site: int = knob(0, 0, 4096, unit="ranks", doc="neighbours on one site, fast among themselves; 0: all are")
-    between_bandwidth: float = knob(0.0, 0.0, 1e6, unit="Mbit/s", log=True, doc="of a port to other sites; 0: no less")
+    between_bandwidth: float = knob(0.0, 0.0, 1e7, unit="Mbit/s", log=True, doc="of a port to other sites; 0: no less")
     between_latency: float = knob(0.0, 0.0, 1000.0, unit="ms", doc="of a message to another site, if above the Link's")
     algorithm: Algorithm = knob(Native(), doc="how an all-reduce goes")
     shared: bool = knob(False, doc="all ranks send through one port together, as on a bus")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from workbench import analysis
@@ -17,6 +18,7 @@ from workbench.host.spread import spread_of
 from workbench.partitions import Partition, Whole
 from workbench.policies import ByHand
 from workbench.settings import KnobError, knobs, members
+from workbench.settings.doing import doing
 from workbench.sim.alike import unlike
 from workbench.sim.costs import Costs
 from workbench.sim.fits import MOST, longest
@@ -82,11 +84,13 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     learner = e.task.build()
     ways = _able(e, list(partitions) or list(_ways(e)), learner)
     found, seen = [], dict[Any, Any]()  # passes without values, which are the same in many pairs
-    for strategy in list(strategies) or _exact(e):
-        for way in ways:
+    pairs = list(product(list(strategies) or _exact(e), ways))
+    with doing("planning", len(pairs)) as work:
+        for strategy, way in pairs:
             once: tuple[Any, Any] = (learner, seen) if learner.pure else (e.task.build(), None)
             if (row := _simulated(e, strategy, way, costs, *once)) is not None:
                 found.append(row)
+            work.step()
     return sorted(found, key=lambda row: (row.step_s, row.peak))
 
 

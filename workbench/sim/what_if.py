@@ -5,22 +5,24 @@ run.what_if({"ranks": 16, "link.bandwidth": 100})
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from workbench import analysis
 from workbench.analysis.words import duration
 from workbench.experiment import Experiment, given
+from workbench.fabric.networks import network as found
 from workbench.policies import ByHand
 from workbench.settings import KnobError, fold, short
+from workbench.settings.doing import doing
 from workbench.sim import Costs, simulate
+from workbench.sim.quick import ALL, Quick, mean, sent
+from workbench.sim.scaling import RANKS, Scaling, assumptions, scaled
 
 if TYPE_CHECKING:
-    from workbench.analysis.words import duration
-from workbench.record.run import Run
+    from workbench.record.run import Run
 
 LOOKED = 40  # steps that are looked at and simulated, at least
 ROUNDS = 4  # rounds of a periodic strategy that are simulated, at least
@@ -36,6 +38,7 @@ class WhatIf(NamedTuple):
     experiment: Experiment  # the others
     run: Run  # simulated under them
     sent: float  # bytes per step and rank under them
+    assumptions: tuple[str, ...] = ()  # of what is simulated, in sentences
 
     @property
     def error(self) -> float:
@@ -50,24 +53,71 @@ class WhatIf(NamedTuple):
         )
 
 
-def what_if(run: Run, settings: Mapping[str, Any] | None = None) -> WhatIf:
+def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
     """Simulates `run` as it is now and with `settings` (path: value), sizes only; costs are measured from the run.
+
+    network: by name, one of `workbench.fabric.networks`, in place of the run's; `settings` say more than it
+    Of more than 64 ranks one replica is simulated for all, each as fast as the slowest is expected to be.
 
     Raises KnobError for a setting that cannot be or cannot be simulated, ValueError where the run has no whole step.
     """
-    now = present(run)
+    _require(settings)
+    with doing("what if", 2):  # as it is, and otherwise
+        return Asked(run).what_if(settings or {}, network)
+
+
+def scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
+            ranks: Sequence[int] = RANKS) -> Scaling:  # fmt: skip
+    """The same for several numbers of ranks, to 4,096: a row each, and what is assumed. Raises KnobError."""
+    _require(settings)
+    if not isinstance(ranks, (list, tuple, range)):
+        raise KnobError(f"ranks={short(ranks)}: must be a list of numbers of ranks, such as [8, 64, 4096]")
+    with doing("scaling"):
+        return Asked(run).scaling(settings or {}, network, list(ranks))
+
+
+def _require(settings: Any) -> None:
     if not isinstance(settings or {}, Mapping):
         raise KnobError(f"settings={short(settings)}: must be a dict of values by path, such as {{'ranks': 16}}")
-    other = given.turned(now, (settings or {}).items())
-    costs = Costs.measured(run)
-    same, imagined = (simulate(replace(e, steps=_steps(e), eval_every=0, policy=ByHand()), costs=costs)
-                      for e in (now, other))  # fmt: skip
-    first, stop = _settled(run)
-    sent = analysis.bytes_per_step(imagined.timeline, SETTLE, _steps(other))
-    return WhatIf(
-        _mean(run, first, stop), _mean(same, SETTLE, _steps(now)), _mean(imagined, SETTLE, _steps(other)),
-        other, imagined, float(np.mean(sent)) if len(sent) else 0.0,
-    )  # fmt: skip
+
+
+class Asked:
+    """A run of which several things are asked: its costs are measured once, and its own settings simulated once."""
+
+    def __init__(self, run: Run) -> None:
+        self.now = present(run)
+        self._costs = Costs.measured(run)
+        self._measured = mean(run, *_settled(run))
+        self._quick = Quick(self.now, self._costs)
+
+    @cached_property
+    def _same(self) -> float:
+        return mean(self._simulated(self.now), SETTLE, _steps(self.now))
+
+    def what_if(self, settings: Mapping[str, Any], network: str = "") -> WhatIf:
+        """As `what_if`."""
+        other = self._turned(settings, network)
+        about = assumptions(self.now, other, self._costs, network, self._same / self._measured - 1.0)
+        if other.ranks > ALL:
+            told = self._quick.told(other)
+            return WhatIf(self._measured, self._same, told.seconds, other, told.run, told.sent, about)
+        same, imagined = self._same, self._simulated(other)
+        stop = _steps(other)
+        return WhatIf(self._measured, same, mean(imagined, SETTLE, stop), other, imagined,
+                      sent(imagined, SETTLE, stop), about)  # fmt: skip
+
+    def scaling(self, settings: Mapping[str, Any], network: str, ranks: Sequence[int]) -> Scaling:
+        """As `scaling`."""
+        rows = [scaled(self._quick, n, lambda n: self._turned({**settings, "ranks": n}, network)) for n in ranks]
+        most = max((row.experiment for row in rows if row.experiment), key=lambda e: e.ranks, default=self.now)
+        return Scaling(rows, assumptions(self.now, most, self._costs, network, self._same / self._measured - 1.0))
+
+    def _turned(self, settings: Mapping[str, Any], network: str) -> Experiment:
+        named = found(network).settings(int(settings.get("ranks", self.now.ranks))) if network else {}
+        return given.turned(self.now, {**named, **settings}.items())
+
+    def _simulated(self, e: Experiment) -> Run:
+        return simulate(replace(e, steps=_steps(e), eval_every=0, policy=ByHand()), costs=self._costs)
 
 
 def present(run: Run) -> Experiment:
@@ -87,8 +137,3 @@ def _settled(run: Run) -> tuple[int, int]:
     first, stop = analysis.last_steps(run.timeline, LOOKED)
     changed = [c.at_step + SETTLE for c in run.changes]
     return min(max(first, SETTLE if stop > SETTLE else 0, *changed), max(stop - 1, 0)), stop
-
-
-def _mean(run: Run, first: int, stop: int) -> float:
-    found = analysis.breakdown(run.timeline, first, stop)
-    return float(np.mean(found.seconds)) if found.steps else float("nan")

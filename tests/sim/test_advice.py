@@ -1,0 +1,173 @@
+"""What costs a step most, and what to try: an injected fault comes first, none is invented, advice holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sim.virtual import paced, stack
+from tests.unit import synthetic
+from workbench import Change, simulate
+from workbench.analysis import step_times
+from workbench.analysis.causes import Cause, causes
+from workbench.fabric import Freeze, Noisy, Slow, TransientStraggler
+from workbench.record.timeline import Span, Timeline
+from workbench.run import Run
+from workbench.strategies import DDP, Gossip, LocalSGD, ZeRO3
+
+pytestmark = pytest.mark.ranks
+PACE = 0.02  # seconds of compute in a step
+NOISE = Noisy(spread=0.05)
+FAST = 10_000.0  # Mbit/s
+LARGE = stack(4, 300)
+
+
+def run(*faults: Any, ranks: int = 4, mbit: float = FAST, changes: tuple[Change, ...] = (), **rest: Any) -> Run:
+    wanted = paced(ranks, 60, 1e3 * PACE, mbit, faults=(*faults, NOISE), **rest)
+    return simulate(wanted, changes=changes)
+
+
+def first(made: Run | Timeline) -> Cause:
+    return causes(made if isinstance(made, Timeline) else made.timeline)[0]
+
+
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4), ZeRO3()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(("phase", "share"), [("forward", 0.3), ("backward", 0.6)])
+def test_a_rank_slow_in_one_phase_comes_first_with_what_it_costs(strategy: Any, phase: str, share: float) -> None:
+    found = first(run(Slow(rank=1, factor=1.5, phase=phase), strategy=strategy))
+    assert (found.cause, found.ranks) == (phase, (1,))
+    assert found.seconds == pytest.approx(0.5 * share * PACE, rel=0.1)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "update"])
+def test_a_tenth_of_a_step_in_one_phase_is_named_through_noise_and_hiccups(phase: str) -> None:
+    cause = "optimizer" if phase == "update" else phase
+    for seed in range(5):
+        slow = (2, phase, synthetic.factor(phase, 0.1))
+        found = first(synthetic.timeline(steps=60, slow=slow, link=False, noise=0.02, seed=seed))
+        assert (found.cause, found.ranks) == (cause, (2,))
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.08])
+@pytest.mark.parametrize("strategy", ["DDP", "LocalSGD"])
+def test_nothing_is_invented_where_nothing_was_injected(strategy: str, noise: float) -> None:
+    for seed in range(6):
+        tl = synthetic.timeline(strategy, steps=100, link=False, noise=noise, hiccups=0.02, seed=seed)
+        assert not [c for c in causes(tl) if c.ranks and c.cause != "frozen"]
+
+
+def test_a_run_without_a_fault_has_no_row() -> None:
+    advised = run().advice()
+    assert advised == [] and repr(advised).startswith("Nothing costs") and "Nothing" in advised._repr_html_()
+    assert causes(Timeline()) == [] and run(ranks=1).advice() == []
+
+
+def test_two_stragglers_at_once_are_two_rows_or_one_row_of_two() -> None:
+    slow = Slow(rank=2, factor=1.6, phase="forward"), Slow(rank=3, factor=1.4, phase="backward")
+    found = causes(run(*slow, ranks=5).timeline)
+    assert [(c.cause, c.ranks) for c in found] == [("backward", (3,)), ("forward", (2,))]
+    same = Slow(rank=2, factor=1.5, phase="forward"), Slow(rank=3, factor=1.5, phase="forward")
+    assert (found := first(run(*same, ranks=5))).ranks == (2, 3) and found.cause == "forward"
+    assert found.seconds == pytest.approx(0.5 * 0.3 * PACE, rel=0.1), "one alone would gain nothing"
+
+
+def test_a_slow_link_is_the_networks_and_names_its_rank() -> None:
+    found = causes(run(Slow(rank=2, factor=10.0, phase="link"), mbit=1000.0, task=LARGE).timeline)
+    assert [(c.cause, c.ranks) for c in found] == [("network", (2,))]
+
+
+def test_a_slow_wire_is_everybodys() -> None:
+    found = first(run(mbit=100.0, task=LARGE))
+    assert (found.cause, found.ranks) == ("network", ()) and found.share > 0.5
+
+
+def test_a_slow_phase_that_the_wire_hides_costs_nothing() -> None:
+    """Compute of 3 ms more before a wire that takes 160: with gossip nobody is asked to wait for it either."""
+    rows = causes(run(Slow(rank=1, factor=1.5, phase="forward"), strategy=Gossip(), mbit=100.0, task=LARGE).timeline)
+    assert not [c for c in rows if c.ranks]
+
+
+def test_a_pause_and_a_rank_that_stumbles_have_stood_still() -> None:
+    paused = [Change(40, "fabric.faults", [NOISE, Freeze(rank=2, seconds=0.5)])]
+    found = first(run(changes=tuple(paused)))
+    assert (found.cause, found.ranks) == ("frozen", (2,)) and "once in 20 steps, for 500 ms at step 40" in found.text
+    assert found.seconds == pytest.approx(0.5 / 20, rel=0.05)
+    stumbles = first(run(TransientStraggler(rank=1, probability=0.1)))
+    assert (stumbles.cause, stumbles.ranks) == ("frozen", (1,))
+
+
+def handmade(ranks: tuple[int, ...], **longer: float) -> Timeline:
+    """Twenty steps of three ranks; what is `longer` by so many seconds is so on `ranks`."""
+    tl, at = Timeline(), 0.0
+    took = {"input": 0.001, "forward": 0.03, "backward": 0.06, "codec": 0.001, "update": 0.01, "outside": 0.0005}
+    for step in range(20):
+        spans, came = [], []
+        for rank in range(3):
+            mine = {k: v + longer.get(k, 0.0) * (rank in ranks) for k, v in took.items()}
+            begin = at + mine["outside"]
+            forward = begin + mine["input"]
+            backward = forward + mine["forward"]
+            asked = backward + mine["backward"]
+            came.append(asked + mine["codec"])
+            spans.append((rank, begin, forward, backward, asked, mine))
+        done = max(came) + 0.002
+        ends = []
+        for rank, begin, forward, backward, asked, mine in spans:
+            end = done + mine["update"]
+            ends.append(end)
+            tl.spans.add([
+                Span(rank, step, "compute", "forward", forward, forward, backward, 0),
+                Span(rank, step, "compute", "backward", backward, backward, asked, 0),
+                Span(rank, step, "codec", "encode", asked, asked, came[rank], 0),
+                Span(rank, step, "comm", "all_reduce bucket 0", asked, came[rank], done, 8),
+                Span(rank, step, "wait", "bucket 0", asked, asked, done, 0),
+                Span(rank, step, "compute", "update", done, done, end, 0),
+                Span(rank, step, "step", "DDP", begin, begin, end, 0),
+            ])  # fmt: skip
+        at = max(ends)
+    return tl
+
+
+@pytest.mark.parametrize("cause", ["input", "codec", "outside", "forward", "backward"])
+def test_each_cause_of_one_rank_is_told_by_its_name(cause: str) -> None:
+    (found,) = causes(handmade((1,), **{cause: 0.02}))
+    assert (found.cause, found.ranks) == (cause, (1,)) and found.seconds == pytest.approx(0.02, rel=0.01)
+    assert "Rank 1" in found.text and "20 ms longer" in found.text
+
+
+@pytest.mark.parametrize("cause", ["input", "codec", "outside"])
+def test_what_all_ranks_lose_is_told_without_one_to_blame(cause: str) -> None:
+    (found,) = causes(handmade((0, 1, 2), **{cause: 0.02}))
+    assert (found.cause, found.ranks) == (cause, ()) and found.seconds == pytest.approx(0.021, abs=0.001)
+
+
+def test_forward_and_backward_of_all_are_the_work_and_no_row() -> None:
+    assert causes(handmade((0, 1, 2), forward=0.05, backward=0.1)) == []
+
+
+# -- advice
+
+
+def test_what_is_suggested_for_a_slow_wire_holds_when_it_is_followed() -> None:
+    made = run(mbit=1000.0, task=stack(12, 60), bucket_mb=0.015, latency=1.0)
+    (row,) = made.advice()
+    assert row.cause == "network" and row.suggestions
+    for suggestion in row.suggestions:
+        other = made.experiment
+        for path, value in suggestion.settings.items():
+            other = other.set(path, value)
+        before, after = (np.mean(step_times(r.timeline, 48).seconds) for r in (made, simulate(other)))
+        examples = other.strategy.batches(1) / made.experiment.strategy.batches(1)
+        assert 1 - after / before / examples == pytest.approx(suggestion.faster, abs=0.05)
+    assert not row.suggestions[0].learns and "bucket_mb" in row.suggestions[0].settings
+    assert row.next.startswith(f"turn bucket_mb to {row.suggestions[0].settings['bucket_mb']:g}: the simulator says ")
+
+
+def test_no_setting_is_suggested_against_a_slow_processor() -> None:
+    (row,) = run(Slow(rank=1, factor=1.5, phase="backward")).advice()
+    assert row.suggestions == () and row.next == "look at what else runs beside that rank"
+    assert "backward" in repr(run(Slow(rank=1, factor=1.5, phase="backward")).advice())
+
+

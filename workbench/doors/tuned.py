@@ -1,0 +1,45 @@
+"""`workbench tune`: a run that trains while settings are tried on it, said as they end, and the best of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from workbench.analysis import last_steps
+from workbench.experiment import Experiment
+from workbench.lab import Lab
+from workbench.sim.space import space_of
+
+SETTLED = 20  # steps before anything is tried: compute is at speed, and the loss has a trend
+LOOK = 0.2  # seconds between two looks at the trials
+
+
+def tuned(e: Experiment, space: dict[str, Any] | None, trials: int | None, worse: float, out: Path | None) -> Any:
+    """What the search has found. Raises what `lab.tune` does; the lab is closed whatever happens."""
+    space_of(e.checked(), space, {})  # what cannot be is said before anything is started
+    with Lab(ranks=e.ranks, name="tune") as lab:
+        run = lab.run(e, out=out)
+        while run.live and last_steps(run.timeline)[1] < SETTLED:
+            time.sleep(LOOK)
+        tuning = lab.tune(space, trials=trials, worse=worse)
+        said = 0
+        while tuning.live:
+            said = _say(tuning.trials[:-1], said)  # the last is under way
+            time.sleep(LOOK)
+        _say(tuning.trials, said)
+        found = tuning.wait()
+        typer.echo(f"best: {found.best.cells[0]}, {found.best.cells[1]} per step; {found.steps} steps in all")
+        if found.left_out:
+            typer.echo(f"not tried: {len(found.left_out)} more, far slower as the simulator says, or refused")
+        lab.stop()
+        run.wait()
+        return found
+
+
+def _say(trials: list[Any], said: int) -> int:
+    for number, trial in enumerate(trials[said:], start=said + 1):
+        typer.echo(f"{number}. " + "; ".join(filter(None, trial.cells)))
+    return max(said, len(trials))
