@@ -138,7 +138,8 @@ def test_measuring_is_drawn_in_the_timeline_under_its_own_name() -> None:
 def test_the_page_is_told_which_panel_is_quiet() -> None:
     content: dict[str, Any] = Feed(compressed(SLOW)).everything()[0]
     quiet = {spec["name"] for spec in content["specs"] if spec["quiet"]}
-    assert quiet == {"asked", "compression", "memory", "mesh", "pipeline"}
+    assert quiet == {"asked", "beside", "causes", "collectives", "compression", "entered", "gpu", "lateness", "memory",
+                     "mesh", "norms", "path", "pipeline", "upkeep", "verdicts"}  # fmt: skip
     assert json.loads(json.dumps(content))["views"]["pays"]["html"]
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from tests.unit import synthetic
+from workbench import Change, recipe, simulate
 from workbench.analysis import straggler, why_silent
+from workbench.fabric import Slow
 from workbench.record.timeline import Mark, Timeline
 
 FROM = 40  # the step at which a rank becomes slow
@@ -131,9 +133,9 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 def test_it_is_quick_enough_to_ask_five_times_a_second() -> None:
     tl = synthetic.timeline(ranks=8, steps=600)
     straggler(tl)
-    began = time.perf_counter()
+    began = time.process_time()  # of the processor: others may keep it busy
     straggler(tl)
-    assert time.perf_counter() - began < 0.1
+    assert time.process_time() - began < 0.1
 
 
 def all_slow(factors: dict[str, float], rank: int = 1, noise: float = 0.05, seed: int = 0) -> Timeline:
@@ -183,3 +185,12 @@ def test_why_nothing_is_said() -> None:
     assert why_silent(synthetic.timeline(steps=40)) == "nobody"
     assert why_silent(synthetic.timeline(steps=60, changes=((57, "lr", 1.0),))) == "early"
     assert why_silent(synthetic.timeline(steps=60, changes=((50, "lr", 1.0),))) == "nobody"
+
+
+@pytest.mark.parametrize("compressor", ["TopK", "PowerSGD", "SignSGD", "QSGD", "Dense"])
+def test_a_slow_rank_is_named_also_where_a_bucket_takes_several_collectives(compressor: str) -> None:
+    """Values are gathered once the indices are, a second factor once the first is: late because that was."""
+    e = recipe("first_run").set("steps", 40).set("eval_every", 0).set("compressor", compressor)
+    found = straggler(simulate(e, changes=[Change(15, "fabric.faults", [Slow(rank=2)])]).timeline)
+    assert found is not None and (found.rank, found.side) == (2, "compute")
+    assert found.seconds == pytest.approx(0.1) and 0.06 < found.harm < 0.101, "its compute lasts twice the pace"

@@ -8,6 +8,7 @@ folder; nothing else has to be touched for it to appear. Nothing here knows the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +18,7 @@ import plotly.graph_objects as go
 from workbench.analysis import stands_for
 from workbench.record.timeline import Rows, Table
 
+Setter = Callable[[str, Any], Any]  # (path, value) of a knob
 Columns = dict[str, Any]  # name -> numpy array of numbers, or list of text
 LIMIT = 600  # points a curve is thinned to when its past is sent
 
@@ -65,6 +67,7 @@ class View(ABC):
     quiet:  not on the page while there is nothing to draw
     tells:  says what is wrong and who is to blame; silent while the run is a riddle (`run.secret`)
     most:   only the first so many ranks are drawn (the picture of a run of many); None for all
+    setter: sets a knob of the lab that trains; None where there is none, or where one may only look
     """
 
     __family__: ClassVar[bool] = True
@@ -82,6 +85,7 @@ class View(ABC):
     quiet: ClassVar[bool] = False
     tells: ClassVar[bool] = False
     most: int | None = None
+    setter: Setter | None = None
 
     def __init__(self) -> None:
         self.cursor = 0
@@ -143,7 +147,7 @@ def drawn(view: View, run: Any) -> go.Figure | None:
     for number, columns in {**patch.append, **patch.replace}.items():
         if "x0" in columns:
             columns = _outlines(columns, figure.data[number].meta["lane"])
-        figure.data[number].update({k: list(v) for k, v in columns.items() if k in ("x", "y", "text")})
+        figure.data[number].update({k: list(v) for k, v in columns.items() if k in ("x", "y", "z", "text")})
     figure.update_layout({k.replace(".", "_"): v for k, v in patch.layout.items()})
     return figure
 

@@ -43,7 +43,7 @@ class Drift(View):
             for rank in range(ranks_of(run)):
                 line = theme.rank_line(rank)
                 figure.add_trace(go.Scatter(
-                    x=[], y=[], mode=mode, showlegend=False, line=line, name=f"rank {rank}",
+                    x=[], y=[], mode=mode, showlegend=False, line=line, name=f"rank {rank}", meta={"rank": rank},
                     marker={"symbol": theme.rank_symbol(rank), "size": 6, "color": line["color"]},
                     hovertemplate=f"rank {rank}: %{{y:.3g}} at step %{{x}}<extra></extra>",
                 ))  # fmt: skip

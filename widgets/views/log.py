@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
 from workbench.record.alarms import NAMES, met
+from workbench.settings import Change
 
 MOST = 100  # different lines that are kept
 WRONG = ("error", "refused", *NAMES)  # what is shown first, and never folded away
@@ -89,14 +90,14 @@ def _said(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
         case "nan" | "diverged":
             return name, met(name, detail) + ("; that step was skipped" if detail.get("skipped") else "")
         case "refused":
-            return "refused", f"{detail.get('path')} = {detail.get('value')}: {detail.get('reason')}"
+            return "refused", f"{Change.read(detail).text}: {detail.get('reason')}"
         case "optimizer" | "momentum" | "own":
             return name, str(detail.get("text"))
         case "residual":
             return ("residual", str(detail["text"])) if "text" in detail else None
         case "stood still" | "spool" | "saved" | "not saved" | "data" | "hang" | "evicted" | "asked" | "members":
             return name, str(detail.get("text"))
-        case "rolled back" | "not rolled back" | "preempted":
+        case "rolled back" | "not rolled back" | "preempted" | "profile":
             return name, str(detail.get("text"))
         case "fault":
             return "fault", str(detail.get("text") or json.dumps(detail))

@@ -99,7 +99,8 @@ def _training(rank: int, panel: str, ranks: int) -> go.Scatter:
     name = f"training loss, rank {rank}" if rank == 0 else f"rank {rank}"
     return go.Scatter(
         x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines", opacity=0.75,
-        line=theme.rank_line(rank, 1), name=name if ranks <= NAMED else "training loss, a line per rank",
+        line=theme.rank_line(rank, 1), meta={"rank": rank},
+        name=name if ranks <= NAMED else "training loss, a line per rank",
         showlegend=panel == "x" and (ranks <= NAMED or rank == 0),
         hovertemplate=f"rank {rank} training: %{{y:.4f}}<extra></extra>",
     )  # fmt: skip

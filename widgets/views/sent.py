@@ -44,7 +44,8 @@ class Sent(View):
         ))  # fmt: skip
         for rank in range(self.ranks(run)):
             figure.add_trace(go.Scatter(
-                x=[], y=[], mode="lines", showlegend=False, line=theme.rank_line(rank, 2), name=f"rank {rank}",
+                x=[], y=[], mode="lines", showlegend=False, line=theme.rank_line(rank, 2),
+                meta={"rank": rank}, name=f"rank {rank}",
                 hovertemplate=f"rank {rank}: %{{y:.4~s}}B per step up to step %{{x}}<extra></extra>",
             ))  # fmt: skip
         return figure

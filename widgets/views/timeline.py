@@ -13,14 +13,15 @@ import numpy as np
 import plotly.graph_objects as go
 
 from widgets import theme
-from widgets.boxes import KINDS, boxes_of
+from widgets.boxes import KINDS, Boxes, add_path, boxes_of
 from widgets.views._base import Grid, Patch, View, ranks_of
-from workbench.analysis import stretches
+from workbench.analysis import critical_path, stretches
 from workbench.analysis.collectives import last_arrivals, rates
 from workbench.record.timeline import Rows
 
 BOXES = 3000  # at most so many are drawn at once
 SLOW = 0.2  # seconds from which a step is shown while it grows
+FEW = 16  # ranks of which the critical path is marked while the run is followed; of more it would take too long
 GONE = 1.0  # seconds without rows after which the others no longer wait for a rank
 
 
@@ -32,7 +33,8 @@ class Timeline(View):
     about: ClassVar[str] = (
         "A row per rank. The upper lane shows forward, backward and update and where the step is stalled, for another "
         "stage of a pipeline (its bubble) or else (exposed); the lower lane shows each collective: thin and hatched "
-        "while waiting for other ranks, solid while transferring."
+        "while waiting for other ranks, solid while transferring. A line between the two marks the critical path: what "
+        "the step was waiting for, from its begin to its end."
     )
     empty: ClassVar[str] = "A row per rank appears here after the first step: compute above, communication below."
     order: ClassVar[int] = 10
@@ -92,6 +94,8 @@ class Timeline(View):
         inside &= rows.rank < self.ranks(run)
         rows, index = rows[inside], begin + np.flatnonzero(inside)
         found = boxes_of(rows, index, arrived[inside], BOXES, _dense(run, rows))
+        if not run.secret and (self.at is not None or not run.live or ranks_of(run) <= FEW):
+            _mark_path(found, run, first, last, self.ranks(run), int(index[0]))
         newest = float(rows.t1.max())
         high = max(high, newest) if grows else high
         facts |= {"first": first, "last": last, "names": [_name(n) for n in found.names], "newest": min(newest, high)}
@@ -138,6 +142,18 @@ class Timeline(View):
         ]
         note = f"Spans of steps {first} to {last} (at most 400); Mbit/s from when the last rank had arrived"
         return Grid(head, sorted(out), note)
+
+
+def _mark_path(found: Boxes, run: Any, first: int, last: int, ranks: int, row: int) -> None:
+    """The critical path of the steps shown; what all have a part in lies in the row of the rank that goes on after."""
+    path = critical_path(run.timeline, first, last + 1)
+    where = np.array([p.rank for p in path], np.int64)
+    for i in range(len(path) - 1, -1, -1):
+        if where[i] < 0:
+            after = i + 1 < len(path) and path[i + 1].step == path[i].step
+            where[i] = where[i + 1] if after else max(0, where[i - 1])
+    shown = [i for i, rank in enumerate(where) if rank < ranks]
+    add_path(found, [path[i] for i in shown], where[shown], row)
 
 
 def _rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Rows, int]:

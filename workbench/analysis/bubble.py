@@ -36,6 +36,7 @@ class Bubble(NamedTuple):
     in_flight: np.ndarray
     slices: int = 1  # ranks that compute a stage together
     flushes: bool = True  # does every micro-batch go back in the step in which it has gone forward?
+    ranks: tuple[int, ...] = ()  # which they are; none: as they are counted
 
     @property
     def text(self) -> str:
@@ -56,9 +57,10 @@ class Bubble(NamedTuple):
         stage = np.arange(len(self.busy)) // self.slices % p
         rank = int(np.argmax(self.busy / np.maximum(usual[stage], 1e-9)))
         if len(by_stage) > 1 and self.busy[rank] > SLOW * usual[stage[rank]]:
-            others = ", ".join(str(r) for r in np.flatnonzero(stage == stage[rank]) if r != rank)
+            names = self.ranks or range(len(self.busy))
+            others = ", ".join(str(names[r]) for r in np.flatnonzero(stage == stage[rank]) if r != rank)
             times = self.busy[rank] / usual[stage[rank]]
-            said.append(f"Rank {rank} takes {times:.1f} times what is usual for its stage (rank {others}).")
+            said.append(f"Rank {names[rank]} takes {times:.1f} times what is usual for its stage (rank {others}).")
         flying = ", ".join(str(n) for n in self.in_flight[: p * self.slices : self.slices])
         what = "micro-batches" if self.pieces == 1 else f"passes through one of {self.pieces} pieces"
         said.append(f"At most {flying} {what} in flight, by stage.")
@@ -90,7 +92,7 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
         return None
     rows = rows if t == 1 else _passes(rows)
     seconds = rows.t1 - rows.t0
-    place = (rows.step - w.first) * len(w.ranks) + rows.rank
+    place = (rows.step - w.first) * len(w.ranks) + w.column(rows.rank)
     size = len(w.steps) * len(w.ranks)
     busy = np.bincount(place, seconds, size).reshape(-1, len(w.ranks))[w.complete]
     began, ended = np.full(size, np.inf), np.full(size, -np.inf)
@@ -100,7 +102,7 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
     flushes = not any(ahead for _, ahead in flights)
     if not flushes:  # then stages are in one step at different times, each from its own beginning
         steps = w.lane("step")
-        began[(steps.step - w.first) * len(w.ranks) + steps.rank] = steps.t0
+        began[(steps.step - w.first) * len(w.ranks) + w.column(steps.rank)] = steps.t0
     spread = [each.reshape(-1, len(w.ranks) // (p * t), p * t)[w.complete] for each in (began, ended)]
     lasts = spread[1].max(axis=2) - spread[0].min(axis=2)  # (steps, replicas)
     if not flushes:
@@ -114,7 +116,8 @@ def bubble(tl: Timeline, last: int = 20, before: int | None = None) -> Bubble | 
     if not flushes:  # numbers go on from batch to batch
         one = rows[(rows.rank == rows.rank[0]) & (rows.step == rows.step[-1])]
         micros, least = len(np.unique(one.name[one.phase("backward")])), 0.0
-    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t, flushes)
+    ranks = tuple(map(int, w.ranks))
+    return Bubble(p, micros, v, float(np.median(share)), least, np.median(busy, axis=0), flying, t, flushes, ranks)
 
 
 def _passes(rows: Rows) -> Rows:

@@ -132,10 +132,28 @@ def rates(rows: Rows, last: np.ndarray) -> np.ndarray:
 
 def against_others(values: np.ndarray) -> np.ndarray:
     """Each column minus the median of the other columns, row by row."""
-    p = values.shape[1]
-    if p < 2:
+    if values.shape[1] < 2:
         return np.zeros_like(values)
-    return np.stack([values[:, r] - np.median(np.delete(values, r, axis=1), axis=1) for r in range(p)], axis=1)
+    return np.asarray(values - of_others(values))
+
+
+def of_others(values: np.ndarray) -> np.ndarray:
+    """(..., p): of each value of the last axis the median of the others; NaN where one of the others is.
+
+    Of n sorted values those without one have their middle one place further on, for all that lie before it.
+
+    >>> of_others(np.array([1.0, 2.0, 4.0, 8.0])).tolist()
+    [4.0, 4.0, 2.0, 2.0]
+    """
+    n = values.shape[-1]
+    order = np.argsort(values, axis=-1, kind="stable")  # NaN last
+    place = np.empty_like(order)
+    np.put_along_axis(place, order, np.broadcast_to(np.arange(n), order.shape), axis=-1)
+    ordered, low, high = np.take_along_axis(values, order, axis=-1), (n - 2) // 2, (n - 1) // 2
+    middle = [np.where(place <= k, ordered[..., k + 1, None], ordered[..., k, None]) for k in (low, high)]
+    missing = np.isnan(values)
+    others = missing.sum(axis=-1, keepdims=True) - missing
+    return np.where(others > 0, np.nan, middle[0] if low == high else (middle[0] + middle[1]) / 2)
 
 
 def _key(rows: Rows) -> np.ndarray:

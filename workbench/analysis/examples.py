@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from workbench.analysis.window import Window, ranks_of
+from workbench.analysis.window import Window, newest, ranks_of
 from workbench.record.timeline import Timeline
 
 
@@ -32,10 +32,29 @@ def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
     return total
 
 
+def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
+    """(n,) how many examples all ranks together have trained on by the end of each of these steps, from their first on.
+
+    Empty where the record does not say how many a step has.
+    """
+    samples = tl.samples.rows()
+    said = samples[samples.equal("name", "examples")] if len(samples) else samples
+    if not len(said) or not len(steps):
+        return np.empty(0)
+    each = np.zeros(len(steps))
+    for rank in np.unique(said.rank):
+        mine = said[said.rank == rank]
+        since = np.searchsorted(mine.step, steps, side="right") - 1
+        each += np.where(since >= 0, mine.value[since.clip(0)], 0.0)
+    return np.cumsum(each)
+
+
 def recent(tl: Timeline, last: int) -> tuple[int, int]:
     """[first, stop) of the last so many steps of every rank that trains: servers make none, and ranks may be apart."""
     rows = tl.spans.rows()
     ended = rows[rows.equal("lane", "step")] if len(rows) else rows
+    if (since := newest(tl)) is not None:
+        ended = ended[np.isin(ended.rank, since.members) & (ended.t0 >= since.t)]
     furthest = {int(rank): int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)}
     for rank in serving(tl):
         furthest.pop(rank, None)
@@ -49,5 +68,9 @@ def serving(tl: Timeline) -> list[int]:
     rows, marks = tl.spans.rows(), tl.marks.rows()
     for at in np.flatnonzero(marks.equal("name", "roles"))[-1:] if len(marks) else ():
         ended = rows[rows.equal("lane", "step") & (rows.step >= marks.step[at])] if len(rows) else rows
-        return [rank for rank in json.loads(marks.detail[at])["serve"] if not (ended.rank == rank).any()]
+        since = newest(tl)
+        serve = json.loads(marks.detail[at])["serve"]
+        if since is not None and marks.t[at] >= since.t:  # it says at which places
+            serve = [since.members[place] for place in serve if place < len(since.members)]
+        return [rank for rank in serve if not (ended.rank == rank).any()]
     return []

@@ -123,7 +123,7 @@ def as_python(run: Run) -> str:
     opens, closes = ("experiment = Experiment.read({", "})") if theirs else ("experiment = Experiment(", ")")
     said = [(f'"{k}": {text}' if theirs else f"{k}={text}", comment.get(k, "")) for k, text in texts.items()]
     lines = [f"    {text},{about}" for text, about in said]
-    changes = [f"    Change({c.at_step}, {c.path!r}, {_literal(c.value)}{_decided(c)})," for c in run.changes]
+    changes = [f"    Change({c.at_step}, {_set(c)}{_decided(c)})," for c in run.changes]
     imports = [f"from workbench.{home} import {', '.join(sorted(used))}" for home, used in names.items() if used]
     head = ["from workbench import Change, Experiment, Lab", *sorted(imports)]
     body = [opens, *lines, closes, "changes = [", *changes, "]"]
@@ -132,6 +132,12 @@ def as_python(run: Run) -> str:
     tail = [f"lab = Lab(ranks={settings.get('ranks', 4)})", f"run = lab.run(experiment, changes=changes{resume})"]
     tail += ["run.wait()"]
     return "\n".join([*head, "", *body, *tail, ""])
+
+
+def _set(change: Change) -> str:
+    """What it sets, as Change is given it."""
+    settings = change.settings
+    return _literal(settings) if len(settings) > 1 else f"{change.path!r}, {_literal(change.value)}"
 
 
 def _decided(change: Change) -> str:

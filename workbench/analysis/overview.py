@@ -9,7 +9,7 @@ import numpy as np
 from workbench.analysis.examples import examples_per_second, recent, serving
 from workbench.analysis.memory import memory
 from workbench.analysis.steps import bytes_per_step
-from workbench.analysis.window import Window, last_steps, ranks_of, stands_for
+from workbench.analysis.window import Window, last_steps, newest, ranks_of, stands_for
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -63,6 +63,8 @@ def _trained(tl: Timeline) -> tuple[int, int]:
         return first, stop
     rows = tl.spans.rows()
     ended = rows[rows.equal("lane", "step") & ~np.isin(rows.rank, servers)]
+    if (since := newest(tl)) is not None:
+        ended = ended[np.isin(ended.rank, since.members) & (ended.t0 >= since.t)]
     furthest = [int(ended.step[ended.rank == rank].max()) for rank in ranks_of(ended)]
     stop = max(stop, min(furthest, default=-1) + 1)
     return max(0, stop - RECENT), stop

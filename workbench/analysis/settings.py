@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.settings import fold, in_words
+from workbench.settings import each, fold, in_words
 
 if TYPE_CHECKING:
     from workbench.record.run import Run
@@ -44,12 +44,25 @@ def stretches(run: Run) -> list[Stretch]:
     return found
 
 
+def worded(settings: Plain, longest: int = 500) -> dict[str, str]:
+    """Settings as texts, each of at most so many characters.
+
+    >>> worded({"ranks": 2, "strategy": {"LocalSGD": {"every": 8}}})
+    {'ranks': '2', 'strategy': 'LocalSGD(every=8)'}
+    """
+    return {name: in_words(value)[:longest] for name, value in settings.items()}
+
+
 def with_value(settings: Plain, path: str, value: Any) -> Plain:
     """`settings` with what lies at `path` (as much of it as makes it unique) set; as they are if nothing does.
 
     >>> with_value({"compressor": {"TopK": {"density": 0.01}}}, "density", 0.1)
     {'compressor': {'TopK': {'density': 0.1}}}
     """
+    if len(several := each(path, value)) > 1:  # what holds others comes first
+        for one in sorted(several, key=lambda one: one.count(".")):
+            settings = with_value(settings, one, several[one])
+        return settings
     every = list(_paths(settings))
     short = path.split(".")
     hits = [p for p in every if p == short] or [p for p in every if _within(short, p)]

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.analysis.collectives import Arrivals, lined_up
-from workbench.analysis.window import Cover, Window, last_steps
+from workbench.analysis.cover import Cover, by_rank
+from workbench.analysis.window import Window, last_steps
 from workbench.record.timeline import Timeline
+
+PHASES = ("forward", "backward", "update")
 
 
 class StepTimes(NamedTuple):
@@ -47,6 +50,7 @@ class Overlap(NamedTuple):
     communication: np.ndarray
     hidden: np.ndarray  # of it, while the rank computed
     exposed: np.ndarray  # of it, while it did not
+    behind: dict[str, np.ndarray]  # of what is hidden, behind forward, backward and update
 
     @property
     def share(self) -> np.ndarray:
@@ -112,8 +116,7 @@ def packing(w: Window) -> np.ndarray:
     rows = w.lane("codec")
     rows = rows[~w.outside(rows)]
     shown = np.zeros(len(rows))
-    for rank in np.unique(rows.rank):
-        mine = rows.rank == rank
+    for rank, mine in by_rank(rows.rank):
         shown[mine] = w.cover(rank, "wait").between(rows.t0[mine], rows.t1[mine])
     return w.total(rows, shown)
 
@@ -122,14 +125,19 @@ def overlap(tl: Timeline, first: int, stop: int) -> Overlap:
     """How much communication hid behind compute: unions of intervals, so nothing counts twice."""
     w = Window(tl, first, stop)
     comm, hidden = np.zeros(len(w.ranks)), np.zeros(len(w.ranks))
+    behind = {phase: np.zeros(len(w.ranks)) for phase in PHASES}
     rows = w.lane("comm")
     rows = rows[~w.outside(rows)]
+    phases = {phase: w.lane("compute", name=phase) for phase in PHASES}
     for i, rank in enumerate(w.ranks):
         mine = rows.rank == rank
         cover = Cover(rows.t0[mine], rows.t1[mine])
         comm[i] = cover.length
         hidden[i] = w.cover(rank, "compute").between(cover.begin, cover.end).sum()
-    return Overlap(w.ranks, comm, hidden, comm - hidden)
+        for phase, spans in phases.items():
+            own = spans.rank == rank
+            behind[phase][i] = Cover(spans.t0[own], spans.t1[own]).between(cover.begin, cover.end).sum()
+    return Overlap(w.ranks, comm, hidden, comm - hidden, behind)
 
 
 def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.analysis.blame import blame
 from workbench.analysis.bubble import spread_at
-from workbench.analysis.collectives import against_others, lined_up
+from workbench.analysis.collectives import against_others, lined_up, of_others
 from workbench.analysis.messages import carried, waited
 from workbench.analysis.naming import COMPUTE, STEADY, Slowness, sentence, slowness
 from workbench.analysis.window import Window, last_steps, since_change, stands_for
@@ -181,8 +181,7 @@ def _scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float
 
 def _of_others(cost: np.ndarray) -> np.ndarray:
     """(rounds, culprit): the median over its victims of what each culprit costs."""
-    p = cost.shape[-1]
-    return np.stack([np.median(np.delete(cost[:, :, r], r, axis=1), axis=1) for r in range(p)], axis=1)
+    return np.diagonal(of_others(cost.swapaxes(1, 2)), axis1=1, axis2=2)
 
 
 def _median(values: np.ndarray) -> np.ndarray:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
+from workbench.analysis.cover import NOTHING, Cover, by_rank
 from workbench.record.timeline import Rows, Timeline
 
 OUTSIDE = ("eval", "switch")  # lanes that lie outside of steps
@@ -14,14 +16,43 @@ MEASURING = "measuring"  # the lane of what is done only to see what compression
 MANY = 50_000  # rows that are looked through without a thought for time
 
 
+class Generation(NamedTuple):
+    """Since which step, and which time of the record, these ranks are there, in the order of their places."""
+
+    step: int
+    t: float
+    members: tuple[int, ...]
+
+
 class Window:
-    """The spans of steps [first, stop) on all ranks. Matrices are (steps, ranks); a missing step is NaN there."""
+    """The spans of steps [first, stop) on all ranks that were there. Matrices are (steps, ranks); NaN: a missing step.
+
+    A step that was under way when a rank was lost, and was made anew without it, counts as it was made then.
+    """
 
     def __init__(self, tl: Timeline, first: int, stop: int) -> None:
         self.first, self.stop = first, max(stop, first)
         rows = tl.spans.rows()
         self.rows = _cut(rows, self.first, self.stop)
         self.ranks = np.union1d(ranks_of(rows), self.rows.rank).astype(np.int64)
+        self._lanes: dict[tuple[str | None, ...], Rows] = {}  # looked up once
+        self._covers: dict[tuple[str, ...], dict[int, Cover]] = {}
+        if since := generations(tl):
+            self._of_those_there(since)
+
+    def _of_those_there(self, since: list[Generation]) -> None:
+        """Of ranks that were lost before, or came later, there is nothing; nor of steps that did not count."""
+        rows = self.rows
+        counts = np.ones(len(rows), bool)
+        for generation in since:
+            counts &= (rows.step < generation.step) | (rows.t0 >= generation.t)
+        self.rows = rows[counts]
+        ends = [generation.step for generation in since[1:]] + [max(self.stop, since[-1].step + 1)]
+        during = [g.members for g, end in zip(since, ends, strict=True) if g.step < self.stop and end > self.first]
+        if self.first >= since[0].step:
+            there = sorted({rank for members in during for rank in members})
+            self.ranks = np.intersect1d(self.ranks, np.array(there, np.int64))
+            self.rows = self.rows[np.isin(self.rows.rank, self.ranks)]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -33,6 +64,11 @@ class Window:
 
     def lane(self, *lanes: str, name: str | None = None) -> Rows:
         """The spans of some lanes."""
+        if (name, *lanes) not in self._lanes:
+            self._lanes[name, *lanes] = self._lane(lanes, name)
+        return self._lanes[name, *lanes]
+
+    def _lane(self, lanes: tuple[str, ...], name: str | None) -> Rows:
         mask = np.zeros(len(self.rows), bool)
         for lane in lanes:
             mask |= self.rows.equal("lane", lane)
@@ -116,53 +152,24 @@ class Window:
     def outside(self, rows: Rows) -> np.ndarray:
         """A mask over `rows`: those that lie within an evaluation or a hand-over of their rank."""
         breaks, out = self.lane(*OUTSIDE), np.zeros(len(rows), bool)
-        for rank in np.unique(breaks.rank):
-            mine, cut = rows.rank == rank, breaks.rank == rank
-            within = Cover(breaks.t0[cut], breaks.t1[cut])
-            length = rows.t1[mine] - rows.t0[mine]
-            out[mine] = within.between(rows.t0[mine], rows.t1[mine]) > 0.5 * length
+        if not len(breaks) or not len(rows):
+            return out
+        for rank, mine in by_rank(rows.rank):
+            if within := self._covered(*OUTSIDE).get(rank):
+                length = rows.t1[mine] - rows.t0[mine]
+                out[mine] = within.between(rows.t0[mine], rows.t1[mine]) > 0.5 * length
         return out
 
     def cover(self, rank: int, *lanes: str) -> Cover:
         """The union of one rank's spans in some lanes."""
-        rows = self.lane(*lanes)
-        mine = rows.rank == rank
-        return Cover(rows.t0[mine], rows.t1[mine])
+        return self._covered(*lanes).get(int(rank), NOTHING)
 
-
-class Cover:
-    """A union of intervals that answers: how much of it lies between two times?
-
-    >>> cover = Cover(np.array([0.0, 1.0, 5.0]), np.array([2.0, 3.0, 6.0]))
-    >>> cover.length, float(cover.between(2.0, 5.5))
-    (4.0, 1.5)
-    """
-
-    def __init__(self, begin: np.ndarray, end: np.ndarray) -> None:
-        order = np.argsort(begin, kind="stable")
-        begin, end = np.asarray(begin, float)[order], np.asarray(end, float)[order]
-        reach = np.maximum.accumulate(end) if len(end) else end
-        fresh = np.ones(len(begin), bool)
-        fresh[1:] = begin[1:] > reach[:-1]
-        first = np.flatnonzero(fresh)
-        self.begin = begin[first]
-        self.end = np.maximum.reduceat(end, first) if len(first) else end
-        self._at = np.stack([self.begin, self.end], axis=1).ravel()
-        steps = np.stack([np.zeros(len(first)), self.end - self.begin], axis=1).ravel()
-        self._sum = np.cumsum(steps)
-
-    @property
-    def length(self) -> float:
-        return float(self._sum[-1]) if len(self._sum) else 0.0
-
-    def until(self, t: np.ndarray) -> np.ndarray:
-        """How much of the union lies before `t`."""
-        out: np.ndarray = np.interp(t, self._at, self._sum) if len(self._at) else np.zeros(np.shape(t))
-        return out
-
-    def between(self, t0: np.ndarray, t1: np.ndarray) -> np.ndarray:
-        out: np.ndarray = self.until(t1) - self.until(t0)
-        return out
+    def _covered(self, *lanes: str) -> dict[int, Cover]:
+        """The same of every rank that has any."""
+        if lanes not in self._covers:
+            rows = self.lane(*lanes)
+            self._covers[lanes] = {rank: Cover(rows.t0[mine], rows.t1[mine]) for rank, mine in by_rank(rows.rank)}
+        return self._covers[lanes]
 
 
 def ranks_of(rows: Rows) -> np.ndarray:
@@ -180,20 +187,43 @@ def stands_for(tl: Timeline) -> int:
 
 
 def last_steps(tl: Timeline, last: int | None = None, before: int | None = None) -> tuple[int, int]:
-    """[first, stop) of the last `last` steps that have ended on every rank known so far (None: of all).
+    """[first, stop) of the last `last` steps that have ended on every rank that is there (None: of all).
 
     before: of those before this step
     """
     rows = tl.spans.rows()
-    ranks = ranks_of(rows)
+    ranks, since = ranks_of(rows), newest(tl)
     if not len(ranks):
         return 0, 0
+    first, begun = int(rows.step[:MANY].min()), -1
+    if since is not None:
+        ranks, rows, begun = np.array(since.members, np.int64), rows[rows.t0 >= since.t], since.step
+        rows = rows[np.isin(rows.rank, ranks)]
     furthest = _furthest(rows[-MANY:], ranks)
     if (furthest < 0).any():
         furthest = _furthest(rows, ranks)
-    first, stop = int(rows.step[:MANY].min()), int(furthest.min()) + 1
+    stop = max(int(furthest.min()) + 1, begun)
     stop = stop if before is None else min(stop, before)
-    return (first if last is None else max(first, stop - last)), max(stop, first)
+    if last is not None:
+        first = max(first, stop - last, begun if stop > begun else 0)
+    return first, max(stop, first)
+
+
+def generations(tl: Timeline) -> list[Generation]:
+    """Those that began when ranks were lost, came or went; none where those of the beginning are all there still."""
+    rows = tl.marks.rows()
+    rows = rows[rows.equal("name", "members")] if len(rows) else rows
+    found = []
+    for step, t, detail in zip(rows.step, rows.t, rows.detail, strict=True):
+        members = json.loads(detail).get("members")  # not where it says why nobody goes on
+        if isinstance(members, list) and members and all(type(rank) is int for rank in members):
+            found.append(Generation(int(step), float(t), tuple(members)))
+    return sorted(found, key=lambda one: one.t)
+
+
+def newest(tl: Timeline) -> Generation | None:
+    """The last of them."""
+    return found[-1] if (found := generations(tl)) else None
 
 
 def _furthest(rows: Rows, ranks: np.ndarray) -> np.ndarray:
@@ -211,9 +241,9 @@ def change_steps(tl: Timeline) -> np.ndarray:
 
 
 def since_change(tl: Timeline, first: int, stop: int) -> int:
-    """`first`, or the last step before `stop` from which a change acted, if that is later."""
-    earlier = [int(s) for s in change_steps(tl) if s < stop]
-    return max([first, *earlier[-1:]])
+    """`first`, or the last step before `stop` from which a change acted or other ranks trained, if that is later."""
+    earlier = [*(int(s) for s in change_steps(tl)), *(generation.step for generation in generations(tl))]
+    return max([first, *(step for step in earlier if step < stop)])
 
 
 def _cut(rows: Rows, first: int, stop: int) -> Rows:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
+from workbench.settings import KnobError
+
 
 def face(name: str, thing: Any, include: Any = None, exclude: Any = None) -> Any:
     """A mimebundle of `thing` from the entry point `name` of the group workbench.display."""
@@ -30,3 +32,13 @@ def show(name: str, thing: Any) -> None:
         if hasattr(shown, "_ipython_display_"):
             return shown._ipython_display_()
     raise NotImplementedError  # what IPython takes for "ask the next representation"
+
+
+def dashboard(name: str, thing: Any, read_only: bool) -> Any:
+    """The widget that shows `thing`, from the entry point `name`. Raises KnobError where nobody offers one."""
+    for entry in entry_points(group="workbench.display", name=name):
+        try:
+            return entry.load()(thing, read_only)
+        except ImportError as error:
+            raise KnobError(f"dashboard: it cannot be shown here, {error}; pip install training-workbench") from None
+    raise KnobError("dashboard: nobody offers one here; pip install training-workbench")

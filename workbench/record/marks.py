@@ -50,7 +50,8 @@ FIELDS: dict[str, Rules] = {
     "end": {"state": _text, "rank": _place},
     "error": {"rank": _place, "step": count, "op": _text, "type": _text, "traceback": _text},
     "nan": {"loss": _text, "rank": _place},
-    "start": {"parameters": _size, "nbytes": _size, "stands_for": _some, "clock_error": _or_none(number)},
+    "start": {"parameters": _size, "nbytes": _size, "stands_for": _some, "clock_error": _or_none(number),
+              "clock_offset": _or_none(number)},
     "stood still": {"seconds": number},
     "spool": {"error": _text, "lost": _size},
     "buckets": {"nbytes": _each(_size)},
@@ -63,6 +64,7 @@ FIELDS: dict[str, Rules] = {
     },
     "pace": {"met": lambda v: isinstance(v, bool), "takes_ms": number, "asked_ms": number},
     "no effect": {"texts": _each(_text)},
+    "profile": {"path": _text, "steps": count, "first": count},
 }
 
 

@@ -10,9 +10,9 @@ import contextlib
 import datetime
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -27,17 +27,38 @@ if TYPE_CHECKING:
     from workbench.experiment import Experiment
 
 FINAL = ("done", "stopped", "failed")
+hearers: list[Callable[[Any], Any]] = []  # each is given every run that a lab or `simulate` begins
+
+
+class Standing(NamedTuple):
+    """Where a rank of a live run is, since how many seconds, and whether only other ranks can end that."""
+
+    rank: int
+    step: int
+    op: str
+    waits: bool
+    seconds: float
 
 
 class Control(Protocol):
-    """What a live run is steered by; a Lab provides it. `holdup`: which ranks hold the run up right now, in words."""
+    """What a live run is steered by; a Lab provides it.
+
+    holdup: which ranks hold the run up right now, in words; standing: where every rank is
+    """
 
     @property
     def holdup(self) -> str: ...
 
+    @property
+    def standing(self) -> list[Standing]: ...
+
+    def profile(self, rank: int, steps: int) -> Path: ...
+
     def wait(self, timeout: float | None = None) -> Any: ...
 
     def stop(self) -> Any: ...
+
+    def keep(self) -> Any: ...
 
     def saved(self, path: Path, rows: int) -> Any: ...
 
@@ -76,6 +97,7 @@ class Run:
         self.live = live
         self.parent: dict[str, Any] = dict(parent or {})  # "checkpoint", "step" and "run" that it went on from
         self.secret = ""  # in a riddle: what is said in place of verdicts and faults, until it is answered
+        self.beside: Run | None = None  # another run, which views set beside this one
         self.missing = self.unwritten = self.duplicates = 0
         self.warnings: tuple[str, ...] = ()
         self._environment = dict(environment or {})
@@ -214,7 +236,22 @@ class Run:
         """Which ranks of a live run are stalled while others wait for them, in words; "" if none does."""
         return self._control.holdup if self.live and self._control else ""
 
+    @property
+    def standing(self) -> list[Standing]:
+        """Where every rank of a live run is, as it was known a second ago at most; of any other run nothing."""
+        return self._control.standing if self.live and self._control else []
+
     # -- steering a live one
+
+    def profile(self, rank: int = 0, steps: int = 5) -> Path:
+        """The next `steps` steps of `rank` are recorded operator by operator, by torch.profiler, while the run goes on.
+
+        Returns where the Chrome trace will be: beside the run, on the rank's host. A Mark "profile" says when it is
+        there. The other ranks do nothing for it. Raises KnobError, and RunError where the run is not live.
+        """
+        if not self.live or self._control is None:
+            raise RunError(f"{self!r}: it is not live, and torch.profiler records steps while they are made")
+        return self._control.profile(rank, steps)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Waits until a live run ends; a recorded one has."""
@@ -223,6 +260,17 @@ class Run:
     def stop(self) -> Any:
         """Asks a live run to stop at the next step boundary."""
         return self._control.stop() if self._control else None
+
+    def keep(self) -> Any:
+        """Asks a live run for a checkpoint at the next step boundary."""
+        return self._control.keep() if self._control else None
+
+    @property
+    def made(self) -> int:
+        """How many steps were made, as far as it shows: one more than the number of the last that has ended."""
+        rows = self.timeline.spans.rows()
+        ended = rows[rows.equal("lane", "step")] if len(rows) else rows  # an evaluation stands before a next step
+        return int(ended.step.max()) + 1 if len(ended) else 0
 
     def __repr__(self) -> str:
         return f"Run {self.name}: {self.state}"

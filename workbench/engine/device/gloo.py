@@ -32,10 +32,10 @@ class Gloo:
     carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: it says itself what it cannot
     lent = False  # does somebody else issue on this group, too?
 
-    def __init__(self, store: Any, rank: int, size: int, *, timeout: float, loopback: bool = True,
+    def __init__(self, store: Any, rank: int, size: int, *, timeout: float, here: str = LOOPBACK,
                  precise: bool = False, **_: Any) -> None:
         before = _sockets()
-        self.group = self._made(store, rank, size, loopback, timedelta(seconds=timeout), precise)
+        self.group = self._made(store, rank, size, here, timedelta(seconds=timeout), precise)
         self._fds = _sockets() - before if size > 1 else set()
 
     def issued(self, work: Any) -> Any:
@@ -96,10 +96,10 @@ class Gloo:
         self._fds = set()
 
     @staticmethod
-    def _made(store: Any, rank: int, size: int, loopback: bool, limit: timedelta, precise: bool) -> Any:
+    def _made(store: Any, rank: int, size: int, here: str, limit: timedelta, precise: bool) -> Any:
         group = dist.ProcessGroup(store, rank, size)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub knows another name
-        options._devices = [_device(loopback)]
+        options._devices = [_device(here)]
         options._timeout = limit
         backend: Any = dist.ProcessGroupGloo(store, rank, size, options)
         backend._set_sequence_number_for_group()
@@ -115,13 +115,14 @@ class Gloo:
         return group
 
 
-def _device(loopback: bool) -> Any:
-    """Where gloo listens: the loopback, the interface that GLOO_SOCKET_IFNAME names, or that of the host's name."""
-    if loopback:
-        return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
-    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+def _device(here: str) -> Any:
+    """Where gloo listens: at this address, or among several hosts at the interface that GLOO_SOCKET_IFNAME names.
+
+    Left to itself it takes what the host's name stands for, which is the loopback where that is not known.
+    """
+    if here != LOOPBACK and (interface := os.environ.get("GLOO_SOCKET_IFNAME")):
         return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(hostname=here)
 
 
 def _sockets() -> set[tuple[int, int]]:

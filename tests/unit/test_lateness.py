@@ -1,0 +1,223 @@
+"""How late each rank comes, step by step: what was injected, to the microsecond, under every way to meet."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.sim.virtual import paced
+from tests.unit import synthetic
+from widgets.feed import Feed
+from widgets.report import write_report
+from widgets.views._base import drawn
+from widgets.views.causes import Causes
+from widgets.views.late import Late
+from workbench import Change, simulate
+from workbench.analysis import Strips, lateness
+from workbench.compressors import PowerSGD
+from workbench.fabric import Freeze, Noisy, Slow
+from workbench.record.timeline import Span, Timeline
+from workbench.run import Run
+from workbench.strategies import DDP, AsyncServer, LocalSGD, ZeRO1, ZeRO3
+from workbench.strategies.gossip import Gossip
+
+PACE = 20.0  # ms of compute in a step
+FORWARD, BACKWARD = 0.3 * PACE, 0.6 * PACE
+
+
+def milliseconds(tl: Timeline, **some: int) -> np.ndarray:
+    """(meetings, p) of the steps in which ranks met."""
+    found = lateness(tl, **some)
+    return 1e3 * found.seconds[found.met]
+
+
+def played(strategy: Any, *faults: Any, ranks: int = 4, steps: int = 12, **rest: Any) -> Run:
+    return simulate(paced(ranks, steps, PACE, strategy=strategy, faults=faults, **rest))
+
+
+@pytest.mark.parametrize("strategy", [DDP(), ZeRO1(), ZeRO3()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(("phase", "lost"), [("forward", 0.5 * FORWARD), ("backward", 0.5 * BACKWARD)])
+def test_a_rank_is_as_late_as_it_was_made_however_often_a_step_meets(strategy: Any, phase: str, lost: float) -> None:
+    late = milliseconds(played(strategy, Slow(rank=1, factor=1.5, phase=phase)).timeline)
+    assert len(late) == 12
+    assert late == pytest.approx(np.tile([0, lost, 0, 0], (12, 1)), abs=0.01)
+
+
+def test_a_slow_update_is_seen_where_ranks_meet_next() -> None:
+    slow = (2, "update", synthetic.factor("update"))
+    late = milliseconds(synthetic.timeline(steps=40, slow=slow, noise=0.0, hiccups=0.0))
+    assert late[1:] == pytest.approx(np.tile([0, 0, 20, 0], (39, 1)), abs=0.2)
+
+
+def test_what_has_built_up_in_a_round_is_said_at_its_end() -> None:
+    run = played(LocalSGD(every=4), Slow(rank=1, factor=1.5, phase="backward"))
+    found = lateness(run.timeline)
+    assert found.steps[found.met].tolist() == [3, 7, 11]
+    assert 1e3 * found.seconds[found.met] == pytest.approx(np.tile([0, 4 * 0.5 * BACKWARD, 0, 0], (3, 1)), abs=0.01)
+
+
+def test_two_at_once_are_told_apart_and_each_is_as_late_as_it_is() -> None:
+    faults = Slow(rank=1, factor=1.5, phase="forward"), Slow(rank=3, factor=1.25, phase="backward")
+    late = milliseconds(played(DDP(), *faults, ranks=5).timeline)
+    assert late[:, [1, 3]] == pytest.approx(np.tile([0.5 * FORWARD, 0.25 * BACKWARD], (12, 1)), abs=0.01)
+    assert late[:, [0, 2, 4]].max() < 0.01, "half of the others are late, so these come before their median"
+
+
+def test_a_slow_link_makes_nobody_late() -> None:
+    run = played(DDP(), Slow(rank=1, factor=20.0, phase="link"))
+    assert np.abs(milliseconds(run.timeline)).max() < 0.01
+
+
+def test_a_pause_is_in_its_one_step() -> None:
+    changes = [Change(5, "fabric.faults", [Freeze(rank=2, seconds=0.5)])]
+    late = milliseconds(simulate(paced(4, 12, PACE), changes=changes).timeline)
+    assert late[5] == pytest.approx([0, 0, 500, 0], abs=0.01) and np.abs(np.delete(late, 5, axis=0)).max() < 0.01
+
+
+def test_packing_behind_which_the_step_stood_still_counts() -> None:
+    """The spans of rank 1 that pack are made 7 ms longer, and so are all that follow them."""
+    run = played(DDP(), compressor=PowerSGD(rank=1), steps=3)
+    assert np.abs(milliseconds(run.timeline)).max() < 0.01
+    tl = Timeline()
+    for step, at in enumerate((0.0, 0.1)):
+        for rank, packs in ((0, 0.003), (1, 0.010), (2, 0.003)):
+            came = at + 0.05 + packs
+            tl.spans.add([
+                Span(rank, step, "compute", "forward", at, at, at + 0.05, 0),
+                Span(rank, step, "codec", "encode", at + 0.05, at + 0.05, came, 0),
+                Span(rank, step, "comm", "all_reduce bucket 0", at + 0.05, came, at + 0.09, 8),
+                Span(rank, step, "wait", "bucket 0", at + 0.05, at + 0.05, at + 0.09, 0),
+                Span(rank, step, "step", "DDP", at, at, at + 0.1, 0),
+            ])  # fmt: skip
+    assert milliseconds(tl) == pytest.approx(np.tile([-3.5, 7, -3.5], (2, 1)), abs=4)
+    assert milliseconds(tl)[:, 1] == pytest.approx([7, 7])
+
+
+def test_clocks_that_do_not_agree_make_nobody_late() -> None:
+    rows = synthetic.timeline(steps=30, noise=0.0, hiccups=0.0).spans.rows()
+    tl = Timeline()
+    ahead = np.where(rows.rank == 2, 5.0, 0.0)
+    tl.spans.extend(rows.replaced(asked=rows.asked + ahead, t0=rows.t0 + ahead, t1=rows.t1 + ahead).columns)
+    assert np.abs(milliseconds(tl)).max() < 0.5
+
+
+@pytest.mark.parametrize("strategy", [Gossip(), AsyncServer()], ids=lambda s: type(s).__name__)
+def test_ranks_that_only_send_messages_never_meet(strategy: Any) -> None:
+    assert not lateness(played(strategy).timeline).met.any()
+    assert not Late().update(played(strategy))
+
+
+def test_who_left_is_waited_for_no_more_and_is_nowhere_late() -> None:
+    rows = synthetic.timeline(steps=20, noise=0.0, hiccups=0.0).spans.rows()
+    tl = Timeline()
+    tl.spans.extend(rows[(rows.rank != 3) | (rows.step < 10)].columns)
+    gone = Timeline()
+    gone.spans.extend(rows[(rows.rank != 3) | (rows.step < 19)].columns)
+    assert lateness(tl).met.sum() == 10, "steps count once they have ended on every rank known"
+    assert not np.isnan(lateness(gone).seconds).any()
+
+
+@pytest.mark.parametrize("every", [1, 8, 100])
+def test_told_in_pieces_it_is_the_same(every: int) -> None:
+    tl = synthetic.timeline("LocalSGD", ranks=3, steps=330, every=every, slow=(1, "forward", 1.5))
+    whole = lateness(tl)
+    for first in (0, 1, 7, 99, 100, 101, 329):
+        np.testing.assert_allclose(lateness(tl, first).seconds, whole.seconds[first:], atol=1e-9)
+    at_once, bit_by_bit, live = Strips(3), Strips(3), Timeline()
+    at_once.add(tl)
+    rows = tl.spans.rows()
+    for piece in range(40):
+        live.spans.extend(rows[len(rows) * piece // 40 : len(rows) * (piece + 1) // 40].columns)
+        bit_by_bit.add(live)
+    np.testing.assert_allclose(at_once.seconds, bit_by_bit.seconds, atol=1e-9)
+    np.testing.assert_allclose(at_once.recent, bit_by_bit.recent, atol=1e-9)
+    assert at_once.size == bit_by_bit.size == 4 and (at_once.steps == bit_by_bit.steps).all()
+    assert at_once.most_at.tolist() == bit_by_bit.most_at.tolist()
+
+
+def test_a_frame_has_a_row_per_rank_and_a_column_per_step() -> None:
+    run = played(LocalSGD(every=4), Slow(rank=1, factor=1.5, phase="backward"))
+    frame = run.lateness(5)
+    assert frame.shape == (4, 5) and frame.columns.tolist() == [7, 8, 9, 10, 11]
+    assert frame.loc[1, 11] == pytest.approx(0.024, abs=1e-5) and frame[8].isna().all()
+    assert run.lateness().shape == (4, 12) and Run({"ranks": 2}).lateness().shape == (0, 0)
+
+
+# -- on the board
+
+
+def test_the_map_has_what_was_injected_in_its_row_and_hardly_anything_elsewhere() -> None:
+    slow = (2, "backward", synthetic.factor("backward"))
+    run = synthetic.run(steps=60, slow=slow, slow_from=30, changes=(), hiccups=0.0)
+    figure = drawn(Late(), run)
+    assert figure is not None
+    x, y, z = (np.asarray(figure.data[0][k], float) for k in "xyz")
+    late = (y == 2) & (x >= 30)
+    assert np.median(z[late]) == pytest.approx(20, abs=2) and np.median(z[~late]) == pytest.approx(0, abs=1)
+    assert figure.layout.coloraxis.cmax in (20, 50), "noise alone is pale"
+    assert "meetings: rank 2, 19.3 ms" in figure.layout.xaxis.title.text
+    grid = Late().table(run)
+    assert grid is not None and [row[0] for row in grid.rows] == [0, 1, 2, 3]
+    assert float(grid.rows[2][1]) == pytest.approx(20, abs=2) and grid.rows[2][4] >= 30
+
+
+def test_of_a_long_run_a_column_is_several_steps_and_a_rank_of_it_as_late_as_in_the_mean() -> None:
+    run = synthetic.run(steps=500, slow=(1, "forward", synthetic.factor("forward")), noise=0.0, hiccups=0.0, changes=())
+    figure = drawn(Late(), run)
+    assert figure is not None
+    x, y, z = (np.asarray(figure.data[0][k], float) for k in "xyz")
+    assert len(set(x)) == 63 and len(z) == 4 * 63 and set(np.diff(np.unique(x))) == {8.0}
+    assert z[y == 1] == pytest.approx(20, abs=0.5) and np.abs(z[y != 1]).max() < 0.5
+
+
+def test_rounds_are_as_wide_as_they_are_long() -> None:
+    run = synthetic.run("LocalSGD", steps=40, noise=0.0, hiccups=0.0, changes=(), slow=(1, "forward", 2.0))
+    x, y, z = (Late().update(run).replace[0][k] for k in "xyz")
+    assert sorted(set(x.tolist())) == list(range(40)) and z[y == 1] == pytest.approx(8 * 30, abs=1)
+
+
+def test_one_rank_has_no_map_and_a_riddle_is_not_given_away(tmp_path: Any) -> None:
+    assert not Late().update(synthetic.run(ranks=1, steps=30, changes=()))
+    run = synthetic.run(steps=60, slow=(2, "backward", 1.5), changes=())
+    run.secret = "A riddle."
+    feed = Feed(run, (Late,))
+    sent = feed.everything()[0]["views"]["lateness"]
+    assert "replace" not in sent and feed.table("lateness") == {}
+    assert write_report(run, tmp_path / "r.html").exists()
+    run.secret = ""
+    assert feed.news()[0]["views"]["lateness"]["replace"] and feed.table("lateness")["rows"]  # type: ignore[index]
+
+
+def test_sixty_four_ranks_are_sent_seldom_and_as_few_bytes() -> None:
+    host = synthetic.Host(64, 0.1, link=False, seed=0, noise=0.05, hiccups=0.0)
+    for step in range(125):
+        host.step(step)
+    run = Run({"ranks": 64}, live=True)
+    run.timeline = host.timeline()
+    feed, late = Feed(run, (Late,)), Late()
+    size = sum(map(len, feed.everything()[1]))
+    assert size < 64 * 64 * 9, "a step more than 120 made 63 strips of them"
+    late.update(run)
+    run.timeline.spans.add([Span(0, 125, "step", "DDP", 99.0, 99.0, 99.1, 0)])
+    assert not late.update(run), "asked again at once"
+    assert json.dumps(feed.everything()[0]["specs"])
+
+
+def test_noise_alone_stays_pale() -> None:
+    run = played(DDP(), Noisy(spread=0.05), steps=60)
+    figure = drawn(Late(), run)
+    assert figure is not None
+    assert np.max(figure.data[0].z) < 0.3 * figure.layout.coloraxis.cmax
+
+
+def test_the_causes_are_listed_and_gone_where_there_is_none() -> None:
+    slow = synthetic.run(steps=60, slow=(2, "backward", synthetic.factor("backward")), changes=(), link=False)
+    said = Causes().update(slow).html
+    assert said is not None and said.startswith('<ol class="wb-causes"><li><b>backward, ')
+    assert "Rank 2: its backward takes" in said
+    assert Causes().update(synthetic.run(steps=60, changes=(), link=False, hiccups=0.0)).html == ""
+    slow.live, watching = True, Causes()
+    assert watching.update(slow) and not watching.update(slow)

@@ -1,0 +1,108 @@
+"""Runs given away while they train: to a tracker step by step, and as a page when a block is left."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench
+from tests.unit import synthetic
+from workbench.doors.sinks import log_to, metrics
+from workbench.experiment import Experiment
+from workbench.record.run import hearers
+from workbench.run import Run, RunError, simulate
+
+
+class Stand:
+    """Stands in for the package trackio: what was logged, and what it does at a step."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.fails_at = -1
+        self.finished = False
+
+    def init(self, project: str, name: str, config: dict[str, Any], embed: bool) -> Stand:
+        self.config = {"project": project, "name": name, **config}
+        return self
+
+    def log(self, found: dict[str, float], step: int) -> None:
+        if step == self.fails_at:
+            raise OSError("the tracker is full")
+        self.rows.append((step, found))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    stand, module = Stand(), types.ModuleType("trackio")
+    module.init = stand.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return stand
+
+
+def test_a_live_run_is_told_step_by_step_to_its_end(trackio: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.doors.sinks.PERIOD", 0.01)
+    whole, live = synthetic.run(steps=60, changes=()), Run({"ranks": 4, "lr": 0.1}, name="live", live=True)
+    sink = log_to(live, "trackio", project="wires")
+    for kind in ("spans", "samples", "marks"):
+        rows = whole.timeline.table(kind).rows()
+        for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            live.timeline.table(kind).extend(part.columns)
+    live.live = False
+    sink.wait(30)
+    assert trackio.finished and not sink.error and sink.told == 60
+    assert [step for step, _ in trackio.rows] == list(range(60))
+    assert trackio.config == {"project": "wires", "name": "live", "ranks": "4", "lr": "0.1"}
+    step = whole.spans[(whole.spans["lane"] == "step") & (whole.spans["step"] == 30)]
+    said, loss = trackio.rows[30][1], whole.samples[(whole.samples["name"] == "loss") & (whole.samples["step"] == 30)]
+    assert said["step_seconds"] == pytest.approx((step.t1 - step.t0).mean())
+    assert said["loss"] == pytest.approx(loss.value.mean()) and said["bytes"] == 6_000_000
+    assert "held_out" in trackio.rows[20][1] and "held_out" not in said
+
+
+def test_a_tracker_that_fails_ends_the_sink_and_not_the_run(trackio: Stand) -> None:
+    trackio.fails_at = 7
+    sink = log_to(synthetic.run(steps=20, changes=()), "trackio")
+    sink.wait(30)
+    assert "the tracker is full" in sink.error and not trackio.finished and len(trackio.rows) == 7
+
+
+def test_what_is_no_tracker_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", None)
+    with pytest.raises(RunError, match="tracker=mlflow: is not installed; pip install mlflow"):
+        log_to(Run({"ranks": 1}), "mlflow")
+    with pytest.raises(RunError, match="tracker='wandb': must be one of mlflow, trackio"):
+        log_to(Run({"ranks": 1}), "wandb")
+
+
+def test_steps_that_have_not_ended_everywhere_are_not_told() -> None:
+    run = synthetic.run(steps=10, changes=(), ranks=2)
+    rows = run.timeline.spans.rows()
+    cut = Run({"ranks": 2})
+    cut.timeline.spans.extend(rows[~(rows.equal("lane", "step") & (rows.step == 4) & (rows.rank == 1))].columns)
+    assert [step for step, *_ in metrics(cut, 0, 10)] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert metrics(cut, 0, 1)[0][2].keys() == {"step_seconds", "exposed_seconds", "bytes"}
+
+
+def test_a_report_holds_the_runs_of_its_block_also_after_an_error(tmp_path: Path) -> None:
+    with workbench.report(tmp_path / "out.html") as runs:
+        simulate(Experiment(ranks=2, steps=10, pace=5.0))
+        simulate(Experiment(ranks=2, steps=10, pace=5.0))
+    assert len(runs) == 2 and not hearers
+    assert {page.name for page in tmp_path.iterdir()} == {"out.html", "out-2.html"}
+    with pytest.raises(ZeroDivisionError), workbench.report(tmp_path / "broken.html"):
+        simulate(Experiment(ranks=2, steps=10, pace=5.0))
+        _ = 1 / 0
+    assert (tmp_path / "broken.html").stat().st_size > 1e6 and not hearers
+    with pytest.raises(RunError, match="is not written, for no run began"), workbench.report(tmp_path / "none.html"):
+        pass
+    with pytest.raises(RunError, match="path='': must be a page"), workbench.report(""):
+        pass

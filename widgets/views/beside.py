@@ -1,0 +1,88 @@
+"""Two runs overlaid: the loss against steps and against seconds, and how long each step took."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Columns, Grid, Patch, View, thin
+from workbench.analysis import curve, step_times
+
+PANELS = ("x", "x2", "x3")
+LINES = ({"color": theme.INK, "width": 2}, {"color": theme.VERMILLION, "width": 2, "dash": "dash"})
+MORE = 1.02  # so many times the rows of before a live run must have, to be drawn anew
+
+
+class Beside(View):
+    """This run and the one that was set beside it, both counted from their first steps."""
+
+    name: ClassVar[str] = "beside"
+    title: ClassVar[str] = "Two runs, overlaid"
+    about: ClassVar[str] = (
+        "This run as a solid line and the run beside it as a dashed one, both from their first step on: training loss, "
+        "mean over ranks, against steps on the left and against seconds in the middle; step time against steps on the "
+        "right."
+    )
+    order: ClassVar[int] = 4
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn = -1.0  # rows that it was drawn with
+
+    def figure(self, run: Any) -> go.Figure:
+        figure = go.Figure(layout=_layout())
+        for panel in PANELS:
+            for run_of, line in zip((run, run.beside), LINES, strict=True):
+                name = "" if run_of is None else run_of.name
+                figure.add_trace(go.Scatter(
+                    x=[], y=[], xaxis=panel, yaxis=panel.replace("x", "y"), mode="lines", line=line, name=name,
+                    showlegend=panel == "x", hovertemplate=f"{name}: %{{y:.4~g}} at %{{x:.6~g}}<extra></extra>",
+                ))  # fmt: skip
+        return figure
+
+    def update(self, run: Any) -> Patch:
+        rows = len(run.timeline.samples)
+        if run.beside is None or rows < MORE * self._drawn or rows == self._drawn:
+            return Patch()
+        self._drawn = rows if run.live else np.inf
+        found: dict[int, Columns] = {}
+        for number, one in enumerate((run, run.beside)):
+            for panel, points in enumerate(curves(one)):
+                found[2 * panel + number] = thin(points)
+        return Patch(replace=found)
+
+    def table(self, run: Any) -> Grid:
+        """Of each run the loss at ten even places."""
+        out: list[tuple[Any, ...]] = []
+        for one in (run, run.beside) if run.beside is not None else ():
+            c = curve(one.timeline)
+            for i in np.unique(np.linspace(0, len(c.loss) - 1, 10).astype(int)) if len(c.loss) else ():
+                out.append((one.name, int(c.steps[i]), f"{c.seconds[i]:.2f}", f"{c.loss[i]:.4f}"))
+        return Grid(("run", "steps", "seconds", "training loss"), out, "Training loss, mean over ranks")
+
+
+def curves(run: Any) -> tuple[Columns, Columns, Columns]:
+    """Loss by steps, loss by seconds, and milliseconds of each step, mean over ranks."""
+    c, times = curve(run.timeline), step_times(run.timeline)
+    made = ~np.isnan(times.seconds).any(axis=1) if times.seconds.size else np.zeros(len(times.steps), bool)
+    steps = times.steps[made] - (times.steps[0] if len(times.steps) else 0) + 1.0
+    mean = times.seconds[made].mean(axis=1) if made.any() else np.empty(0)
+    return {"x": c.steps, "y": c.loss}, {"x": c.seconds, "y": c.loss}, {"x": steps, "y": 1e3 * mean}
+
+
+def _layout() -> go.Layout:
+    x = {"nticks": 6, "rangemode": "tozero"}
+    return theme.layout(
+        260,
+        xaxis=theme.axis("steps made", domain=[0, 0.3], **x),
+        xaxis2=theme.axis("seconds since its first step", domain=[0.33, 0.63], anchor="y2", **x),
+        xaxis3=theme.axis("steps made", domain=[0.7, 1], anchor="y3", **x),
+        yaxis=theme.axis("training loss", nticks=6),
+        yaxis2=theme.axis("", matches="y", anchor="x2", showticklabels=False, nticks=6),
+        yaxis3=theme.axis("step time (ms)", anchor="x3", nticks=6, rangemode="tozero"),
+        margin={"l": 60, "r": 10, "t": 8, "b": 46},
+    )

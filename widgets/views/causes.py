@@ -1,0 +1,128 @@
+"""What costs a step most, beyond the compute that all ranks share: a ranked list in words, and what to try next.
+
+A button asks the simulator, on a thread of its own; then each line has a button for each change that it proposes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch
+from widgets.views._paced import Paced
+from workbench.analysis import Cause, causes
+from workbench.analysis.words import duration
+from workbench.settings import KnobError
+from workbench.settings.said import said
+
+NEXT = "What to try next, <code>run.advice()</code> asks the simulator."
+ASK = '<button type="button" class="wb-button" data-ask=\'{"advise": true}\'>What to try next</button>'
+ASKING = '<p class="wb-empty" role="status">The simulator is asked what to try next, which takes some seconds.</p>'
+
+
+class Causes(Paced):
+    """A line for each cause, the costliest first; not on the page while nothing costs a twentieth of a step."""
+
+    name: ClassVar[str] = "causes"
+    title: ClassVar[str] = "What costs a step most"
+    about: ClassVar[str] = (
+        "A ranked list of what a step takes longer for than the compute that all ranks share: input, forward, "
+        "backward, optimizer, network, codec, frozen, outside or, of a pipeline, bubble, with milliseconds per step, "
+        "its share of a step, and the ranks that are to blame. Of the last 40 steps since the last change; what costs "
+        "less than a twentieth of a step is left out, but for a rank that is itself behind by as much."
+    )
+    order: ClassVar[int] = 18
+    quiet: ClassVar[bool] = True
+    tells: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._run: Any = None
+        self._found: list[Cause] = []
+        self._advised: Any = None  # what the simulator said of the present settings
+        self._asking: threading.Thread | None = None
+        self._tried = ""  # what was tried last, or why nothing could be
+
+    def update(self, run: Any) -> Patch:
+        self._run = run
+        return super().update(run)
+
+    def look(self, run: Any) -> None:
+        self._found = causes(run.timeline)
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """`advise`: asks the simulator what to try next; `try`: makes the change [line, suggestion] of its advice."""
+        if "advise" in request and self._run is not None and not self._busy:
+            self._asking = threading.Thread(target=self._advise, name="advice", daemon=True)
+            self._asking.start()
+        if "try" in request and self.setter is not None and self._advised is not None:
+            line, number = request["try"]
+            self._try(self._advised[line].suggestions[number])
+
+    @property
+    def _busy(self) -> bool:
+        return self._asking is not None and self._asking.is_alive()
+
+    def _advise(self) -> None:
+        try:
+            self._advised, self._tried = self._run.advice(), ""
+        except Exception as error:  # whatever it is, the person who pressed the button must read it
+            self._advised, self._tried = None, f"It cannot be told what to try next: {said(error)}"
+
+    def _try(self, suggestion: Any) -> None:
+        try:
+            assert self.setter is not None
+            for path, value in suggestion.settings.items():
+                self.setter(path, value)
+        except (KnobError, RuntimeError) as error:
+            self._tried = f"It was refused: {error}"
+        else:
+            self._tried = f"Tried: {suggestion}. What it did is in its card under “What each change did”."
+            self._advised = None
+
+    def html(self) -> str:
+        tried = f'<p class="wb-empty" role="status">{escape(self._tried)}</p>' if self._tried else ""
+        if self._busy:
+            return listed(self._found, ASKING)
+        if self._advised is not None:
+            return advised(self._advised, self.setter is not None) + tried
+        can_ask = hasattr(self._run, "advice") and self._run.timeline.spans
+        foot = ASK if can_ask else f'<p class="wb-empty">{NEXT}</p>'
+        return (listed(self._found, foot) + tried) if self._found else tried
+
+
+def listed(found: list[Cause], foot: str = "") -> str:
+    """The list; nothing where there is no cause.
+
+    >>> listed([])
+    ''
+    """
+    lines = (f"<li>{_line(f)}</li>" for f in found)
+    return f'<ol class="wb-causes">{"".join(lines)}</ol>{foot}' if found else ""
+
+
+def advised(rows: list[Any], may_try: bool) -> str:
+    """The list with the next thing to try, and a button for each change, where a person may make one."""
+    lines = []
+    for number, row in enumerate(rows):
+        more = [f"<span>{escape(row.next)}</span>" if row.next else ""]
+        if may_try:
+            more += [_button(number, k, s) for k, s in enumerate(row.suggestions)]
+        lines.append(f"<li>{_line(row)}<br>{' '.join(filter(None, more)) or 'Nobody knows what helps.'}</li>")
+    body = f'<ol class="wb-causes">{"".join(lines)}</ol>' if rows else f'<p class="wb-empty">{escape(repr(rows))}</p>'
+    return f"{body}{ASK.replace('What to try next', 'Ask again')}"
+
+
+def _line(found: Any) -> str:
+    cost = f"{found.cause}, {duration(found.seconds)} per step ({found.share * 100:.0f} % of it)"
+    return f"<b>{cost}</b>: {escape(found.text)}"
+
+
+def _button(line: int, number: int, suggestion: Any) -> str:
+    """Says what it does, for those who hear the button alone."""
+    ask = escape(json.dumps({"try": [line, number]}), quote=True)
+    label = escape(f"Try this: {suggestion}", quote=True)
+    named = "Try this" if number == 0 else "Try the other"
+    return f'<button type="button" class="wb-button" data-ask="{ask}" aria-label="{label}">{named}</button>'

@@ -1,0 +1,64 @@
+"""Every collective by operation, group and bucket: how many, how large, how fast, and how long ranks waited in it."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._paced import Paced
+from workbench.analysis import ByCollective, by_collective, last_steps, readable
+from workbench.analysis.words import duration
+
+STEPS = 20  # the last so many
+MOST = 16  # rows; of more the costliest
+HEAD = ("operation", "of", "ranks", "per step", "tensor", "takes", "at worst", "algorithm", "bus", "bus at worst",
+        "waiting")  # fmt: skip
+
+
+class Collectives(Paced):
+    """A table, the costliest first; not on the page while ranks share nothing."""
+
+    name: ClassVar[str] = "collectives"
+    title: ClassVar[str] = "Collectives"
+    about: ClassVar[str] = (
+        "A row per operation, group and bucket of the last 20 steps: how often in a step, the size of its tensor, how "
+        "long one takes from the last rank's arrival (median and worst), its bandwidths in Mbit/s as nccl-tests "
+        "defines them, and how long a rank waited for the last to arrive, which is in none of the others."
+    )
+    order: ClassVar[int] = 51
+    quiet: ClassVar[bool] = True
+
+    def look(self, run: Any) -> None:
+        first, stop = last_steps(run.timeline, STEPS)
+        self._found = tabulated(by_collective(run.timeline, first, stop), max(stop - first, 1))
+
+    def html(self) -> str:
+        return self._found
+
+
+def tabulated(found: list[ByCollective], steps: int) -> str:
+    """The table of what happened in so many steps; nothing where there is no collective.
+
+    >>> tabulated([], 20)
+    ''
+    """
+    if not found:
+        return ""
+    costs = sorted(found, key=lambda f: -f.times * (f.seconds + f.waiting))
+    left = len(costs) - MOST
+    note = f'<p class="wb-empty">and {left} more, in <code>run.collectives()</code>.</p>' if left > 0 else ""
+    head = "".join(f"<th>{name}</th>" for name in HEAD)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in _cells(f, steps))}</tr>" for f in costs[:MOST])
+    caption = "Mbit/s as nccl-tests defines them, from the last rank's arrival on; last 20 steps"
+    return (f'<div class="wb-table"><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
+            f"<tbody>{rows}</tbody></table></div>{note}")  # fmt: skip
+
+
+def _cells(f: ByCollective, steps: int) -> tuple[str, ...]:
+    of = f.bucket + (f" in {f.group}" if f.group else "")
+    return (f.operation, of, str(f.ranks), f"{f.times / steps:.3g}", readable(round(f.nbytes)), duration(f.seconds),
+            duration(f.slowest), _rate(f.algbw), _rate(f.busbw), _rate(f.worst_busbw), duration(f.waiting))  # fmt: skip
+
+
+def _rate(mbit: float) -> str:
+    return f"{float(f'{mbit:.3g}'):,g}" if mbit == mbit else ""

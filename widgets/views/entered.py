@@ -1,0 +1,57 @@
+"""Which ranks have entered the collective that others wait for, and where the rest are; only while ranks wait long."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch, View
+from workbench.analysis import entered
+from workbench.analysis.entered import Entered
+
+LONG = 1.5  # seconds of waiting that are shown: ranks are asked once a second
+STACKS = "The button Stacks, above, shows what every thread of every rank is in."
+
+
+class InCollective(View):
+    """A row per collective that some ranks stand in while others have not come."""
+
+    name: ClassVar[str] = "entered"
+    title: ClassVar[str] = "Waiting in a collective"
+    about: ClassVar[str] = (
+        "A row per collective that ranks have waited in for more than a second and a half: which ranks have entered "
+        "it, which have not, and where these are instead."
+    )
+    order: ClassVar[int] = 4
+    quiet: ClassVar[bool] = True
+    tells: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: str | None = None
+
+    def update(self, run: Any) -> Patch:
+        said = tabulated(entered(run.standing)) if run.live else ""
+        if said == self._said:
+            return Patch()
+        self._said = said
+        return Patch(html=said)
+
+
+def tabulated(found: list[Entered]) -> str:
+    """The table; nothing where nobody waits for long, or all are there.
+
+    >>> tabulated([Entered(7, "all_reduce bucket 1", (0, 2), 0.2, ((1, "backward of step 7, for 4 s"),))])
+    ''
+    """
+    long = [e for e in found if e.seconds > LONG and e.missing]
+    if not long:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(e.collective)} of step {e.step}</td><td>{', '.join(map(str, e.entered))}</td>"
+        f"<td>{e.seconds:.0f} s</td><td>{'; '.join(f'rank {r}: {escape(text)}' for r, text in e.missing)}</td></tr>"
+        for e in long
+    )
+    head = "<th>collective</th><th>ranks that have entered</th><th>wait for</th><th>ranks that have not</th>"
+    return (f'<div class="wb-table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+            f'<p class="wb-empty">{STACKS}</p>')  # fmt: skip

@@ -1,0 +1,59 @@
+"""How busy each rank's GPU is, what it draws and what crosses its links; not on the page where no GPU is read."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch, View
+from workbench.analysis import gpus, readable
+from workbench.analysis.gpus import RankGpu
+
+
+class Gpu(View):
+    """A table with a row per rank."""
+
+    name: ClassVar[str] = "gpu"
+    title: ClassVar[str] = "GPUs"
+    about: ClassVar[str] = (
+        "A row per rank: the share of the last ten seconds in which its GPU was at work, the watts that it drew, and "
+        "bytes per second out and in over its links (NVLink, or PCIe where there is none), as nvidia-ml-py reads them."
+    )
+    order: ClassVar[int] = 16
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: str | None = None
+
+    def update(self, run: Any) -> Patch:
+        read = self.fresh(run.timeline.samples).equal("name", "gpu use").any()
+        if self._said is not None and not read:
+            return Patch()
+        said = tabulated(gpus(run.timeline)) if read else ""
+        if said == self._said:
+            return Patch()
+        self._said = said
+        return Patch(html=said)
+
+
+def tabulated(found: list[RankGpu]) -> str:
+    """The table.
+
+    >>> tabulated([])
+    ''
+    """
+    if not found:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("rank", "at work", "power", "sent", "received"))
+    cells = ((str(g.rank), _said(g.use, "{:.0%}"), _said(g.power, "{:.0f} W"), _rate(g.sent), _rate(g.received))
+             for g in found)  # fmt: skip
+    rows = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in cells)
+    return f'<div class="wb-table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _said(value: float, form: str) -> str:
+    return form.format(value).replace("%", " % of the time") if value == value else ""
+
+
+def _rate(value: float) -> str:
+    return f"{readable(round(value))}/s" if value == value else ""

@@ -1,0 +1,133 @@
+"""Who comes late to where all meet: a heat map of ranks against steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Grid, Patch, View
+from workbench.analysis import Strips, step_times
+
+LEAST = 0.2  # of a step: the scale ends there or above, so that what is only noise stays pale
+TYPICAL = 0.95  # of the columns are within the scale; a single long pause is no darker than the scale ends
+BYTES = 9  # that a cell takes on its way to the page
+PER_SECOND = 20_000  # of them, in the mean
+WAYS = (1.0, 2.0, 5.0, 10.0)  # a scale ends at so many times a power of ten
+
+
+class Late(View):
+    """A cell per rank and stretch of steps, of a stronger colour the later the rank came."""
+
+    name: ClassVar[str] = "lateness"
+    title: ClassVar[str] = "Who comes late"
+    about: ClassVar[str] = (
+        "A heat map of ranks against steps: the stronger a cell's colour, the more milliseconds later than the median "
+        "of the others the rank came to the step's last collective; what it stood still for is left out. A row that "
+        "stays coloured is a slow rank, a single cell a pause, a grey one a step in which the rank met nobody. Where "
+        "ranks meet every few steps, a meeting counts for its whole round. Of a long run a column is the mean of "
+        "several steps. A slow link makes nobody late: the line about the straggler names it."
+    )
+    order: ClassVar[int] = 17
+    axes: ClassVar[dict[str, str]] = {"x": "step"}
+    quiet: ClassVar[bool] = True
+    tells: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at, self._again = 0.0, 1.0
+        self._strips: Strips | None = None
+
+    def figure(self, run: Any) -> go.Figure:
+        ranks = self.ranks(run)
+        figure = go.Figure(layout=theme.layout(
+            max(160, 17 * ranks + 96),
+            xaxis=theme.axis("step", nticks=8, showgrid=False),
+            yaxis=theme.axis("", ticks="", showgrid=False, **_ticks(ranks)),
+            plot_bgcolor=theme.GRID,
+            coloraxis={
+                "colorscale": [[0, theme.PAPER], [1, theme.VERMILLION]], "cmin": 0, "cmax": 1,
+                "colorbar": {"title": {"text": "ms late", "side": "right", "font": {"size": theme.TEXT}}, "nticks": 4,
+                             "tickfont": {"size": theme.TEXT}, "thickness": 14, "outlinewidth": 1,
+                             "outlinecolor": theme.MUTED, "x": 1.0, "xpad": 8, "ypad": 0},
+            },
+            margin={"l": 66, "r": 92, "t": 24, "b": 64},
+        ))  # fmt: skip
+        figure.add_trace(go.Heatmap(
+            x=[], y=[], z=[], coloraxis="coloraxis", ygap=2, hoverongaps=False,
+            hovertemplate="rank %{y}: %{z:.3~g} ms late about step %{x:.0f}<extra></extra>",
+        ))  # fmt: skip
+        return figure
+
+    def update(self, run: Any) -> Patch:
+        now, spans = time.monotonic(), len(run.timeline.spans)
+        if spans == self.cursor or (run.live and now - self._at < self._again):
+            return Patch()
+        self.cursor, self._at = spans, now
+        if self._strips is None:
+            self._strips = Strips(self.ranks(run))
+        strips = self._strips
+        if not strips.add(run.timeline, held_back=int(run.live)):
+            return Patch()
+        seconds = strips.seconds
+        n, p = seconds.shape
+        self._again = max(1.0, n * p * BYTES / PER_SECOND)
+        cells = {"x": np.repeat(strips.steps, p), "y": np.tile(np.arange(p), n), "z": 1e3 * seconds.ravel()}
+        step = float(np.nanmedian(step_times(run.timeline, Strips.LAST).seconds))
+        title = f"step<br>{self._said(strips.recent)}"
+        return Patch({}, {0: cells}, {"coloraxis.cmax": _end(1e3 * seconds, 1e3 * step), "xaxis.title.text": title})
+
+    def _said(self, recent: np.ndarray) -> str:
+        """Whose colour is strongest now, in words."""
+        late = _median(recent)
+        rank = int(np.nanargmax(late))
+        latest = f"rank {rank}, {_ms(late[rank])} ms" if _ms(late[rank]) != "0" else "nobody, all came as one"
+        return f"stronger colour: later. Latest in the last {_meetings(len(recent))}: {latest}"
+
+    def table(self, run: Any) -> Grid:
+        strips = self._strips or Strips(self.ranks(run))
+        if strips is not self._strips:
+            strips.add(run.timeline, held_back=int(run.live))
+        columns = _median(strips.recent), strips.mean, strips.most
+        there = np.flatnonzero(~np.isnan(strips.most))
+        rows = [(int(r), *(_ms(c[r]) for c in columns), int(strips.most_at[r])) for r in there]
+        head = ("rank", f"median of the last {Strips.LAST} meetings (ms)", "mean of all", "most", "in step")
+        return Grid(head, rows, "Milliseconds later than the median of the others; negative: before them")
+
+
+def _ticks(ranks: int) -> dict[str, Any]:
+    """A label for each rank, or for every other one and so on where there are many."""
+    every = max(1, -(-ranks // 32))
+    shown = list(range(0, ranks, every))
+    texts = [f"rank {r}" for r in shown]
+    return {"tickvals": shown, "ticktext": texts, "range": [ranks - 0.5, -0.5], "autorange": False}
+
+
+def _median(rows: np.ndarray) -> np.ndarray:
+    """(p,) over the meetings to which each rank came; NaN without any."""
+    out, some = np.full(rows.shape[1], np.nan), ~np.isnan(rows).all(axis=0)
+    out[some] = np.nanmedian(rows[:, some], axis=0)
+    return out
+
+
+def _end(cells: np.ndarray, step: float) -> float:
+    """Where the scale of these milliseconds ends: a round number at or above most columns' latest rank.
+
+    >>> _end(np.array([[0.0, 31.0], [0.0, 29.0]]), 100.0), _end(np.zeros((3, 2)), 100.0)
+    (50.0, 20.0)
+    """
+    columns = np.fmax.reduce(np.nan_to_num(cells), axis=1)
+    end = max(float(np.quantile(columns, TYPICAL)), LEAST * step, 1e-3)
+    power = 10.0 ** np.floor(np.log10(end))
+    return float(next(way * power for way in WAYS if way * power >= end * (1 - 1e-9)))
+
+
+def _meetings(n: int) -> str:
+    return f"{n} meetings" if n > 1 else "meeting"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if abs(seconds) >= 5e-6 else "0"

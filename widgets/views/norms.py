@@ -1,0 +1,59 @@
+"""Each rank's gradient norm, where the record has it: where gradients are clipped."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+
+from widgets import theme
+from widgets.views._base import Grid, Patch, View, thin
+
+NAMED = 8  # ranks that are listed one by one
+
+
+class Norms(View):
+    """A line per rank, in the rank's own line."""
+
+    name: ClassVar[str] = "norms"
+    title: ClassVar[str] = "Gradient norm"
+    about: ClassVar[str] = (
+        "The norm of each rank's gradient before it is clipped, as a line per rank, against steps; of what the rank "
+        "updates by, so ranks that add their gradients up have the same. There while `clip` is not 0."
+    )
+    order: ClassVar[int] = 25
+    axes: ClassVar[dict[str, str]] = {"x": "step"}
+    quiet: ClassVar[bool] = True
+
+    def figure(self, run: Any) -> go.Figure:
+        figure = go.Figure(layout=theme.layout(
+            200, xaxis=theme.axis("step", nticks=8, rangemode="tozero"),
+            yaxis=theme.axis("norm", nticks=5, rangemode="tozero"), margin={"l": 60, "r": 10, "t": 8, "b": 46},
+        ))  # fmt: skip
+        ranks = self.ranks(run)
+        for rank in range(ranks):
+            figure.add_trace(go.Scatter(
+                x=[], y=[], mode="lines", line=theme.rank_line(rank, 1.5), meta={"rank": rank}, opacity=0.75,
+                name=f"rank {rank}" if ranks <= NAMED else "a line per rank", showlegend=ranks <= NAMED or rank == 0,
+                hovertemplate=f"rank {rank}: %{{y:.4g}} at step %{{x}}<extra></extra>",
+            ))  # fmt: skip
+        return figure
+
+    def update(self, run: Any) -> Patch:
+        rows, patch = self.fresh(run.timeline.samples), Patch()
+        rows = rows[rows.equal("name", "grad_norm") & (rows.rank < self.ranks(run))]
+        for rank in np.unique(rows.rank):
+            mine = rows[rows.rank == rank]
+            points = thin({"x": mine.step.astype(float), "y": mine.value})
+            patch.append[int(rank)] = points
+            if len(points["x"]) < len(mine):
+                patch.facts.setdefault("counts", {})[int(rank)] = len(mine)
+        return patch
+
+    def table(self, run: Any) -> Grid:
+        rows = run.timeline.samples.rows()
+        rows = rows[rows.equal("name", "grad_norm")]
+        rows = rows[np.isin(rows.step, np.unique(rows.step)[-10:])]
+        out = [(int(r), int(s), f"{v:.4g}") for r, s, v in zip(rows.rank, rows.step, rows.value, strict=True)]
+        return Grid(("rank", "step", "gradient norm"), sorted(out), "The last 10 steps")

@@ -1,0 +1,41 @@
+"""The critical path of the last steps, in words: which rank and which phase made them as long as they are."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Grid
+from widgets.views._paced import Paced
+from workbench.analysis import critical_path, last_steps
+from workbench.analysis.path import said, shares
+
+STEPS = 20  # the last so many
+
+
+class Path(Paced):
+    """A line; the table has every part of the mean step's path."""
+
+    name: ClassVar[str] = "path"
+    title: ClassVar[str] = "Critical path"
+    about: ClassVar[str] = (
+        "What the last 20 steps had to wait for, one thing after the other across ranks, through computation and "
+        "collectives: which rank and which phase bound a step, and for how long of it."
+    )
+    order: ClassVar[int] = 19
+    quiet: ClassVar[bool] = True
+    tells: ClassVar[bool] = True
+
+    def look(self, run: Any) -> None:
+        self._found = said(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
+
+    def html(self) -> str:
+        return f'<p class="wb-verdict">{escape(self._found)}</p>' if self._found else ""
+
+    def table(self, run: Any) -> Grid:
+        parts = shares(critical_path(run.timeline, *last_steps(run.timeline, STEPS)))
+        whole = sum(parts.values())
+        rows = [("all" if rank < 0 else rank, cause, f"{v * 1e3:.2f}", f"{v / whole * 100:.1f} %")
+                for (rank, cause), v in parts.items()]  # fmt: skip
+        note = "Critical path of the last 20 steps, their mean"
+        return Grid(("rank", "cause", "ms per step", "of the step"), rows, note)

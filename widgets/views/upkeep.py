@@ -1,0 +1,51 @@
+"""How surely ranks' clocks are known, and what recording costs, in words; the table has every rank."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Grid, Patch, View
+from workbench.analysis import clocks, recording
+from workbench.analysis.upkeep import said
+from workbench.analysis.words import duration
+
+
+class Upkeep(View):
+    """A line; not on the page before anything is known."""
+
+    name: ClassVar[str] = "upkeep"
+    title: ClassVar[str] = "Clocks and recording"
+    about: ClassVar[str] = (
+        "By how much the clocks of ranks on other hosts were off when the run began, how surely that is known, and "
+        "which share of the ranks' CPU time recording takes."
+    )
+    order: ClassVar[int] = 65
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = (-1, -1)
+        self._said: str | None = None
+
+    def update(self, run: Any) -> Patch:
+        seen = (len(run.timeline.marks), len(run.timeline.samples) // 256)  # costs are told every few seconds
+        if run.live and seen == self._seen:
+            return Patch()
+        self._seen = seen
+        text = said(clocks(run), recording(run.timeline))
+        if text == self._said:
+            return Patch()
+        self._said = text
+        return Patch(html=f'<p class="wb-verdict">{escape(text)}</p>' if text else "")
+
+    def table(self, run: Any) -> Grid:
+        cost = {c.rank: c for c in recording(run.timeline)}
+        rows = []
+        for c in clocks(run):
+            spent = cost.get(c.rank)
+            share = f"{spent.recording / spent.process * 100:.2g} %" if spent else ""
+            rows.append((c.rank, c.host, "" if c.offset != c.offset else duration(c.offset), duration(c.error),
+                         duration(spent.process) if spent else "", share))  # fmt: skip
+        head = ("rank", "host", "ahead of rank 0", "known to", "CPU time", "of it recording")
+        return Grid(head, rows, "Clocks when the run began; times are corrected by them")

@@ -1,0 +1,59 @@
+"""Two runs in numbers: which of them is better at what, and how sure that is."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, ClassVar
+
+from widgets.views._base import Patch, View
+from workbench.analysis import Compared, compare, differing
+
+SIGN = {"worse": "▲ worse", "better": "▼ better", "alike": "= alike", "unknown": "? unknown"}
+MORE = 1.1  # so many times the rows of before a live run must have, to be compared anew
+
+
+class Verdicts(View):
+    """A row per metric: this run, the one beside it, their difference with its interval, and a verdict."""
+
+    name: ClassVar[str] = "verdicts"
+    title: ClassVar[str] = "Two runs, compared"
+    about: ClassVar[str] = (
+        "A table with a row per metric, less of which is better: this run's value, that of the run beside it, their "
+        "difference with its 99 % interval, and whether the run beside it is better, worse or alike."
+    )
+    order: ClassVar[int] = 3
+    quiet: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = -1.0  # rows that it was told with
+
+    def update(self, run: Any) -> Patch:
+        if run.beside is None:
+            first, self._told = self._told < 0, 0.0
+            return Patch(html="") if first else Patch()
+        rows = len(run.timeline.samples)
+        if self._told > 0 and (not run.live or rows < MORE * self._told):
+            return Patch()
+        self._told = max(rows, 1)
+        return Patch(html=text(run, run.beside, compare(run, run.beside)))
+
+
+def text(a: Any, b: Any, rows: list[Compared]) -> str:
+    """The comparison as HTML."""
+    head = "".join(f"<th>{escape(h)}</th>" for h in ("", a.name, b.name, "difference", "99 % interval", f"{b.name} is"))
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in rows)
+    other = "; ".join(differing(a, b)) or "no setting that they began with"
+    unknown = "".join(f"<p>Not known: {escape(row.metric)}, for {escape(row.why)}.</p>" for row in rows if row.why)
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"<p>Less is better of all of these. They differ in: {escape(other)}.</p>{unknown}"
+    )
+
+
+def _cells(row: Compared) -> tuple[str, ...]:
+    scale, unit, form = {"s": (1e3, " ms", ".5g"), "bytes": (1.0, " bytes", ",.0f")}.get(row.unit, (1.0, "", ".5g"))
+    known = row.verdict != "unknown"
+    interval = f"[{scale * row.low:+.4g}, {scale * row.high:+.4g}]" if known else ""
+    values = [f"{scale * v:{form}}{unit}" if v == v else "" for v in (row.a, row.b)]
+    return (row.metric, *values, f"{scale * row.difference:+.4g}" if known else "", interval, SIGN[row.verdict])

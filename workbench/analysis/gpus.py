@@ -1,0 +1,36 @@
+"""How busy each rank's GPU is, what it draws and what crosses its links; nothing where no GPU was read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.record.timeline import Timeline
+
+SAMPLES = {"gpu use": "use", "gpu power": "power", "gpu link sent": "sent", "gpu link received": "received"}
+
+
+class RankGpu(NamedTuple):
+    """The means of one rank's last readings: a share of the time, W, and bytes/s out and in; NaN: not told."""
+
+    rank: int
+    use: float
+    power: float
+    sent: float
+    received: float
+
+
+def gpus(tl: Timeline, seconds: float = 10.0) -> list[RankGpu]:
+    """Of the last so many seconds of the record."""
+    rows = tl.samples.rows()
+    if not len(rows):
+        return []
+    rows = rows[rows.t >= float(rows.t.max()) - seconds]
+    known = {name: rows.equal("name", name) for name in SAMPLES}
+    ranks = np.unique(rows.rank[np.logical_or.reduce(list(known.values()))])
+    return [RankGpu(int(r), *(_mean(rows.value[mask & (rows.rank == r)]) for mask in known.values())) for r in ranks]
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")

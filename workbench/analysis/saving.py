@@ -1,0 +1,31 @@
+"""A checkpoint that is being written now, and for how long that usually lasts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workbench.record.timeline import Timeline
+
+
+class Saving(NamedTuple):
+    """step: that it is of; since: when ranks began, in seconds of the run; usual: seconds that the last one took"""
+
+    step: int
+    since: float
+    usual: float | None
+
+
+def saving(tl: Timeline) -> Saving | None:
+    """The one under way; None where none is. It is once ranks hold a copy, and until it is said to be whole or not."""
+    samples, marks = tl.samples.rows(), tl.marks.rows()
+    began = samples[samples.equal("name", "checkpoint_copied")]
+    if not len(began):
+        return None
+    ended = marks[marks.equal("name", "saved") | marks.equal("name", "not saved")]
+    since, step = float(began.t.max()), int(began.step[began.t.argmax()])
+    if len(ended) and float(ended.t.max()) >= since:
+        return None
+    usual = None
+    if len(ended) and (before := began.t[began.t <= ended.t.max()]).size:
+        usual = float(ended.t.max() - before.max())
+    return Saving(step, since, usual)

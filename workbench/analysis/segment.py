@@ -1,0 +1,27 @@
+"""Some consecutive steps of a run as a run of their own, so that whatever is asked of a run can be asked of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.record.timeline import Rows, Table, Timeline
+
+STANDING = ("examples", "lr", "memory ")  # how samples begin that are written down only where the value is another
+
+
+def segment(tl: Timeline, first: int, stop: int) -> Timeline:
+    """The rows of steps [first, stop); of earlier ones the marks, and samples of what still holds."""
+    cut = Timeline()
+    for kind in ("spans", "samples", "marks"):
+        rows = tl.table(kind).rows()
+        within = rows.step >= first
+        if kind == "samples" and len(rows):
+            coded = rows.coded("name")
+            within |= np.array([word.startswith(STANDING) for word in coded.words.texts], bool)[coded.codes]
+        _put(cut.table(kind), rows[(rows.step < stop) & (within | (kind == "marks"))])
+    return cut
+
+
+def _put(table: Table, rows: Rows) -> None:
+    if len(rows):
+        table.extend({k: rows.coded(k) if k in table.words else getattr(rows, k) for k in table.types})

@@ -1,0 +1,149 @@
+"""A run told to an experiment tracker while it trains: loss, step time, exposed communication and bytes, step by step.
+
+    sink = log_to(run, "mlflow", project="wires")   # or "trackio"; returns at once, and follows the run to its end
+    sink.wait()
+
+A tracker is an optional package, imported when it is asked for. One that fails ends the sink and never the run: what it
+said is in `sink.error`. Whatever has gone on before `log_to` is told, too, so a recorded run can be given away as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import numpy as np
+
+from workbench.analysis.settings import worded
+from workbench.analysis.window import Window, last_steps
+from workbench.record.run import Run, RunError
+
+PERIOD = 2.0  # seconds between two looks at a live run
+MOST = 500  # steps that are told at once
+SAMPLES = ("loss", "held_out", "lr")
+
+
+class Tracker(Protocol):
+    """What a sink needs of a tracker: metrics of steps, and to hear of the end."""
+
+    def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
+        """Each row: step, seconds since 1970, metrics by name."""
+
+    def finish(self, well: bool) -> None: ...
+
+
+class Sink:
+    """Tells a run to a tracker on a thread of its own; `told` steps so far."""
+
+    def __init__(self, run: Run, tracker: Tracker) -> None:
+        self.run, self.tracker = run, tracker
+        self.told, self.error = 0, ""
+        self._next = last_steps(run.timeline)[0]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="sink of a run", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until all of an ended run is told, or the sink has ended."""
+        self._thread.join(timeout)
+
+    def stop(self) -> None:
+        """Tells what is there and follows no longer."""
+        self._stop.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                ended = not self.run.live or self._stop.is_set()
+                while found := self._fresh():
+                    self.tracker.log(found)
+                    self.told += len(found)
+                if ended:
+                    return self.tracker.finish(self.run.state != "failed")
+                self._stop.wait(PERIOD)
+        except Exception as error:  # of somebody else's package: training goes on
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _fresh(self) -> list[tuple[int, float, dict[str, float]]]:
+        """The next steps that have ended on every rank."""
+        first, (begin, stop) = self._next, last_steps(self.run.timeline)
+        first = max(first, begin)
+        self._next = stop = min(stop, first + MOST)
+        return metrics(self.run, first, stop) if stop > first else []
+
+
+def metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict[str, float]]]:
+    """Steps [first, stop) as (step, seconds since 1970, metrics): means over ranks; what is not known is left out."""
+    w, samples = Window(run.timeline, first, stop), run.timeline.samples.rows()
+    ended = w.lane("step")
+    rows = w.lane("comm")
+    sent = w.total(rows, np.where(w.outside(rows), 0, rows.nbytes))
+    by = {"step_seconds": w.step_seconds, "exposed_seconds": w.seconds("wait"), "bytes": sent}
+    samples = samples[(samples.step >= first) & (samples.step < stop)] if len(samples) else samples
+    out = []
+    for i in np.flatnonzero(w.complete):
+        step = int(w.steps[i])
+        found = {name: float(matrix[i].mean()) for name, matrix in by.items()}
+        for name in SAMPLES:
+            here = samples.equal("name", name) & (samples.step == step)
+            values = samples.value[here & np.isfinite(samples.value)]
+            if len(values):
+                found[name] = float(values.mean())
+        out.append((step, run.epoch + float(ended.t1[ended.step == step].max()), found))
+    return out
+
+
+def log_to(run: Run, tracker: str, project: str = "training-workbench") -> Sink:
+    """Tells `run` to "mlflow" or "trackio", live or afterwards, as a run of `project`; returns at once.
+
+    Raises RunError for another tracker, or one that is not installed.
+    """
+    if tracker not in TRACKERS:
+        raise RunError(f"tracker={str(tracker)[:60]!r}: must be one of {', '.join(TRACKERS)}")
+    try:
+        return Sink(run, TRACKERS[tracker](run, project))
+    except ImportError:
+        raise RunError(f"tracker={tracker}: is not installed; pip install {tracker}") from None
+
+
+class MLflow:
+    """A run of MLflow, in the experiment `project`; where it keeps them is MLflow's own setting."""
+
+    def __init__(self, run: Run, project: str) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._client = Metric, MlflowClient()
+        known = self._client.get_experiment_by_name(project)
+        home = known.experiment_id if known else self._client.create_experiment(project)
+        self._id = self._client.create_run(home, run_name=run.name).info.run_id
+        self._client.log_batch(self._id, params=[Param(k, v) for k, v in worded(run.settings).items()])
+
+    def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
+        said = [(name, value, int(t * 1e3), step) for step, t, found in rows for name, value in found.items()]
+        every = [self._metric(*one) for one in said]
+        for at in range(0, len(every), 1000):  # as many as it takes at once
+            self._client.log_batch(self._id, metrics=every[at : at + 1000])
+
+    def finish(self, well: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if well else "FAILED")
+
+
+class Trackio:
+    """A run of trackio, in `project`."""
+
+    def __init__(self, run: Run, project: str) -> None:
+        import trackio
+
+        self._run = trackio.init(project=project, name=run.name, config=worded(run.settings), embed=False)
+
+    def log(self, rows: list[tuple[int, float, dict[str, float]]]) -> None:
+        for step, _, found in rows:
+            self._run.log(found, step=step)
+
+    def finish(self, well: bool) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Any] = {"mlflow": MLflow, "trackio": Trackio}

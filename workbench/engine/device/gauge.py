@@ -1,0 +1,87 @@
+"""How busy a rank's GPU is, what it draws and what crosses its links, each second, by nvidia-ml-py if that is there.
+
+Not run on a GPU: tested with a stand-in for the library. On a CPU, or without the library, nothing is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+EVERY = 1.0  # seconds between two readings
+SAMPLES = ("gpu use", "gpu power", "gpu link sent", "gpu link received")  # a share, W, bytes/s, bytes/s
+
+
+class Gauge:
+    """Reads one GPU until it is closed. NVLink is counted where there is one, else PCIe as NVML samples it."""
+
+    def __init__(self, uuid: str, sample: Callable[[str, float], None]) -> None:
+        self._nvml = importlib.import_module("pynvml")
+        self._nvml.nvmlInit()
+        self._gpu = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._sample = sample
+        self._counted: tuple[float, float, float] | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._read_on, name="gpu gauge", daemon=True)
+        self._thread.start()
+
+    def read(self, now: float) -> dict[str, float]:
+        """By name of `SAMPLES` what is to be had now; what this GPU does not tell is left out."""
+        nvml, gpu, found = self._nvml, self._gpu, dict[str, float]()
+        for name, ask in (("gpu use", lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
+                          ("gpu power", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000)):  # fmt: skip
+            if (value := self._asked(ask)) is not None:
+                found[name] = float(value)
+        links = self._asked(self._links)
+        if links is not None:
+            if self._counted is not None and now > self._counted[0]:
+                was, (sent, received) = self._counted, links
+                found["gpu link sent"] = 1024 * (sent - was[1]) / (now - was[0])
+                found["gpu link received"] = 1024 * (received - was[2]) / (now - was[0])
+            self._counted = (now, *links)
+            return found
+        for name, way in (("gpu link sent", nvml.NVML_PCIE_UTIL_TX_BYTES), ("gpu link received",
+                                                                           nvml.NVML_PCIE_UTIL_RX_BYTES)):  # fmt: skip
+            if (value := self._asked(nvml.nvmlDeviceGetPcieThroughput, gpu, way)) is not None:
+                found[name] = 1024.0 * value
+        return found
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(1.0)
+
+    def _links(self) -> tuple[float, float]:
+        """KiB that crossed all NVLinks so far, out and in."""
+        nvml = self._nvml
+        ways = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+        said = nvml.nvmlDeviceGetFieldValues(self._gpu, list(ways))
+        if any(value.nvmlReturn for value in said):
+            raise LookupError("this GPU has no NVLink")
+        return float(said[0].value.ullVal), float(said[1].value.ullVal)
+
+    def _asked(self, what: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return what(*given)
+        except (self._nvml.NVMLError, LookupError, AttributeError):
+            return None
+
+    def _read_on(self) -> None:
+        while not self._closing.wait(EVERY):
+            for name, value in self.read(time.monotonic()).items():
+                self._sample(name, value)
+
+
+def gauge(device: str, sample: Callable[[str, float], None]) -> Gauge | None:
+    """Of the GPU that torch calls `device`; None for a CPU, without nvidia-ml-py, or where it does not work here."""
+    if not device.startswith("cuda"):
+        return None
+    try:
+        import torch
+
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return Gauge(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}", sample)
+    except Exception:  # whatever a driver's library does, a run needs none of it
+        return None

@@ -1,0 +1,58 @@
+"""Where the state of a run is kept that its model is made of: asked for of a live one, looked for of an ended one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workbench.record.checkpoints import FOLDER, found, name, step_of
+from workbench.record.store import RunError
+
+if TYPE_CHECKING:
+    from workbench.record.run import Run
+
+LOOK = 0.05  # seconds
+
+
+def kept(run: Run, step: int | None, timeout: float) -> Path:
+    """A checkpoint of `run`: the one before `step`, or of its next boundary while it is live, or of its end.
+
+    Raises RunError where there is none, and TimeoutError where a live run makes none within `timeout` seconds.
+    """
+    there = found(run.path / FOLDER) if run.path else []
+    if step is not None:
+        if path := next((path for path in there if step_of(path) == step), None):
+            return path
+        raise RunError(f"step={step}: {run.name} keeps no checkpoint before it; {_those(there)}")
+    if run.live and (path := _next(run, timeout)):
+        return path
+    there, end = found(run.path / FOLDER) if run.path else [], run.made
+    if there and there[-1].name == name(end):
+        return there[-1]
+    raise RunError(f"{run.name} ended after {end} steps, and what its ranks held then is not kept; {_those(there)}")
+
+
+def _those(there: list[Path]) -> str:
+    steps = ", ".join(str(step_of(path)) for path in there)
+    return f"give step={steps.rpartition(', ')[2]} (there are {steps})" if there else (
+        "give it save_every, ask for lab.checkpoint() while it is live, or train a Task with keeps=True"
+    )  # fmt: skip
+
+
+def _next(run: Run, timeout: float) -> Path | None:
+    """The checkpoint of the next boundary; None where the run ends before."""
+    began, until = run.made, time.monotonic() + timeout
+    before, refused = len(run.details("saved")), len(run.details("not saved"))
+    run.keep()
+    while run.live:
+        said = [detail for _, _, detail in run.details("saved")]
+        for number, one in enumerate(said):
+            if one["step"] >= began or (number >= before and one.get("asked")):
+                return Path(one["path"])
+        if len(told := run.details("not saved")) > refused:
+            raise RunError(str(told[-1][2].get("text")))
+        if time.monotonic() > until:
+            raise TimeoutError(f"no checkpoint of {run.name} was whole within {timeout:g} s; the run goes on")
+        time.sleep(LOOK)
+    return None

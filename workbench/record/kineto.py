@@ -1,0 +1,131 @@
+"""Trace files of torch.profiler (Kineto's Chrome traces, .json or .json.gz), read and looked through.
+
+Nothing in them runs. A file may be of any job and made by anybody: what has no finite time, or a name that is no text,
+is left out and counted, and one that would not fit in memory is refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workbench.record.about import RunError, count, number
+from workbench.settings import short
+
+LARGEST = 400 << 20  # bytes of JSON in one file: Python's objects take some eight times as much
+LONGEST = 200  # characters of a name that are kept
+LATEST = 1e10  # seconds
+RANKS = 32767
+_RANK = re.compile(r"rank[-_ ]?([0-9]{1,5})")
+
+
+class Event(NamedTuple):
+    """One event that lasted: seconds since 1970 (or since anything, where the file does not say), and what it says."""
+
+    t0: float
+    t1: float
+    name: str
+    cat: str
+    tid: str
+    args: dict[str, Any]
+
+
+class Trace(NamedTuple):
+    """What one file holds: the events of a rank in order of their beginning; `odd` events were left out."""
+
+    path: Path
+    rank: int | None  # as the file says, or its name
+    device: str
+    events: list[Event]
+    odd: int
+
+
+def read(path: Path | str) -> Trace:
+    """The events of one file. Raises RunError where it is none that torch.profiler wrote, or too large."""
+    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+        raise RunError(f"trace={short(path)}: must be a file that torch.profiler wrote, such as 'rank-0.json.gz'")
+    path = Path(path)
+    data = _bytes(path)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        raise RunError(f"{path}: is truncated, or no JSON; torch.profiler writes it whole when it is left") from None
+    del data
+    about = found if isinstance(found, dict) else {}
+    said = about.get("traceEvents") if about else found
+    if not isinstance(said, list):
+        raise RunError(f"{path}: has no traceEvents, so it is no trace that torch.profiler wrote")
+    base = about.get("baseTimeNanoseconds")
+    base = base * 1e-9 if isinstance(base, int | float) and number(base) else 0.0
+    lasted = [e for e in said if isinstance(e, dict) and e.get("ph") == "X"]
+    events = [event for e in lasted if (event := _event(e, base))]
+    if not events:
+        raise RunError(f"{path}: has no event that lasted, so there is nothing to show")
+    events.sort(key=lambda e: e.t0)
+    return Trace(path, _rank(about, path), _device(about), events, len(lasted) - len(events))
+
+
+def _bytes(path: Path) -> bytes:
+    if path.is_dir():
+        raise RunError(f"{path}: is a folder; name the trace files in it, one for each rank")
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+    except FileNotFoundError:
+        raise RunError(f"{path}: there is no such file") from None
+    except (OSError, EOFError, ValueError) as error:
+        raise RunError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if len(data) > LARGEST:
+        raise RunError(
+            f"{path}: has more than {LARGEST >> 20} MB of JSON; profile fewer steps, by torch.profiler's "
+            f"schedule(active=...)"
+        )
+    return data
+
+
+def _event(e: dict[str, Any], base: float) -> Event | None:
+    ts, dur, name, args = e.get("ts"), e.get("dur", 0), e.get("name"), e.get("args")
+    if not isinstance(ts, int | float) or not isinstance(dur, int | float) or not isinstance(name, str):
+        return None
+    if not number(ts) or not number(dur):
+        return None
+    t0 = base + ts * 1e-6
+    if not 0 <= dur * 1e-6 < LATEST or not abs(t0) < LATEST:
+        return None
+    tid, cat = str(e.get("tid"))[:LONGEST], str(e.get("cat"))[:LONGEST]
+    return Event(t0, t0 + dur * 1e-6, name[:LONGEST], cat, tid, args if isinstance(args, dict) else {})
+
+
+def _rank(about: dict[str, Any], path: Path) -> int | None:
+    said = about.get("distributedInfo")
+    rank = said.get("rank") if isinstance(said, dict) else None
+    if isinstance(rank, int) and count(rank) and rank < RANKS:
+        return rank
+    found = _RANK.search(path.name.lower())
+    return min(int(found[1]), RANKS - 1) if found else None
+
+
+def _device(about: dict[str, Any]) -> str:
+    said = about.get("deviceProperties")
+    first = said[0] if isinstance(said, list) and said else None
+    return str(first.get("name", ""))[:LONGEST] if isinstance(first, dict) else ""
+
+
+def by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
+    """Each trace by its rank; those that say none get the numbers that are left, in order. RunError for one twice."""
+    found: dict[int, Trace] = {}
+    silent = []
+    for trace in traces:
+        if trace.rank is None:
+            silent.append(trace)
+        elif trace.rank in found:
+            other = found[trace.rank].path
+            raise RunError(f"{trace.path}: is of rank {trace.rank}, as {other} is; give one file a rank")
+        else:
+            found[trace.rank] = trace
+    free = (rank for rank in range(RANKS) if rank not in found)
+    return dict(sorted({**found, **{next(free): trace for trace in silent}}.items()))
