@@ -11,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -26,8 +25,10 @@ from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.host import absent
 from workbench.rank import Bucket, Memory, Op, Part, Rank
-from workbench.settings import Change, knobs, members
-from workbench.strategies import Strategy
+from workbench.settings import Change, members
+from workbench.sim.laws import Net, batch, flat, mse
+from workbench.sim.laws import fitting as fitting
+from workbench.sim.laws import joined as joined
 from workbench.tasks import Colwise, Plan, Rowwise, Task
 
 _CHANCE = threading.RLock()
@@ -152,18 +153,9 @@ def ended(sessions: list[Session], within: float = 60.0) -> None:
         assert over, f"rank {s.rank.index} hangs: {where}; {len(os.listdir('/dev/fd'))} descriptors"
 
 
-def fitting(cls: type[Strategy], ranks: int) -> Strategy:
-    """The strategy by its bare name; where so many ranks cannot run that, with the one number that lets them."""
-    if cls().refuses_size(ranks) is None:
-        return cls()
-    every = (replace(cls(), **{k.name: ranks}) for k in knobs(cls) if k.kind is int)
-    return next(chosen for chosen in every if chosen.refuses_size(ranks) is None)
-
-
 def weights(session: Session) -> torch.Tensor:
     """All parameters in the order of their names: (n,) float64."""
-    named = sorted(session.model.named_parameters())
-    return torch.cat([p.detach().reshape(-1).double() for _, p in named])
+    return flat(session.model)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
@@ -172,17 +164,6 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
     for t in tensors:
         digest.update(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return int.from_bytes(digest.digest(), "big") >> 1
-
-
-class Net(nn.Module):
-    """Three small layers, a tied one and a normalisation: enough to have several buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
 def net(make: Any = None) -> nn.Module:
@@ -195,23 +176,14 @@ def net(make: Any = None) -> nn.Module:
     return model
 
 
-def batch(rank: int, step: int, seed: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank's examples of a step, a function of its arguments only."""
-    rng = torch.Generator().manual_seed(seed * 1_000_003 + step * 101 + rank)
-    x = torch.randn(size, 8, generator=rng)
-    return x, torch.stack([x[:, 0], x[:, 1] * x[:, 2], x.sum(1), x[:, 3].abs()], 1)
-
-
 def _data(rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [batch(rank, step, seed) for step in range(64)]
 
 
-def mse(model: nn.Module, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.mse_loss(model(pair[0]), pair[1])
-
-
 def _evaluate(model: nn.Module) -> float:
-    return float(mse(model, batch(1000, 0, 0, 64)))
+    on = next(model.parameters()).device
+    x, y = batch(1000, 0, 0, 64)
+    return float(mse(model, (x.to(on), y.to(on))))
 
 
 def _split(model: nn.Module) -> Plan:
@@ -317,18 +289,6 @@ def _answers(verb: str, xs: list[Any], args: tuple) -> list[Any]:
         case "all_gather":
             return [torch.stack(xs) for _ in xs]
     raise AssertionError(verb)
-
-
-def joined(ranks: int, steps: int) -> torch.Tensor:
-    """The reference: one process, the batches of all ranks together, torch's own optimizer."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    for step in range(steps):
-        pairs = [batch(r, step, 0) for r in range(ranks)]
-        optimizer.zero_grad()
-        mse(model, (torch.cat([p[0] for p in pairs]), torch.cat([p[1] for p in pairs]))).backward()
-        optimizer.step()
-    return torch.cat([p.detach().reshape(-1).double() for _, p in sorted(model.named_parameters())])
 
 
 def poisoned(rank: int, step: int) -> Task:

@@ -25,6 +25,7 @@ from workbench.policies import PolicyBase
 from workbench.rank import Rank
 from workbench.settings import Family, Knob, describe, knobs, members, to_plain
 from workbench.settings.plain import in_words
+from workbench.settings.told import PAPER, TERM, WHEN, is_code, paragraphs, terms, told
 from workbench.strategies import Strategy
 from workbench.tasks import TaskBase
 
@@ -41,8 +42,6 @@ FAMILIES: dict[str, tuple[type[Family], tuple[str, ...]]] = {
     "tasks": (TaskBase, ()),
 }
 SECTIONS = ("faults", "algorithms")  # of one page, with other things
-WHEN, PAPER = "When to use it:", "Reference:"
-TERM = re.compile(r"\w+: {2,}")  # the first of a list of terms in a docstring
 
 
 def part(name: str) -> str:
@@ -90,20 +89,17 @@ def link(m: type[Any]) -> str:
 
 def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
     """One member: what it is, when to use it, its formula, its knobs, its paper; the rest is folded away."""
-    what, *rest = paragraphs(inspect.cleandoc(m.__doc__ or ""))
-    pick = {key: next((p for p in rest if p.startswith(key)), "") for key in (WHEN, PAPER)}
-    rest = [p for p in rest if p not in pick.values()]
-    formula = [rest.pop(0)] if rest and is_code(rest[0]) else []
-    parts = [f"{heading} {m.__name__}", prose(what)]
+    said = told(m)
+    parts = [f"{heading} {m.__name__}", prose(said.what)]
     if (ROOT / "docs" / "strategies" / f"{m.__name__}.svg").exists():
         parts.append(f"![{m.__name__} and DDP on four simulated ranks](../strategies/{m.__name__}.svg)")
-    parts.append(f"**{WHEN}** {linked(prose(pick[WHEN].removeprefix(WHEN).strip()))}")
-    parts += [text for text in (*map(shown, formula), standing(m, claims)) if text]
-    given = [p for p in rest if TERM.match(p)]  # what is no knob, but has to be said of each: the functions of a Task
-    rest = [p for p in rest if p not in given]
+    parts.append(f"**{WHEN}** {linked(prose(said.when))}")
+    parts += [text for text in (shown(said.formula) if said.formula else "", standing(m, claims)) if text]
+    given = [p for p in said.rest if TERM.match(p)]  # no knob, but to be said of each: the functions of a Task
+    rest = [p for p in said.rest if p not in given]
     parts += [knob_table(knobs(m))] if knobs(m) else list(map(shown, given)) or ["No knobs."]
-    if pick[PAPER]:
-        parts.append(f"**{PAPER}** {linked(prose(pick[PAPER].removeprefix(PAPER).strip()))}")
+    if said.paper:
+        parts.append(f"**{PAPER}** {linked(prose(said.paper))}")
     if rest:
         parts.append("\n\n".join(["<details><summary>More</summary>", *map(shown, rest), "</details>"]))
     return "\n\n".join(parts)
@@ -218,29 +214,6 @@ def views() -> str:
 
 
 # -- docstrings as Markdown
-
-
-def paragraphs(doc: str) -> list[str]:
-    """The paragraphs of a docstring; indented ones that follow each other are one."""
-    found: list[str] = []
-    for part in re.split(r"\n\s*\n", doc.strip("\n")):
-        if found and is_code(part) and is_code(found[-1]):
-            found[-1] += f"\n\n{part}"
-        elif part.strip():
-            found.append(part)
-    return found
-
-
-def is_code(paragraph: str) -> bool:
-    return paragraph.startswith("    ")
-
-
-def terms(doc: str) -> Iterator[tuple[str, str]]:
-    """(term, what it is) of the lines `term:  what it is` in a docstring, with the lines that go on with them."""
-    for part in paragraphs(doc):
-        if re.match(r"\w[\w, ]*: ", part) and not part.startswith((WHEN, PAPER)):
-            for found in re.finditer(r"^(\w[\w, ]*): +(.*(?:\n +.*)*)", part, re.M):
-                yield found[1], " ".join(found[2].split())
 
 
 def shown(paragraph: str) -> str:

@@ -39,7 +39,7 @@ def native(strategy: str, change: bool) -> tuple[float, ...]:
     return tuple(samples(trained(strategy, "Native", change=change), "loss", 0))
 
 
-@pytest.mark.parametrize(("strategy", "algorithm"), thinned(product(STRATEGIES, OTHERS), of=6, long=4))
+@pytest.mark.parametrize(("strategy", "algorithm"), thinned(product(STRATEGIES, OTHERS), of=6, long=8))
 def test_a_strategy_learns_the_same_under_every_algorithm_also_if_it_is_changed_to(
     strategy: str, algorithm: str
 ) -> None:

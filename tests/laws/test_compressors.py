@@ -252,7 +252,7 @@ def fed_back(cls: type[Compressor]) -> bool:
     return cls.residual in ("", ErrorFeedback.residual) and ErrorFeedback(of=cls()).refuses() is None
 
 
-@pytest.mark.parametrize(("name",), thinned(((n,) for n, cls in ALL.items() if fed_back(cls)), of=0, long=3))
+@pytest.mark.parametrize(("name",), thinned(((n,) for n, cls in ALL.items() if fed_back(cls)), of=0, long=6))
 def test_nothing_is_lost_under_error_feedback_over_random_live_changes(name: str) -> None:
     """Everything sent plus what is left equals the sum of all gradients, through 500 changes of everything."""
     rng = random.Random(name)

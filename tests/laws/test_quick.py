@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.laws.others import others
-from tests.ranks import experiment, fitting, joined, mse, shipped, toy
+from tests.ranks import experiment, shipped
 from tests.sim.virtual import comm, samples
 from workbench import simulate
 from workbench.compressors import Compressor, inside
-from workbench.host.remembered import UNDECLARED
 from workbench.optimizers import Optimizer
 from workbench.rank import Rank
-from workbench.run import Run
-from workbench.settings import Change, KnobError, knobs
+from workbench.settings import knobs
+from workbench.sim import laws
 from workbench.strategies import DDP, Strategy
 
 STRATEGIES = {n: cls for n, cls in shipped(Strategy).items() if not cls.opaque}  # which only the engine has
@@ -37,70 +34,36 @@ def claiming(claim: str, value: bool = True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [n for n, cls in STRATEGIES.items() if getattr(cls, claim) == value])
 
 
-def trained(ranks: int, steps: int, changes: Iterable[Change] = (), **rest: Any) -> tuple[Run, list[torch.Tensor]]:
-    """A simulated run with real tensors, and every rank's parameters in the end: (n,) float64."""
-    models: dict[int, nn.Module] = {}
-
-    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
-        first = next(model.parameters())
-        if model.training and not first.is_meta and not hasattr(first, "fake_mode"):  # these only show what will be
-            models[id(model)] = model
-        return mse(model, pair)
-
-    done = simulate(experiment(ranks, steps, task=toy(loss=loss), pace=5.0, **rest), changes=changes, real=True)
-    named = [sorted(m.named_parameters()) for m in models.values()]
-    return done, [torch.cat([p.detach().reshape(-1).double() for _, p in params]) for params in named]
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_trains_is_left_and_the_ranks_agree(name: str) -> None:
-    done, found = trained(RANKS, 8, [Change(7, "strategy", "DDP")], strategy=fitting(STRATEGIES[name], RANKS))
-    assert [c.path for c in done.changes] == ["strategy"]
-    losses = samples(done, "loss", 0)
-    assert len(losses) and all(map(math.isfinite, losses))
-    assert all(torch.equal(one, found[0]) for one in found)
-    said = [detail["rules"] for _, _, detail in done.details("own")]
-    assert not any(UNDECLARED in rules.values() for rules in said), f"what ranks remember has a rule in `own`: {said}"
+    assert laws.trains_and_is_left(STRATEGIES[name]) is None
 
 
 @claiming("lockstep")
 def test_ranks_in_lockstep_ask_the_same_in_the_same_order_of_sizes_alone_too(name: str) -> None:
-    e = experiment(RANKS, 9, strategy=fitting(STRATEGIES[name], RANKS), pace=5.0)
-    of_sizes = simulate(e, real=False)
-    asked = [[(step, what.split(" to ")[0], n) for step, what, n in comm(of_sizes, r)] for r in range(RANKS)]
-    assert asked[0] == asked[1] == asked[2]
+    assert laws.asks_alike(STRATEGIES[name]) is None
 
 
 @claiming("periodic", value=False)
 def test_ranks_that_are_never_apart_are_equal_after_every_step(name: str) -> None:
-    if not STRATEGIES[name].lockstep:
-        return
-    for steps in (1, 2, 5):
-        _, found = trained(RANKS, steps, strategy=fitting(STRATEGIES[name], RANKS))
-        assert len(found) == RANKS and all(torch.equal(one, found[0]) for one in found)
+    assert laws.never_apart(STRATEGIES[name]) is None or not STRATEGIES[name].lockstep
 
 
 @claiming("exact")
 def test_an_exact_one_is_one_process_on_the_joined_batch(name: str) -> None:
-    for one in trained(RANKS, 8, strategy=fitting(STRATEGIES[name], RANKS))[1]:
-        torch.testing.assert_close(one, joined(RANKS, 8), rtol=1e-5, atol=1e-6)
+    assert laws.one_process(STRATEGIES[name]) is None
 
 
 @claiming("plain")
 def test_a_plain_one_is_the_optimizer_where_there_is_one_rank(name: str) -> None:
-    (found,) = trained(1, 8, strategy=fitting(STRATEGIES[name], 1))[1]
-    torch.testing.assert_close(found, joined(1, 8), rtol=1e-6, atol=1e-7)
+    assert laws.plain_alone(STRATEGIES[name]) is None
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("compressor", ["Dense", "TopK"])
 def test_a_strategy_takes_a_compressor_or_refuses_it_in_words(name: str, compressor: str) -> None:
-    try:
-        done, _ = trained(2, 4, strategy=fitting(STRATEGIES[name], 2), compressor=COMPRESSORS[compressor].usual())
-    except KnobError as refusal:
-        assert compressor != "Dense" and "use " in str(refusal), "a refusal says what would work"
-        return
-    assert all(map(math.isfinite, samples(done, "loss", 0)))
+    refused = laws.compresses_or_says_why_not(STRATEGIES[name], COMPRESSORS[compressor].usual())
+    assert compressor != "Dense" or not refused
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -114,7 +77,7 @@ def test_a_compressors_result_is_the_same_on_all_ranks(name: str) -> None:
             await super().step(rank, state)
             kept.update(rank.memory.buffers, rank.memory.parts)
 
-    done, found = trained(RANKS, 5, compressor=COMPRESSORS[name].usual(), strategy=Noting())
+    done, found = laws.trained(Noting(), RANKS, 5, compressor=COMPRESSORS[name].usual())
     assert kept <= {named for one in inside(COMPRESSORS[name].usual()) for named in one.own}
     assert len(found) == RANKS and all(torch.equal(one, found[0]) for one in found)
     assert all(map(math.isfinite, samples(done, "loss", 0)))

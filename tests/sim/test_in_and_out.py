@@ -8,6 +8,7 @@ import pytest
 
 from tests.laws.claims import RATES, SUMS
 from tests.ranks import shipped
+from tests.thinned import thinned
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.run import Run
@@ -41,7 +42,7 @@ def unswitched() -> tuple[float, float]:
     return min(found), max(found)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", thinned([(n,) for n in OTHERS], of=3, long=0))
 def test_fifty_steps_after_coming_back_it_learns_as_if_it_had_never_left(name: str) -> None:
     chosen = experiment(SEEDS[0])
     changes = [Change(IN, "strategy", name), Change(OUT, "strategy", "DDP")]

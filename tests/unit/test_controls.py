@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import pytest
+import torch
 
-from widgets.controls import Controls
+from widgets.controls import Controls, cell_ended
 from widgets.options import chosen, options
 from widgets.requests import items
 from widgets.rows import FIRST, Now, rows
@@ -18,6 +21,7 @@ from workbench.cluster.changes import PendingChange
 from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
+from workbench.partitions import Tensor
 from workbench.settings import NEXT, Change, knob, members, walk
 from workbench.strategies import Strategy
 from workbench.tasks import ClickThrough, Task
@@ -30,7 +34,7 @@ class StillLab:
         self.experiment = Experiment().checked()
         self.live, self.ranks, self.changes, self.run_now = live, 4, [], None
 
-    def set(self, path: str, value: Any) -> PendingChange:
+    def set(self, path: Any, value: Any = None) -> PendingChange:
         wanted = self.experiment
         for t in self.changes:
             wanted = wanted.set(t.path, t.value) if t.applied_at is None else wanted
@@ -117,6 +121,24 @@ def test_sliders_stop_at_allowed_values_from_end_to_end(k: Any) -> None:
     assert found == sorted(set(found)) and len(found) <= 101
     assert not found or (found[-1] == k.high and found[0] == k.low)
     assert not found or found[nearest(found, found[2])] == found[2]
+
+
+def test_a_partition_is_offered_together_with_the_strategy_that_lets_it_be_and_back() -> None:
+    lab = StillLab(live=True)
+    lab.experiment = lab.experiment.set("strategy", "ZeRO3")
+    controls = Controls(lab)
+    offered = {o["text"]: o for o in row(controls, "partition")["options"]}
+    assert not offered["Pipeline, with DDP"]["refused"] and "Whole" in offered
+    controls.asked({"change": "partition", "value": offered["Pipeline, with DDP"]["value"]})
+    (asked,) = lab.changes
+    assert asked.change.settings.keys() == {"partition", "strategy"} and row(controls, "strategy")["waiting"]
+    lab.apply(3)
+    controls.refresh()
+    offered = {o["text"]: o for o in row(controls, "strategy")["options"]}
+    assert "LocalSGD" in offered and not offered["ZeRO3, with Whole"]["refused"]
+    controls.asked({"change": "strategy", "value": offered["ZeRO3, with Whole"]["value"]})
+    lab.apply(6)
+    assert [type(x).__name__ for x in (lab.experiment.strategy, lab.experiment.partition)] == ["ZeRO3", "Whole"]
 
 
 def test_a_wrong_entry_says_why_beside_its_control_and_changes_nothing() -> None:
@@ -219,3 +241,47 @@ def test_changes_are_listed_in_few_words() -> None:
         lab.set(path, value)
     texts = [i["text"] for i in items(lab.changes)]
     assert texts[0] == "bandwidth = 200" and texts[2] == "TopK" and texts[1].startswith("faults: Slow(rank=2")
+
+
+def test_what_the_model_itself_refuses_is_grey_with_its_sentence() -> None:
+    """A model that nothing says how to slice or to cut, and one with too few layers; neither builds anything big."""
+    built: list[str] = []
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            built.append(str(torch.get_default_device()))
+            self.inner = torch.nn.Linear(3, 3)
+
+    lab = StillLab()
+    kept = torch.get_rng_state()
+    controls = Controls(lab)
+    lab.experiment = replace(lab.experiment, task=Task(model=Own, data=int, loss=int, optimizer=int), batch=0).checked()
+    controls.refresh()
+    offered = {o["text"]: o for o in row(controls, "partition")["options"]}
+    assert not offered["Whole"]["refused"]
+    assert offered["Tensor"]["refused"] and "nothing says how Own is dealt out" in offered["Tensor"]["doc"]
+    assert offered["Pipeline"]["refused"] and "does not say where it may be cut" in offered["Pipeline"]["doc"]
+    assert not any(o["refused"] for o in row(controls, "optimizer")["options"])
+    controls.asked({"change": "partition", "value": "Tensor"})
+    assert "nothing says how Own is dealt out" in row(controls, "partition")["error"] and not lab.changes
+    assert built == ["meta"] and torch.equal(torch.get_rng_state(), kept)
+    lab.experiment = replace(lab.experiment, partition=Tensor()).checked()  # by a program: the others are not to blame
+    controls.refresh()
+    unasked = next(r for r in rows(lab.experiment, Now()) if r["path"] == "optimizer")
+    assert row(controls, "optimizer")["options"] == unasked["options"]
+    assert not {o["text"]: o for o in row(controls, "partition")["options"]}["Whole"]["refused"]
+
+
+def test_a_model_is_not_asked_on_the_thread_of_the_timer() -> None:
+    """It may draw random numbers there beside a cell; at the end of a cell it is asked."""
+    lab, built = StillLab(), []
+    controls = Controls(lab)
+    task = Task(model=lambda: built.append(1) or torch.nn.Linear(3, 3), data=int, loss=int, optimizer=int)
+    lab.experiment = replace(lab.experiment, task=task, batch=0).checked()
+    timer = threading.Thread(target=controls.refresh)
+    timer.start()
+    timer.join()
+    assert not built and not {o["text"]: o for o in row(controls, "partition")["options"]}["Tensor"]["refused"]
+    cell_ended(ref(controls))()
+    assert built == [1] and {o["text"]: o for o in row(controls, "partition")["options"]}["Tensor"]["refused"]

@@ -18,7 +18,7 @@ from tests.ranks import ended, live, run, toy
 from workbench import simulate
 from workbench.compressors import PowerSGD
 from workbench.experiment import Experiment
-from workbench.host import repartition
+from workbench.host import refusing
 from workbench.host.cutting import instead
 from workbench.host.piece import micro_batches
 from workbench.optimizers import SGD
@@ -264,14 +264,14 @@ def test_a_loss_with_noise_is_none_that_parts_compute_otherwise() -> None:
 
 
 def test_where_one_rank_refuses_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    able = repartition.able
+    able = refusing.able
 
     def picky(of: Any, wanted: Experiment) -> None:
         if of.rank.id == 2 and wanted.partition.size > 1:
             raise KnobError("not here")
         able(of, wanted)
 
-    monkeypatch.setattr(repartition, "able", picky)
+    monkeypatch.setattr(refusing, "able", picky)
     sessions = run(piped(4, 8, strategy=LocalSGD(every=2)), Change(3, "partition", Pipeline()))
     assert [json.loads(m[3])["reason"] for s in sessions for m in s.record.noted("refused")] == ["not here"]
     assert not sessions[0].record.noted("change") and len(seen(sessions[0], "loss")) == 8

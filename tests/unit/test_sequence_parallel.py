@@ -51,7 +51,7 @@ def test_the_engine_and_both_simulations_agree(ranks: int, way: Partition) -> No
 
 def test_as_many_bytes_cross_as_without() -> None:
     """A reduce-scatter and an all-gather move what an all-reduce moves. Besides: what a layer by columns gathers again,
-    small gradients of norms and biases, and what the first block has taken, brought together in its backward.
+    and what the first block has taken, brought together in its backward.
     """
     task = ByteGPT(layers=3, width=16, heads=2, context=8)
     sent = []
@@ -60,11 +60,37 @@ def test_as_many_bytes_cross_as_without() -> None:
         spans = simulate(e).spans
         mine = spans[(spans["rank"] == 0) & (spans.lane == "comm") & (spans.step == 1)]
         mine = mine[mine.name.str.contains("blocks")]
-        small, again = mine.name.str.contains("norm|bias"), mine.name.str.contains("again")
-        assert small.sum() == (3 * 6 if sequence else 0) and again.sum() == (3 * 2 if sequence else 0)
-        assert all(mine[small].nbytes == 4 * 16)
-        sent.append(mine[~small & ~again].nbytes.sum())
+        again = mine.name.str.contains("again")
+        assert again.sum() == (3 * 2 if sequence else 0)
+        sent.append(mine[~again].nbytes.sum())
     assert sent[1] == sent[0] + 4 * 8 * 8 * 16 // 2
+
+
+@pytest.mark.parametrize("way", [Tensor(sequence=True), Pipeline(micros=2, of=Tensor(sequence=True))],
+                         ids=["whole", "in stages"])  # fmt: skip
+def test_gradients_of_norms_and_biases_are_added_up_once_at_the_end_of_a_backward(way: Partition) -> None:
+    """One all-reduce of as many bytes as all of theirs, on the engine and both simulations; nothing of the group after
+    it, and their buckets go out behind all others. Two replicas, and buckets of a few gradients.
+    """
+    task, count = ByteGPT(layers=3, width=16, heads=2, context=8), getattr(way, "micros", 1)
+    e = Experiment(task=task, ranks=2 * way.size, steps=3, eval_every=0, partition=way, pace=4.0, bucket_mb=0.01)
+    sessions, real, sizes = run(e), simulate(e, real=True), simulate(e)
+    crosses_alike(real, sessions)
+    spans_alike(real, sizes)
+    whole = {name: p.numel() for name, p in task.build().model().named_parameters()}
+    norms = [n for name, n in whole.items() if "norm" in name or name.endswith("out.bias")]
+    assert len(norms) == 3 * 6 + 2
+    spans, crossed = sizes.spans[(sizes.spans.lane == "comm") & (sizes.spans.step == 2)], 0
+    for rank in range(way.size):
+        mine = spans[(spans["rank"] == rank) & spans.name.str.contains(" in tensor ")].sort_values("t0", kind="stable")
+        ours = mine[mine.name.str.contains(" gradient partial ")]
+        assert len(ours) == count and " gradient partial " in mine.name.iloc[-1]
+        crossed += ours.nbytes.sum()
+    assert crossed == 2 * count * 4 * sum(norms)
+    if count == 1:
+        order = [place.name for place in sessions[0].layout.order]
+        held = {name for name in order if "norm" in name or name.endswith("out.bias")}
+        assert held and set(order[-len(held) :]) == held
 
 
 def test_a_rank_keeps_less_for_its_backward() -> None:

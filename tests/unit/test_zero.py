@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.laws.test_quick import trained
 from tests.ranks import ended, experiment, live, run, toy, weights
 from tests.sim.insides import simulated
 from tests.sim.virtual import comm
@@ -25,6 +24,7 @@ from workbench.host.slots import slots
 from workbench.optimizers import LARS, SGD, Adam, AdamW
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change, KnobError
+from workbench.sim.laws import trained
 from workbench.strategies import DDP, Strategy, ZeRO1, ZeRO2, ZeRO3
 from workbench.tasks import ByteGPT
 
@@ -74,14 +74,14 @@ def test_after_twenty_steps_it_is_to_the_bit_what_adding_up_in_order_gives(
 ) -> None:
     """The simulator's all-reduce adds up in the order of the ranks; gloo's ring does not from three ranks on."""
     found = run(experiment(ranks, 20, strategy=stage, optimizer=optimizer, bucket_mb=LAYERS))
-    for want in (trained(ranks, 20, strategy=s, optimizer=optimizer, bucket_mb=LAYERS)[1] for s in (DDP(), stage)):
+    for want in (trained(s, ranks, 20, optimizer=optimizer, bucket_mb=LAYERS)[1] for s in (DDP(), stage)):
         assert all(torch.equal(weights(s), x) for s, x in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [8, 17, 40])
 def test_many_ranks_add_up_in_order_too(ranks: int) -> None:
     """A sum over rows is taken in another order from eight on."""
-    (ours, *_), (plain, *_) = (trained(ranks, 4, strategy=s, optimizer=AdamW(), bucket_mb=LAYERS)[1]
+    (ours, *_), (plain, *_) = (trained(s, ranks, 4, optimizer=AdamW(), bucket_mb=LAYERS)[1]
                                for s in (ZeRO1(), DDP()))  # fmt: skip
     assert torch.equal(ours, plain)
 
@@ -187,9 +187,10 @@ def test_switched_live_in_and_out_nothing_changes_but_where_state_lies(ranks: in
     there = [Change(4, "strategy", "ZeRO1"), cuts[0], Change(12, "strategy", "ZeRO2"), cuts[1],
              Change(19, "strategy", "DDP"), Change(21, "strategy", "ZeRO2")]  # fmt: skip
     e = experiment(ranks, 24, optimizer=optimizer, bucket_mb=LAYERS)
-    done, moved = trained(ranks, 24, [*there, Change(23, "strategy", "DDP")], optimizer=optimizer, bucket_mb=LAYERS)
+    there_and_back = [*there, Change(23, "strategy", "DDP")]
+    done, moved = trained(DDP(), ranks, 24, there_and_back, optimizer=optimizer, bucket_mb=LAYERS)
     assert [c.path for c in done.changes] == [*(c.path for c in there), "strategy"]
-    _, plain = trained(ranks, 24, cuts, optimizer=optimizer, bucket_mb=LAYERS)
+    _, plain = trained(DDP(), ranks, 24, cuts, optimizer=optimizer, bucket_mb=LAYERS)
     assert all(torch.equal(x, y) for x, y in zip(moved, plain, strict=True))
     sessions = run(e, *there)
     asked = [[row for row in rows if "move" in row[1] or "slots" in row[1]] for rows in (

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.laws.test_quick import trained
 from tests.ranks import ended, experiment, live, run, toy, weights
 from tests.sim.virtual import comm
 from workbench import simulate
@@ -25,6 +24,7 @@ from workbench.host.layout import Layout
 from workbench.host.reading import Reading
 from workbench.optimizers import SGD, AdamW
 from workbench.settings import Change
+from workbench.sim.laws import trained
 from workbench.strategies import DDP, ZeRO2, ZeRO3
 from workbench.tasks import ByteGPT
 
@@ -303,8 +303,8 @@ def test_switched_live_to_and_from_everything_parameters_stay_the_same(ranks: in
         assert torch.equal(weights(sessions[0]), weights(plain[0]))
         assert seen(sessions[0], "held_out") == seen(plain[0], "held_out")
     assert all(torch.equal(weights(s), weights(sessions[0])) for s in sessions)
-    _, ours = trained(ranks, 28, there, optimizer=optimizer, bucket_mb=SMALL)
-    _, plain_sim = trained(ranks, 28, cuts, optimizer=optimizer, bucket_mb=SMALL)
+    _, ours = trained(DDP(), ranks, 28, there, optimizer=optimizer, bucket_mb=SMALL)
+    _, plain_sim = trained(DDP(), ranks, 28, cuts, optimizer=optimizer, bucket_mb=SMALL)
     assert all(torch.equal(x, y) for x, y in zip(ours, plain_sim, strict=True))
 
 

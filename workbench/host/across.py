@@ -7,6 +7,7 @@ virtual clock, or all in one process. What crosses may be a codec's payload (cod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from workbench.host.coded import (
 from workbench.rank import Rank
 
 NOTHING = Combining("", "")
+PARTIAL = "gradient partial"  # what the sum of those is called of which each rank has a part
 
 
 class _Across(torch.autograd.Function):
@@ -111,6 +113,42 @@ def scattered_ahead(x: Tensor, others: Others, name: str) -> Tensor:
 def taken(x: Tensor, others: Others, name: str) -> Tensor:
     """Of what all ranks have this rank's own positions; the gradients of all come together again."""
     return _across(x, others, Combining("own", f"activation {name}", 1), Combining("gather", f"gradient {name}", 1))
+
+
+class _OneSum(torch.autograd.Function):
+    """Parameters as they are, of which each rank has a part of the gradient: at the end of a backward all are added up.
+
+    Autograd goes back through what was made last first, and these are made before anything reads them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, others: Others, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.others = others
+        ctx.set_materialize_grads(False)
+        return tuple(p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        came = [grad for grad in grads if grad is not None]  # of what was read: on all ranks the same
+        for dtype in dict.fromkeys(grad.dtype for grad in came):
+            some = [k for k, grad in enumerate(came) if grad.dtype == dtype]
+            flat = torch.cat([came[k].reshape(-1) for k in some])
+            flat = ctx.others.ask(Combining("sum", PARTIAL), flat)
+            parts = flat.split([came[k].numel() for k in some])
+            for k, part in zip(some, parts, strict=True):
+                came[k] = part.view(came[k].shape)
+        found = iter(came)
+        return None, *(None if grad is None else next(found) for grad in grads)
+
+
+def summed_at_the_end(params: Sequence[Tensor], others: Others) -> tuple[Tensor, ...]:
+    """The same parameters, to be read in their place by one forward; their gradients cross in one sum.
+
+    They come to the last parameter first, on all ranks and with sizes only alike: of nodes that are ready autograd
+    takes the one that was made last, and would otherwise take any.
+    """
+    made: tuple[Tensor, ...] = _OneSum.apply(others, *(p.view_as(p) for p in params))
+    return made
 
 
 async def met(rank: Rank, meeting: Combining, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from workbench.compressors import Compressor, inside
 from workbench.host import sliced
 from workbench.host.handover import Cut, cut, in_shards
+from workbench.host.layout import Layout
 from workbench.host.move import State, seen
 from workbench.host.placement import Held
 from workbench.host.salvage import Bound
@@ -47,16 +48,19 @@ class Boundary(NamedTuple):
         sums = {name for one in inside(compressor) for name, rule in one.own.items() if rule == "sum"}
         shapes, found = {name: sliced.shape_of(p) for name, p in model.named_parameters()}, dict[str, State]()
         for kind in self.memory.keys() & sums:
-            found[kind] = {name: self._whole(name, x, prod(shapes[name])) for name, x in self.memory[kind].items()}
+            found[kind] = {name: widened(name, x, prod(shapes[name]), self.spread, self.place, self.size)
+                           for name, x in self.memory[kind].items()}  # fmt: skip
         return found
 
-    def _whole(self, name: str, x: Tensor, n: int) -> Tensor:
-        made, slices = x.new_zeros(n), placed(((name, n),), self.spread, self.size).at(self.place)[name]
-        at = 0
-        for s in slices:
-            seen(made, (Slice(0, n),), s).copy_(x[at : at + s.numel].view(s.times, s.length))
-            at += s.numel
-        return made
+
+def widened(name: str, x: Tensor, n: int, spread: Spread | None, place: int, size: int) -> Tensor:
+    """(n,): what the rank at `place` has of a parameter, `x`; zero where another rank of its replica has elements."""
+    made, slices = x.new_zeros(n), placed(((name, n),), spread, size).at(place)[name]
+    at = 0
+    for s in slices:
+        seen(made, (Slice(0, n),), s).copy_(x[at : at + s.numel].view(s.times, s.length))
+        at += s.numel
+    return made
 
 
 def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = True) -> Boundary:
@@ -66,14 +70,7 @@ def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = 
     """
     layout, state = run.layout, dict[str, Tensor]()
     lies = cut(run, run.experiment.strategy)
-    for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
-        first, last = begin, begin + own.numel()
-        if lies is not None and run.reading.sharded:  # in a pass that broke off more may be here, some of it void
-            first, last = _shard(bucket.data.numel(), lies, run.rank.id)
-        for part in bucket.parts:
-            low, high = max(part.start, first), min(part.stop, last)
-            if low < high:
-                state[part.name] = own[low - begin : high - begin]
+    state |= held(layout, lies if run.reading.sharded else None, run.rank.id)
     state |= {name: x.reshape(-1) for name, x in run.model.named_buffers() if x.numel()}
     state |= {name: x.reshape(-1) for name, x in slots(layout, run.optimizer).items()}
     memory: dict[str, State] = run.rank.memory.buffers
@@ -82,6 +79,20 @@ def stood(run: Any, bound: Bound, spare: Boundary | None = None, copied: bool = 
         old = spare.memory if spare else {}
         memory = {kind: _copied(of, old.get(kind, {})) for kind, of in memory.items()}
     return Boundary(bound, run.rank.id, run.rank.size, run.spread, lies, run.reading.sharded, state, memory)
+
+
+def held(layout: Layout, lies: Cut | None, place: int) -> State:
+    """Flat, by name, what is here of each parameter; where they lie in shards, the shard of the rank at `place`."""
+    found = dict[str, Tensor]()
+    for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
+        first, last = begin, begin + own.numel()
+        if lies is not None:  # in a pass that broke off more may be here, some of it void
+            first, last = _shard(bucket.data.numel(), lies, place)
+        for part in bucket.parts:
+            low, high = max(part.start, first), min(part.stop, last)
+            if low < high:
+                found[part.name] = own[low - begin : high - begin]
+    return found
 
 
 def _shard(total: int, lies: Cut, place: int) -> tuple[int, int]:

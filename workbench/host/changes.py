@@ -7,7 +7,7 @@ need 2 S adapters and not S squared. Afterwards a hash of the parameters must ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,17 +18,19 @@ from workbench.host import handover, own, residual
 from workbench.host.changing import Changing
 from workbench.host.checkpointing import units_of
 from workbench.host.dealing import used_up
+from workbench.host.lying import WHOLE, Lying, lying, lying_then
 from workbench.host.momentum import move_momentum
 from workbench.host.pipelining import drained
 from workbench.host.recomputing import recomputed
 from workbench.host.recut import recut
+from workbench.host.refusing import moves
 from workbench.host.remembered import names, tell
-from workbench.host.repartition import moves, repartition
+from workbench.host.repartition import repartition
 from workbench.host.spread import spread_of
 from workbench.host.tables import tables_of
 from workbench.optimizers import carry
 from workbench.rank import MOMENTUM
-from workbench.settings import Change, KnobError, resolve
+from workbench.settings import Change, KnobError, resolved
 from workbench.tasks import at_rate, rate
 
 
@@ -60,10 +62,7 @@ async def refused(run: Changing, together: Sequence[Change]) -> Change | None:
     wanted, mine, reason = run.experiment, 0, ""
     for number, change in enumerate(together, 1):
         try:
-            path, knob = resolve(wanted, change.path)
-            if not knob.live:
-                raise KnobError(f"{path}={change.value!r}: cannot change while a run is live")
-            wanted = run.able(wanted.set(path, change.value))
+            wanted = run.able(resolved(wanted, change)[1])
         except KnobError as error:
             mine, reason = number, str(error)
             break
@@ -213,33 +212,38 @@ def needs_switch(was: Any, wanted: Any, size: int) -> bool:
 async def _switch(run: Changing, was: Experiment, wanted: Experiment) -> None:
     """Leave, consolidate, enter, check. Its bytes cross the Link and it is one span of its own.
 
-    What both strategies share out alike stays where it is, so that no rank needs room for the whole.
+    What both strategies share out alike stays where it is, and from shards to stages or slices, and back, all goes
+    straight, so that no rank needs room for the whole.
     """
-    moved, lies, remembered = moves(was, wanted), handover.cut(run, was.strategy), names(run.state)
-    stays = not moved and lies is not None and lies == handover.cut(run, wanted.strategy)  # in the shards where it is
+    moved, lies, remembered = moves(was, wanted), lying(run, was.strategy), names(run.state)
+    alike = lies.shards is not None and lies.shards == handover.cut(run, wanted.strategy)
+    stays = was.strategy.shards if moved else wanted.strategy.shards if alike else ()
     with run.switching(was, wanted):
-        await leave(run, was, wanted, lies, stays)
-        await residual.change(run, was, wanted, _foreign(was, wanted))
+        await leave(run, was, wanted, lies.shards, stays)
+        await residual.change(run, was, wanted, foreign(was, wanted))
         momentum = was.strategy.hands_on(run.rank.replicas, run.state)
+        pieces = None
         if moved:
-            await own.carry(run, run.spread, spread_of(wanted, run.model, run.learner))
-            momentum = await _spread_anew(run, wanted, momentum)
-        if not stays:
+            to = await lying_then(run, wanted)
+            await own.carry(run, run.spread, to.spread)
+            momentum, pieces = await repartition(run, lies, to, momentum if wanted.strategy.has_outer else None)
+        elif not alike:
             await handover.reshard(run, None, handover.cut(run, wanted.strategy))
         run.enter(was, wanted)
         wanted.strategy.takes(run.rank.replicas, run.state, momentum)
         tell(run, was, wanted, remembered, momentum is not None)
-        if not run.reading.sharded:
+        if not run.reading.sharded and pieces is None:
             await handover.check(run)
         if wanted.strategy.opaque:
             run.enter_opaque()
-        await run.reading.shard()
+        await run.reading.shard(pieces)
 
 
-async def leave(run: Changing, was: Experiment, wanted: Experiment, lies: handover.Cut | None, stays: bool) -> None:
+async def leave(run: Changing, was: Experiment, wanted: Experiment, shards: handover.Cut | None,
+                stays: Collection[str]) -> None:  # fmt: skip
     """The strategy is left: of all that ranks hold together each has what lies with it, but what `stays` in shards.
 
-    lies: how the optimizer's state lies in shards
+    shards: those in which the optimizer's state lies
     """
     if wanted.lr_warmup and not in_step(was):
         await run.rate.agree(run)
@@ -247,13 +251,13 @@ async def leave(run: Changing, was: Experiment, wanted: Experiment, lies: handov
         await run.leave_opaque()
     else:
         await was.strategy.recall(run.rank.replicas, run.state)
-        if not (stays and "parameters" in wanted.strategy.shards):
+        if "parameters" not in stays:
             await run.reading.unshard()
         await run.leave(was.strategy)
         if said := was.strategy.left(run.state):
             run.mark("left", {"strategy": type(was.strategy).__name__, "text": said})
-        if not stays:
-            await handover.reshard(run, lies, None)
+        if "optimizer state" not in stays:
+            await handover.reshard(run, shards, None)
         await handover.consolidate(run, was.strategy)
         await handover.spread(run, was.strategy)
 
@@ -261,17 +265,12 @@ async def leave(run: Changing, was: Experiment, wanted: Experiment, lies: handov
 async def spread_out(run: Changing) -> None:
     """Before the first step: the model, which each rank has made whole, comes to lie as the partition says."""
     began = run.experiment
-    await _spread_anew(run, began)
+    await repartition(run, WHOLE, Lying(spread_of(began, run.model, run.learner)))
     run.enter(began, began)
     await handover.check(run)
 
 
-async def _spread_anew(run: Changing, wanted: Experiment, outer: Any = None) -> Any:
-    """The model comes to lie as `wanted` says, and with it an outer momentum, which is answered."""
-    return await repartition(run, run.spread, spread_of(wanted, run.model, run.learner), outer)
-
-
-def _foreign(was: Experiment, wanted: Experiment) -> bool:
+def foreign(was: Experiment, wanted: Experiment) -> bool:
     """Does a residual lose its meaning? One of gradients has none among displacements.
 
     One of moments means nothing to others than those it was left by, which begin anew with every strategy.

@@ -32,6 +32,8 @@ class Finite:
     first: the loss of the run's first step, below which none is an alarm; None before
     """
 
+    again = True  # may a batch be computed once more?
+
     def __init__(self, run: Changing, alarmed: Callable[[str], None], first: float | None = None) -> None:
         self.run, self.alarmed, self.first = run, alarmed, first
         self._skipped = -1  # the last step that was skipped
@@ -102,7 +104,7 @@ class Finite:
     def _whole(self) -> bool:
         """Can this rank compute a batch once more by itself?"""
         run = self.run
-        return run.spread is None and not run.reading.sharded and run.experiment.strategy.workers == 1
+        return self.again and run.spread is None and not run.reading.sharded and run.experiment.strategy.workers == 1
 
     # -- steps that are skipped --
 

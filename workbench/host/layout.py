@@ -64,20 +64,21 @@ class Layout:
         self.order = [by_name[n] for n in names]
         self._place()
 
-    def take(self, model: nn.Module, names: Collection[str]) -> None:
-        """Lays out these parameters and no others, in the reverse order of registration."""
-        named = [(n, p) for n, p in model.named_parameters() if n in names]
-        self.order = [Place(n, p) for n, p in reversed(named)]
-        self._place()
+    def take(self, model: nn.Module, names: Collection[str], held: bool = True) -> None:
+        """Lays out these parameters and no others, in the reverse order of registration; held: or has none of them."""
+        self.order = [Place(n, p) for n, p in reversed(list(model.named_parameters())) if n in names]
+        self._slices, self.weights = [], []  # what they lay in is nothing to these
+        self._place(held)
 
     def rebucket(self, bucket_mb: float) -> None:
         """Lays everything out anew in buckets of another size."""
         self.bucket_mb = bucket_mb
         self._place()
 
-    def _place(self) -> None:
+    def _place(self, held: bool = True) -> None:
         """Moves the parameters into a vector for each bucket; of what lies in shards nothing is held then."""
-        shards = any(own.numel() < b.data.numel() for own, b in zip(self.weights, self._slices, strict=True))
+        pairs = zip(self.weights, self._slices, strict=True)
+        shards = not held or any(own.numel() < bucket.data.numel() for own, bucket in pairs)
         self._slices, self.buckets, self.roomy = [], [], False
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: it as a whole, and each parameter of it
         for place in self.order:
@@ -85,7 +86,7 @@ class Layout:
         self.groups = grouped(self.order, self.bucket_mb * 1e6)
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
-            dtype, parts = _dtype(group), tuple(_parts(group))
+            dtype, parts = group[0].param.dtype, tuple(in_a_row(group))
             n, gone = _numel(group), shards and not self.keeps_values
             whole = torch.full((1 if gone else n,), torch.nan, dtype=dtype, device=group[0].param.device).expand(n)
             for place, part in zip(group, parts, strict=True):
@@ -166,7 +167,7 @@ class Layout:
         for place in group:
             nbytes = place.param.element_size() * place.numel
             place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL
-        return torch.zeros(1, dtype=_dtype(group), device=group[0].param.device).expand(_numel(group))
+        return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(_numel(group))
 
     def make_room(self) -> None:
         """Buckets of several parameters have room for gradients until `clear`; if they give it back, as one comes."""
@@ -180,7 +181,7 @@ class Layout:
     def _room(self, index: int) -> None:
         """The gradients of this bucket have a vector."""
         group, bucket = self.groups[index], self.buckets[index]
-        bucket.data = torch.zeros(_numel(group), dtype=_dtype(group), device=group[0].param.device)
+        bucket.data = torch.zeros(_numel(group), dtype=group[0].param.dtype, device=group[0].param.device)
         for place, part in zip(group, bucket.parts, strict=True):
             place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
 
@@ -285,7 +286,8 @@ def grouped(order: list[Place], limit: float) -> list[list[Place]]:
     return closed + list(open_.values())
 
 
-def _parts(group: list[Place]) -> Iterator[Part]:
+def in_a_row(group: list[Place]) -> Iterator[Part]:
+    """Where in its bucket each parameter lies."""
     at = 0
     for place in group:
         yield Part(place.name, tuple(place.param.shape), at, at + place.numel)
@@ -294,7 +296,3 @@ def _parts(group: list[Place]) -> Iterator[Part]:
 
 def _numel(group: list[Place]) -> int:
     return sum(p.numel for p in group)
-
-
-def _dtype(group: list[Place]) -> torch.dtype:
-    return group[0].param.dtype

@@ -201,11 +201,10 @@ class Ledger:
         self._note("gradients", gradients)
         self._join(max(most(), gradients + self._counts.activations()))
 
-    def hold(self, nbytes: int) -> int:
-        """So many bytes of parameters are held from now on, by a strategy that shards them. Returns `nbytes`."""
-        self._holds, self._held = nbytes, max(self._held or 0, nbytes)
+    def hold(self, nbytes: int | None) -> None:
+        """So many bytes of parameters are held from now on, by a strategy that shards them; None: by none."""
+        self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
         self._require_now(0)
-        return nbytes
 
     def part(self, params: Iterable[Tensor], state: Any = None) -> None:
         """A sub-model is trained in this step, with such parameters of its own beside the whole model's.

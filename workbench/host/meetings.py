@@ -102,6 +102,11 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
     return made[key]
 
 
+def arrival_of(plans: tuple[Plans, ...]) -> list[str]:
+    """The parameters in the order in which their gradients come, given the plans of all pieces of the model."""
+    return list(dict.fromkeys(name for plan in reversed(plans) for name in plan.come))
+
+
 def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages: Stages | None = None,
             count: int = 1, layers: Partition = Whole()) -> tuple[Plans, ...]:  # noqa: B008  # fmt: skip
     """The meetings of one forward and one backward, by piece of the model: of the first of `count` micro-batches.
@@ -134,12 +139,12 @@ def planned(part: nn.Module, learner: Learner, split: Split, batch: Any, stages:
     hooks = [p.register_post_accumulate_grad_hook(partial(has_come, name)) for name, p in trained]
     found: list[Plans] = []
     try:
-        with computing(part, split, 0, ask, draws=False, coding=layers.inside(Memory()), coded=does), \
+        with computing(part, split, 0, ask, draws=False, coding=layers.inside(Memory()), coded=does) as together, \
              torch.enable_grad(), checkpointing(part, learner, layers):  # fmt: skip
             ways = Passes(part, learner, stages, micro_batches(batch, count)[0])
             for number in range(ways.count):
                 turned = False
-                with FlopCounterMode(display=False) as counter:
+                with FlopCounterMode(display=False) as counter, together.summing(ways.params(number)):
                     ways.forward(number)
                 found.append(Plans(_shared(seen, counter.get_total_flops()), coded=tuple(coded)))
                 seen.clear()
@@ -173,6 +178,11 @@ class Passes:
         self.count = len(stages.pieces) if stages else 1
         self._x: Any = None
         self._grad: Any = 1.0
+
+    def params(self, number: int) -> list[nn.Parameter] | None:
+        """Of a piece; None: of the whole model."""
+        chunk, stage = divmod(number, len(self._ways) or 1)
+        return self._ways[stage].params(chunk) if self._ways else None
 
     def forward(self, number: int) -> int:
         """Bytes of what comes of it."""

@@ -7,8 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from workbench.tasks import Learner
+from workbench.tasks import Learner, stands_for
+
+FILLS = frozenset(
+    "normal_ uniform_ trunc_normal_ kaiming_normal_ kaiming_uniform_ xavier_normal_ xavier_uniform_".split()
+)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Inside, tensors without values are not filled by chance: for that alone torch would import 300 modules."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        into = args[0] if args else named.get("tensor")
+        if getattr(func, "__name__", "") in FILLS and isinstance(into, Tensor) and into.is_meta:
+            return into
+        return func(*args, **named)
 
 
 def outline(learner: Learner, built: bool = True) -> nn.Module:
@@ -18,7 +34,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
     `copy.deepcopy` does where such a model cannot be copied: it may be the very one that is trained.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             model = learner.model()
     except Exception:
         if not built:
@@ -33,7 +49,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:  # one that is tied stays tied
-                empty = known.setdefault(id(p), nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+                empty = known.setdefault(id(p), _empty(p))
                 module._parameters[name] = empty
                 known[id(empty)] = empty
         for name, b in module._buffers.items():
@@ -44,7 +60,7 @@ def outline(learner: Learner, built: bool = True) -> nn.Module:
 def _empty(x: Tensor) -> Tensor:
     """The same on the meta device."""
     made = torch.empty_like(x, device="meta")
-    return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+    return stands_for(nn.Parameter(made, x.requires_grad), x) if isinstance(x, nn.Parameter) else made
 
 
 def put_on_cpu(model: nn.Module) -> None:
@@ -53,7 +69,7 @@ def put_on_cpu(model: nn.Module) -> None:
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and id(p) not in made:
-                made[id(p)] = nn.Parameter(like(p), p.requires_grad)
+                made[id(p)] = stands_for(nn.Parameter(like(p), p.requires_grad), p)
             module._parameters[name] = made.get(id(p))
         for name, b in module._buffers.items():
             module._buffers[name] = None if b is None else like(b)

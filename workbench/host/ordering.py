@@ -8,9 +8,11 @@ from typing import Any
 
 from workbench.experiment import Experiment
 from workbench.host import changes, handover
+from workbench.host.meetings import arrival_of, plans_of
 from workbench.host.reading import Reading
 from workbench.host.recut import recut
 from workbench.rank import Rank
+from workbench.settings import KnobError
 
 
 class Ordering(ABC):
@@ -47,10 +49,21 @@ class Ordering(ABC):
             return
         if (trial := await self.reading.foresee(cheaply=not shards)) is None:
             return
-        came, here = set(trial.arrival), set(self._order)
-        names = await self.agreed([n for n in trial.arrival if n in here] + [n for n in self._order if n not in came])
+        arrival = self._in_slices() or trial.arrival
+        came, here = set(arrival), set(self._order)
+        names = await self.agreed([n for n in arrival if n in here] + [n for n in self._order if n not in came])
         if names != self._order:
             await self.relay_in(names)
+
+    def _in_slices(self: Any) -> list[str]:
+        """In which order gradients come where matrices are dealt out: some are added up at the end of a backward."""
+        split = self.spread.split if self.spread else None
+        if split is None:
+            return []
+        try:
+            return arrival_of(plans_of(self.experiment, self.learner, split))
+        except KnobError:
+            return []
 
     @property
     def _order(self) -> list[str]:

@@ -17,7 +17,7 @@ from workbench.experiment import Experiment
 from workbench.host.batches import example, to_device
 from workbench.host.meta import outline
 from workbench.rank import Entries, Units
-from workbench.tasks import Learner
+from workbench.tasks import Learner, stands_for
 
 _SIZED: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Smaller]]] = WeakKeyDictionary()
 _COUNTED: WeakKeyDictionary[Learner, dict[Any, int | None]] = WeakKeyDictionary()
@@ -30,7 +30,7 @@ class Smaller:
         self.module, self.short, self.name = module, short, name
         self.whole: nn.Parameter = module._parameters[short]  # type: ignore[assignment]
         shape = entries.shape(name, tuple(self.whole.shape))
-        self.small = nn.Parameter(entries.of(name, self.whole.data).reshape(shape))
+        self.small = stands_for(nn.Parameter(entries.of(name, self.whole.data).reshape(shape)), self.whole)
         self.scale = 1.0  # how many times as large it is as those entries
 
     def grow(self, scale: float) -> None:

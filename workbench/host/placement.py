@@ -109,6 +109,12 @@ class Placement:
             _add(held.setdefault(rank, {}), here)
         return Placement({**self.sizes, **other.sizes}, held)
 
+    def only(self, names: Collection[str]) -> Placement:
+        """The same of these tensors alone."""
+        held = {rank: {name: slices for name, slices in here.items() if name in names}
+                for rank, here in self.held.items()}  # fmt: skip
+        return Placement({name: n for name, n in self.sizes.items() if name in names}, held)
+
     # -- questions --
 
     @property

@@ -34,8 +34,9 @@ class Rate:
 
     def due(self, run: Any, step: int | None = None) -> float:
         """The rate of `step`, or of the present one."""
-        e = run.experiment
-        return (e.lr or self.own) * self.factor(e, run.rank.step if step is None else step)
+        e, step = run.experiment, run.rank.step if step is None else step
+        scheduled = run.learner.schedule(step) if run.learner.schedule else 1.0
+        return (e.lr or self.own) * self.factor(e, step) * scheduled
 
     def follow(self, run: Any, due: float | None = None) -> None:
         """Before a step and after a change: sets what is due, and writes it down if it is new."""

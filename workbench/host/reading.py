@@ -14,7 +14,7 @@ the ledger looks at memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from workbench.host import absent
 from workbench.host.canonical import check_same
 from workbench.host.changing import Changing
 from workbench.host.layout import Layout
+from workbench.host.lying import shard_of
 from workbench.host.trial import Event, Listening, Trial, backward_events, forward_events
 from workbench.rank import Bucket, StrategyError
 
@@ -76,10 +77,11 @@ class Reading:
 
     # -- from whole to shards, and back --
 
-    async def shard(self) -> None:
+    async def shard(self, given: Mapping[str, Tensor] | None = None) -> None:
         """Between steps: where the strategy wants that, this rank keeps its shard of every bucket.
 
-        While it is not known what a step reads, all of it, for one step more.
+        While it is not known what a step reads, all of it, for one step more. given: what it has of each parameter, of
+        which nothing is laid yet
         """
         run = self._run
         strategy = run.experiment.strategy
@@ -89,9 +91,13 @@ class Reading:
             return
         await self.foresee()
         self.by, self.learning, self.listening = strategy, self.trial is None, None
-        if not self.learning:
-            self.sharded, self.whole = True, set(range(len(self._layout.buckets)))
-            await self.close()
+        if self.learning:
+            return
+        self.sharded, self.whole = True, set(range(len(self._layout.buckets))) if given is None else set()
+        for bucket in self._layout.params() if given is not None else ():
+            await run.rank.hold(shard_of(run, strategy, bucket, given or {}))
+            await self._close(bucket.index)
+        await self.close()
 
     async def foresee(self, cheaply: bool = False) -> Trial | None:
         """Between steps: what a step reads, if all ranks can tell before one is made, or can `cheaply`."""
@@ -111,6 +117,12 @@ class Reading:
         """Between steps: buckets were cut anew, and nothing of them is here yet."""
         self.whole.clear()
         self._offered.clear()  # their numbers are others' now
+
+    def let_go(self) -> None:
+        """Between steps: what lies in shards comes to lie otherwise, and nothing of these is brought any more."""
+        self.recut()
+        self.sharded = self.learning = False
+        self._run.ledger.hold(None)
 
     async def forget(self) -> None:
         """Between steps: a step may read otherwise from now on."""

@@ -13,15 +13,16 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from workbench.experiment.arranged import sharers
+from workbench.host.boundary import held
 from workbench.host.canonical import Disagreement
 from workbench.host.changing import Changing
 from workbench.host.checksum import MASK
 from workbench.host.handover import Cut, cut, hashed, in_shards, kept_slots, reshard
 from workbench.host.layout import Layout
+from workbench.host.lying import shard_of
 from workbench.host.move import State, move
 from workbench.host.placement import Placement
 from workbench.host.slots import likes, put, slots
@@ -71,7 +72,8 @@ async def _by_buckets(run: Changing, strategy: Any, away: list[Bucket], anew: Ca
     for bucket in run.layout.params():
         room.came(await _fetched(run, old, bucket))
         mine = await _bucket(run, old, (was, to), bucket, sums)
-        shard = _joined(run, bucket, mine)
+        pieces = {name[1:]: x for name, x in mine.items() if name.startswith("/")}
+        shard = shard_of(run, strategy, bucket, pieces)
         room.moved(mine, {name: old.state.pop(name) for name in _names(old.kept, bucket) if name in old.state}, shard)
         own = {name: x for name, x in mine.items() if not name.startswith("/")}
         await run.rank.hold(shard)
@@ -116,7 +118,8 @@ async def _held(run: Changing, was: Cut, away: list[Bucket]) -> _Old:
         there = (n for n in lies.at(rank.id) if not (n in gone or (away and n.startswith("/"))))
         state = {n: like[n].new_empty(lies.numel(rank.id, n)) for n in there}
     else:
-        state = _pieces(layout) | {name: here[name] for name in known if name in here}
+        pieces = {f"/{name}": x for name, x in held(layout, None, rank.id).items()}
+        state = pieces | {name: here[name] for name in known if name in here}
         for place in layout.order:
             run.optimizer.state.pop(place.param, None)
     if away:
@@ -153,17 +156,6 @@ async def _remembered(run: Changing, old: _Old, shard: Bucket) -> State:
     return {name: found[name] for name in mine}
 
 
-def _pieces(layout: Layout) -> State:
-    """By "/NAME", what is here of each parameter."""
-    found = dict[str, Tensor]()
-    for bucket, own, begin in zip(layout.params(), layout.weights, layout.begins, strict=True):
-        for part in bucket.parts:
-            low, high = max(part.start, begin), min(part.stop, begin + own.numel())
-            if low < high:
-                found[f"/{part.name}"] = own[low - begin : high - begin]
-    return found
-
-
 async def _bucket(run: Changing, old: _Old, cuts: tuple[Cut, Cut], bucket: Bucket, sums: list[int]) -> State:
     """What this rank is to hold of one new bucket; `sums` is what all hash to before and after."""
     rank, names = run.rank, _names(old.kept, bucket)
@@ -184,22 +176,7 @@ def _names(kept: Kept, bucket: Bucket) -> tuple[str, ...]:
 @lru_cache(maxsize=8)  # the ranks of a simulation all ask for the same
 def _of_bucket(sizes: Sizes, kept: Kept, cut: Cut, size: int, names: tuple[str, ...]) -> Placement:
     """Where these lie."""
-    whole, wanted = in_shards(sizes, kept, cut, size), set(names)
-    held = {rank: {name: slices for name, slices in whole.at(rank).items() if name in wanted} for rank in whole.ranks}
-    return Placement({name: whole.sizes[name] for name in names}, held)
-
-
-def _joined(run: Changing, bucket: Bucket, given: State) -> Bucket:
-    """This rank's shard of a new bucket, of what it was given of each parameter."""
-    own = [given[f"/{part.name}"] for part in bucket.parts if f"/{part.name}" in given]
-    shard = bucket.shard(*_place(run))
-    return shard.like(torch.cat(own) if own else bucket.data.new_empty(0))
-
-
-def _place(run: Changing) -> tuple[int, int]:
-    """Which of the sharers this rank is, of how many."""
-    sharers = run.reading.by.among(run.rank).sharers
-    return sharers.index, sharers.size
+    return in_shards(sizes, kept, cut, size).only(set(names))
 
 
 def _sizes_only(layout: Layout) -> bool:

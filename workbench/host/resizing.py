@@ -12,6 +12,7 @@ from torch import Tensor
 from workbench.compressors import inside
 from workbench.host import handover, own
 from workbench.host.changing import Changing
+from workbench.host.lying import WHOLE, Lying
 from workbench.host.pipelining import drained
 from workbench.host.repartition import repartition
 from workbench.rank import Bucket
@@ -36,7 +37,7 @@ async def come_together(run: Changing, stay: tuple[int, ...]) -> None:
             await handover.spread(run, was.strategy)
         if run.spread is not None:
             await own.carry(run, run.spread, None)
-            await repartition(run, run.spread, None)
+            await repartition(run, Lying(run.spread), WHOLE)
         await bequeath(run, stay)
 
 

@@ -43,6 +43,8 @@ class Rollback:
     kept:   boundaries at which this rank stood, the newest last, where ranks hold parts
     void:   once this rank went back: is what lies here not to be gone on from?
     outer:  once it went back, the outer momentum that it had then, whole, as `Strategy.hands_on` gives it
+    coming: are ranks coming together, so that each has all, for others are to come or go?
+    together: once this one has all, while the others may not: what it has, where ranks held parts before
     copies: how many ranks had each piece at the last boundary, where they hold parts; 0: not known yet
     """
 
@@ -55,7 +57,8 @@ class Rollback:
         self._updated = False
         self.void = False
         self.outer: dict[str, Tensor] | None = None
-        self.open = False
+        self.open = self.coming = False
+        self.together: Boundary | None = None
         self.copies = 0
 
     @property
@@ -93,7 +96,7 @@ class Rollback:
             self.open = False
             return
         run = self.run
-        self._updated, self._parts = False, in_parts(run.experiment)
+        self._updated, self._parts, self.coming, self.together = False, in_parts(run.experiment), False, None
         if self._parts:
             self._keep({})
             self._keep_boundary()
@@ -123,6 +126,12 @@ class Rollback:
         """The optimizer is about to update everything."""
         self._updated = True
 
+    def has_all(self, stays: bool) -> None:
+        """This rank has all of the model now. stays: else what its compressor owes is an heir's already."""
+        if self._parts and not self.run.experiment.strategy.tables:
+            here = stood(self.run, self._here, copied=False)._replace(spread=None, cut=None, sharded=False)
+            self.together = here if stays else here._replace(memory={})
+
     def past(self) -> None:
         """What was going on has ended well, though by an exception: nobody goes back from it."""
         self._was, self.open = None, False
@@ -140,6 +149,8 @@ class Rollback:
         if self._parts or in_parts(run.experiment):  # what lies here is void, and may lie in any way
             if not self._parts:
                 self.kept = deque([self._of_copies()])
+            elif self.together is not None:
+                self.kept = deque([self.together])
             run.experiment = e
             self.void = True
             return 0

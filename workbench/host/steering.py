@@ -12,13 +12,13 @@ import math
 import struct
 from bisect import bisect_right
 from collections.abc import Awaitable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 from workbench.host.changes import refused
 from workbench.policies import Policy, Seen
-from workbench.settings import Change, KnobError, resolve, to_plain
+from workbench.settings import Change, KnobError, resolved, to_plain
 from workbench.settings.said import said
 
 KEPT = ("steps", "_noted", "_state", "_known", "_held", "_refused", "_said")  # what a checkpoint has of it
@@ -117,33 +117,34 @@ class Steering:
 
     async def heeding(self, change: Change, obeyed: Awaitable[bool]) -> bool:
         """Awaits whether a change is made, and heeds what follows from that for the policy."""
-        path = self._full(change.path)
+        change = self._full(change)
         if made := await obeyed:
-            await self._heed(change, path)
+            await self._heed(change)
         elif change.by:
-            self._refused.add(_key(path, change.value))
+            self._refused.add(_key(change))
         return made
 
-    async def _heed(self, change: Change, path: str) -> None:
-        """A change was made. path: of its knob in full."""
+    async def _heed(self, change: Change) -> None:
+        """A change was made, whose paths are in full."""
         self._refused.clear()
         self._made.append(change)
-        if path == "policy":  # also the same again: all is in its hands anew
+        if "policy" in change.settings:  # also the same again: all is in its hands anew
             self._held.clear()
             self._said.clear()
             self._known = False
-        elif not change.by and not path.startswith("policy."):
-            self._held[path] = self.run.rank.step
-        if path.startswith("policy"):
+        if not change.by:
+            others = [path for path in change.settings if path.partition(".")[0] != "policy"]
+            self._held |= dict.fromkeys(others, self.run.rank.step)
+        if any(path.startswith("policy") for path in change.settings):
             self._forget()
             self._plan((await self.run.gather(self.run.rank.step))[0])
 
-    def _full(self, path: str) -> str:
-        """`path` as it is in full for what is in force."""
+    def _full(self, change: Change) -> Change:
+        """`change` with its paths as they are in full for what is in force."""
         try:
-            return resolve(self.run.experiment, path)[0]
+            return resolved(self.run.experiment, change)[0]
         except KnobError:
-            return path
+            return change
 
     def _forget(self) -> None:
         self.steps, self._noted = 0, {}
@@ -169,7 +170,7 @@ class Steering:
     async def _make(self, decision: list[Change]) -> None:
         """Makes all of a decision, or none of it where some rank cannot make a part."""
         if part := await refused(self.run, decision):
-            self._refused.add(_key(part.path, part.value))
+            self._refused.add(_key(part))
             return
         for part in decision:
             if not await self.run.obey(part):
@@ -216,21 +217,18 @@ class Steering:
         for reason, changes in policy.decide(seen, self._state):
             after, decision = now, []
             for path, value in changes.items():
-                full, plain = path, to_plain(value)
-                try:
-                    full = resolve(after, path)[0]
-                    wanted = after.set(full, plain)
-                    plain = to_plain(reduce(getattr, full.split("."), wanted))
-                except KnobError:
-                    wanted = None  # refused in words when it is made
+                change, wanted = Change(0, path, value, by=name, reason=reason), None
+                with suppress(KnobError):  # else it is refused in words when it is made
+                    change, wanted = resolved(after, change)
                 if wanted != after:
-                    decision.append(Change(0, full, plain, by=name, reason=reason))
+                    decision.append(change)
                 after = wanted or after
-            held = sorted({path for path in self._held for c in decision if _overlap(path, c.path)})
+            given = {path for c in decision for path in c.settings}
+            held = sorted(path for path in self._held if any(_overlap(path, one) for one in given))
             if held:
                 self._say(f"leaves {held}", f"leaves {' and '.join(held)} alone, which a person set at step "
                           f"{self._held[held[0]]}; set policy again to put that into its hands")
-            elif decision and not any(_key(c.path, c.value) in self._refused for c in decision):
+            elif decision and not any(_key(c) in self._refused for c in decision):
                 now = after
                 yield [change.plain() for change in decision]
 
@@ -274,8 +272,8 @@ def _overlap(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def _key(path: str, value: Any) -> str:
-    return f"{path} = {json.dumps(to_plain(value), sort_keys=True)}"
+def _key(change: Change) -> str:
+    return f"{change.path} = {json.dumps(to_plain(change.value), sort_keys=True)}"
 
 
 def _as_int(x: float) -> int:

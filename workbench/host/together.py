@@ -22,13 +22,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.host.absent import Absent
-from workbench.host.across import gathered, linear_of_all, scattered_ahead, summed_ahead, summed_back, taken
-from workbench.host.coded import Ask, Coded, Combining, Others, plainly
+from workbench.host.across import (
+    gathered,
+    linear_of_all,
+    scattered_ahead,
+    summed_ahead,
+    summed_at_the_end,
+    summed_back,
+    taken,
+)
+from workbench.host.coded import Ask, Coded, Others, plainly
 from workbench.host.sliced import lay
 from workbench.host.splitting import Split
 from workbench.partitions import PLAIN, Coding
 from workbench.rank import Rank
-from workbench.tasks import Colwise, Rowwise, Scatter
+from workbench.tasks import Colwise, Rowwise, Scatter, same_groups
 
 ODD = 0x9E3779B97F4A7C15  # spreads ranks' seeds
 SEEDS = 10_000  # so many are remembered: more than passes may be open at a time
@@ -66,8 +74,11 @@ class Together:
         self.common = common(model, split)
         others = [p for owner, each in enumerate(self.common) for p in each if owner != index]
         self._hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in others]
-        seen = [(name, model.get_parameter(name)) for name in sorted(split.partial)]
-        self._hooks += [p.register_hook(partial(self._added, name)) for name, p in seen if not isinstance(p, Absent)]
+        self._partial = [p for name, p in model.named_parameters()
+                         if name in split.partial and not isinstance(p, Absent)]  # fmt: skip
+        which = {id(p) for p in self._partial}
+        self._read = [(module, kind, id(p)) for module in model.modules()
+                      for kind, p in module._parameters.items() if id(p) in which]  # fmt: skip
 
     @property
     def at(self) -> tuple[int, int]:
@@ -86,16 +97,41 @@ class Together:
             hook.remove()
 
     @contextmanager
-    def passing(self, x: Tensor | None) -> Iterator[None]:
-        """Inside, a forward runs. x: what the stage before has made, of this rank's own positions it may be"""
+    def passing(self, x: Tensor | None, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+        """Inside, a forward runs. x: what the stage before has made, of this rank's own positions it may be
+
+        params: of the piece of the model that is passed; None: all
+        """
         self._passes += 1
         torch.manual_seed((self._seed * ODD + self._passes) % 2**63)
         if x is not None and self.split.sequences:
             self.enter(x)
         try:
-            yield
+            with self.summing(params):
+                yield
         finally:
             self.leave()
+
+    @contextmanager
+    def summing(self, params: Collection[nn.Parameter] | None = None) -> Iterator[None]:
+        """Inside, a forward reads parameters of whose gradient each rank has a part as what its backward adds up.
+
+        Those of other pieces have no part in it: their gradients would seem to come with this one's.
+        """
+        here = None if params is None else {id(p) for p in params}
+        some = [p for p in self._partial if here is None or id(p) in here]
+        if not (some and torch.is_grad_enabled()):
+            yield
+            return
+        views = dict(zip(map(id, some), summed_at_the_end(some, self._whole), strict=True))
+        read = [(module, kind, views[which]) for module, kind, which in self._read if which in views]
+        for module, kind, view in read:
+            module.__dict__[kind] = view  # found before the parameter
+        try:
+            yield
+        finally:
+            for module, kind, _ in read:
+                module.__dict__.pop(kind, None)
 
     @property
     def _others(self) -> Others:
@@ -105,10 +141,6 @@ class Together:
     def _whole(self) -> Others:
         """For what crosses as it is: what an embedding has found, and what the last layer answers."""
         return Others(self._ask, self.split.ways)
-
-    def _added(self, name: str, grad: Tensor) -> Tensor:
-        """The gradient of a parameter that sees each rank's own positions: that of all."""
-        return self._ask(Combining("sum", f"gradient {name}"), grad)
 
     def _scatter(self, name: str, module: Any, x: Tensor, *more: Any, **named: Any) -> Any:
         own = taken(x, self._others, name)
@@ -223,7 +255,7 @@ def slice_of(model: nn.Module, split: Split, index: int) -> nn.Module:
         own = p.data.view(made.view).chunk(split.ways, made.dim)[index]
         known[id(p)] = mine = nn.Parameter(own.reshape(made.local(split.ways)).clone(), p.requires_grad)
         lay(mine, mine.data, made.shape)
-    return copy.deepcopy(model, known)
+    return same_groups(copy.deepcopy(model, known), model)
 
 
 @contextmanager

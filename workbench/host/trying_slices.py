@@ -86,7 +86,7 @@ def _learned(model: nn.Module, learner: Learner, batch: Any) -> tuple[float, dic
 def _of_slices(part: nn.Module, learner: Learner, split: Split, k: int, batch: Any,
                ask: Ask) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
     """The loss of rank k, and the gradients of its slices and of what it looks after."""
-    with computing(part, split, k, ask, draws=False):
+    with computing(part, split, k, ask, draws=False) as slices, slices.summing():
         return _learned(part, learner, batch)
 
 

@@ -3,6 +3,7 @@
 from workbench.settings.changes import NEXT as NEXT
 from workbench.settings.changes import Change as Change
 from workbench.settings.changes import fold as fold
+from workbench.settings.changes import resolved as resolved
 from workbench.settings.family import Family as Family
 from workbench.settings.found import KnobError as KnobError
 from workbench.settings.found import find as find
@@ -18,13 +19,18 @@ from workbench.settings.knobs import knob as knob
 from workbench.settings.knobs import knobs as knobs
 from workbench.settings.knobs import normalise as normalise
 from workbench.settings.knobs import walk as walk
+from workbench.settings.paths import AND as AND
+from workbench.settings.paths import each as each
+from workbench.settings.paths import joined as joined
 from workbench.settings.paths import resolve as resolve
 from workbench.settings.paths import with_value as with_value
+from workbench.settings.paths import with_values as with_values
 from workbench.settings.plain import from_plain as from_plain
 from workbench.settings.plain import in_words as in_words
 from workbench.settings.plain import to_plain as to_plain
 
 __all__ = [
+    "AND",
     "NEXT",
     "Change",
     "Family",
@@ -32,10 +38,12 @@ __all__ = [
     "KnobError",
     "checked",
     "describe",
+    "each",
     "find",
     "fold",
     "from_plain",
     "in_words",
+    "joined",
     "knob",
     "knobs",
     "member",
@@ -43,9 +51,11 @@ __all__ = [
     "normalise",
     "renamed",
     "resolve",
+    "resolved",
     "shipped",
     "short",
     "to_plain",
     "walk",
     "with_value",
+    "with_values",
 ]  # fmt: skip

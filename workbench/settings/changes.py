@@ -1,13 +1,14 @@
-"""Change: one knob set to a value, the same from the slider to the record; and what is in force after several."""
+"""Change: knobs set to values, the same from the slider to the record; and what is in force after several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, TypeVar
 
-from workbench.settings.found import KnobError
-from workbench.settings.paths import with_value
+from workbench.settings.found import KnobError, short
+from workbench.settings.paths import AND, each, joined, resolve, with_value
 from workbench.settings.plain import in_words, to_plain
 
 T = TypeVar("T")
@@ -17,29 +18,46 @@ FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # as JSON: on 
 
 @dataclass(frozen=True)
 class Change:
-    """One knob set to a value by every rank before step `at_step`.
+    """One knob set to a value by every rank before step `at_step`, or several at once, checked when all are set.
 
+    path:  of the knob; for several a dict of values by path may be given in its place, and no `value`. It then is their
+           names, with ", " between, and `value` that dict
     value: a setting, or the plain JSON of one
     id, requested_at: for the answer: which change it was, and when somebody asked for it (seconds since 1970)
     by, reason: the policy that decided it, and why; empty where a person did
 
     >>> Change(8, "strategy.every", 4)
     Change(at_step=8, path='strategy.every', value=4)
+    >>> Change(8, {"strategy": "DDP", "partition": "Pipeline"})
+    Change(at_step=8, path='strategy, partition', value={'strategy': 'DDP', 'partition': 'Pipeline'})
     """
 
     at_step: int
-    path: str
-    value: Any
+    path: Any  # text, but where it is given as a dict
+    value: Any = None
     id: str = field(default="", compare=False, repr=False)
     requested_at: float | None = field(default=None, compare=False, repr=False)
     by: str = field(default="", compare=False, repr=False)
     reason: str = field(default="", compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.path, Mapping):
+            path, value = joined(each(self.path, self.value))
+            object.__setattr__(self, "path", path)
+            object.__setattr__(self, "value", value)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By path what is set."""
+        return each(self.path, self.value)
+
     def plain(self) -> dict[str, Any]:
         """As JSON, without the step: that is the record's, or for the ranks to find."""
         number = self.id or f"planned {self.at_step}"
         decided = {"by": self.by, "reason": self.reason} if self.by else {}
-        about = {"id": number, "path": self.path, "value": to_plain(self.value), "requested_at": self.requested_at}
+        found = {path: to_plain(value) for path, value in self.settings.items()}
+        value = found if len(found) > 1 else to_plain(self.value)
+        about = {"id": number, "path": self.path, "value": value, "requested_at": self.requested_at}
         return about | decided
 
     @classmethod
@@ -51,7 +69,27 @@ class Change:
     @property
     def text(self) -> str:
         """As a person would write it: `compressor = TopK(density=0.01)`."""
-        return f"{self.path} = {in_words(to_plain(self.value))}"
+        return AND.join(f"{path} = {in_words(to_plain(value))}" for path, value in self.settings.items())
+
+
+def resolved(now: Any, change: Change, would: str = "") -> tuple[Change, Any]:
+    """`change` with its paths in full and its values plain; and what is in force after it, where `now` is before.
+
+    Raises KnobError where it cannot be made, or not while a run is live. would: what to do then, for the error
+    """
+
+    def found(thing: Any, path: str, value: Any) -> str:
+        full, knob = resolve(thing, path)
+        if not knob.live:
+            raise KnobError(f"{full}={short(value)}: cannot change while a run is live{would}")
+        return full
+
+    if len(change.settings) == 1:
+        found(now, change.path, change.value)
+    after = now.set(change.path, change.value)
+    every = {found(after, path, value): value for path, value in change.settings.items()}
+    path, value = joined({full: to_plain(reduce(getattr, full.split("."), after)) for full in every})
+    return replace(change, path=path, value=value), after
 
 
 def fold(

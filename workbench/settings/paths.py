@@ -1,14 +1,40 @@
-"""A knob by its path, and settings with one of their knobs set."""
+"""A knob by its path, and settings with one of their knobs set, or several at once."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
 from workbench.settings.found import KnobError, short
 from workbench.settings.knobs import Knob, checked, walk
 from workbench.settings.plain import from_plain, to_plain
+
+AND = ", "  # between the paths of knobs that are set at once
+
+
+def each(path: Any, value: Any) -> dict[str, Any]:
+    """By path what is set: one knob; or several at once, where `path` names them all and `value` has each by name, or
+    where `path` is a dict of values by path. Raises KnobError for what is no path.
+
+    >>> each("lr", 0.1), each("strategy, lr", {"strategy": "DDP", "lr": 0.1})
+    ({'lr': 0.1}, {'strategy': 'DDP', 'lr': 0.1})
+    """
+    if isinstance(path, Mapping) and path and value is None and all(isinstance(name, str) for name in path):
+        return dict(path)
+    if not isinstance(path, str):
+        raise KnobError(f"path={short(path)}: must be a knob's name as text, such as 'lr' or 'strategy.every', or a "
+                        f"dict of values by such names")  # fmt: skip
+    several = AND in path and isinstance(value, Mapping)
+    return dict(value) if several and sorted(path.split(AND)) == sorted(map(str, value)) else {path: value}
+
+
+def joined(settings: Mapping[str, Any]) -> tuple[str, Any]:
+    """`path` and `value` of which `each` makes these settings again."""
+    if len(settings) == 1:
+        return next(iter(settings.items()))
+    return AND.join(settings), dict(settings)
 
 
 def resolve(thing: Any, path: str) -> tuple[str, Knob]:
@@ -37,6 +63,8 @@ def _subsequence(short: list[str], full: list[str]) -> bool:
 
 def with_value(thing: Any, path: str, value: Any) -> Any:
     """`thing` with the knob at `path` set to `value`: a new value, checked; `thing` stays as it is."""
+    if len(settings := each(path, value)) > 1:
+        return with_values(thing, settings.items())
     try:
         full, k = resolve(thing, path)
     except KnobError:
@@ -49,6 +77,28 @@ def with_value(thing: Any, path: str, value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         value = checked(value, full)
     return _put(thing, full.split("."), value)
+
+
+def with_values(thing: Any, settings: Iterable[tuple[str, Any]]) -> Any:
+    """`thing` with several knobs set at once, whatever the order in which they are given.
+
+    What holds other knobs is set before them, so `density` may be given before the compressor that has it.
+    """
+    now, left = thing, list(settings)
+    while len(left) > 1:
+        found = {number: _depth(now, where) for number, (where, _) in enumerate(left)}
+        known = {number: depth for number, depth in found.items() if depth}
+        number = min(known, key=lambda n: (known[n], n)) if known else 0
+        now = with_value(now, *left.pop(number))
+    return with_value(now, *left[0]) if left else now
+
+
+def _depth(now: Any, where: str) -> int:
+    """How deep the knob at `where` lies, from 1; 0 where there is none so far."""
+    try:
+        return resolve(now, where)[0].count(".") + 1
+    except KnobError:
+        return 0
 
 
 def _formerly(thing: Any, path: str, value: Any) -> Any:

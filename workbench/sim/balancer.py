@@ -20,6 +20,7 @@ from workbench.partitions import Partition
 from workbench.policies import ByHand
 from workbench.record.run import Run
 from workbench.settings import KnobError, fold
+from workbench.settings.doing import doing
 from workbench.sim.costs import Costs
 from workbench.sim.durations import Duration
 from workbench.sim.fits import MOST, longest
@@ -134,7 +135,11 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
         even = _predicted(e, bare, cut(replace(e, partition=bare), model, learner).cuts, costs)
     except KnobError:
         even = None
-    tried = [_predicted(e, replace(way, cuts=w.cuts), w.cuts, costs) for w in _some(ways)]  # type: ignore[call-arg]
+    some, tried = _some(ways), []
+    with doing("balancing", len(some)) as work:
+        for w in some:
+            tried.append(_predicted(e, replace(way, cuts=w.cuts), w.cuts, costs))  # type: ignore[call-arg]
+            work.step()
     found = min([*tried, *([even] if even else [])], key=lambda each: each.step_s)  # the first of those as fast
     return Balanced(replace(way, cuts=found.cuts), found, even, units, costs, exact)  # type: ignore[call-arg]
 

@@ -19,7 +19,7 @@ from workbench.host.foreseen import foreseen
 from workbench.host.handover import Cut
 from workbench.host.life import Life
 from workbench.host.meetings import plans_of
-from workbench.host.repartition import able
+from workbench.host.refusing import able
 from workbench.host.spread import Spread, spread_of
 from workbench.rank import Op
 from workbench.settings import KnobError
@@ -116,13 +116,13 @@ class Turnable(Life):
         """A batch, the same on all ranks, that training does not miss."""
         return example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
-    def relaid(self, names: set[str], spread: Spread | None) -> None:
-        """Of the model these parameters lie here from now on."""
+    def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
+        """Of the model these parameters lie here from now on; or are to, in shards, and are not `held` yet."""
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
             self.body.reseed(seed)
         self.spread, self.host.stale = spread, True
-        self.body.relaid(names, spread, self.rank.id, self.experiment, seed)
+        self.body.relaid(names, spread, self.rank.id, self.experiment, seed, held)
         if not self.world.real:
             self.body.go_on_with(self.body.made(self.experiment))
         self.mark_buckets()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from workbench import analysis
 from workbench.experiment import Experiment
 from workbench.host.budget import MB, OutOfMemory
 from workbench.policies import ByHand
-from workbench.settings import Change, KnobError, knobs, resolve
+from workbench.settings import Change, KnobError, each, knobs, resolve
 from workbench.sim.simulate import simulate
 
 FILLS = ("strategy", "partition", "compressor", "optimizer", "batch", "bucket_mb", "memory_mb", "clip")  # memory
@@ -22,15 +23,16 @@ def longest(strategy: Any) -> int:
     return max((int(k.default) for k in knobs(strategy) if k.unit == "steps"), default=0)
 
 
-def require_memory(e: Experiment, path: str = "", value: Any = None) -> None:
+def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
     """Raises KnobError, which says what is needed for what, if a rank of `e` needs more than its `memory_mb`.
 
-    path, value: a knob to set, after which it must fit, and on the way there
+    path, value: a change, after which it must fit, and on the way there
 
     Says nothing where nobody can tell: of what cannot be simulated the ranks find out for themselves.
     """
     wanted = e.set(path, value) if path else e.checked()
-    if not wanted.memory_mb or (path and resolve(e, path)[0].partition(".")[0] not in FILLS):
+    changed = [resolve(wanted, one)[0].partition(".")[0] for one in each(path, value)] if path else FILLS
+    if not (wanted.memory_mb and set(changed) & set(FILLS)):
         return
     before = STEPS + min(MOST, longest(e.strategy)) if path else 0
     steps, healthy = before + STEPS + min(MOST, longest(wanted.strategy)), replace(e.fabric, faults=())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.window import Cover
+from workbench.analysis.cover import Cover
 from workbench.compressors import Dense
 from workbench.experiment import Experiment
 from workbench.sim.durations import kind

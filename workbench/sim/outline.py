@@ -16,7 +16,7 @@ from workbench.host.cutting import Stages, cut
 from workbench.host.handover import Cut as Shards
 from workbench.host.handover import kept_bytes
 from workbench.host.layout import Layout
-from workbench.host.meetings import Plans, plans_of
+from workbench.host.meetings import Plans, arrival_of, plans_of
 from workbench.host.meta import outline
 from workbench.host.splitting import Split
 from workbench.host.spread import Spread
@@ -26,7 +26,7 @@ from workbench.optimizers import Optimizer, built
 from workbench.sim.known import Kept
 from workbench.sim.passes import Passes
 from workbench.sim.shaped import stands_in
-from workbench.tasks import Learner
+from workbench.tasks import Learner, same_groups
 
 if TYPE_CHECKING:
     from workbench.partitions import Partition
@@ -233,7 +233,7 @@ class SliceOutline(Outline):
         here = names | spread.followed(stage * self.split.ways + index, set(whole._names))
         self.common = common(self.model, self.split, here)
         self._followed = [p for owner, each in enumerate(self.common) for p in each if owner != index]
-        came = dict.fromkeys(name for plan in reversed(self.plans) for name in plan.come)
+        came = arrival_of(self.plans)
         self._names = [n for n in whole._names if n in names]
         self.arrival = [n for n in (*came, *(n for n in self._names if n not in came)) if n in names]
         self.passes = whole.passes
@@ -249,7 +249,7 @@ def _built(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
         return outline(learner, built=False)
     if "model" not in seen:
         seen["model"] = outline(learner, built=False)
-    return copy.deepcopy(seen["model"])
+    return same_groups(copy.deepcopy(seen["model"]), seen["model"])
 
 
 def _stepped(model: nn.Module, optimizer: Any) -> None:

@@ -69,9 +69,10 @@ class Portion:
     def __init__(self) -> None:
         self._batches: dict[int, Any] = {}  # those that are to go through the stages
 
-    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int) -> None:
+    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int,
+               held: bool = True) -> None:  # fmt: skip
         """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
-        self.layout.take(self.model, names)
+        self.layout.take(self.model, names, held)
         self.spread = spread
         stage, index = spread.place(rank) if spread else (0, 0)
         stages, self.split = (spread.stages, spread.split) if spread else (None, None)
@@ -112,9 +113,10 @@ class Portion:
         assert self._together is not None
         return self._together.common
 
-    def going_through(self, x: Tensor | None) -> AbstractContextManager[None]:
+    def going_through(self, x: Tensor | None, chunk: int = 0) -> AbstractContextManager[None]:
         """Inside, a forward runs, of what the stage before has made, if there is one."""
-        return nullcontext() if self._together is None else self._together.passing(x)
+        params = self.piece.params(chunk) if self.piece is not None else None
+        return nullcontext() if self._together is None else self._together.passing(x, params)
 
     def _ask(self, meeting: Combining, x: Tensor) -> Tensor:
         return self.ask(meeting, x)
@@ -186,7 +188,7 @@ class Portion:
     def stage_forward(self, x: Tensor | None, micro: int, chunk: int) -> Tensor:
         assert self.piece is not None
         part, number = self.flow.part(micro), self.flow.number(micro)
-        with self._own_randomness(), torch.enable_grad(), self.going_through(x), self.flow.forward(micro):
+        with self._own_randomness(), torch.enable_grad(), self.going_through(x, chunk), self.flow.forward(micro):
             made = self.piece.forward(self.learner.loss, part, x, number, chunk)
         self.ledger.forward(list(self.flow.inputs.values()))
         return made

@@ -7,11 +7,14 @@ real tensors and no step, in this process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from workbench.experiment import Experiment
 from workbench.host.saved.image import Image
@@ -20,10 +23,13 @@ from workbench.host.saved.whole import brought_together, image_of
 from workbench.partitions import Whole
 from workbench.policies import ByHand
 from workbench.record.checkpoints import Checkpoint
+from workbench.record.store import RunError
 from workbench.settings import Change, KnobError, knobs, short, to_plain
 from workbench.sim.keeping import written
 from workbench.sim.simulate import standing
 from workbench.strategies import DDP
+
+TOGETHER = ("strategy", "partition")
 
 
 class Resumed(NamedTuple):
@@ -89,7 +95,7 @@ def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence
     start = saved if wanted.ranks == checkpoint.ranks else _for_others(saved, wanted)
     fixed = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if not k.live}
     start = replace(start, **fixed).checked()
-    made = tuple(Change(step, name, to_plain(value)) for name, value in _differences(start, wanted))
+    made = tuple(Change(step, settings) for settings in _differences(start, wanted))
     return Resumed(start, (*made, *(c for c in to_come if c.at_step >= step)), checkpoint, saved)
 
 
@@ -101,18 +107,21 @@ def _planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
         raise KnobError(f"resume={checkpoint.path}: its planned changes are none; give changes=[] or others") from None
 
 
-def _differences(start: Experiment, wanted: Experiment) -> Iterator[tuple[str, Any]]:
-    """Knobs to be set, each of which can be when its turn comes. Raises KnobError."""
+def _differences(start: Experiment, wanted: Experiment) -> Iterator[dict[str, Any]]:
+    """Knobs to be set, each of which can be when its turn comes; who agrees on what lies where at once, for no rank may
+    have room for what would come between. Raises KnobError.
+    """
     left = {k.name: getattr(wanted, k.name) for k in knobs(Experiment) if k.live}
     now = start
     while left := {name: value for name, value in left.items() if getattr(now, name) != value}:
-        for name, value in left.items():
+        for names in [*([TOGETHER] if set(TOGETHER) <= left.keys() else ()), *((name,) for name in left)]:
+            settings = {name: to_plain(left[name]) for name in names}
             try:
-                now = now.set(name, to_plain(value))
+                now = now.set(settings)
             except KnobError as error:
                 reason = error
                 continue
-            yield name, value
+            yield settings
             break
         else:
             raise KnobError(f"a change from what the checkpoint was made with is refused: {reason}")
@@ -142,12 +151,63 @@ def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path)
             used = max(session.reads.used for session in run.world.sessions)
             images.append(image_of(run.world.sessions[0], momentum, rules, shares, size, used))
 
+    _stand(checkpoint, saved, hand_in)
+    about = {**{k: v for k, v in checkpoint.said.items() if k in ("experiment", "held_out")},
+             "kind": "whole", "step": images[0].step, "ranks": size, "planned": [], "asked": True}  # fmt: skip
+    return Checkpoint.open(written(folder, images, about))
+
+
+def model_of(checkpoint: Checkpoint, task: Any = None) -> nn.Module:
+    """The model that the ranks of `checkpoint` have together. Raises KnobError and RunError.
+
+    task: which settings may not tell, as of a Task of one's own
+    """
+    saved = settings_of(checkpoint, task)
+    made = saved.task.build().model()
+
+    async def hand_in(run: Any) -> None:
+        await brought_together(run)
+        if run.rank.id == 0:
+            mine = dict(run.model.named_parameters()) | dict(run.model.named_buffers())
+            with torch.no_grad():
+                for name, x in [*made.named_parameters(), *made.named_buffers()]:
+                    x.copy_(mine[name])
+
+    _stand(checkpoint, saved, hand_in)
+    return made
+
+
+def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Any]) -> None:
+    """All its ranks stand where it was made, and hand in what they have."""
     strategy = DDP() if saved.strategy.opaque else saved.strategy  # which leaves the same
     e = replace(
         saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
         measure_every=0, save_every=0, fabric=replace(saved.fabric, faults=()),
     )  # fmt: skip
     standing(e, checkpoint, Together(0, value=hand_in))
-    about = {**{k: v for k, v in checkpoint.said.items() if k in ("experiment", "held_out")},
-             "kind": "whole", "step": images[0].step, "ranks": size, "planned": [], "asked": True}  # fmt: skip
-    return Checkpoint.open(written(folder, images, about))
+
+
+def _save_state(model: nn.Module, to: str) -> None:
+    torch.save(model.state_dict(), to)
+
+
+def written_to(path: Path, made: Callable[[], nn.Module]) -> Path:
+    """Writes the state of a model to a file, which is whole or as it was. Raises RunError where it cannot be."""
+    save: Callable[[nn.Module, str], Any] = _save_state
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import save_model
+        except ImportError:
+            raise RunError(f"path={path}: needs safetensors, which is not installed; install it, or give "
+                           f"'{path.stem}.pt'") from None  # fmt: skip
+        save = save_model
+    if not path.parent.is_dir():
+        raise RunError(f"path={path}: there is no folder {path.parent}; make it, or give another path")
+    model, part = made(), path.with_name(f".{path.name}.part")
+    try:
+        save(model, str(part))
+        part.replace(path)
+    except (OSError, RuntimeError) as error:
+        part.unlink(missing_ok=True)
+        raise RunError(f"path={path}: the model cannot be written ({error}); give another path") from None
+    return path

@@ -6,6 +6,7 @@ with the same kind of Op that a strategy uses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class Session(Turnable):
         self.rank.lr = experiment.lr or rate(body.optimizer)
         self.rate = Rate(experiment, body.optimizer)
         self.planned = list(world.planned)
+        self.stepped: Callable[[int], None] = lambda steps: None  # hears how many steps have ended
         self.state: Any = None
         self.measuring = Measuring()
         self.saving = Saving(self, world.keeper and world.keeper.of(self), world.saved and world.saved(index))
@@ -131,6 +133,7 @@ class Session(Turnable):
         if said := host.pace_said():
             self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
+        self.stepped(self.rank.step + (made or 1))
         if losses := self.body.losses:
             host.note("loss", loss := sum(losses) / len(losses))
             losses.clear()

@@ -14,12 +14,13 @@ import psutil
 import torch
 
 from workbench.experiment import Experiment, given
-from workbench.host.repartition import able
+from workbench.host.refusing import able
 from workbench.host.saved.regain import regained
 from workbench.rank import StrategyError
 from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.run import Run
 from workbench.settings import Change, KnobError
+from workbench.settings.doing import doing
 from workbench.settings.said import text_of
 from workbench.sim import shaped
 from workbench.sim.alike import unlike
@@ -113,7 +114,9 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
             sessions = [Session(world, 0, experiment, body)]
             able(sessions[0], experiment)
             sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
-            world.run(sessions)
+            with doing("simulating", experiment.steps) as work:
+                sessions[0].stepped = work.at
+                world.run(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in text_of(error):
                 raise

@@ -123,7 +123,8 @@ class Sizes(Drawn):
 
     # -- where this rank is one stage --
 
-    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int) -> None:
+    def relaid(self, names: set[str], spread: Spread | None, rank: int, e: Experiment, seed: int,
+               held: bool = True) -> None:  # fmt: skip
         """These parameters lie here from now on, and this rank computes the part that they are; or the whole model."""
         self.spread = spread
         stage, index = spread.place(rank) if spread else (0, 0)
@@ -247,8 +248,7 @@ class Sizes(Drawn):
     def standing(self) -> dict[str, memory.Storages]:
         """What stays from step to step."""
         stepped = self.optimizer if self.stepped and not self.away.has("optimizer state") else None
-        roomy = self.roomy and self.gradient_shards == 1
-        return self._outline.standing(self.layout, stepped, roomy, self.shards)
+        return self._outline.standing(self.layout, stepped, self.roomy and self.gradient_shards == 1, self.shards)
 
     def full(self, index: int) -> Bucket:
         return stands_in(self.cut.buckets[index])  # whose memory another rank may have given back

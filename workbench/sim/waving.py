@@ -24,6 +24,7 @@ class Waving(Compute):
     """The part of a Host that does. narrowing: its session's"""
 
     narrowing: Narrowing
+    _counted: tuple[Any, int, int] = None, 0, 0  # of which state how many entries, and their bytes
 
     @cached_property
     def waves(self) -> Waves:
@@ -71,6 +72,13 @@ class Waving(Compute):
             self.ledger.part(self.narrowing.trained, self.narrowing.state)
             return norm
         self.body.came = None
-        kept = memory.nbytes(memory.optimizer_state(self.body.optimizer)) * self.narrowing.share("update")
-        self.ledger.part(self.narrowing.trained, round(kept))
+        self.ledger.part(self.narrowing.trained, round(self._remembers() * self.narrowing.share("update")))
         return None
+
+    def _remembers(self) -> int:
+        """Bytes of what the whole model's optimizer remembers, counted anew when it has got something else."""
+        state = self.body.optimizer.state
+        entries = sum(map(len, state.values()))
+        if self._counted[0] is not state or self._counted[1] != entries:
+            self._counted = state, entries, memory.nbytes(memory.optimizer_state(self.body.optimizer))
+        return self._counted[2]

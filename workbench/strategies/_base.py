@@ -40,6 +40,8 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     opaque:     the exchange is torch's own and cannot be compressed or re-bucketed by us
     sees_all:   its step goes by all gradients of a replica, or by its examples, so a rank must be a whole replica
     narrows:    ranks train sub-models (`rank.narrow`), so the task must show of which units they can be
+    follows:    a step is one forward, one backward and one update by the optimizer, in this order, so that it can be a
+                loop's own that makes them
     """
 
     home: ClassVar[str] = "workbench.strategies"
@@ -55,6 +57,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     opaque: ClassVar[bool] = False
     sees_all: ClassVar[bool] = False
     narrows: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
         """The mesh in which this strategy arranges the `size` ranks that train, as (name, size), neighbours last.

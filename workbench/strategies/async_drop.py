@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workbench.rank import Bucket, Entries, Memory, Rank, StrategyError, Units
+from workbench.rank import Bucket, Entries, Memory, Rank, StrategyError, Units, outlined
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
@@ -154,6 +154,7 @@ class AsyncDrop(Strategy):
             model = bucket.like(state.memory.flat("model", bucket))
             await rank.send(state.tasks[to].entries.pick(model), to, f"model {bucket.name}")
 
+    @outlined(lambda self, state, buckets, units, count, start: buckets[0].data.new_empty(count, dtype=torch.int64))
     def _chosen(self, state: _State, buckets: list[Bucket], units: Units, count: int, start: int) -> Tensor:
         """So many of the units, (count,) in ascending order: from `start` on in the order of how much they changed."""
         where = buckets[0].data.device

@@ -47,6 +47,7 @@ class BMUF(Strategy):
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
+    follows: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     own: ClassVar[dict[str, str]] = {"momentum": "keep", "anchor": "drop", "rates": "drop", "since": "drop"}
 

@@ -30,6 +30,7 @@ class DDP(Strategy):
     accumulate: int = knob(1, 1, 64, unit="batches", doc="batches whose gradients are added before each exchange")
 
     alike: ClassVar[bool] = True
+    follows: ClassVar[bool] = True
     exact: ClassVar[bool] = True
     exchanges: ClassVar[str] = "gradients"
 

@@ -58,6 +58,7 @@ class EASGD(Strategy):
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
+    follows: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     own: ClassVar[dict[str, str]] = {"centre": "drop", "since": "drop"}
 

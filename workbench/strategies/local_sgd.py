@@ -49,6 +49,7 @@ class LocalSGD(Strategy):
 
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
+    follows: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     old: ClassVar[tuple[str, ...]] = LOCAL_SGD
     own: ClassVar[dict[str, str]] = {"anchor": "drop", "since*": "drop", "steps": "drop", "alone": "drop"}

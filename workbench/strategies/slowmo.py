@@ -45,6 +45,7 @@ class SlowMo(Strategy):
     alike: ClassVar[bool] = True
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
+    follows: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     own: ClassVar[dict[str, str]] = {"momentum": "keep", "anchor": "drop", "rates": "drop", "since": "drop"}
 

@@ -86,6 +86,7 @@ class StreamingDiLoCo(Strategy):
     periodic: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     in_flight: ClassVar[bool] = True
+    follows: ClassVar[bool] = True
     exchanges: ClassVar[str] = "displacements"
     own: ClassVar[dict[str, str]] = {"momentum": "keep", "flying": "sum", "anchor": "drop", "steps": "drop"}
 

@@ -24,6 +24,7 @@ class TorchDDP(Strategy):
     """
 
     exact: ClassVar[bool] = True
+    follows: ClassVar[bool] = True
     opaque: ClassVar[bool] = True
     exchanges: ClassVar[str] = "gradients"
 

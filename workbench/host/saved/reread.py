@@ -1,7 +1,8 @@
 """A whole model from a checkpoint of ranks that each held a part, read piece by piece; for ranks that lost another.
 
 Each rank that goes on reads everything. Where replicas had drifted apart their mean is taken, as at a switch. What
-compression owed, and an outer momentum, begin anew; so does what the optimizer remembers, if it is another one now.
+compression owed goes to heirs, by its owner's rule. An outer momentum begins anew; so does what the optimizer
+remembers, if it is another one now.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from workbench.compressors import inside
 from workbench.experiment import Experiment
 from workbench.experiment.arranged import mesh, sharers
-from workbench.host.boundary import pieces_at
+from workbench.host.boundary import pieces_at, widened
+from workbench.host.changes import foreign
 from workbench.host.handover import Cut
-from workbench.host.layout import Place, grouped
+from workbench.host.layout import Place, grouped, in_a_row
 from workbench.host.move import seen
+from workbench.host.own import MOVED
 from workbench.host.remembered import rule
 from workbench.host.saved.regain import Regained
+from workbench.host.saved.whole import Shares, heir, heirs
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put
 from workbench.host.spread import spread_of
-from workbench.rank import Part
+from workbench.rank import Memory
 
 
 class _Source(NamedTuple):
@@ -76,6 +81,40 @@ def _reread(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
                 dropped = was.strategy.periodic and rule(run.experiment.optimizer.own, name.partition("/")[0]) == "drop"
                 given[name] = (found.zero_() if dropped else found).to(x.device)
         put(run.layout, run.optimizer, given, like)
+        _owe(run, was, images)
+
+
+def _owe(run: Any, was: Experiment, images: Sequence[Regained]) -> None:
+    """This rank goes on with its part of what the checkpoint's ranks owed, where that still means the same."""
+    e, kept = run.experiment, {c.residual for c in inside(run.experiment.compressor) if c.residual}
+    rules = {name: rule for one in inside(was.compressor) for name, rule in one.own.items()
+             if rule in MOVED and name in kept}  # fmt: skip
+    if not rules or foreign(was, e):
+        return
+    spread, params = spread_of(was, run.model, run.learner), {place.name: place.param for place in run.layout.order}
+    replicas = mesh(was.strategy, was.ranks, 0, was.partition).ranks
+    ways, me, size = was.partition.size, run.rank.id, run.rank.size
+    shares: list[Shares] = []
+    for number in range(count := len(replicas) // ways):
+        if "mean" not in rules.values() and heir(number, count, size) != me:
+            shares.append({})  # another's, which need not be read
+            continue
+        share: Shares = {}
+        for place in replicas[number * ways : (number + 1) * ways]:
+            for name, pieces in _pieces(run, images[place]).items():
+                if name in rules:
+                    known = share.setdefault(name, {})
+                    for of, x in pieces.items():
+                        whole = widened(of, x, params[of].numel(), spread, place, was.ranks)
+                        known[of] = known[of] + whole if of in known else whole
+        shares.append(share)
+    for name, found in heirs(me, size, rules, shares).items():
+        run.rank.memory.buffers[name] = {of: x.to(params[of].device) for of, x in found.items()}
+
+
+def _pieces(run: Any, image: Regained) -> Shares:
+    """By buffer and parameter, what the compressor of one rank remembered."""
+    return image.reader(run).into(Memory(), image.said["memory"]).buffers
 
 
 def _beside(run: Any) -> Iterator[tuple[str, Tensor]]:
@@ -118,14 +157,7 @@ def _cut(run: Any, was: Experiment, first: Regained) -> Cut | None:
         return None
     places = {place.name: place for place in run.layout.order}
     order = [Place(name, places[name].param) for name in map(str, first.said["order"])]
-    return Cut(tuple(tuple(_parts(group)) for group in grouped(order, was.bucket_mb * 1e6)), groups)
-
-
-def _parts(group: list[Place]) -> Iterator[Part]:
-    at = 0
-    for place in group:
-        yield Part(place.name, tuple(place.param.shape), at, at + place.numel)
-        at += place.numel
+    return Cut(tuple(tuple(in_a_row(group)) for group in grouped(order, was.bucket_mb * 1e6)), groups)
 
 
 def _whole(sources: Sequence[_Source], name: str, n: int, dtype: torch.dtype, was: Experiment) -> Tensor:

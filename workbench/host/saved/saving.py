@@ -143,8 +143,11 @@ class Saving:
             await self.make(asked=False)
             self.plan((await self.run.gather(self.run.rank.step))[0] if self.run.apart else None)
 
-    async def make(self, asked: bool) -> None:
-        """Makes a checkpoint of this moment, or says why not. asked: by a person, so that it is never pruned"""
+    async def make(self, asked: bool, last: bool = False) -> None:
+        """Makes a checkpoint of this moment, or says why not.
+
+        asked: by a person, so that it is never pruned; last: the run is over, so that one under way is waited for
+        """
         run = self.run
         if run.layout.order[0].param.is_meta or (self.keeper is None and not asked):
             return
@@ -152,7 +155,7 @@ class Saving:
         if step == self._last:
             return
         able = await run.gather(0 if self.keeper is None else 1 + self.keeper.busy)
-        if 2 in able and 0 not in able and (asked or step == run.experiment.steps):  # it is worth waiting for
+        if 2 in able and 0 not in able and (asked or last or step == run.experiment.steps):  # it is worth waiting for
             await Op("do", self.end)
             able = [1]
         if self.keeper is None or set(able) != {1}:

@@ -16,8 +16,10 @@ from torch import Tensor
 from workbench.compressors import inside
 from workbench.host import changes, handover, own
 from workbench.host.handover import averaged
+from workbench.host.lying import WHOLE, Lying
 from workbench.host.pipelining import drained
-from workbench.host.repartition import moves, repartition
+from workbench.host.refusing import moves
+from workbench.host.repartition import repartition
 from workbench.host.saved.image import Image, beside, parameters
 from workbench.host.saved.regain import OUTER, OWED
 from workbench.host.saved.tree import written
@@ -34,11 +36,11 @@ async def brought_together(run: Any) -> tuple[Any, dict[str, str], Shares]:
     await drained(run.flow)
     if was.strategy.in_flight:
         await was.strategy.drain(replicas, run.state)
-    await changes.leave(run, was, wanted, handover.cut(run, was.strategy), False)
+    await changes.leave(run, was, wanted, handover.cut(run, was.strategy), ())
     momentum = was.strategy.hands_on(replicas, run.state)
     if moves(was, wanted):
         await own.carry(run, run.spread, None)
-        momentum = await repartition(run, run.spread, None, momentum)
+        momentum = (await repartition(run, Lying(run.spread), WHOLE, momentum)).outer
     elif run.rank.size > 1:
         await averaged(run.rank, [b for _, b in run.model.named_buffers() if b.numel()], "buffers")
     run.experiment = wanted
@@ -61,7 +63,7 @@ def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Sh
     said["beside"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x in beside(run)}
     said["slots"] = {name: [image.add(f"optimizer.{name}", x, tuple(x.shape)), list(x.shape), x.device.type]
                      for name, x in slots(run.layout, optimizer).items()}  # fmt: skip
-    owed = {rank: _heirs(rank, size, rules, shares) for rank in range(size)}
+    owed = {rank: heirs(rank, size, rules, shares) for rank in range(size)}
     rest = {"groups": settings(optimizer), "others": {}, "rate": vars(run.rate), "first": run.finite.first,
             "more": {OUTER: momentum, OWED: {rank: found for rank, found in owed.items() if found}}}  # fmt: skip
     for name, x in rest.items():
@@ -69,12 +71,17 @@ def image_of(run: Any, momentum: Any, rules: dict[str, str], shares: Sequence[Sh
     return image
 
 
-def _heirs(rank: int, size: int, rules: dict[str, str], shares: Sequence[Shares]) -> Shares:
-    """What rank `rank` of `size` goes on with."""
+def heir(number: int, count: int, size: int) -> int:
+    """Whose is the share of replica `number` of `count`, of `size` that there will be."""
+    return number * size // count
+
+
+def heirs(rank: int, size: int, rules: dict[str, str], shares: Sequence[Shares]) -> Shares:
+    """What rank `rank` of `size` goes on with. rules: by buffer; shares: of each replica that there was"""
     found: Shares = {}
     for number, share in enumerate(shares):
         for name, pieces in share.items():
-            mine = number * size // len(shares) == rank
+            mine = heir(number, len(shares), size) == rank
             part = 1.0 / len(shares) if rules[name] == "mean" else 1.0
             for of, x in pieces.items() if mine or rules[name] == "mean" else ():
                 known = found.setdefault(name, {})

@@ -1,0 +1,50 @@
+"""The laws as a notebook calls them: what is broken is named, with what it breaks by; nothing else is."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.laws.test_quick import STRATEGIES
+from workbench import KnobError
+from workbench.doors.laws import laws
+from workbench.sim.laws import LAWS
+from workbench.strategies import DDP, LocalSGD
+
+
+class Apart(DDP):
+    """No rank tells another anything, and it claims to be DDP."""
+
+    async def step(self, rank: Any, state: Any) -> None:
+        await rank.forward()
+        await rank.backward()
+        await rank.update()
+
+
+class Partial(LocalSGD):
+    """Rank 0 asks for one sum more than the others."""
+
+    plain: ClassVar[bool] = False
+
+    async def step(self, rank: Any, state: Any) -> None:
+        await super().step(rank, state)
+        if rank.index == 0:
+            await rank.send((await rank.params())[0].data, 1, "more")
+
+
+def test_what_is_broken_is_named_and_nothing_else() -> None:
+    assert laws(LocalSGD).broken == [] and len(laws(LocalSGD)) == len(LAWS)
+    found = laws(Apart)
+    assert found.broken == [
+        "it trains, is left, and all ranks agree", "ranks are equal after every step", "its step is one process's",
+    ]  # fmt: skip
+    assert "BROKEN    ranks are equal after every step: ranks differ after step 1" in repr(found)
+    assert laws(Partial).broken == ["all ranks ask for the same, of sizes alone, too"]
+
+
+def test_only_a_strategys_class_is_held_to_laws() -> None:
+    assert {"Apart", "Partial"}.isdisjoint(STRATEGIES), "the laws of the house are asked of what it ships"
+    for wrong in (LocalSGD(), "LocalSGD", dict):
+        with pytest.raises(KnobError, match="must be the class of a strategy"):
+            laws(wrong)  # type: ignore[arg-type]

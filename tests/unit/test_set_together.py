@@ -1,0 +1,93 @@
+"""Several knobs set by one change, checked when all of them are set: from what is asked to what is recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.sim.insides import simulated
+from tests.split import small, spread
+from tests.unit.test_tensor import parts
+from widgets.marks import change_marks
+from workbench.analysis import stretches
+from workbench.analysis.export import as_python
+from workbench.cluster.changes import Changes, PendingChange
+from workbench.experiment import Experiment, given
+from workbench.partitions import Pipeline
+from workbench.policies import Policy
+from workbench.policies._base import Decision, Seen
+from workbench.settings import Change, KnobError, to_plain
+from workbench.strategies import DDP, ZeRO3
+
+BOTH = {"strategy": DDP(), "partition": Pipeline(micros=2)}
+E = Experiment(ranks=4, strategy=ZeRO3()).checked()
+
+
+def sharded(steps: int, **rest: Any) -> Experiment:
+    known = {"task": small(parts=parts, evaluate=None), "strategy": ZeRO3(), "pace": 2.0}
+    return spread(4, steps, **{**known, **rest})
+
+
+def test_neither_can_be_set_first_and_both_can_at_once_in_any_order() -> None:
+    with pytest.raises(KnobError, match="under ZeRO3 ranks share out"):
+        E.set("partition", BOTH["partition"])
+    back = E.set(dict(reversed(BOTH.items())))
+    assert back == E.set(BOTH) and back.partition == BOTH["partition"]
+    with pytest.raises(KnobError, match="under ZeRO3 ranks share out"):
+        back.set("strategy", "ZeRO3")
+    assert back.set({"strategy": "ZeRO3", "partition": "Whole"}) == E.set("strategy", "ZeRO3")
+
+
+@pytest.mark.parametrize(("path", "value"), [({}, None), ({3: 4}, None), (BOTH, 3), ("strategy, partition", "DDP"),
+                                             ({"lr": 0.1, "lrr": 0.1}, None)], ids=str)  # fmt: skip
+def test_what_is_no_change_is_refused_in_words(path: Any, value: Any) -> None:
+    with pytest.raises(KnobError, match="knob"):
+        E.set(path, value)
+
+
+def test_a_lab_checks_it_at_its_end_and_sends_it_as_one() -> None:
+    changes, sent = Changes(E, []), list[PendingChange]()
+    with pytest.raises(KnobError, match="seed=3: cannot change while a run is live; stop it"):
+        changes.ask({"lr": 0.1, "seed": 3}, None, lambda asked, new: sent.append(asked))
+    asked = changes.ask({"density": 0.2, "compressor": "TopK"}, None, lambda asked, new: sent.append(asked))
+    assert sent == [asked] and asked.change.settings.keys() == {"compressor.of.density", "compressor"}
+    changes.applied(7, json.loads(json.dumps(asked.change.plain(), sort_keys=True)))
+    assert asked.applied_at == 7 and changes.experiment.compressor.of.density == 0.2  # type: ignore[attr-defined]
+    (planned,) = given.planned(E, given.changes([(9, BOTH)]))
+    assert planned == Change(9, {name: to_plain(getattr(E.set(BOTH), name)) for name in BOTH})
+
+
+@pytest.mark.ranks
+def test_it_is_recorded_replayed_and_written_as_python() -> None:
+    record, _ = simulated(sharded(9), Change(3, BOTH))
+    (change,) = record.changes
+    assert change.settings.keys() == BOTH.keys()
+    assert change.text.startswith("strategy = DDP(accumulate=1), partition = Pipeline(")
+    assert [mark.label for mark in change_marks(record)] == ["DDP(accumulate=1), Pipeline"]
+    assert stretches(record)[-1].settings["partition"] == to_plain(BOTH["partition"])
+    names: dict[str, Any] = {}
+    lines = as_python(record).splitlines()
+    exec("\n".join(lines[:1] + lines[lines.index("changes = [") : lines.index("]") + 1]), names)
+    again, _ = simulated(sharded(9), *names["changes"])
+    assert again.timeline.samples.rows().value.tolist() == record.timeline.samples.rows().value.tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cuts(Policy):
+    """Cuts the model after the third step."""
+
+    def decide(self, seen: Seen, state: Any) -> Any:
+        return [Decision("it is time", {", ".join(BOTH): BOTH})] if seen.step >= 3 else []
+
+
+@pytest.mark.ranks
+def test_a_policy_may_decide_it_and_leaves_alone_what_a_person_has_set_so() -> None:
+    e = sharded(9, policy=Cuts(look_every=3))
+    record, _ = simulated(e)
+    assert [(c.at_step, c.by, set(c.settings)) for c in record.changes] == [(3, "Cuts", set(BOTH))]
+    other, _ = simulated(e, Change(2, {"strategy": "DDP", "bucket_mb": 0.02}))
+    assert [(c.at_step, set(c.settings)) for c in other.changes] == [(2, {"strategy", "bucket_mb"})]
+    assert "Cuts: leaves strategy alone, which a person set at step 2" in str(other.details("policy"))

@@ -1,0 +1,85 @@
+"""What a member's docstring says, taken apart: pages, lessons and `help` tell the same because they have one source.
+
+A docstring has a first paragraph (what it is), indented ones (its algorithm), one that begins `When to use it:`, one
+that begins `Reference:`, and others.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+WHEN, PAPER = "When to use it:", "Reference:"
+TERM = re.compile(r"\w+: {2,}")  # the first of a list of terms
+
+
+@dataclass(frozen=True)
+class Told:
+    """A docstring in parts, each without its heading; "" where it lacks one.
+
+    formula: the first of its indented paragraphs, as it is written
+    rest:    all paragraphs that are no other part, in their order
+    """
+
+    what: str
+    formula: str
+    when: str
+    paper: str
+    rest: tuple[str, ...]
+
+
+def told(member: type[Any]) -> Told:
+    """What the docstring of `member` says."""
+    what, *rest = paragraphs(inspect.cleandoc(member.__doc__ or "")) or [""]
+    pick = {key: next((p for p in rest if p.startswith(key)), "") for key in (WHEN, PAPER)}
+    rest = [p for p in rest if p not in pick.values()]
+    formula = rest.pop(0) if rest and is_code(rest[0]) else ""
+    when, paper = (" ".join(pick[key].removeprefix(key).split()) for key in (WHEN, PAPER))
+    return Told(what, formula, when, paper, tuple(rest))
+
+
+def paragraphs(doc: str) -> list[str]:
+    """The paragraphs of a docstring; indented ones that follow each other are one."""
+    found: list[str] = []
+    for part in re.split(r"\n\s*\n", doc.strip("\n")):
+        if found and is_code(part) and is_code(found[-1]):
+            found[-1] += f"\n\n{part}"
+        elif part.strip():
+            found.append(part)
+    return found
+
+
+def is_code(paragraph: str) -> bool:
+    """Whether it is indented, as an algorithm is."""
+    return paragraph.startswith("    ")
+
+
+def terms(doc: str) -> Iterator[tuple[str, str]]:
+    """(term, what it is) of the lines `term:  what it is` in a docstring, with the lines that go on with them."""
+    for part in paragraphs(doc):
+        if re.match(r"\w[\w, ]*: ", part) and not part.startswith((WHEN, PAPER)):
+            for found in re.finditer(r"^(\w[\w, ]*): +(.*(?:\n +.*)*)", part, re.M):
+                yield found[1], " ".join(found[2].split())
+
+
+def source(member: type[Any]) -> str:
+    """The source of a class without its docstring; "" where nobody has kept it."""
+    try:
+        text = textwrap.dedent(inspect.getsource(member))
+    except (OSError, TypeError):
+        return ""
+    body = ast.parse(text).body[0]
+    assert isinstance(body, ast.ClassDef)
+    first = body.body[0]
+    if not (isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)):
+        return text.strip()
+    lines = text.splitlines()
+    del lines[first.lineno - 1 : first.end_lineno]
+    while len(lines) >= first.lineno and not lines[first.lineno - 1].strip():
+        del lines[first.lineno - 1]
+    return "\n".join(lines).strip()
