@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 LIMIT = 1800  # seconds
-STANDS_IN = (ROOT / "tests" / "unit" / "test_gpu_path.py").relative_to(ROOT)
+FIRST, LAST = "<!-- written by make test-gpu -->", "<!-- end -->"  # of what it writes
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
         code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         outcomes = read(report)
         numbers = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
-    PAGE.write_text(page(outcomes, numbers))
+    PAGE.write_text(renewed(PAGE.read_text("utf8"), seen(outcomes, numbers)))
     passed = [name for name, outcome in outcomes if outcome == "passed"]
     print(f"{len(passed)} of {len(outcomes)} passed; {PAGE.relative_to(ROOT)} says which, on what machine")
     return code
@@ -50,16 +50,21 @@ def read(report: Path) -> list[tuple[str, str]]:
     return found
 
 
-def page(outcomes: list[tuple[str, str]], numbers: list[dict[str, object]]) -> str:
-    """docs/gpu.md after a run."""
+def renewed(text: str, seen: str) -> str:
+    """The page with another account of what was seen; the rest, which is written by hand, stays."""
+    before, _, rest = text.partition(FIRST)
+    return f"{before}{FIRST}\n\n{seen}\n{LAST}{rest.partition(LAST)[2]}"
+
+
+def seen(outcomes: list[tuple[str, str]], numbers: list[dict[str, object]]) -> str:
+    """The machine, each test's outcome, and what was measured."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
-    lines = ["# On a GPU", "", "Written by `make test-gpu`; nothing here is typed by hand.", ""]
-    lines += [f"{len(gpus)} GPU: {', '.join(gpus)}; torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}; "
-              f"{time.strftime('%Y-%m-%d')}.", ""]  # fmt: skip
+    lines = [f"{len(gpus)} GPU: {', '.join(gpus)}; torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}; "
+             f"{time.strftime('%Y-%m-%d')}.", ""]  # fmt: skip
     lines += ["| test | outcome |", "| --- | --- |", *(f"| {name} | {outcome} |" for name, outcome in outcomes), ""]
     lines += ["| measured | |", "| --- | --- |", *(f"| {n['what']} | {n['value']:.3g} |" for n in numbers), ""]
-    return "\n".join([*lines, f"Order, cutting and dtypes are also checked on CPUs, by `{STANDS_IN}`.", ""])
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

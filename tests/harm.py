@@ -167,6 +167,45 @@ def shut(wires: list[Any]) -> int:
     return ends
 
 
+def deaf(wire: Any, so: bool = True) -> None:
+    """The system throws away all that comes in at this socket, as at the end of a link that is dead; or no more."""
+    import ctypes
+    import socket
+    import struct
+
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a filter of one line: keep 0 bytes
+    program = struct.pack("HL", 1, ctypes.addressof(nothing))
+    attach, detach = 26, 27  # Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER
+    wire.setsockopt(socket.SOL_SOCKET, attach if so else detach, program)
+
+
+def kill_link(p: Patient, one: int, other: int) -> int:
+    """Nothing gets over any connection between these ranks from now on, either way; how many ends there are."""
+    ends = 0
+    for here, there in ((one, other), (other, one)):
+        of = psutil.Process(p.pid(there)).net_connections("tcp")
+        theirs = [(tuple(c.raddr), tuple(c.laddr)) for c in of if c.raddr]
+        engine = next(e.id for e in p.lab.cluster.engines if e.rank == here)
+        ends += p.lab.cluster.call(engine, silenced, theirs, timeout=LIMIT)
+    return ends
+
+
+def silenced(wires: list[Any]) -> int:
+    """Runs on an engine, beside its training thread: its sockets between these addresses hear nothing more."""
+    import os
+    import socket
+
+    import psutil
+
+    ends = 0
+    for here in psutil.Process().net_connections("tcp"):
+        if here.raddr and (tuple(here.laddr), tuple(here.raddr)) in wires:
+            with socket.socket(fileno=os.dup(here.fd)) as wire:
+                deaf(wire)
+                ends += 1
+    return ends
+
+
 # -- controller and kernel
 
 

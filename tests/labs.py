@@ -10,6 +10,7 @@ import pytest
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.lab import Lab
+from workbench.run import Run
 from workbench.tasks import Digits
 
 BOUND = 60.0  # seconds, on a machine that is busy with other things
@@ -27,6 +28,11 @@ def apart(folders: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
 def endless(**more: object) -> Experiment:
     """A run that goes on until somebody stops it."""
     return Experiment(**{"task": Digits(), "steps": 0, "eval_every": 25, "pace": 10.0, **more}).checked()
+
+
+def rows(run: Run, rank: int) -> int:
+    """How many spans of a rank have come so far."""
+    return int((run.spans["rank"] == rank).sum())
 
 
 def reached(lab: Lab, step: int) -> None:

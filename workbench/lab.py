@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from workbench.cluster import launch
 from workbench.cluster.changes import BEFORE, Changes
@@ -23,9 +23,13 @@ from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError as ClusterError
 from workbench.cluster.whole import whole
 from workbench.experiment import Experiment, given
-from workbench.record.display import face, show
-from workbench.run import Run, require_memory, resumed
-from workbench.settings import Change, KnobError
+from workbench.record.display import dashboard, face, show
+from workbench.record.run import hearers
+from workbench.run import Run, require_memory, resumed, tuning
+from workbench.settings import AND, Change, KnobError, each
+
+if TYPE_CHECKING:
+    from workbench.sim.tuning import Tuning
 
 _labs: dict[str, Lab] = {}
 
@@ -90,6 +94,7 @@ class Lab(Handles):
         self.changes: list[PendingChange] = []
         self._experiment = Experiment(ranks=ranks).checked()
         self._live: Live | None = None
+        self.tuning: Tuning | None = None
         self.watchers: list[Callable[[], bool]] = []  # each says whether a person sees this lab through it
         self._begun = True
         cluster.spares.used = lambda: self._live.been if self.live and self._live else range(ranks)
@@ -192,6 +197,8 @@ class Lab(Handles):
             self.cluster = launch.renewed(self.cluster)
         run = launch.open_run(wanted, out, Run, begun and begun.parent)
         run.secret = secret  # before anybody sees the run
+        for hear in tuple(hearers):
+            hear(run)
         seen = partial(launch.seen, self.watchers)
         with whole():
             self._live = Live(run, self.cluster, Changes(wanted, self.changes), launch.new_generation(), seen)
@@ -199,18 +206,30 @@ class Lab(Handles):
             threading.Thread(target=launch.launch, args=rest, name="run start", daemon=True).start()
         return run
 
-    def set(self, path: str, value: Any) -> PendingChange:
-        """Sets one knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
+    def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
+        """Sets a knob: on all ranks before one step, or for the next run. Raises KnobError at once if it cannot be.
 
+        A dict of values by path sets several at once, checked when all are set, as strategy and partition may want.
         `lab.turn` is its old name, which goes on working for one release, as `lab.turns` for `lab.changes`.
         """
         if self.live and self._live:
             require_memory(self.experiment, path, value)
             return self._live.set(path, value)
-        launch.refuse_closed(self.cluster, path)
+        launch.refuse_closed(self.cluster, AND.join(each(path, value)))
         self._experiment = launch.within(self.experiment.set(path, value), self.ranks)
         self.changes.append(PendingChange(Change(0, path, value, BEFORE), 0))
         return self.changes[-1]
+
+    def tune(self, paths: Any = None, **how: Any) -> Tuning:
+        """Searches live for settings with which a step is shortest, on a thread of its own: `wait()` for what it finds.
+
+        The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for what may be asked, and
+        `workbench.sim.tuning` for what it does. Raises KnobError, and where another search goes on.
+        """
+        if self.tuning is not None and self.tuning.live:
+            raise KnobError("tune: a search goes on; lab.tuning.stop() ends it, lab.tuning.wait() waits for it")
+        self.tuning = tuning(self, paths, **how)
+        return self.tuning
 
     turn, turns = set, property(lambda self: self.changes)  # old names, for one release
 
@@ -254,6 +273,13 @@ class Lab(Handles):
         if self._live:
             what += f" {self.experiment.strategy} at step {self._live.step}"
         return f"{what}; {self._live.run.holdup}" if self._live and self._live.run.holdup else what
+
+    def dashboard(self, read_only: bool = False) -> Any:
+        """The dashboard as a widget, the same each time; with `read_only` another one, for those who may only look.
+
+        Its `dock()` shows it in a panel beside the notebook; `state()` and `restore(state)` keep what is open on it.
+        """
+        return dashboard("Lab", self, read_only)
 
     def _ipython_display_(self) -> None:
         show("Lab", self)

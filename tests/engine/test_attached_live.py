@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from tests.deaths import kill
@@ -32,6 +35,32 @@ def test_nobody_is_replaced_again_and_the_run_is_resized(tmp_path_factory: pytes
             assert came.applied_at is not None and members(lab) == (0, 2, 3)
             reached(lab, came.applied_at + 5)
             assert members(lab) == (0, 2, 3), "nobody else has come"
+            lab.stop()
+            assert lab.run_now is not None and lab.run_now.wait(BOUND).state == "stopped"
+        finally:
+            lab.close()
+
+
+def test_others_come_for_who_was_lost_while_no_kernel_was_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One for whom an engine is idle, and one for whom the kernel that attaches has to start one."""
+    with apart(tmp_path_factory):
+        lab = Lab(ranks=4, name="left alone").wait(120)
+        try:
+            lab.run(endless(ranks=3, on_death="replace"))
+            reached(lab, 5)
+            pids = [row["pid"] for row in lab.status]
+            lab.detach()
+            for rank in (0, 2):
+                os.kill(pids[rank], signal.SIGKILL)
+            lab = Lab.attach("left alone")
+            assert until(lambda: members(lab) == (1, 3, 4), BOUND), (members(lab), lab.notes)
+            assert lab.status[4]["pid"] not in pids
+            step = lab._live.step if lab._live else 0
+            reached(lab, step + 5)
+            lab.detach()
+            lab = Lab.attach("left alone")
+            assert members(lab) == (1, 3, 4) and lab.resize(2).wait(BOUND).applied_at is not None
+            assert members(lab) == (1, 3), "nobody comes again, nor for who was taken out"
             lab.stop()
             assert lab.run_now is not None and lab.run_now.wait(BOUND).state == "stopped"
         finally:

@@ -188,6 +188,56 @@ def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> Non
     assert gaps.next["spans", 0] == 35
 
 
+class Slow:
+    """Rows 0 to 9 lie on the disk of a rank that answers only when it is asked for the `at`-th time, by a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+        self.now, self.asked, self.at, self.passed = 0.0, 0, at, []
+        monkeypatch.setattr("workbench.cluster.gaps.time", SimpleNamespace(monotonic=lambda: self.now))
+        self.gaps = Gaps({}, self.missed, lambda kind, rank, seq, columns: self.passed.append(seq))
+
+    def missed(self, kind: str, rank: int, start: int) -> list[Any]:
+        self.asked += 1
+        if self.asked < self.at:
+            self.now += 3.1  # as long as it is waited for, and more
+            raise RuntimeError("rank 0 did not answer 'rows' within 3 s")
+        return [(0, spans(0, 10))]
+
+
+def test_rows_of_a_rank_that_is_slow_to_say_what_it_has_are_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch, at=3)
+    for first in (10, 20, 30):
+        slow.gaps.put(wire.Batch("g", "spans", 0, first, spans(first, 10)))
+    assert slow.passed == [0, 10, 20, 30]
+
+
+def test_at_the_end_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch, at=3)
+    slow.gaps.put(wire.Batch("g", "spans", 0, 10, spans(10, 10)))
+    slow.gaps.mend("spans", 0, 20)
+    assert slow.passed == [0, 10]
+
+
+def test_a_reminder_that_is_not_answered_lets_nothing_later_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch, at=3)
+    slow.gaps.put(wire.Batch("g", "marks", 0, 10, spans(10, 10)))
+    for _ in range(2):
+        slow.gaps.remind("marks", 0, 20)
+    assert slow.passed == [] and slow.asked == 2, "once each time: ranks are watched by the thread that asks"
+    slow.gaps.remind("marks", 0, 20)
+    assert slow.passed == [0, 10]
+
+
+def test_one_that_never_says_it_does_not_hold_up_what_came_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch, at=99)
+    for first in range(10, 110, 10):
+        slow.gaps.put(wire.Batch("g", "spans", 0, first, spans(first, 10)))
+    assert slow.passed == list(range(10, 110, 10))
+    asked = slow.asked
+    slow.gaps.put(wire.Batch("g", "spans", 0, 110, spans(110, 10)))
+    assert slow.passed[-1] == 110 and slow.asked == asked, "nobody waits for those any more"
+
+
 def test_the_end_of_a_run_is_made_whole_from_disk() -> None:
     passed: list[int] = []
     disk = {("spans", 0): 3}
@@ -222,7 +272,7 @@ def test_a_dead_rank_gets_its_last_words_on_disk(tmp_path: Path) -> None:
 def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follows_it(tmp_path: Path) -> None:
     run = Run(Experiment(ranks=1), path=tmp_path / "run", epoch=1.0)
     path = run.save()
-    told = {"generation": "g", "error": None, "state": "running", "step": 5, "busy": "", "over": False}
+    told = {"generation": "g", "as": 0, "error": None, "state": "running", "step": 5, "busy": "", "over": False}
     told["sent"] = {"marks": 1}
     line = SimpleNamespace(ask_all=lambda what, **rest: {0: told})
     live = Live(run, SimpleNamespace(line=line), Changes(Experiment(ranks=1), []), "g")

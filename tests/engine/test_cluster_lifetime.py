@@ -42,9 +42,9 @@ def say(**what):
     print(json.dumps(what), flush=True)
 def until(condition, seconds=20):
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        assert time.monotonic() < deadline, (lab.state, lab.progress, lab.notes, lab.status)
         time.sleep(0.02)
-    assert condition()
 """
 
 

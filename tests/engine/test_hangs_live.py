@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import cloudpickle
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harm import Patient, kill_link
 from tests.labs import apart
 from tests.waiting import until
 from workbench.cluster.place import ClusterError
@@ -125,6 +127,18 @@ def gone_on(lab: Lab, run: Run, members: list[int]) -> None:
 
 def gone(lab: Lab, pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_link_that_is_dead_is_named_by_its_two_ranks_of_whom_one_can_be_put_out(lab: Lab, word: Path) -> None:
+    """All ranks wait in the same collective, answer the lab, and have nothing in their stacks that tells."""
+    run = running(lab, word, strategy=DDP())
+    assert kill_link(Patient(lab, Random(0)), 1, 2) >= 2
+    said = "rank 1 waits for rank 2, and rank 2 for rank 1: nothing has got over the link between them for "
+    assert until(lambda: any(said in n for n in lab.notes), BOUND), (lab.notes, lab.status)
+    assert until(lambda: run.details("hang"), BOUND) and run.details("hang")[0][-1]["ranks"] == [1, 2]
+    assert said in run.holdup
+    lab.evict(2)
+    gone_on(lab, run, [0, 1, 3])
 
 
 def test_an_endless_loop_is_named_its_stack_shown_and_its_rank_put_out_by_hand(lab: Lab, word: Path) -> None:

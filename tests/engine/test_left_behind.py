@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.labs import BOUND, apart, endless, reached
+from tests.labs import BOUND, apart, endless, reached, rows
 from tests.waiting import until
-from workbench.cluster import evicting
+from workbench.cluster import evicting, resizing
 from workbench.cluster.place import ClusterError
 from workbench.lab import Lab
 from workbench.strategies import LocalSGD
@@ -28,7 +30,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             yield made.wait(120)
 
 
-def test_the_others_go_on_and_the_one_that_moves_again_leaves_in_words(lab: Lab) -> None:
+def test_the_others_go_on_and_the_one_that_moves_again_leaves_in_words_and_comes_back(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = lab.run(endless(ranks=3, strategy=LocalSGD(every=4), on_hang="evict", hang_after=4.0))
     reached(lab, 8)
     pid = lab.status[2]["pid"]
@@ -48,8 +52,22 @@ def test_the_others_go_on_and_the_one_that_moves_again_leaves_in_words(lab: Lab)
 
     assert until(over, BOUND), lab.cluster.line.ask(2, "status")
     assert lab.live and lab.members == (0, 1), "that it has failed ends nothing"
+    before = rows(run, 2)
+    begin = resizing.begin
+
+    def late(*args: Any, **more: Any) -> Any:
+        time.sleep(3.0)  # meanwhile it is asked how it is, and its engine knows of its last session alone
+        return begin(*args, **more)
+
+    monkeypatch.setattr(resizing, "begin", late)
+    lab.resize(3).wait(BOUND)
+    assert until(lambda: lab.members == (0, 1, 3), BOUND), lab.notes
+    assert [(row["rank"], row["pid"]) for row in lab.status][2] == (3, pid), "the engine is there once"
+    assert until(lambda: rows(run, 3) > 20, BOUND), "it trains"
     lab.stop()
     assert run.wait(BOUND).state == "stopped"
+    assert rows(run, 2) >= before
+    assert not run.missing, "what it had recorded as rank 2 is there"
 
 
 def test_where_ranks_find_each_other_on_the_machine_that_hangs_it_is_refused(

@@ -40,10 +40,12 @@ def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lab._live is not None and lab._live.members == (0, 1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(lab.cluster, "owned", None)
-        with pytest.raises(KnobError, match=r"3 ranks train, 0 engines .* another has started .*; take at most 3"):
-            lab.resize(4)
+        with pytest.raises(KnobError, match=r"3 ranks train, 1 engines .* another has started .*; take at most 4"):
+            lab.resize(5)
+    pid = lab.status[3]["pid"]
     again = lab.resize(4).wait(90)
-    assert lab._live is not None and lab._live.members == (0, 1, 2, 4), "an engine of its own was started for it"
+    assert lab._live is not None and lab._live.members == (0, 1, 2, 4), "a number of its own"
+    assert lab.status[3]["pid"] == pid, "and the engine of who has left, which is free again"
     assert again.applied_at is not None
     reached(lab, again.applied_at + 5)
     with pytest.raises(KnobError, match="must be an integer of at least 1"):

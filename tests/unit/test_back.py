@@ -17,10 +17,11 @@ from tests.piped import piped
 from tests.ranks import batch, ended, experiment, live, mse, toy
 from tests.waiting import until
 from workbench.cluster.alarm import Alarm
-from workbench.compressors import TopK
+from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.host.saved.back import TIMES
+from workbench.host.saved.regain import Regained
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline
 from workbench.settings import Change
@@ -114,6 +115,23 @@ def test_it_is_to_the_bit_what_a_run_from_that_checkpoint_makes_of_the_data_that
         optimizer.step()
     for name, p in model.named_parameters():
         assert torch.allclose(held(went)[0][name], p, rtol=0, atol=1e-7), name
+
+
+@pytest.mark.ranks
+def test_what_compression_owed_is_what_it_owed_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owed, take = dict[int, dict[str, Tensor]](), Regained.take
+
+    async def taken(self: Regained, run: Any, anew: bool = True) -> None:
+        await take(self, run, anew)
+        owed[run.rank.id] = {n: x.clone() for n, x in run.rank.memory.buffers[ErrorFeedback.residual].items()}
+
+    monkeypatch.setattr(Regained, "take", taken)
+    lived(rolling(compressor=TopK.usual()), tmp_path / "went")
+    then = lived(experiment(2, SAVED, task=Bad().task(), compressor=TopK.usual()), tmp_path / "then")
+    for s in then:
+        kept = s.rank.memory.buffers[ErrorFeedback.residual]
+        assert kept.keys() == owed[s.rank.id].keys() and any(x.any() for x in kept.values())
+        assert all(torch.equal(owed[s.rank.id][name], x) for name, x in kept.items())
 
 
 @pytest.mark.ranks

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit import synthetic
 from tests.waiting import until
 from workbench.cluster.changes import Changes
 from workbench.cluster.ending import FIRST, LEAVE, MOST, Ending
@@ -252,3 +253,13 @@ def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_
     came(live, 0, 5, 1.0, "members", {**said, "settings": e.set("ranks", 2).plain()})
     live.died(2, {"type": "EngineDied", "step": 5, "op": "forward", "text": "its engine is gone"})
     assert live.notes[-1] == "rank 2 is lost at step 5, forward: was put out: as asked; its engine is gone"
+
+
+def test_a_kernel_that_attaches_says_where_one_was_who_was_lost_meanwhile() -> None:
+    """The record is all that it has of that rank, whose engine answers nobody."""
+    recorded = synthetic.run("DDP", 3, 40, changes=(), eval_every=0)
+    live = Live(recorded, SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3), Changes(  # type: ignore[arg-type]
+        Experiment(ranks=3, on_death="go on"), []), "g")  # fmt: skip
+    live.replay()
+    live.died(2, live.attention.death(2, "(pid 5) is gone"))
+    assert live.notes[-1] == "rank 2 is lost at step 40: its engine (pid 5) is gone"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,31 @@ def test_a_place_is_swept_when_its_owner_and_its_processes_are_gone() -> None:
     assert [p.read()["name"] for p in places()] == ["new"]
 
 
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_place_that_another_kernel_removes_while_it_is_looked_at_harms_nobody(
+    reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, done = Place.read, []
+
+    def until_removed(self: Place) -> dict[str, Any]:
+        found = read(self)
+        if found.get("name") == "other":
+            done.append(self)
+            if len(done) == reads:
+                self.remove()
+        return found
+
+    monkeypatch.setattr(Place, "read", until_removed)
+    for look in (lambda: Place.new("new"), lambda: find("other")):
+        Place.new("other").write(engines=[])
+        done.clear()
+        try:
+            look()
+        except ClusterError as error:
+            assert "there is no live lab called 'other'" in str(error)
+        assert len(done) >= reads
+
+
 def test_a_detached_place_stays_while_an_engine_lives() -> None:
     place = Place.new("kept")
     place.write(owner=None, engines=[engine().plain()])
@@ -92,7 +118,12 @@ def test_other_versions_are_named_with_engine_and_host() -> None:
     ],
 )
 def test_each_rank_gets_a_device(gpus: int, ranks: int, asked: Any, answer: Any) -> None:
-    assert devices([engine(r, gpus) for r in range(ranks)], asked) == answer
+    assert devices([replace(engine(r, gpus), pid=r) for r in range(ranks)], asked) == answer
+
+
+def test_an_engine_that_came_again_keeps_its_device_and_shares_it_with_nobody() -> None:
+    first, second = (replace(engine(r, 2), pid=r) for r in range(2))
+    assert devices([first, second, replace(second, rank=2)], "auto") == (["cuda:0", "cuda:1", "cuda:1"], "nccl")
 
 
 @pytest.mark.parametrize(

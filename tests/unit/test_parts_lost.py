@@ -48,6 +48,7 @@ class Put(NamedTuple):
     step: int
     params: dict[str, Values]
     slots: dict[str, Values]
+    owed: dict[str, Values]
 
 
 class Seen(dict[int, Put]):
@@ -59,7 +60,8 @@ class Seen(dict[int, Put]):
             if run.rank.id in came.furthest:
                 params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
                 kept = {name: x.clone().view(-1) for name, x in slots(run.layout, run.optimizer).items()}
-                self[run.session.member] = Put(came.step, params, kept)
+                owed = {name: x.clone() for name, x in run.rank.memory.buffers.get(ErrorFeedback.residual, {}).items()}
+                self[run.session.member] = Put(came.step, params, kept, owed)
 
         patch.setattr(outliving, "put_together", put_together)
 
@@ -222,6 +224,38 @@ def test_a_checkpoint_gives_back_what_was_there_to_the_bit(
         same(one, clean, mean=e.strategy.periodic)
 
 
+FEEDBACK = ErrorFeedback(of=TopK(density=0.02))
+
+
+@pytest.mark.parametrize(
+    ("e", "victims"),
+    [
+        (saving(ZeRO1(), Whole(), compressor=FEEDBACK), (3,)),
+        (saving(DDP(), Tensor(), ranks=2, compressor=FEEDBACK), (0,)),
+        (saving(LocalSGD(every=2), Pipeline(), compressor=FEEDBACK), (0, 2)),
+    ],
+    ids=["ZeRO1", "slices", "both first stages"],
+)
+def test_what_compression_owed_at_a_checkpoint_is_owed_again(
+    e: Experiment, victims: tuple[int, ...], tmp_path: Path, put: Seen
+) -> None:
+    """All that ranks owe together is what those of a run do that ends at that step."""
+    left, _ = lost(e, *victims, at=8, folder=tmp_path)
+    went_on(left, e)
+    step, owed = next(iter(put.values())).step, dict[str, Values]()
+    for one in put.values():
+        for name, x in one.owed.items():
+            owed[name] = owed.get(name, 0.0) + x
+    clean, total = run(replace(e, steps=step, save_every=0, pace=0.0)), dict[str, Values]()
+    for s in clean:
+        b = stood(s.set_up_already, (0, 0), copied=False)
+        for name, x in b.whole_memory(s.model, e.compressor)[ErrorFeedback.residual].items():
+            total[name] = total.get(name, 0.0) + x
+    assert owed.keys() == total.keys() and any(x.any() for x in total.values())
+    for name, x in total.items():
+        assert torch.allclose(owed[name], x, rtol=0, atol=1e-6), name
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_where_there_is_no_checkpoint_the_run_ends_and_says_what_would_do(name: str) -> None:
     e = setting(shipped(Strategy)[name](), steps=0)
@@ -242,7 +276,7 @@ def test_a_switch_to_parts_that_broke_off_is_taken_back(put: Seen, monkeypatch: 
     """Rank 2 is lost while the model comes to lie in stages: the switch is made by those who are left."""
     from workbench.host import changes
 
-    spread, broken = changes._spread_anew, list[int]()
+    spread, broken = changes.repartition, list[int]()
 
     async def breaks(run: Any, *args: Any) -> Any:
         if run.session.member == 2 and not broken:
@@ -250,7 +284,7 @@ def test_a_switch_to_parts_that_broke_off_is_taken_back(put: Seen, monkeypatch: 
             run.session.abort()
         return await spread(run, *args)
 
-    monkeypatch.setattr(changes, "_spread_anew", breaks)
+    monkeypatch.setattr(changes, "repartition", breaks)
     e = setting(DDP(), partition=Whole(), ranks=3)
     left, texts = lost(e, 2, at=3, changes=(Change(5, "partition", to_plain(Pipeline())),))
     assert len(texts) == 1

@@ -15,10 +15,11 @@ from workbench.compressors import ErrorFeedback, TopK
 from workbench.engine import membership, resizing
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
+from workbench.host import outliving
 from workbench.host.canonical import state_hash
 from workbench.host.slots import slots
 from workbench.partitions import Pipeline, Tensor, Whole
-from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
+from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy, ZeRO1, ZeRO3
 from workbench.tasks import ByteGPT, ClickThrough, Digits
 
 pytestmark = pytest.mark.ranks
@@ -227,6 +228,48 @@ def test_one_lost_while_the_others_come_together_is_gone_on_without(
         crowd.resize(0, 2, 3)
         crowd.reach(crowd.first.rank.step + 3)
         assert [s.member for s in crowd.stopped()] == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"strategy": ZeRO1(), "ranks": 3}, {"strategy": ZeRO3(), "ranks": 3},
+     {"strategy": DDP(), "partition": Pipeline()}, {"strategy": DDP(), "partition": Tensor()}],
+    ids=["ZeRO1", "ZeRO3", "stages", "slices"],
+)  # fmt: skip
+def test_one_lost_whose_part_the_others_have_by_then_is_gone_on_without(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no checkpoint, and nobody else had its part before they came together, to the bit."""
+    gone_before_it_meets(monkeypatch, 1, "together")
+    had, hashes = {}, {}
+    come, put = resizing.come_together, outliving.put_together
+
+    def held(run: Any) -> dict[str, torch.Tensor]:
+        params = {place.name: place.param.detach().clone().view(-1) for place in run.layout.order}
+        return params | {name: x.clone().view(-1) for name, x in slots(run.layout, run.optimizer).items()}
+
+    async def comes(run: Any, stay: tuple[int, ...]) -> None:
+        await come(run, stay)
+        had[run.session.member] = held(run)
+
+    async def puts(run: Any, *rest: Any) -> None:
+        await put(run, *rest)
+        hashes[run.session.member] = held(run)
+
+    monkeypatch.setattr(resizing, "come_together", comes)
+    monkeypatch.setattr(outliving, "put_together", puts)
+    task = {"task": ByteGPT(width=32, context=16)} if "partition" in more else {}
+    e = setting(**task, **more, on_death="go on")
+    with Crowd(e) as crowd:
+        crowd.reach(4)
+        crowd.resize(*((0, 1) if e.ranks == 3 else (0, 1, 2, 3)))
+        crowd.reach(crowd.first.rank.step + 3)
+        said = crowd.said("members")[0]
+        assert said["gone"][0] == 1 and "with all of the model, which they had brought together" in said["text"]
+        assert {m for s in crowd.there for m in s.members} == set(range(e.ranks)) - {1}
+    assert set(had) == set(range(e.ranks)) and hashes
+    for member, now in hashes.items():
+        assert now.keys() == had[member].keys() and all(torch.equal(x, had[member][name]) for name, x in now.items())
 
 
 @pytest.mark.parametrize("partition", [Whole(), Pipeline()], ids=lambda p: type(p).__name__)

@@ -21,7 +21,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.ranks, self.now = 2, 0.0
-        self.engines = [SimpleNamespace(rank=rank, id=rank) for rank in range(2)]
+        self.engines = [SimpleNamespace(rank=rank, id=rank, process=rank) for rank in range(2)]
         self.dead: set[int] = set()
         self.used = {0, 1}
         self.warmed: list[int] = []
@@ -37,7 +37,7 @@ class Engines:
         if self.fails:
             raise ClusterError(self.fails)
         first = len(self.engines)
-        self.engines += [SimpleNamespace(rank=rank, id=rank) for rank in range(first, first + count)]
+        self.engines += [SimpleNamespace(rank=rank, id=rank, process=rank) for rank in range(first, first + count)]
         return list(range(first, first + count))
 
 

@@ -180,11 +180,12 @@ def test_a_realistic_record_is_small_and_loads_quickly(tmp_path: Path) -> None:
             writer.append(rows[i : i + 250].columns)
         writer.close()
     size = sum(file.stat().st_size for file in path.glob("*.arrow"))
-    began = time.perf_counter()
+    Run.open(path)  # the first to be opened imports pyarrow and others, which takes ten times as long
+    began = time.process_time()
     read = Run.open(path).timeline.spans
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     assert len(read) == len(written) and size / len(written) < 40
-    assert seconds < 2.0 * max(len(written) / 1e6, 0.25)
+    assert seconds < 2.0 * max(len(written) / 1e6, 0.05)
 
 
 def test_a_run_directory_and_all_in_it_are_this_users_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from workbench.cluster import spool
+from workbench.cluster import links, spool
 from workbench.cluster.stacks import stacks
 
 OWN = ("rank", "device", "joins", "store", "kind", "loopback")  # of a job, what is said to one rank only
@@ -37,11 +37,11 @@ class Answers:
     def busy(self) -> bool: ...
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
-        """Where this rank is: the session's own words, which run, whether it is over, and rows sent so far."""
+        """Where this rank is: the session's own words, which run, as which rank, is it over, and rows sent so far."""
         over = self.told_over = not self.busy  # asked first: who is over then tells its last state
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
-        about = {"generation": self.job.get("generation", ""), "over": over, "sent": self.sent}
-        return {**status, **about, "trouble": self.trouble}
+        who = {"generation": self.job.get("generation", ""), "as": self.job.get("rank")}
+        return {**status, **who, "over": over, "sent": self.sent, "trouble": self.trouble}
 
     def on_request(self, blob: bytes, request: dict[str, Any]) -> None:
         self.session.request(request)
@@ -72,6 +72,14 @@ class Answers:
     def on_stacks(self, blob: bytes) -> str:
         """What each thread of this process is in."""
         return stacks()
+
+    def on_profile(self, blob: bytes, steps: int) -> str | None:
+        """The next steps are profiled; where the trace will be, None where no run is under way."""
+        return str(self.session.profiler.ask(steps)) if self.busy else None
+
+    def on_wires(self, blob: bytes) -> list[list[Any]]:
+        """What the system knows of this process's connections. See links.py."""
+        return links.wires()
 
     def on_trust(self, blob: bytes, secret: str) -> None:
         """What only the ranks of the run to come know, as hexadecimal digits."""

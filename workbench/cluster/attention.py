@@ -13,9 +13,12 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
+import numpy as np
+
 from workbench.cluster.recording import Recording
 from workbench.cluster.silence import FIRST, GLANCE, TIMES, Seen, Verdict, named, patience, verdict
 from workbench.record.run import Run
+from workbench.record.timeline import Rows
 
 GAP = 5.0  # seconds between two looks after which it is this kernel that stood still
 SLEPT = 2.0  # seconds that a machine sleeps and that are worth a word
@@ -34,6 +37,7 @@ class Attention:
 
     hang_after: seconds without a move after which a rank hangs; 0: by what steps usually take
     process:    what the system says of a rank's process, in words
+    between:    asked who is to blame where all ranks wait
     hangs:      told of a silence once a second while it lasts, and whether it is a new one
     """
 
@@ -50,7 +54,9 @@ class Attention:
         self.hang_after: Callable[[], float] = lambda: 0.0
         self.process: Callable[[int], str] = lambda rank: ""
         self.hangs: Callable[[Verdict, bool], None] = lambda found, fresh: None
+        self.between: Callable[[Verdict], Verdict] = lambda found: found
         self.holdup = ""
+        self.table: dict[int, Seen] = {}  # where every rank was when they were looked at last
         self._base = self._looked = clock()  # nothing that was before `_base` counts as silence
         self._gap = (0.0, float("-inf"))  # the last time that this kernel stood still: seconds, and when it ended
         self._slept = asleep()
@@ -90,6 +96,13 @@ class Attention:
                 self._took.setdefault((rank, names[i]), deque(maxlen=STEPS)).append(seconds)
         self._row[rank] = int(columns["step"][-1]), lanes[-1], names[-1], now
 
+    def known(self, spans: Rows) -> None:
+        """The record says where ranks were last: for a kernel that attaches, who may find some gone."""
+        ranks, back = np.unique(spans.rank[::-1], return_index=True)
+        last = spans[len(spans) - 1 - back]
+        for rank, step, lane, name in zip(ranks, last.step, last.lane, last.name, strict=True):
+            self._row[int(rank)] = int(step), str(lane), str(name), float("-inf")
+
     def heard(self, rank: int, answer: dict[str, Any]) -> None:
         """A rank has answered what it is asked all the time: where it is."""
         now = self._word[rank] = self.clock()
@@ -122,14 +135,17 @@ class Attention:
         table = self._table(over) if state in ("starting", "running") else {}
         usual = self._usual(table)
         limit = max(self.hang_after(), 0.0 if usual is not None and self.hang_after() else patience(usual))
-        table = {rank: self._known(rank, seen, limit) for rank, seen in table.items()}
+        table = self.table = {rank: self._known(rank, seen, limit) for rank, seen in table.items()}
         if state not in ("starting", "running"):
             self._base, self._episode, self.holdup = self.clock(), None, ""
         if not table:
             return
-        glance = verdict(table, GLANCE * limit)
+        found = verdict(table, limit)
+        if found and all(seen.waits for seen in table.values()):
+            found = self.between(found)
+        glance = found or verdict(table, GLANCE * limit)
         self.holdup = glance.text if glance else ""
-        self._follow(verdict(table, limit))
+        self._follow(found)
 
     def _time(self) -> None:
         """Time in which this kernel, or the whole machine, stood still is nobody's silence."""

@@ -6,12 +6,17 @@ themselves when the lab's owner is gone and the guard has not come for them.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from workbench.cluster.place import Place
@@ -37,9 +42,36 @@ def main(kind: str, file: str) -> None:
 
         os.nice(COURTESY)
         more_descriptors()
-    else:
-        from ipyparallel.controller.app import main as become
+        ends(become)
+    from ipyparallel.controller.app import main as become
     become()
+
+
+def ends(become: Callable[[], None]) -> NoReturn:
+    """Lives as an engine, and ends at once once that is over, whatever its threads are in.
+
+    An interpreter that ends in good order ends a rank's threads wherever they ask for it next; inside of torch no C++
+    frame lets that through, and the process aborts (SIGABRT). What is to be done at an exit is done before.
+    """
+    code: Any = 0
+    try:
+        become()
+    except SystemExit as left:
+        code = left.code
+    except RuntimeError as error:
+        code = 128 + signal.SIGTERM  # tornado says so of a loop that ipyparallel stops when it is told SIGTERM
+        if "Event loop stopped" not in str(error):
+            traceback.print_exc()
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def more_descriptors() -> None:

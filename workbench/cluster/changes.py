@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from typing import Any
 
 from workbench.experiment import Experiment
-from workbench.settings import NEXT, Change, KnobError, fold, resolve, to_plain
+from workbench.settings import NEXT, Change, KnobError, fold, resolved
 
 BEFORE = "before the run"  # the id of a change for which there was no run yet
 
@@ -53,7 +53,7 @@ class PendingChange:
         done = f"applied at step {self.applied_at}" if self.applied_at is not None else "requested"
         done = "kept for the next run" if self.id == BEFORE else done
         done += f" by {self.change.by}, since {self.change.reason}" if self.change.by else ""
-        return f"Change {self.path} = {self.value}: {'refused: ' + self.refused if self.refused else done}"
+        return f"Change {self.change.text}: {'refused: ' + self.refused if self.refused else done}"
 
 
 class Changes:
@@ -66,17 +66,15 @@ class Changes:
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
 
-    def ask(self, path: str, value: Any, send: Callable[[PendingChange, list[type]], None]) -> PendingChange:
+    def ask(self, path: str | Mapping[str, Any], value: Any,
+            send: Callable[[PendingChange, list[type]], None]) -> PendingChange:  # fmt: skip
         """Checks a change against what will be in force, then sends it. Raises KnobError, changing nothing."""
         with self._lock:
-            wanted = self._wanted()
-            full, knob = resolve(wanted, path)
-            if not knob.live:
-                raise KnobError(f"{full}={value!r}: cannot change while a run is live; stop it, then set it")
-            given = reduce(getattr, full.split("."), wanted.set(path, value))
             number = f"change {next(self._numbers)} {time.time_ns():x}"
-            asked = PendingChange(Change(NEXT, full, to_plain(given), number, time.time()))
-            send(asked, list(classes(given)))
+            change = Change(NEXT, path, value, number, time.time())
+            change, wanted = resolved(self._wanted(), change, "; stop it, then set it")
+            asked = PendingChange(change)
+            send(asked, list(classes([reduce(getattr, full.split("."), wanted) for full in change.settings])))
             self._pending.append(asked)
             self.listed.append(asked)
             return asked

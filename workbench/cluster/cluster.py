@@ -24,6 +24,7 @@ from workbench.cluster.place import ClusterError, Place, alive, check_connection
 from workbench.cluster.processes import Processes, end, let_go, log_tail, start_guard, wait_for
 from workbench.cluster.relay import Relay
 from workbench.cluster.spares import Spares
+from workbench.cluster.usual import awaited, engines, timed
 from workbench.cluster.wire import Batch
 from workbench.settings.said import text_of
 
@@ -46,7 +47,6 @@ class Cluster:
         self.client: Any = None
         self.error: BaseException | None = None
         self.take: Callable[[Batch], None] = lambda batch: None
-        self.seconds = 0.0  # that it took to come up
         self.guest = False  # whether another kernel owns it
         self.owner: list[float] | None = None  # of a guest's engines
         self.stuck = False  # whether a rank would not leave its last run
@@ -61,21 +61,20 @@ class Cluster:
 
     def start(self) -> Cluster:
         """Begins to come up; returns at once. `wait` waits for it."""
-        self.place = Place.new(self.name)
-        self.keys = Keys.new()
+        self.place, self.keys = Place.new(self.name), Keys.new()
         self.guard = start_guard(self.place)
         self.owned = Processes(self.place) if self.connection is None else None
         threading.Thread(target=self._come_up, name="cluster start", daemon=True).start()
         return self
 
     def _come_up(self) -> None:
-        began = time.monotonic()
         try:
-            if self.connection is None:
-                self._start_here()
-            else:
-                self._find(self.connection)
-            self._meet()
+            with timed(engines(self.ranks)):
+                if self.connection is None:
+                    self._start_here()
+                else:
+                    self._find(self.connection)
+                self._meet()
             self.progress = "ready"
             self.spares.start()
         except BaseException as error:
@@ -83,7 +82,6 @@ class Cluster:
                 self.error, self.progress = error, f"failed: {text_of(error)}"
             self._drop()
         finally:
-            self.seconds = time.monotonic() - began
             self._ready.set()
 
     @property
@@ -102,7 +100,7 @@ class Cluster:
 
     def wait(self, timeout: float | None = None) -> Cluster:
         """Waits until the engines are up; raises ClusterError with the reason if they will not be."""
-        if not self._ready.wait(timeout):
+        if not awaited(self._ready, timeout, engines(self.ranks)):
             raise ClusterError(f"the engines are not up after {timeout:g} s: {self.progress}")
         if self.error:
             raise self.error
@@ -199,14 +197,14 @@ class Cluster:
     def table(self, said: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
         """Each rank in one row: where it is, and what it last said of itself."""
         keys = ("state", "step", "busy")
-        last = [{k: said.get(e.rank, {}).get(k) for k in keys} for e in self.engines]
-        where = [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid} for e in self.engines]
-        return [{**w, "device": d, **s} for w, d, s in zip(where, self.devices, last, strict=False)]
+        last = {e.process: e for e in self.engines}.values()  # as the rank that it came as last
+        return [{"rank": e.rank, "engine": e.id, "host": e.host, "pid": e.pid, "device": self.devices[e.rank],
+                 **{k: said.get(e.rank, {}).get(k) for k in keys}} for e in last]  # fmt: skip
 
     @property
     def view(self) -> Any:
         """The ipyparallel view of all ranks that live, in their order."""
-        view = self.client.direct_view([e.id for e in self.engines if e.id in self.client.ids])
+        view = self.client.direct_view(list(dict.fromkeys(e.id for e in self.engines if e.id in self.client.ids)))
         view.block = True
         return view
 
@@ -293,6 +291,7 @@ class Cluster:
         if not self.guest:
             place.write(owner=this_process())
             self.guard = start_guard(place)
+            self.owned = Processes(place) if state["here"] else None  # for what is started from now on
             self._tell_owner(this_process())
         self._activate()
         self.progress = "ready"

@@ -20,7 +20,10 @@ MARK = "workbench-probe "
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One engine and the rank that it holds. ipyparallel's id is not the rank."""
+    """One engine and the rank that it holds. ipyparallel's id is not the rank.
+
+    An engine that a run has left behind may come again as another rank: two of these are one process then.
+    """
 
     rank: int
     id: int
@@ -35,6 +38,11 @@ class Engine:
 
     def __str__(self) -> str:
         return f"engine {self.id} on {self.host} (pid {self.pid})"
+
+    @property
+    def process(self) -> tuple[str, int, float]:
+        """Which process it is, on which machine."""
+        return self.host, self.pid, self.created
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,12 +133,12 @@ def devices(engines: list[Engine], asked: str | int) -> tuple[list[str], str]:
     if not 1 <= use <= gpus:
         allowed = f"must be an integer in [1, {gpus}] GPUs, or auto, cpu, cuda" if gpus else "there is no GPU; use cpu"
         raise KnobError(f"device={asked!r}: {allowed}")
-    seen: dict[str, int] = {}
+    places: dict[str, dict[tuple[str, int, float], int]] = {}  # by host, the place of each engine's process
     chosen = []
     for engine in engines:
-        seen[engine.host] = seen.get(engine.host, -1) + 1
-        chosen.append(f"cuda:{seen[engine.host] % use}")
-    alone = all(n < use for n in seen.values())
+        there = places.setdefault(engine.host, {})
+        chosen.append(f"cuda:{there.setdefault(engine.process, len(there)) % use}")
+    alone = all(len(there) <= use for there in places.values())
     return chosen, "nccl" if alone else "gloo"
 
 

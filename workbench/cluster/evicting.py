@@ -11,10 +11,11 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from workbench.cluster import links
 from workbench.cluster.engines import spans_hosts
 from workbench.cluster.meeting import cannot_start
 from workbench.cluster.place import ClusterError
-from workbench.cluster.resizing import idle, resize
+from workbench.cluster.resizing import idle, resize, returned
 from workbench.cluster.silence import Verdict, named
 from workbench.settings import KnobError
 
@@ -30,6 +31,7 @@ class Evicting:
 
     reasons:   why ranks were put out, by rank; leaving: those whom the others have not left behind yet
     acts:      does it replace who is lost? Not while what the record says is heard again
+    lacking:   then, how many of those who were lost nobody has come for
     preempted: ranks that have said that they leave, and when their engines were first seen to be gone
     """
 
@@ -37,7 +39,7 @@ class Evicting:
         self.live = live
         self.reasons: dict[int, str] = {}
         self.leaving: set[int] = set()
-        self.acts = True
+        self.acts, self.lacking = True, 0
         self.preempted: dict[int, float | None] = {}
         self._replaced: set[int] = set()  # in whose place another is to come
         self._refused = ""
@@ -61,6 +63,10 @@ class Evicting:
                 self._refused = str(failure)
                 live.note(failure)
 
+    def between(self, found: Verdict) -> Verdict:
+        """All ranks wait: which link is dead, if one is."""
+        return links.named(found, self.live.cluster.line.ask_all("wires", timeout=TELL, ranks=self.live.members))
+
     def note(self, name: str, detail: dict[str, Any], besides: Collection[int] = ()) -> None:
         """A mark in the record, by the first rank that can write it."""
         for rank in (m for m in self.live.members if m not in besides and m not in self.live.ending.dead):
@@ -81,14 +87,29 @@ class Evicting:
         over = rank not in self.live.members or self.live.ending.left.get(rank) == "stopped"
         return over or time.monotonic() - since < WORD
 
-    def went_on(self, gone: Sequence[int], preempted: Collection[int] = ()) -> None:
-        """The others went on without these, of whom some were preempted."""
+    def went_on(self, gone: Sequence[int], preempted: Collection[int] = (), new: Collection[int] | None = None) -> None:
+        """The others went on without these, of whom some were preempted. new: who came, if ranks were asked for."""
         self.leaving -= set(gone)
-        if self.acts and self.live.changes.experiment.on_death == "replace":
+        if not self.acts:
+            if new is None or preempted:
+                self.lacking += sum(rank in preempted or bool(self.live.cluster.death(rank)) for rank in gone)
+            else:
+                self.lacking = max(0, self.lacking - len(new)) if new else 0
+            return
+        if self.live.changes.experiment.on_death == "replace":
             self._replaced |= {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
         if count := len(self._replaced & set(gone)):
             self._replaced -= set(gone)
-            threading.Thread(target=self._replace, args=(count,), name="run replacing", daemon=True).start()
+            self._begin_replacing(count)
+
+    def attached(self) -> None:
+        """Others come in for those who were lost while no kernel was there to ask for them."""
+        count, self.lacking = self.lacking, 0
+        if count and self.live.changes.experiment.on_death == "replace" and not self.live.ending.asked:
+            self._begin_replacing(count)
+
+    def _begin_replacing(self, count: int) -> None:
+        threading.Thread(target=self._replace, args=(count,), name="run replacing", daemon=True).start()
 
     # -- what is asked
 
@@ -158,7 +179,7 @@ class Evicting:
         live = self.live
         try:
             if cannot_start(live.cluster, 1):
-                count = min(count, len(idle(live)))
+                count = min(count, len(idle(live)) + len(returned(live)))
             if not count:
                 raise ClusterError("nobody can come in for a rank that is gone: no engine of this lab is idle, and "
                                    "none can be started")  # fmt: skip

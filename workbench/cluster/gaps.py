@@ -12,7 +12,9 @@ from workbench.cluster.wire import Batch
 
 Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]
-HOLD = 3.0  # seconds that later rows wait for earlier ones to reach the disk
+HOLD = 3.0  # seconds that later rows wait for earlier ones to reach the disk,
+UNHEARD = 30.0  # and where nobody says what lies there: a rank's engine on a busy machine, asked for its rows
+TRIES = 3  # times that it is asked at the end
 
 
 class Gaps:
@@ -43,23 +45,29 @@ class Gaps:
             return self._pass(key)
         began = self._since.setdefault(key, time.monotonic())
         found = self._from_disk(key)
-        reached = max((seq + len(c["rank"]) for seq, c in found), default=self.next[key])
-        if reached >= held[0][0] or time.monotonic() - began > HOLD:
-            held[:0] = found
+        reached = max((seq + len(c["rank"]) for seq, c in found or ()), default=self.next[key])
+        if reached >= held[0][0] or time.monotonic() - began > (UNHEARD if found is None else HOLD):
+            held[:0] = found or []
             self._pass(key)
 
     def remind(self, kind: str, rank: int, sent: int) -> None:
         """There are `sent` rows now; those that there were at the last reminder ought to have come, or are fetched."""
-        due, self._due[kind, rank] = self._due.get((kind, rank), 0), sent
-        if self.next[kind, rank] < due:
-            self.mend(kind, rank, due)
+        key = kind, rank
+        due, self._due[key] = self._due.get(key, 0), sent
+        with self._lock:
+            if self.next[key] < due and (found := self._from_disk(key)) is not None:
+                self._held[key] = found + self._held.get(key, [])
+                self._pass(key)
 
     def mend(self, kind: str, rank: int, sent: int) -> None:
-        """Fetches what is missing of the first `sent` rows; it passes with what waited for it."""
+        """The end: fetches what is missing of the first `sent` rows; it passes with what waited for it, or without."""
         key = kind, rank
         with self._lock:
-            found = self._from_disk(key) if self.next[key] < sent or self._held.get(key) else []
-            self._held[key] = found + self._held.get(key, [])
+            found = None
+            for _ in range(TRIES if self.next[key] < sent or self._held.get(key) else 0):
+                if (found := self._from_disk(key)) is not None:
+                    break
+            self._held[key] = (found or []) + self._held.get(key, [])
             self._pass(key)
 
     def release(self, kind: str, rank: int) -> None:
@@ -67,11 +75,12 @@ class Gaps:
         with self._lock:
             self._pass((kind, rank))
 
-    def _from_disk(self, key: tuple[str, int]) -> list[Piece]:
+    def _from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
+        """What lies there from the next row on; None where it cannot be said."""
         try:
             return self._missed(*key, self.next[key])
         except (OSError, RuntimeError):
-            return []
+            return None
 
     def _pass(self, key: tuple[str, int]) -> None:
         self._since.pop(key, None)

@@ -69,6 +69,7 @@ class Handles:
     def resize(self, ranks: int) -> PendingChange:
         """So many ranks train together before one of the next steps: some are taken out, or idle engines come in.
 
+        An engine whose rank was taken out, or out of reach and left behind, comes in again as a rank of another number.
         Where too few are idle, engines are started on this machine, which takes some seconds, nearly all of them
         imports; `Lab(spare=1)` keeps some warm. Raises KnobError where so many cannot be had, and
         ClusterError where they do not come up; the run goes on as it was then.

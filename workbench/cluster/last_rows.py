@@ -54,6 +54,14 @@ def of_silent(live: Live, kind: str, rank: int) -> None:
         live.gaps.mend(kind, rank, ALL)
 
 
+def of_left(live: Live, rank: int, sent: dict[str, int]) -> None:
+    """What a rank has recorded that the others left behind, while its engine still knows; the last that is heard."""
+    for kind in KINDS:
+        live.gaps.mend(kind, rank, sent.get(kind, ALL))
+    if live.elsewhere(rank):
+        _fetch(live, rank)
+
+
 def _fetch(live: Live, rank: int) -> None:
     def read(name: str, start: int) -> bytes:
         return live.cluster.line.ask(rank, "file", name=name, start=start)[1]

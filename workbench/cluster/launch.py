@@ -179,16 +179,17 @@ def new_generation() -> str:
 
 def find(name: str | None) -> Place:
     """The place of a live lab: one that was detached before one that another kernel owns; the newest."""
-    found = [p for p in places() if (name is None or p.read()["name"] == name) and p.read().get("engines")]
-    living = [p for p in found if any(alive(e) for e in _local(p))]  # a run may go on without one
+    found = [(p, p.read()) for p in places()]  # empty where its kernel has removed it meanwhile
+    mine = [(p, s) for p, s in found if s.get("engines") and (name is None or s["name"] == name)]
+    living = [(p, s) for p, s in mine if any(alive(e) for e in _local(s))]  # a run may go on without one
     if not living:
         called = f" called {name!r}" if name else ""
         raise ClusterError(f"there is no live lab{called} of yours on {host()}; start one with Lab(ranks=4)")
-    return min(living, key=lambda p: p.read()["owner"] is not None)
+    return min(living, key=lambda pair: pair[1]["owner"] is not None)[0]
 
 
-def _local(place: Place) -> list[list[float]]:
-    return [[e["pid"], e["created"]] for e in place.read()["engines"] if e["host"] == host()]
+def _local(state: dict[str, Any]) -> list[list[float]]:
+    return [[e["pid"], e["created"]] for e in state["engines"] if e["host"] == host()]
 
 
 def _asked_of_any(cluster: Cluster, ranks: int) -> tuple[dict[str, Any], bytes]:
@@ -233,4 +234,5 @@ def rejoin(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> Live
     for batch in waiting:
         live.take(batch)
     live.begun()
+    live.evicting.attached()
     return live

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import cloudpickle
 
 from workbench.cluster import last_rows, spool
 from workbench.cluster.alarm import Alarm
+from workbench.cluster.asked import Asked
 from workbench.cluster.attention import Attention, texts
 from workbench.cluster.changes import Changes, PendingChange
 from workbench.cluster.cluster import Cluster
@@ -34,7 +35,7 @@ from workbench.record.run import FINAL, Run
 from workbench.settings.said import said, text_of
 
 
-class Live:
+class Live(Asked):
     """Drives and follows one run. `state` is one of starting, running, paused, stopping, stopped, done, failed.
 
     watched: asked when a loss is not finite: does anybody see the run, so that it is to pause and not to end?
@@ -49,6 +50,7 @@ class Live:
         self.began_with = changes.experiment
         self.members = tuple(self.ranks)  # those who train now
         self.been = set(self.ranks)  # those who ever did
+        self.returned: dict[int, int] = {}  # as which rank the engine of one who is not there any more comes again
         self.job: dict[str, Any] = {}  # as the engines were given it, for those who come later
         self.blob, self.secret = b"", ""
         self.state = "starting"
@@ -69,7 +71,7 @@ class Live:
         self.attention = Attention(run, self.ranks, self.notes)
         self.attention.hang_after = lambda: self.changes.experiment.hang_after
         self.attention.process = lambda rank: cluster.health.stopped(rank)
-        self.attention.hangs = self.evicting.hangs
+        self.attention.hangs, self.attention.between = self.evicting.hangs, self.evicting.between
         run.live, run._control = True, self
 
     # -- rows come in (the relay's thread)
@@ -107,12 +109,8 @@ class Live:
                 self._mark(int(detail.get("rank", 0)), step, t, name, detail)
         self.evicting.acts = True
         spans = self.run.timeline.spans.rows()
+        self.attention.known(spans)
         self.step = int(spans.step.max()) if len(spans) else 0
-
-    @property
-    def holdup(self) -> str:
-        """Which ranks hold the run up right now, in words; "" if none does."""
-        return self.attention.holdup
 
     @property
     def steps_done(self) -> int:
@@ -167,7 +165,7 @@ class Live:
             self.step = min(self.step, step)
             self.changes.resized(step, detail)
             self.orders.hears(self.members[0])
-            self.evicting.went_on(detail["gone"], detail.get("preempted", ()))
+            self.evicting.went_on(detail["gone"], detail.get("preempted", ()), detail.get("new"))
 
     def admit(self, new: list[int]) -> None:
         """These ranks are to come, and are listened to from now on."""
@@ -206,8 +204,8 @@ class Live:
         Steady("run orders", self.orders.carry, self.over, self.note).start()
         Watch(self).start()
 
-    def set(self, path: str, value: Any) -> PendingChange:
-        """Asks for a change of one knob; classes that the engines do not have go to all of them first."""
+    def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
+        """Asks for a change, also of several knobs; classes that the engines do not have go to all of them first."""
         return self.changes.ask(path, value, self._send_change)
 
     def whereabouts(self) -> str:
@@ -231,6 +229,10 @@ class Live:
         if self.state == "stopping":
             return self.abort()
         self.come_to_end()
+
+    def keep(self) -> None:
+        """A checkpoint is made at the next step boundary."""
+        self.order("request", request={"id": "keep", "kind": "checkpoint"})
 
     def come_to_end(self) -> None:
         """Stops at the next step boundary."""

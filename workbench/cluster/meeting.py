@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from workbench.cluster import worker
 from workbench.cluster.engines import Engine, check_versions, devices, probe, spans_hosts
 from workbench.cluster.place import ClusterError, host, this_process
 from workbench.cluster.processes import code_in_words, log_tail
+from workbench.cluster.usual import engines, timed
 from workbench.experiment.given import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -51,6 +52,16 @@ def meet(cluster: Cluster, ids: Sequence[int]) -> list[Engine]:
     return open_
 
 
+def join(cluster: Cluster, engine: Engine) -> int:
+    """One more rank, which is returned, of an engine that is one already: it was left behind, and is free again."""
+    again = replace(engine, rank=len(cluster.engines))
+    cluster.line.reach(again.rank, again.line)
+    cluster.devices = [*cluster.devices, cluster.devices[engine.rank]]
+    cluster.engines.append(again)
+    cluster.note_engines()
+    return again.rank
+
+
 def cannot_start(cluster: Cluster, count: int) -> str:
     """Why `count` more engines cannot be started, in words; "" where they can."""
     if cluster.owned is None or cluster.guest:
@@ -75,10 +86,11 @@ def _started(cluster: Cluster, count: int) -> list[int]:
     first = cluster.owned.next_engine
     numbers = list(range(first, first + count))
     try:
-        for number in numbers:
-            cluster.owned.start_engine(number)
-        _wait(cluster, numbers)
-        found = meet(cluster, numbers)
+        with timed(engines(count, " more")) as work:
+            for number in numbers:
+                cluster.owned.start_engine(number)
+            _wait(cluster, numbers, work.tell)
+            found = meet(cluster, numbers)
     except Exception:
         for number in numbers:
             cluster.owned.dismiss(number)
@@ -92,7 +104,7 @@ def _started(cluster: Cluster, count: int) -> list[int]:
     return [engine.rank for engine in found]
 
 
-def _wait(cluster: Cluster, numbers: Sequence[int]) -> None:
+def _wait(cluster: Cluster, numbers: Sequence[int], tell: Callable[[], None]) -> None:
     assert cluster.owned is not None
     until = time.monotonic() + COME_UP
     while not set(numbers) <= set(cluster.client.ids):
@@ -104,4 +116,5 @@ def _wait(cluster: Cluster, numbers: Sequence[int]) -> None:
             raise ClusterError("the lab was closed while an engine came up")
         if time.monotonic() > until:
             raise ClusterError(f"engines {list(numbers)} were not up within {COME_UP:g} s")
+        tell()
         time.sleep(LOOK)

@@ -136,7 +136,7 @@ def places() -> list[Place]:
 def sweep() -> None:
     """Removes the places of labs that are over."""
     for place in places():
-        if over(place.read()):
+        if (state := place.read()) and over(state):  # another kernel may have removed it meanwhile
             place.remove()
 
 

@@ -21,8 +21,10 @@ from pathlib import Path
 import psutil
 
 from workbench.cluster.place import ClusterError, Place, alive
+from workbench.cluster.ports import listened, ports, taken
 
 _HERE = Path(__file__).parent
+CONTROLLERS = 4  # that are started at most, where ports are taken away before they are bound
 
 
 def loopback() -> str:
@@ -50,6 +52,7 @@ class Processes:
         self.place = place
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         self._closed = False
+        self._controllers = 0  # started so far
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -65,12 +68,16 @@ class Processes:
     def start(self, ranks: int) -> None:
         """Starts everything at once: engines load torch while the controller comes up."""
         self._lock_up()
+        self._start_controller()
+        for number in range(ranks):
+            self.start_engine(number)
+
+    def _start_controller(self) -> None:
         self._spawn("controller", [
             *self._common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
             "--HeartMonitor.period=500", "--HeartMonitor.max_heartmonitor_misses=60",
         ], {})  # fmt: skip
-        for number in range(ranks):
-            self.start_engine(number)
+        self._controllers += 1
 
     @property
     def _common(self) -> list[str]:
@@ -86,8 +93,9 @@ class Processes:
 
     @property
     def next_engine(self) -> int:
-        """A number that no engine has had."""
-        return sum(what.startswith("engine ") for what in self.started)
+        """A number that no engine has had, whichever kernel started it."""
+        noted = [what.split() for _, _, what in self.place.state.get("processes", [])]
+        return 1 + max((int(words[1]) for words in noted if words[0] == "engine"), default=-1)
 
     def dismiss(self, number: int) -> None:
         """Ends an engine that was to come and cannot."""
@@ -117,19 +125,48 @@ class Processes:
         return self.place.path / "engine.json"
 
     def introduce(self) -> bool:
-        """Shows the engines where the controller is, once its files are whole (an engine would take half a file)."""
+        """Shows the engines where the controller is, once its files are whole (an engine would take half a file).
+
+        The controller chooses its ports, lets go of them and binds them later. One that somebody took meanwhile ends
+        it, or leaves it without one of its schedulers, and no engine ever comes up: another is started then.
+        """
         written = [self.place.path / "security" / f"ipcontroller-{whose}.json" for whose in ("client", "engine")]
         try:
             texts = [file.read_text() for file in written]
-            for text in texts:
-                json.loads(text)
+            asked = set[int]().union(*(ports(json.loads(text)) for text in texts))
         except (OSError, ValueError):
+            asked = set()
+        if self._robbed(asked):
+            self._another_controller(written)
+            return False
+        if not asked or asked - listened(self.started["controller"].pid):
             return False
         draft = self.introduction.with_suffix(".draft")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(texts[1])
         draft.replace(self.introduction)
         return True
+
+    def _robbed(self, asked: set[int]) -> bool:
+        """Does the controller lack ports, of which others have one, or has it ended for want of one?"""
+        controller = self.started["controller"]
+        if controller.poll() is not None:
+            return "Address already in use" in log_tail(self.place, "controller")
+        others = [port for port in asked - listened(controller.pid) if taken(port)]
+        return bool(set(others) - listened(controller.pid))  # it may have bound some of them in between
+
+    def _another_controller(self, written: list[Path]) -> None:
+        if self._controllers == CONTROLLERS:
+            raise ClusterError(f"{CONTROLLERS} controllers in a row lost ports that they had chosen to other processes")
+        controller = self.started["controller"]
+        if controller.poll() is None:
+            for child in psutil.Process(controller.pid).children(recursive=True):
+                child.kill()
+            controller.kill()
+            controller.wait(5)
+        for file in written:
+            file.unlink(missing_ok=True)
+        self._start_controller()
 
     def note_children(self) -> None:
         """Notes the controller's own children, so that they are found even when the controller is gone."""

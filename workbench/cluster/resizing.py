@@ -10,17 +10,21 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from workbench.cluster import last_rows
 from workbench.cluster.beginning import begin
 from workbench.cluster.changes import PendingChange
-from workbench.cluster.meeting import cannot_start, start_more
+from workbench.cluster.meeting import cannot_start, join, start_more
 from workbench.cluster.place import ClusterError
+from workbench.experiment.given import MAX_RANKS
 from workbench.settings import KnobError
+from workbench.settings.doing import doing
 
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
 
 WAIT = 60.0  # seconds that a rank which is to come has to say that it waits
 LOOK = 0.05  # seconds between two looks
+ASK = 1.0  # seconds in which an engine that is free again answers
 
 
 def resize(live: Live, ranks: int) -> PendingChange:
@@ -28,10 +32,18 @@ def resize(live: Live, ranks: int) -> PendingChange:
     here = list(live.members)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise KnobError(f"ranks={ranks!r}: must be an integer of at least 1")
+    if live.changes.experiment.task.leads:
+        name = type(live.changes.experiment.task).__name__
+        raise KnobError(f"ranks={ranks}: the loop of a {name} goes on with the {len(here)} ranks that it began with")
+    with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"):
+        return _made(live, ranks, here)
+
+
+def _made(live: Live, ranks: int, here: list[int]) -> PendingChange:
     spare = idle(live)
     if ranks > len(here) + len(spare):
-        with live.cluster.starting:  # one that is coming up is waited for
-            spare = idle(live)
+        with live.cluster.starting:  # one that is coming up is waited for, and nobody else takes one that is back
+            spare = idle(live) + returned(live)
             return _resized(live, ranks, here, spare, max(0, ranks - len(here) - len(spare)))
     return _resized(live, ranks, here, spare, 0)
 
@@ -56,9 +68,40 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
 
 
 def idle(live: Live) -> list[int]:
-    """Ranks of this lab that were never in this run, and whose engines live."""
-    been = live.been
-    return [e.rank for e in live.cluster.engines if e.rank not in been and not live.cluster.death(e.rank)]
+    """Ranks of this lab that were never in this run, and whose engines live and never were in it as other ranks."""
+    engines, been = live.cluster.engines, live.been
+    used = {engines[rank].process for rank in been if rank < len(engines)}
+    fresh = {e.process: e.rank for e in engines if e.process not in used}
+    return [rank for rank in fresh.values() if not live.cluster.death(rank)]
+
+
+def returned(live: Live) -> list[int]:
+    """Engines that this run went on without and that are free again, as ranks of another number.
+
+    So comes back who was taken out, and who was out of reach: on a machine that was cut off, or stopped. Its engine
+    says that it is free once it has moved and has found that the others went on. What it recorded as the rank that it
+    was is fetched before.
+    """
+    with live.cluster.starting:
+        return _returned(live)
+
+
+def _returned(live: Live) -> list[int]:
+    cluster, engines = live.cluster, live.cluster.engines
+    here = {engines[rank].process for rank in live.members}
+    last = {engines[rank].process: rank for rank in sorted(live.been) if rank < len(engines)}
+    ends = live.evicting.preempted  # their engines are over soon
+    gone = [rank for process, rank in last.items() if not (process in here or rank in ends or cluster.death(rank))]
+    said = cluster.line.ask_all("status", timeout=ASK, ranks=gone) if gone else {}
+    free = [rank for rank, one in said.items() if isinstance(one, dict) and one["over"] and one["as"] == rank]
+    found = []
+    for rank in free:
+        if rank not in live.returned and len(engines) < MAX_RANKS:
+            last_rows.of_left(live, rank, said[rank]["sent"])
+            live.returned[rank] = join(cluster, engines[rank])
+        if rank in live.returned:
+            found.append(live.returned[rank])
+    return found
 
 
 def _invite(live: Live, new: list[int]) -> None:

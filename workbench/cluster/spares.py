@@ -48,7 +48,8 @@ class Spares:
     def there(self) -> list[int]:
         """The ranks of the engines that are idle."""
         used, cluster = self.used(), self.cluster
-        return [e.rank for e in cluster.engines if e.rank not in used and not cluster.death(e.rank)]
+        busy = {e.process for e in cluster.engines if e.rank in used}
+        return [e.rank for e in cluster.engines if e.process not in busy and not cluster.death(e.rank)]
 
     def _look(self) -> None:
         lost = {rank for rank in self.warm if rank not in self.used() and self.cluster.death(rank)}

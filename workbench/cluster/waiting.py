@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from workbench.settings.doing import seen
+
 if TYPE_CHECKING:
     from workbench.cluster.live import Live
     from workbench.record.run import Run
@@ -43,10 +45,7 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
 
 def _line(live: Live) -> Any:
     total = live.changes.experiment.steps or None
-    in_notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None
-    seen = in_notebook or sys.stderr.isatty()
-    quiet = not seen or threading.current_thread() is not threading.main_thread()
-    return tqdm(total=total, unit="step", desc=live.run.name, leave=True, disable=quiet)
+    return tqdm(total=total, unit="step", desc=live.run.name, leave=True, disable=not seen())
 
 
 def _show(live: Live, line: Any) -> None:

@@ -63,7 +63,7 @@ class Watch:
         """Asks every rank where it is; the marks of one that does not answer are read from a disk seen here."""
         live, now = self.live, time.monotonic()
         for rank, answer in live.cluster.line.ask_all("status", timeout=0.8, ranks=self.ending.living).items():
-            if isinstance(answer, dict) and answer["generation"] == live.generation:
+            if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
                 live.status[rank], self._answered[rank] = answer, now
                 self.silent.discard(rank)
                 live.gaps.remind("marks", rank, answer["sent"].get("marks", 0))  # no later one may show a gap
@@ -99,7 +99,8 @@ class Watch:
         """No rank is waited for any more: the last rows come in, then the run is what it is."""
         live, dead = self.live, self.ending.dead
         try:
-            last_rows.gather(live, dead | silent | {r for r in live.evicting.preempted if live.cluster.death(r)})
+            left = {r for r in live.evicting.preempted if live.cluster.death(r)} | set(live.returned)
+            last_rows.gather(live, dead | silent | left)
             brought_up(self.ending.errors, live.changes.experiment)
             last_rows.obituary(live, dead)
         except Exception as failure:  # neither a full disk nor a silent rank may keep it from being over

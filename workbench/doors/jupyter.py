@@ -35,6 +35,7 @@ def command(folder: Path, port: int, opens: bool) -> list[str]:
     """How JupyterLab is started."""
     words = [sys.executable, "-m", "jupyterlab", str(folder / FIRST), f"--ServerApp.root_dir={folder.parent}"]
     words += [f"--port={port}", "--ServerApp.port_retries=50", "--log-level=WARN"]
+    words += ["--LabApp.news_url=None"]  # else it asks whether to fetch news, over the corner of whatever is shown
     words += [] if opens else ["--no-browser"]
     return words + (["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else [])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from workbench.record.run import Run, RunError
+from workbench.record.run import Run, RunError, hearers
 
 
 def write_page(run: Run, path: Path | str) -> Path:
@@ -14,3 +16,40 @@ def write_page(run: Run, path: Path | str) -> Path:
         entry.load()(run, Path(path))
         return Path(path)
     raise RunError(f"{path}: nothing here can draw a page; install training-workbench with its widgets")
+
+
+@contextlib.contextmanager
+def report(path: Path | str) -> Iterator[list[Run]]:
+    """Writes the runs that begin within the block as pages when it is left, also by an error.
+
+        with workbench.report("out.html"):
+            lab.run(experiment).wait()
+
+    The first run's page is `path`, that of a second one `out-2.html`, and so on. Simulations count. Gives the list of
+    the runs so far. A run that is live when the block is left is written as far as it got. Raises RunError where no run
+    began, or a page cannot be written.
+    """
+    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+        raise RunError(f"path={str(path)[:60]!r}: must be a page to write, such as 'out.html'")
+    page, runs = Path(path), list[Run]()
+    hearers.append(runs.append)
+    try:
+        yield runs
+    except BaseException:
+        with contextlib.suppress(RunError):  # the block's own error is what must be heard
+            _written(page, runs)
+        raise
+    finally:
+        hearers.remove(runs.append)
+    if not runs:
+        raise RunError(f"{page}: is not written, for no run began in the block")
+    _written(page, runs)
+
+
+def _written(page: Path, runs: list[Run]) -> None:
+    for number, run in enumerate(runs, start=1):
+        where = page if number == 1 else page.with_name(f"{page.stem}-{number}{page.suffix}")
+        try:
+            write_page(run, where)
+        except OSError as error:
+            raise RunError(f"{where}: cannot be written ({error.strerror}); choose another place") from error

@@ -24,11 +24,14 @@ from workbench.host.foreseen import foreseen
 from workbench.host.meetings import Plans, plans_of
 from workbench.host.recomputing import recomputed
 from workbench.host.spread import Spread
+from workbench.rank import Op
 from workbench.settings import KnobError
 
 
 class Turnable(Parts):
     """One rank of a run as a change sees it; see workbench.host.changing."""
+
+    workers: Any
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
         """The Link, the pace and the faults; a fault that is new may stand its rank still."""
@@ -50,6 +53,13 @@ class Turnable(Parts):
     def sample(self, name: str, value: float) -> None:
         self.record.sample(self.rank.step, name, self.clock.now(), value)
 
+    async def drive_step(self, strategy: Any) -> int:
+        """For how many steps that counts; 0: none was made."""
+        if strategy.workers > 1:
+            self.host.at("workers")
+            return await Op("do", self.workers.step) or 1
+        return await Op("drive", self.finite.step(self.measuring.step(self))) or 1
+
     async def rebucket(self, bucket_mb: float) -> None:
         self.shared.relay(lambda: self.layout.rebucket(bucket_mb))
         self.mark_buckets()
@@ -68,10 +78,10 @@ class Turnable(Parts):
         self.regrouped()
         self.meeting.enter()
 
-    def relaid(self, names: set[str], spread: Spread | None) -> None:
-        """Of the model these parameters lie here from now on."""
+    def relaid(self, names: set[str], spread: Spread | None, held: bool = True) -> None:
+        """Of the model these parameters lie here from now on; or are to, in shards, and are not `held` yet."""
         self.host.forget_hooks()
-        self.layout.take(self.model, names)
+        self.layout.take(self.model, names, held)
         seed = drawn(self.experiment, self.rank.id, self.rank.step)
         self.host.lie(spread, seed)
         if (spread and spread.split) or (self.spread and self.spread.split):
@@ -116,7 +126,11 @@ class Turnable(Parts):
 
     async def told(self, text: str) -> str:
         """What rank 0 says, on every rank."""
-        return told(self.control, text.encode(), 0).decode() if self.control is not None else text
+        return self.told_at_once(text)
+
+    def told_at_once(self, text: str, by: int = 0) -> str:
+        """The same of any rank, while no strategy is asked."""
+        return told(self.control, text.encode(), by).decode() if self.control is not None else text
 
     @contextmanager
     def switching(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
@@ -197,5 +211,6 @@ class Turnable(Parts):
         self.mark("start", {
             "host": platform.node(), "pid": os.getpid(), "device": self.session.device, "backend": self.session.kind,
             "torch": torch.__version__, "python": platform.python_version(), "clock_error": self.peers.doubt,
+            "clock_offset": self.peers.offset,
             "parameters": self.layout.numel, "nbytes": self.layout.nbytes,
         })  # fmt: skip

@@ -90,18 +90,19 @@ def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) 
 class Wire:
     """A process group of all ranks of a run, for one thread at a time.
 
+    here: at which of this machine's addresses gloo listens
     kind: "gloo" or "nccl"; on NCCL the tensors lie on `on`, and `beside` says whether a peer is gone. `precise` wraps a
     gloo group so that mismatched collectives raise a clean error instead of ending the process; it costs several times
     as much per small collective. See [Note: One communicator per GPU].
     """
 
     def __init__(self, store: Any, rank: int, size: int, tag: str, leaving: Leaving, kind: str = "gloo",
-                 loopback: bool = True, timeout: float = 600.0, precise: bool = False, on: str = "cpu",
+                 here: str = LOOPBACK, timeout: float = 600.0, precise: bool = False, on: str = "cpu",
                  beside: Callable[[], bool] = lambda: False) -> None:
         self.rank, self.size, self.leaving, self.tag, self.kind = rank, size, leaving, tag, kind
         self._torn = False
         self.waits, self.moved = False, time.monotonic()  # is somebody in `wait`, and since when is that so
-        self.line = device.KINDS[kind](dist.PrefixStore(tag, store), rank, size, timeout=timeout, loopback=loopback,
+        self.line = device.KINDS[kind](dist.PrefixStore(tag, store), rank, size, timeout=timeout, here=here,
                                        precise=precise, device=on, beside=beside)
         self.group = self.line.group
         self._issued = self.line.issued

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ from workbench.rank import Bucket, Factors, Op, StrategyError
 # what may be asked for inside of torch, while a forward or a backward runs
 INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
           "sample", "params", "clock", "send", "recv", "hold", "offload", "fetch"}  # fmt: skip
+
+
+def gone_back(loss: Tensor, grad: float | None) -> None:
+    """Gradients of so much of a loss."""
+    loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
 
 
 class Compute(Stage):
@@ -51,6 +56,8 @@ class Compute(Stage):
     before_update: Callable[[], None]
     clip: Callable[[], float]  # the longest that the gradient may be; 0: any
     steppable: Callable[[Bucket], None]  # raises where it may not be stepped by itself
+    shown: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)  # a loss as it is written down
+    go_back: Callable[[Tensor, Any], None] = staticmethod(gone_back)
     _looked: Any = None  # the batch of the next forward, whose rows were looked up
     _stretch: tuple[str, Any] | None = None  # the pass under way, and since when it has not stood still
 
@@ -69,7 +76,7 @@ class Compute(Stage):
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError(f"the loss must be a scalar tensor with a gradient, not {_what(loss)}")
         self._open[micro] = loss
-        self.losses.append(loss.detach())
+        self.losses.append(self.shown(loss))
         self.curvature.forward(batch)
         self.ledger.forward(batch)
         self._look_at_loss(batch)
@@ -106,7 +113,7 @@ class Compute(Stage):
         share = self._share * self.narrowing.share("backward")
         self.pace.begin("backward", self.rank.step, share, self.again("backward"))
         with self.ledger.backward(self._hooks.listening), self.reading.passing("backward"):
-            loss.backward() if grad is None or grad == 1.0 else loss.backward(torch.full_like(loss, grad))
+            self.go_back(loss, grad)
         if self.fully is not None:
             self.fully.passed()
         if self.reading.sharded:
@@ -120,6 +127,18 @@ class Compute(Stage):
         name, since = self._stretch
         self.watch.span(self.rank.step, name, since)
         self._stretch = None
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Inside a pass of that name goes on in the midst of the one under way: both are spans of their own."""
+        around = self._stretch
+        if around is not None:
+            self._computed()
+        since = self.watch.now()
+        yield
+        self.watch.span(self.rank.step, name, since)
+        if around is not None:
+            self._stretch = around[0], self.watch.now()
 
     @property
     def computing(self) -> bool:

@@ -33,7 +33,7 @@ from workbench.engine.units import SameUnit, units
 from workbench.host import absent
 from workbench.host.layout import Place
 from workbench.rank import Op, StrategyError
-from workbench.tasks import at_rate, rate
+from workbench.tasks import at_rate, rate, same_groups
 
 if TYPE_CHECKING:
     from workbench.engine.changes import Turnable
@@ -66,7 +66,7 @@ class FullySharded:
             sharded.set_custom_reduce_scatter(_Reduce(self, number))
         if said := getattr(self.module, "set_reduce_scatter_unused_params", None):  # not in every torch
             said(True)  # a parameter that this rank's examples do not reach has a gradient on others
-        self._shards = {n: p for n, p in self.module.named_parameters() if n in names}
+        self._shards = {n: p for n, p in same_groups(self.module, model).named_parameters() if n in names}
         self.optimizer = run.make_optimizer(run.experiment, [self._shards[n] for n in self._names(model)])
         if rate(self.optimizer) != run.rank.lr:
             at_rate(self.optimizer, run.rank.lr)

@@ -210,6 +210,11 @@ class Host(Waving):
             self._order = self._hooks.arrived
 
     @property
+    def exchanging(self) -> bool:
+        """Is a backward under way whose gradients are exchanged?"""
+        return self._hooks.listening
+
+    @property
     def knows_order(self) -> bool:
         """Has the first exchanged backward been made, and nobody asked for `learned_order` yet?"""
         return bool(self._order)

@@ -60,6 +60,7 @@ class Said(NamedTuple):
     bounds:   boundaries that it can go back to: the step that comes next, and how many changes were made before
     remembers: does its optimizer remember anything?
     saved:    the steps before which it sees checkpoints of this run
+    whole:    does it hold all, for ranks that held parts were coming together?
     used:     at its last boundaries: the step that came next, and how many examples of the data's order were used up
     """
 
@@ -77,6 +78,7 @@ class Said(NamedTuple):
     bounds: Sequence[Sequence[int]] = ()
     remembers: bool = False
     saved: Sequence[int] = ()
+    whole: bool = False
     used: Sequence[Sequence[int]] = ()
 
     @property

@@ -13,16 +13,27 @@ from workbench.engine.collectives import Wire
 from workbench.engine.lane import Lane
 from workbench.rank import Op
 
+BEST = {"gradient_as_bucket_view": True, "static_graph": True}
 
-def wrap(model: torch.nn.Module, wire: Wire, bucket_mb: float, lane: Lane | None) -> DistributedDataParallel:
-    """DDP at its best; with `lane` its buckets go over the emulated Link by a comm hook."""
+
+Seen = Callable[[str, float, int], None]  # (name, when it began, bytes) of a bucket that has been exchanged
+
+
+def wrap(model: torch.nn.Module, wire: Wire, bucket_mb: float, lane: Lane | None, seen: Seen | None = None,
+         now: Callable[[], float] = float, options: dict[str, Any] = BEST) -> DistributedDataParallel:  # fmt: skip
+    """DDP at its best, or with a script's own options; with `lane` its buckets go over the Link by a comm hook.
+
+    seen: told of every bucket, where there is no `lane`; now: the time
+    """
     ddp = DistributedDataParallel(
-        model, process_group=wire.lend(), bucket_cap_mb=bucket_mb * 1e6 / 2**20, gradient_as_bucket_view=True,
-        static_graph=True, init_sync=False,
+        model, process_group=wire.lend(), bucket_cap_mb=bucket_mb * 1e6 / 2**20, init_sync=False,
+        **options,
     )
     if lane is not None:
         # torch reads the hook's annotations and takes no postponed ones, so what it is given has none
         ddp.register_comm_hook(lane, lambda lane, bucket: _over_the_link(lane, bucket))
+    elif seen is not None:
+        ddp.register_comm_hook(wire, lambda wire, bucket: _as_torch_does(wire, bucket, seen, now()))
     return ddp
 
 
@@ -34,6 +45,18 @@ def unwrap(module: Callable[..., Any]) -> None:
     del module.reducer
     for param in module.module.parameters():
         param.grad = None
+
+
+def _as_torch_does(wire: Wire, bucket: Any, seen: Seen, began: float) -> torch.futures.Future[torch.Tensor]:
+    """The all-reduce that torch makes without a hook, and when it was over; nobody waits for it here."""
+    buffer = bucket.buffer().div_(wire.size)
+
+    def over(made: Any) -> torch.Tensor:
+        made.value()  # raises what it failed with
+        seen(f"all_reduce bucket {bucket.index()}", began, buffer.numel() * buffer.element_size())
+        return buffer
+
+    return wire.group.allreduce([buffer]).get_future().then(over)
 
 
 def _over_the_link(lane: Lane, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -77,7 +77,9 @@ def refused(session: Session) -> str:
     if training is None or not training.begun or training.rollback is None:
         return "not all ranks have begun to train"
     e = training.experiment
-    if in_parts(e) and training.rollback.copies == 1 and not saved(session):
+    if e.task.leads:
+        return "the loop that makes its steps goes on only with the ranks that it began with"
+    if in_parts(e) and training.rollback.copies == 1 and not (training.rollback.coming or saved(session)):
         return nowhere(e)
     if training.rollback.open or not (training.rollback.wanted or training.rollback.free):
         name = type(e.strategy).__name__
@@ -123,6 +125,7 @@ def leave_generation(session: Session, training: Training) -> Said:
                 training.unheeded, list(training.done), training.paused, training.credit,
                 e.plain(), membership.here(), parts, [b.bound for b in bounds],
                 bool(rollback and rollback.remembers), saved(session) if parts else (),
+                bool(rollback and rollback.void and rollback.together is not None),
                 training.batches.used_before(rank.step))  # fmt: skip
 
 

@@ -14,7 +14,8 @@ import torch
 
 from workbench.engine import membership
 from workbench.engine.clocks import agree_on_time
-from workbench.engine.collectives import Aborted, Wire, connect_store
+from workbench.engine.collectives import LOOPBACK, Aborted, Wire, connect_store
+from workbench.engine.door import address
 from workbench.engine.shaping import ArrivalTable
 from workbench.engine.ticket import Flag
 
@@ -31,6 +32,7 @@ class Peers:
     control, data: a wire each for the training thread and for its lane; None where one rank is all there is
     arrivals:      the wire on which ranks say when they were ready, where they share no file; None as above
     local, doubt:  are all ranks on one host; the error of this rank's clock, in seconds
+    offset:        by how many seconds the clock of this rank's host was ahead of that of rank 0's
     """
 
     def __init__(self, session: Session) -> None:
@@ -39,7 +41,7 @@ class Peers:
         self.control: Wire | None = None
         self.data: Wire | None = None
         self.arrivals: Wire | None = None
-        self.local, self.doubt = True, 0.0
+        self.local, self.doubt, self.offset = True, 0.0, 0.0
         self._parted: float | None = None  # when a peer was seen to be gone while a message is awaited
         self._folder = Path()
         if self.rank.size > 1:
@@ -51,7 +53,9 @@ class Peers:
         membership.come(self.store, self.rank.id)
         precise = session.experiment.precise
         self.control = control = self.open("control", precise=precise)
+        own = session.clock.base
         self.local, self.doubt = agree_on_time(control, session.clock)
+        self.offset = 0.0 if self.local else session.clock.base - own
         if self.local:
             self._folder = Path(host).parent if not port else self._made_by_rank_0(control)
         self.data = self.open("data", precise=precise, kind=session.kind, on=session.device, beside=self.parted)
@@ -63,7 +67,8 @@ class Peers:
         """One more wire among all ranks or some, which the session cuts and closes. All of them open it at once."""
         session, me = self.session, self.rank.id
         index, size = (ranks.index(me), len(ranks)) if ranks else (me, self.rank.size)
-        wire = Wire(store or self.store, index, size, tag, self.leaving, loopback=session.loopback, **how)
+        here = LOOPBACK if session.loopback else address(session.where)
+        wire = Wire(store or self.store, index, size, tag, self.leaving, here=here, **how)
         session.wires.append(wire)
         return wire
 

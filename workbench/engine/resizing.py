@@ -48,7 +48,11 @@ async def part(training: Training, stay: tuple[int, ...], members: tuple[int, ..
     stay: the places that go on; see Resized for the others
     """
     with training.undoable(True):
+        if training.rollback is not None:
+            training.rollback.coming = True
         await come_together(training, stay)
+        if training.rollback is not None:
+            training.rollback.has_all(training.rank.id in stay)
         raise Resized(members, wanted, number, await used_up(training), preempted)
 
 

@@ -6,6 +6,7 @@ All hear the same in the vote and so settle the same, without another word. See 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from workbench.host.reentry import Came, Salvaged, fitting
 from workbench.host.salvage import Found
 from workbench.host.saved.regain import regained
 from workbench.host.saved.reread import Former
+from workbench.partitions import Whole
 from workbench.record import checkpoints
 from workbench.settings import KnobError
 
@@ -43,6 +45,8 @@ def saved(session: Session) -> list[int]:
 def settled(session: Session, heard: Heard) -> Next:
     """How those go on who are left. Raises KnobError where they do not have everything, and no checkpoint has."""
     said, reason = heard.by_place, ""
+    if any(one.whole for one in said.values()):
+        return _brought(session, heard)
     remembers = any(one.remembers for one in said.values())
     for changes in sorted({one.changes for one in said.values()}, reverse=True):
         first = max((one for one in said.values() if one.changes == changes), key=lambda one: (*one.far, -one.member))
@@ -60,6 +64,16 @@ def settled(session: Session, heard: Heard) -> Next:
     if not common:
         raise KnobError(nowhere(e, reason))
     return _from_saved(session, heard, e, max(common))
+
+
+def _brought(session: Session, heard: Heard) -> Next:
+    """They go on from those who have all, for they were coming together when a rank was lost."""
+    whole = {place: one for place, one in heard.by_place.items() if one.whole}
+    first = max(whole.values(), key=lambda one: (*one.far, -one.member))
+    holders = tuple(sorted(place for place, one in whole.items() if one.far == first.far))
+    found, size = Found(first.step, (holders,), dict.fromkeys(holders, first.step)), session.rank.size
+    e, at = _settings(session, heard, first), salvage.Pieces(1, (0,) * size)
+    return _together(session, heard, first, e, found, at, "with all of the model, which they had brought together")
 
 
 def _settings(session: Session, heard: Heard, of: Said) -> Experiment:
@@ -87,11 +101,11 @@ def nowhere(e: Experiment, reason: str = "") -> str:
     )
 
 
-def _together(session: Session, heard: Heard, first: Said, e: Experiment, found: Found,
-              at: salvage.Pieces) -> Next:  # fmt: skip
+def _together(session: Session, heard: Heard, first: Said, e: Experiment, found: Found, at: salvage.Pieces,
+              how: str = "with what others have of the same parts") -> Next:  # fmt: skip
     """They have everything together. Raises KnobError where so many cannot train, or not with all of it."""
     left = salvage.first_to_stay(found, at.at, heard.left)
-    if e.strategy.shards:  # who has no such boundary does not know how shards lay
+    if e.strategy.shards and at.ways > 1:  # who has no such boundary does not know how shards lay
         left = [place for place in left if place in found.steps]
     to, places = fitting(e, left, session.set_up_already.able)
     new = {place: number for number, place in enumerate(places)}
@@ -101,11 +115,12 @@ def _together(session: Session, heard: Heard, first: Said, e: Experiment, found:
     if not sources:
         raise KnobError(f"ranks={len(places)}: so many are left that can train, and not all parts are with them")
     steps = tuple(found.steps.get(place, -1) for place in places)
-    salvaged = Salvaged(e, first.changes, session.rank.size, sources, steps)
+    was = e if at.ways > 1 else replace(e, partition=Whole())
+    salvaged = Salvaged(was, first.changes, session.rank.size, sources, steps)
     furthest = tuple(sorted({place for group in sources for place in group}))
     came = Came(_members(heard, places), places, furthest, tuple(sorted(group[0] for group in sources)), found.step,
                 salvaged)  # fmt: skip
-    text = f"went on from step {found.step}, with what others have of the same parts"
+    text = f"went on from step {found.step}, {how}"
     return _next(session, heard, first, (came, to, e), text)
 
 

@@ -20,12 +20,16 @@ from torch import nn
 
 from workbench.engine.at import op_of, status
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, host_store, of_own, peer_left
+from workbench.engine.device.gauge import gauge
+from workbench.engine.following import Following
 from workbench.engine.generations import live_through
 from workbench.engine.keeping import Keeper
+from workbench.engine.light import lighten
 from workbench.engine.membership import Next, Said, Spare, gone
 from workbench.engine.outliving import refused
 from workbench.engine.peers import removed
 from workbench.engine.preempting import Lookout, announce
+from workbench.engine.profile import Profiler
 from workbench.engine.pulse import Pulse
 from workbench.engine.recorder import Recorder
 from workbench.engine.shaping import Clock, Naps
@@ -74,6 +78,7 @@ class Session:
         self.naps = Naps(self.clock)
         self.record = Recorder(rank, run_dir, push)
         self.run_dir, self.resume = run_dir, resume
+        self.profiler = Profiler(rank, run_dir, device, self.mark)
         self.planned = sorted(changes, key=lambda c: c.at_step)
         self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.leaving = Leaving()
@@ -96,6 +101,7 @@ class Session:
     # -- asked from outside --
 
     def start(self) -> None:
+        lighten()
         self._thread.start()
 
     def request(self, what: dict[str, Any]) -> None:
@@ -203,6 +209,7 @@ class Session:
 
     def _live(self) -> None:
         pulse = Pulse(lambda found: self.mark("stood still", found), f"rank {self.rank.id} pulse", Lookout(self))
+        read = gauge(self.device, lambda name, v: self.record.sample(self.rank.step, name, self.clock.now(), v))
         self.born = time.monotonic()
         try:
             live_through(self)
@@ -214,6 +221,8 @@ class Session:
             self._fail(error)
         finally:
             pulse.close()
+            if read is not None:
+                read.close()
             try:
                 self.tear_down()
             finally:
@@ -221,7 +230,7 @@ class Session:
 
     def set_up(self) -> Training:
         """Waits for the other ranks; then all stand before their first step. Raises in words what cannot be trained."""
-        self.training = Training(self)
+        self.training = (Following if self.began_with.task.leads else Training)(self)
         self.training.begin()
         return self.training
 
@@ -249,6 +258,7 @@ class Session:
 
     def _give_back(self) -> None:
         if self.training is not None:
+            self.profiler.close()
             self.training.close()
         if self.rank.size > 1:
             with contextlib.suppress(RuntimeError):  # rank 0's host keeps the store, and may be gone

@@ -26,7 +26,7 @@ from workbench.engine.ticket import Tickets
 from workbench.engine.watch import watch
 from workbench.engine.wires import Line, opener
 from workbench.experiment import Experiment, momentum, partitioned, sharding
-from workbench.host import repartition
+from workbench.host import refusing
 from workbench.host.batches import Batches, Chance, Numbers, example, numbers
 from workbench.host.counted import Counted
 from workbench.host.finite import Finite
@@ -276,7 +276,7 @@ class Parts(Life):
             )
         if reason := self.refused(wanted.strategy) or momentum.refused(wanted, made) or sharding.refused(wanted, made):
             raise KnobError(reason)
-        repartition.able(self, wanted)
+        refusing.able(self, wanted)
         return wanted
 
     def alarmed(self, does: str) -> None:

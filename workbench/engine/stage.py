@@ -79,12 +79,17 @@ class Stage(Joint):
         assert self.piece is not None
         self._begin("forward", micro, chunk)
         part, number = self.flow.part(micro), self.flow.number(micro)
-        with torch.enable_grad(), self.together.passing(x) if self.together else nullcontext():
+        with torch.enable_grad(), self._together_in(x, chunk):
             with self.flow.forward(micro):
                 made = self.piece.forward(self.loss_of, part, x, number, chunk)
         self.ledger.forward(list(self.flow.inputs.values()))
         self._end()
         return made
+
+    def _together_in(self, x: Tensor | None, chunk: int) -> AbstractContextManager[None]:
+        """Inside, a forward of a piece runs, with the others that have the rest of its matrices."""
+        assert self.piece is not None
+        return self.together.passing(x, self.piece.params(chunk)) if self.together else nullcontext()
 
     def _stage_backward(self, grad: Tensor | float, micro: int, chunk: int) -> Tensor | None:
         assert self.piece is not None

@@ -6,13 +6,13 @@ becomes of the rank afterwards, is its session's business.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
+from workbench.engine.cost import Cost
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
 from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
@@ -46,7 +46,7 @@ class Training(Turnable):
         self.workers = Workers(self)
         self.asked: list[dict[str, Any]] = []  # what was heard and is not done yet
         self.done: deque[str] = deque(maxlen=HEARD)  # the names of what was
-        self._cpu = 0.0
+        self.cost = Cost(session.record, self.clock)
         self._since: tuple[float, Any] | None = None  # when, by both watches, it began to wait for the next step
 
     def begin(self) -> None:
@@ -99,27 +99,28 @@ class Training(Turnable):
         return self.meeting.due
 
     async def live(self) -> None:
-        self._cpu = time.process_time()
+        self.cost.begin()
         await super().live()
 
     async def live_on(self, came: Came) -> None:
-        self._cpu = time.process_time()
+        self.cost.begin()
         await super().live_on(came)
 
     async def make(self) -> int:
         host, strategy = self.host, self.experiment.strategy
         host.met, host.lanes.aside = strategy.opaque or self._hears_each_step, False
         self.lane.step = self.rank.step
+        self.session.profiler.begin(self.rank.step)
         host.at("step")
         since, began = self.clock.now(), self._begun()
-        if strategy.workers > 1:
-            host.at("workers")
-            made = await Op("do", self.workers.step) or 1
-        else:
-            made = await Op("drive", self.finite.step(self.measuring.step(self))) or 1
+        made = await self.drive_step(strategy)
+        if not made:
+            return 0
         host.watch.write(self.rank.step, "step", type(strategy).__name__, began, began, host.watch.now(), 0)
         await Op("do", partial(host.close_step, self.finite.told))
         self.lengths.append(self.clock.now() - since)  # with what the host has waited for its chip
+        self.session.profiler.end(made)
+        self.cost.due(self.rank.step)
         return made
 
     def _begun(self) -> Any:
@@ -280,7 +281,8 @@ class Training(Turnable):
 
     def close(self) -> None:
         """Gives back all but the wires, which are the session's to close."""
-        self._count_cost()
+        self.cost.tell(self.rank.step)
+        self.host.watch.salvage(self.rank.step)
         self.leaving.set()  # whatever still waits beside this thread
         self.saving.end(patience=5.0)
         self.meeting.leave()
@@ -290,10 +292,3 @@ class Training(Turnable):
         self.tickets.close()
         self.mailbox.close()
         self.peers.store = None
-
-    def _count_cost(self) -> None:
-        """What this rank's process and its recorder cost, in CPU seconds, into the record."""
-        now, step = self.clock.now(), self.rank.step
-        self.record.sample(step, "cpu_process", now, time.process_time() - self._cpu)
-        self.record.sample(step, "cpu_recording", now, self.record.cpu_seconds)
-        self.host.watch.salvage(step)

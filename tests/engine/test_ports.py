@@ -1,0 +1,77 @@
+"""A controller chooses its ports before it binds them: what others take in between must not leave a lab without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from workbench.cluster.place import ClusterError, Place
+from workbench.cluster.ports import listened, ports
+from workbench.cluster.processes import CONTROLLERS, Processes, end, wait_for
+
+pytestmark = pytest.mark.engine
+REGISTRATION, HEARTBEAT, SCHEDULER = 0, 6, 8  # which port it is that is taken, in the order in which it chooses them
+
+made_here: list[Processes] = []
+
+
+@pytest.fixture
+def free() -> list[int]:
+    """Ports that nobody has."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(20)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Robbed(Processes):
+    """The first `times` controllers choose of ports of which one is taken already."""
+
+    def __init__(self, place: Place, choice: list[int], times: int) -> None:
+        super().__init__(place)
+        self.choice, self.times = choice, times
+        made_here.append(self)
+
+    def _start_controller(self) -> None:
+        config = self.place.path / "ipcontroller_config.py"
+        lines = [line for line in config.read_text().splitlines() if ".ports" not in line]
+        lines += [f"c.IPController.ports = {self.choice}"] if self._controllers < self.times else []
+        config.write_text("\n".join(lines))
+        super()._start_controller()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path))
+    made = Place.new("robbed")
+    yield made
+    end(made)
+    for each in made_here:
+        each.reap()
+    made_here.clear()
+
+
+@pytest.mark.parametrize("which", [REGISTRATION, HEARTBEAT, SCHEDULER])
+def test_a_controller_that_lost_a_port_to_somebody_is_replaced(place: Place, free: list[int], which: int) -> None:
+    with socket.create_server(("127.0.0.1", free[which])):
+        owned = Robbed(place, free, times=1)
+        owned.start(0)
+        assert wait_for(owned.introduce, 60)
+        shown = ports(json.loads(owned.introduction.read_text()))
+        assert len(shown) > 6 and shown <= listened(owned.started["controller"].pid)
+        assert os.stat(owned.introduction).st_mode & 0o77 == 0
+
+
+def test_where_it_loses_one_again_and_again_that_is_said(place: Place, free: list[int]) -> None:
+    with socket.create_server(("127.0.0.1", free[SCHEDULER])):
+        owned = Robbed(place, free, times=CONTROLLERS)
+        owned.start(0)
+        with pytest.raises(ClusterError, match="4 controllers in a row lost ports that they had chosen"):
+            wait_for(owned.introduce, 60)

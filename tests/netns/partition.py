@@ -1,0 +1,131 @@
+"""A lab whose third engine is on a machine of its own, which is cut off for a while. Run in the first namespace.
+
+    python -m tests.netns.partition NAMESPACE SWITCH FOLDER
+
+Prints what became of it as JSON; the test beside this file reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.labs import endless, rows
+from tests.network import Network
+from tests.waiting import until
+from workbench.cluster.place import host
+from workbench.lab import Lab
+from workbench.strategies import DDP
+
+BOUND = 90.0  # seconds, on a machine that is busy with other things
+ELSEWHERE = "elsewhere"  # what the other machine calls itself
+
+
+@contextlib.contextmanager
+def engines(namespace: str, folder: Path) -> Iterator[Path]:
+    """A controller and two engines here, and one over there; yields the file that kernels go by."""
+    profile, started = folder / "profile", list[subprocess.Popen[bytes]]()
+    security = profile / "security"
+
+    def start(name: str, *command: str) -> None:
+        log = (folder / f"{name}.log").open("wb")
+        started.append(subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True))
+
+    def engine(*before: str) -> None:
+        start(f"engine {len(started)}", *before, sys.executable, "-m", "ipyparallel.engine",
+              f"--file={security / 'ipcontroller-engine.json'}", f"--profile-dir={profile}")  # fmt: skip
+
+    try:
+        start("controller", sys.executable, "-m", "ipyparallel.controller", f"--ip={Network.address(0)}",
+              "--IPController.enable_curve=True", f"--profile-dir={profile}")  # fmt: skip
+        assert until(lambda: (security / "ipcontroller-client.json").exists(), BOUND), "no controller"
+        for _ in range(2):
+            engine()
+        import ipyparallel
+
+        file = security / "ipcontroller-client.json"
+        with contextlib.closing(ipyparallel.Client(str(file), timeout=BOUND)) as client:
+            assert until(lambda: len(client.ids) == 2, BOUND), "two engines here"
+            engine("ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c",
+                   f'hostname {ELSEWHERE}; exec "$@"', "sh")  # fmt: skip
+            assert until(lambda: len(client.ids) == 3, BOUND), "one over there"
+        yield file
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)  # a controller has processes of its own
+            process.wait()
+
+
+def at(lab: Lab, step: int) -> None:
+    assert until(lambda: lab._live is not None and lab._live.step >= step, BOUND), lab.notes
+
+
+def all_wait(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
+    """Nobody goes on while the other machine is cut off, and all do when it is not."""
+    run = lab.run(endless(strategy=DDP(), ranks=3, on_hang="wait", hang_after=3.0, pace=20.0))
+    at(lab, 20)
+    cable("down")
+    assert until(lambda: run.details("hang"), BOUND), lab.notes
+    stood = lab._live.step if lab._live else 0
+    said = run.details("hang")[0][-1]
+    time.sleep(2.0)
+    still = lab._live is not None and lab._live.step <= stood + 1
+    cable("up")
+    healed = time.monotonic()
+    at(lab, stood + 20)
+    came = time.monotonic() - healed
+    members = lab.members
+    lab.stop()
+    return {"text": said["text"], "ranks": said["ranks"], "still": still, "came": came, "members": members,
+            "state": run.wait(BOUND).state, "missing": run.missing}  # fmt: skip
+
+
+def others_go_on(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
+    """It trains, loses the other machine, goes on, and has it back."""
+    run = lab.run(endless(strategy=DDP(), ranks=3, on_hang="evict", hang_after=3.0, pace=20.0))
+    at(lab, 20)
+    hosts = [row["host"] for row in lab.status]
+    cable("down")
+    cut = time.monotonic()
+    assert until(lambda: lab.members == (0, 1), BOUND), lab.notes
+    (said,) = [detail for *_, detail in run.details("members")]
+    went_on = time.monotonic() - cut
+    at(lab, said["step"] + 20)
+    cable("up")
+    healed = time.monotonic()
+
+    def back() -> bool:
+        with contextlib.suppress(Exception):  # refused until its engine has found that the others went on
+            lab.resize(3).wait(BOUND)
+        return lab.members == (0, 1, 3)
+
+    assert until(back, BOUND), lab.notes
+    came = time.monotonic() - healed
+    assert until(lambda: rows(run, 3) > 20, BOUND), "it trains"
+    lab.stop()
+    ended = run.wait(BOUND)
+    return {"hosts": [h == host() for h in hosts], "text": said["text"], "went_on": went_on, "came": came,
+            "state": ended.state, "missing": run.missing, "ranks": sorted(map(int, set(run.spans["rank"])))}
+
+
+def main() -> None:
+    namespace, switch, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+
+    def cable(state: str) -> None:
+        subprocess.run(["ip", "-n", switch, "link", "set", "port1", state], check=True)
+
+    with engines(namespace, folder) as file, Lab(ranks=3, cluster=str(file)) as lab:
+        lab.wait(BOUND)
+        print(json.dumps([all_wait(lab, cable), others_go_on(lab, cable)]), flush=True)
+    os._exit(0)  # threads of a client that waits for a controller that is gone keep nobody
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Whose are a controller's ports? It chooses them, lets go of them and binds them later: others may come in between."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import psutil
+
+ALL = frozenset(range(1 << 16))
+
+
+def ports(about: dict[str, Any]) -> set[int]:
+    """The ports in one of the controller's connection files: every number in it, also in lists."""
+    found = (value if isinstance(value, list) else [value] for value in about.values())
+    return {port for some in found for port in some if type(port) is int}
+
+
+def listened(pid: int) -> frozenset[int]:
+    """The TCP ports on which a process and its children listen; none if it is gone, all if the system does not tell."""
+    try:
+        process = psutil.Process(pid)
+        found = [c for each in [process, *process.children(recursive=True)] for c in each.net_connections("tcp")]
+    except psutil.AccessDenied:
+        return ALL
+    except psutil.Error:
+        return frozenset()
+    return frozenset(c.laddr.port for c in found if c.status == psutil.CONN_LISTEN)
+
+
+def taken(port: int) -> bool:
+    """Whether nobody can listen on a port of the loopback now, since somebody has it."""
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
