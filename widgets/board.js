@@ -5,7 +5,8 @@ const PAGE = Math.random().toString(36).slice(2);
 
 // The colours of the page, light or dark, read from JupyterLab's theme or the system's wish.
 function pageColours(el) {
-  const said = document.body.dataset.jpThemeLight;
+  const own = el.closest(".twb-dark, .twb-light");
+  const said = own ? String(own.classList.contains("twb-light")) : document.body.dataset.jpThemeLight;
   const dark = said ? said === "false"
     : document.body.classList.contains("vscode-dark") || matchMedia("(prefers-color-scheme: dark)").matches;
   const paper = getComputedStyle(el).getPropertyValue("--jp-layout-color0").trim() || (dark ? "#111111" : "#ffffff");
@@ -48,6 +49,9 @@ class Hub {
     this.owed = null;
     this.greetings = 0;
     this.pulse = new Pulse(model, this.views);
+    this.own = {};
+    this.glanced = null;
+    model.on("change:looks", () => this.relook());
     model.on("msg:custom", (message, buffers) => this.hear(message, buffers));
     document.addEventListener("visibilitychange", () => this.presence());
     new MutationObserver(() => this.repaint()).observe(document.body, { attributeFilter: ["data-jp-theme-light", "class"] });
@@ -55,6 +59,31 @@ class Hub {
   }
   say(message) {
     this.model.send({ ...message, page: PAGE });
+  }
+  // What a person has opened, pinned and set off: a trait, so that all pages agree and the kernel can keep it.
+  get looks() {
+    return this.model.get?.("looks") ?? this.own;
+  }
+  look(more) {
+    this.own = { ...this.looks, ...more };
+    this.model.set?.("looks", this.own);
+    this.model.save_changes?.();
+    this.relook();
+  }
+  relook() {
+    for (const view of this.views) view.look();
+    this.schedule();
+  }
+  // The rank whose curves are set off: the one pointed at, else the one chosen.
+  get lit() {
+    return this.glanced ?? this.looks.rank ?? null;
+  }
+  light(rank) {
+    this.glanced = rank;
+    this.relook();
+  }
+  choose(rank) {
+    this.look({ rank: this.looks.rank === rank ? null : rank });
   }
   get present() {
     return !document.hidden && [...this.views].some((view) => view.visible);
@@ -98,6 +127,8 @@ class Hub {
     this.run = message.run;
     this.marks = [];
     this.holdings = message.specs.map((spec) => new Holding(spec));
+    this.film = message.film;
+    this.until = null;
     for (const view of this.views) view.fill();
   }
   tabulate(tables) {
@@ -176,10 +207,22 @@ class Place {
   fill() {
     if (!this.hub.holdings.length) return;
     this.panels = this.hub.holdings.map((holding) => new Panel(this.hub, holding));
-    this.el.replaceChildren(...this.panels.map((p) => p.el));
+    this.player?.pause();
+    this.player = this.hub.film && new Player(this.hub, this.hub.film);
+    this.el.replaceChildren(...(this.player ? [this.player.el] : []), ...this.panels.map((p) => p.el));
     this.hub.pulse.tell();
     for (const panel of this.panels) this.sight.observe(panel.el);
+    this.look();
     this.resize();
+  }
+  look() {
+    const { theme } = this.hub.looks, whole = this.el.closest(".twb-dashboard");
+    for (const name of ["light", "dark"]) whole?.classList.toggle(`twb-${name}`, theme === name);
+    if (whole && theme !== this.theme) {
+      this.theme = theme;
+      this.hub.repaint();
+    }
+    for (const panel of this.panels) panel.look();
   }
   see(entries) {
     for (const { target, isIntersecting } of entries) {
@@ -187,6 +230,8 @@ class Place {
       const panel = this.panels.find((p) => p.el === target);
       if (panel) panel.visible = isIntersecting;
     }
+    if (this.visible && this.theme !== this.hub.looks.theme) this.look();
+    folds(this.el.closest(".twb-dashboard"));
     this.hub.presence();
     this.hub.schedule();
   }
@@ -194,6 +239,7 @@ class Place {
     const wide = this.el.clientWidth;
     this.el.classList.toggle("wb-narrow", wide < 1000);
     this.el.classList.toggle("wb-small", wide < 720);
+    this.el.classList.toggle("wb-slim", wide < 520);
     for (const panel of this.panels) {
       const low = wide < 720 ? 0.8 : 0;
       if (!panel.picture || panel.body.hidden) continue;
@@ -219,6 +265,7 @@ class Place {
     if (!why) this.apart.remove();
   }
   remove() {
+    this.player?.pause();
     this.resized.disconnect();
     this.sight.disconnect();
     for (const panel of this.panels) if (panel.picture && window.Plotly) window.Plotly.purge(panel.picture.div);

@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import anywidget
+import traitlets
 
 from widgets.feed import Feed, Message
-from widgets.views._base import View
+from widgets.views._base import Setter, View
 
 _HERE = Path(__file__).parent
 _ELSEWHERE = 600.0  # seconds that a person may look at something else and still be said to watch
 _SILENCE = 6.0  # seconds after which a page that said nothing counts as gone
 _PATIENCE = 3.0  # seconds after which an unacknowledged message no longer holds up the next
-_PARTS = ("static/hearing.js", "chart.js", "panel.js", "pulse.js", "board.js")
+_PARTS = ("static/hearing.js", "chart.js", "panel.js", "pulse.js", "keys.js", "player.js", "board.js")
 PAGE_JS = "".join((_HERE / name).read_text() for name in _PARTS)
 PAGE_CSS = (_HERE / "board.css").read_text()
 
@@ -45,6 +46,10 @@ class Board(anywidget.AnyWidget):
 
     run:    the Run to show (live or recorded), or None until `show` is called
     views:  the View classes to show; None takes every view found in `widgets/views`
+    setter: sets a knob of the lab whose run it is (path, value), for views that offer it; None: nothing can be set
+
+    `looks` is what a person has opened and chosen on a page: `tables` (names of views), `rank` (whose curves are set
+    off), `pin` (a box of the timeline), `theme` ("light", "dark"; none: the page's own).
 
     A live run needs a `Refresh`, which calls `tick`. Without one the board only answers its page's messages,
     which is enough for a recorded run.
@@ -52,11 +57,15 @@ class Board(anywidget.AnyWidget):
 
     _esm = PAGE_JS
     _css = PAGE_CSS
+    looks = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, run: Any = None, *, views: tuple[type[View], ...] | None = None, **more: Any) -> None:
+    def __init__(self, run: Any = None, *, views: tuple[type[View], ...] | None = None,
+                 setter: Setter | None = None, **more: Any) -> None:  # fmt: skip
         self._lock = threading.RLock()
         self._kinds = views
+        self._setter = setter
         self._run = run
+        self.window: dict[str, Any] = {}  # which steps a person asked for: {"at": the first, "steps": how many}
         self._feed: Feed | None = None  # None: the pages do not know this run's charts yet
         self._pages: dict[str, float] = {}  # page -> when it was last heard of
         self._waiting: set[str] = set()  # pages that have not acknowledged the last message
@@ -79,6 +88,23 @@ class Board(anywidget.AnyWidget):
             if run is self._run:
                 return
             self._run, self._feed = run, None
+            self.window.pop("at", None)
+            self._waiting.clear()
+        if self.looks.get("pin"):
+            self.looks = {**self.looks, "pin": None}  # a box of the run before
+        self._answer()
+
+    def look(self, looks: dict[str, Any], window: dict[str, Any]) -> None:
+        """Shows what `looks` and `window` say, from the first step on."""
+        with self._lock:
+            self.looks, self.window, self._feed = looks, window, None
+            self._waiting.clear()
+        self._answer()
+
+    def renew(self) -> None:
+        """Draws the run anew, from its first step: what is set beside it is another."""
+        with self._lock:
+            self._feed = None
             self._waiting.clear()
         self._answer()
 
@@ -101,7 +127,9 @@ class Board(anywidget.AnyWidget):
             if not self.shown or self._run is None or self._busy:
                 return False
             if self._feed is None:
-                self._feed = Feed(self._run, self._kinds)
+                self._feed = Feed(self._run, self._kinds, self._setter)
+                if self.window and (timeline := self._feed.view("timeline")):
+                    timeline.ask(self.window)
                 news: Message | None = self._feed.everything()
             else:
                 news = self._feed.news()
@@ -150,6 +178,8 @@ class Board(anywidget.AnyWidget):
                 case "ask":
                     if self._feed and (view := self._feed.view(said["view"])):
                         view.ask(said["request"])
+                        if view.tools:
+                            self.window |= said["request"]
                 case "table":
                     self._show_table(said["view"], said["open"])
         self._answer()

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from widgets import theme
 from widgets.views._base import Columns
+from workbench.analysis import Piece
 from workbench.analysis.collectives import moving, rates
 from workbench.record.timeline import Rows
 
@@ -60,6 +61,7 @@ KINDS = (
     Kind("port", "port busy", 0.34, 0.42, theme.PURPLE),
     Kind("offload", "to or from host or disk", 0.42, 0.50, BROWN, "/"),
     Kind("stepped", "update on the host", 0.42, 0.50, theme.GREEN),
+    Kind("path", "critical path", -0.06, 0.0, theme.INK, edge=theme.INK),
 )
 STAGES = " in stage "  # how a message between stages of a pipeline is called
 SENDING = ("transfer", "odd", "measuring", "port", "offload")  # the kinds of boxes that bytes belong to
@@ -101,6 +103,22 @@ def boxes_of(
     end = np.fmin(last_arrival[at], rows.t1[at])
     found[_NUMBER["waiting"]] = _columns(rows, index, at, rows.t0[at], end, names.codes(at, "waiting for others: "))
     return Boxes(found, names.all)
+
+
+def add_path(found: Boxes, path: list[Piece], rank: np.ndarray, row: int) -> None:
+    """Marks the critical path between the lanes; `rank` says in whose row each piece lies, `row` is one that is drawn.
+
+    >>> boxes = Boxes({}, ["forward"])
+    >>> add_path(boxes, [Piece(3, -1, "network", 1.0, 2.0)], np.array([1]), 7)
+    >>> boxes.names, boxes.traces[len(KINDS) - 1]["rank"].tolist()
+    (['forward', 'critical path: network'], [1])
+    """
+    texts = [f"critical path: {p.cause}" for p in path]
+    found.names.extend(dict.fromkeys(texts))
+    code = np.array([found.names.index(t) for t in texts], np.int64)
+    step, begin, end = (np.array([p[i] for p in path]) for i in (0, 3, 4))
+    found.traces[_NUMBER["path"]] = {"x0": begin, "x1": end, "row": np.full(len(path), row), "code": code,
+                                     "rank": rank, "step": step, "asked": begin}  # fmt: skip
 
 
 def _columns(rows: Rows, index: np.ndarray, at: np.ndarray, x0: np.ndarray, x1: np.ndarray, code: Any) -> Columns:

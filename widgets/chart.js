@@ -194,8 +194,10 @@ class Picture {
     this.width = 0; // as it was drawn last
   }
   // Returns the labels of the changes that are on the chart; null where the page gives it no width to be drawn in.
-  async draw(Plotly, colours, marks) {
+  // lit: the rank whose curves are set off against those of all others; null for none.
+  async draw(Plotly, colours, marks, lit = null) {
     const { spec, traces, version } = this.holding;
+    this.lit = lit;
     if (colours !== this.colours) {
       this.colours = colours;
       this.data = themed(spec.figure.data, colours);
@@ -208,10 +210,14 @@ class Picture {
     Object.assign(layout, { width: this.width, datarevision: version });
     for (const [path, value] of Object.entries(this.holding.layout)) put(layout, path, value);
     this.fit(layout);
+    this.hold(layout);
     const data = this.data.map((trace, i) => this.filled(trace, traces[i]));
     const known = this.div._fullLayout;
-    await Plotly.react(this.div, data, layout, { displayModeBar: false, doubleClick: "reset", responsive: false });
+    // Where nothing is zoomed a tap, which plotly hears as two clicks, must not go back to the first range.
+    const doubleClick = layout.dragmode === false ? false : "reset";
+    await Plotly.react(this.div, data, layout, { displayModeBar: false, doubleClick, responsive: false });
     if (!known) this.div.on("plotly_relayout", () => this.over(this.shown));
+    if (!known) this.div.on("plotly_click", ({ points }) => this.chosen?.(this.data[points[0].curveNumber].meta?.rank));
     return this.over(marks);
   }
   // Axes without data go, and the others take their room; a chart on a narrow place is less high.
@@ -221,6 +227,7 @@ class Picture {
     const used = every.filter((x) => this.data.some((trace, i) => axis(trace) === x && this.holding.traces[i].n));
     const { t, b } = layout.margin;
     if (this.low) layout.height = Math.round(this.low * (layout.height - t - b)) + t + b;
+    if (this.low) this.close(layout, domain);
     if (!used.length || used.length === every.length) return;
     const gap = domain(every[1])[0] - domain(every[0])[1], width = (1 - gap * (used.length - 1)) / used.length;
     for (const x of every) {
@@ -229,11 +236,48 @@ class Picture {
       if (at >= 0) layout[horizontal].domain = [at * (width + gap), at * (width + gap) + width];
     }
   }
+  // On a narrow place an axis has fewer numbers, which then need not be turned, and its title as many lines as it takes.
+  close(layout, domain) {
+    const { l, r, b } = layout.margin;
+    let most = 1;
+    for (const name of Object.keys(layout).filter((key) => key.startsWith("xaxis"))) {
+      const [from, to] = domain(name.replace("xaxis", "x")), room = (this.width - l - r) * (to - from);
+      const lines = [""], axis = layout[name];
+      for (const word of (axis.title?.text ?? "").split(" ")) {
+        if (lines.at(-1) && 7.5 * (lines.at(-1).length + word.length) > room) lines.push("");
+        lines.push(`${lines.pop()} ${word}`.trim());
+      }
+      most = Math.max(most, lines.length);
+      const nticks = Math.min(axis.nticks || Infinity, Math.max(2, Math.floor(room / 60)));
+      layout[name] = { ...axis, nticks, tickangle: 0, ...(axis.title && { title: { ...axis.title, text: lines.join("<br>") } }) };
+    }
+    layout.margin = { ...layout.margin, b: b + 18 * (most - 1) };
+    layout.height += 18 * (most - 1);
+  }
   filled(trace, columns) {
     if (trace.meta?.lane && columns.store.x0) return { ...trace, ...outlines(columns, trace.meta.lane) };
     const out = { ...trace };
-    for (const name of ["x", "y"]) if (columns.store[name]) out[name] = columns.column(name);
-    return out;
+    const { rank } = trace.meta ?? {};
+    if (this.lit !== null && rank !== undefined)
+      Object.assign(out, rank === this.lit ? { opacity: 1, line: { ...trace.line, width: 2.5 } } : { opacity: 0.15 });
+    for (const name of ["x", "y", "z"]) if (columns.store[name]) out[name] = columns.column(name);
+    return this.holding.until && !columns.store.z && out.x ? this.upTo(out) : out;
+  }
+  // While a run is played: what had happened by then.
+  upTo(trace) {
+    const limit = this.holding.until[this.holding.spec.axes[trace.xaxis ?? "x"]];
+    if (limit === undefined) return trace;
+    const kept = [...trace.x.keys()].filter((i) => trace.x[i] <= limit);
+    return { ...trace, x: kept.map((i) => trace.x[i]), y: kept.map((i) => trace.y[i]) };
+  }
+  // Axes stay as wide as the whole run is, so that curves grow along them.
+  hold(layout) {
+    for (const [axis, column] of Object.entries(this.holding.spec.axes)) {
+      if (this.holding.spec.tools || this.holding.until?.[column] === undefined) continue;
+      const every = this.holding.traces.filter((_, i) => (this.data[i].xaxis ?? "x") === axis && !this.holding.traces[i].store.z)
+        .flatMap((t) => (t.n ? [...(t.column("x") ?? [])] : []));
+      if (every.length) put(layout, `${axis.replace("x", "xaxis")}.range`, [Math.min(...every, 0), Math.max(...every)]);
+    }
   }
   // What lies over plotly's drawing; returns the labels of the changes that are on the chart.
   over(marks) {
@@ -245,7 +289,21 @@ class Picture {
     this.pen.setTransform(scale, 0, 0, scale, 0, 0);
     this.pen.font = `14px ${this.family}`;
     this.write();
+    this.ring();
     return this.mark(marks);
+  }
+  // A frame around the box that was walked to or pinned.
+  ring() {
+    const { xaxis, yaxis } = this.div._fullLayout, box = this.ringed;
+    if (!box || !xaxis) return;
+    const [low, high] = xaxis.range, from = Math.max(box.x0, low), to = Math.min(box.x1, high);
+    if (from > to) return;
+    const [top, bottom] = box.lane.map((edge) => yaxis._offset + yaxis.l2p(box.rank + edge));
+    const left = xaxis._offset + xaxis.l2p(from), width = Math.max(xaxis.l2p(to) - xaxis.l2p(from), 2);
+    for (const [wide, colour] of [[5, this.colours.paper], [2.5, this.colours.ink]]) {
+      Object.assign(this.pen, { lineWidth: wide, strokeStyle: colour });
+      this.pen.strokeRect(left, Math.min(top, bottom), width, Math.abs(bottom - top));
+    }
   }
   // The names of boxes into those that are wide enough, as short as need be.
   write() {
@@ -285,7 +343,7 @@ class Picture {
   }
   // A vertical line with a label at each change, in three rows by turns: a label may reach to the third change after it.
   mark(marks) {
-    const { axes, tools, labelled } = this.holding.spec;
+    const { axes, labelled, figure } = this.holding.spec;
     const shown = new Set(), out = [];
     for (const [axis, column] of Object.entries(axes)) {
       const x = this.div._fullLayout[axis.replace("x", "xaxis")], y = this.div._fullLayout.yaxis;
@@ -307,7 +365,7 @@ class Picture {
         ends[row] = left ? px : px + this.pen.measureText(text).width + 8;
         const line = element("div", { className: "wb-mark" }, element("span", { textContent: text }));
         line.style.cssText = `left:${x._offset + px}px;top:${y._offset}px;height:${y._length}px`;
-        const up = tools ? -20 : 20 * row;
+        const up = figure.layout.margin.t > 20 ? -20 : 20 * row; // above what is drawn, where there is room
         line.firstChild.style.cssText = `top:${up}px;${left ? "right" : "left"}:3px;background:${this.colours.paper}`;
         out.push(line);
         shown.add(mark.label);
@@ -332,7 +390,7 @@ class Picture {
         if (store.x1[i] < low || store.x0[i] > high) continue;
         const y = store.rank[i] + (lane[0] + lane[1] < 0 ? 0 : 0.5); // compute above, network below
         const box = Object.fromEntries(Object.entries(store).map(([k, v]) => [k, v[i]]));
-        found.set(y, [...(found.get(y) ?? []), { ...box, y, at: store.rank[i] + (lane[0] + lane[1]) / 2 }]);
+        found.set(y, [...(found.get(y) ?? []), { ...box, y, lane, at: store.rank[i] + (lane[0] + lane[1]) / 2 }]);
       }
     });
     return [...found].sort(([a], [b]) => a - b).map(([, row]) => row.sort((a, b) => a.x0 - b.x0));
@@ -350,7 +408,7 @@ class Picture {
       if (!lane || !store.x0) continue;
       for (let i = 0; i < n; i++)
         if (x >= store.x0[i] && x <= store.x1[i] && y >= store.rank[i] + lane[0] && y <= store.rank[i] + lane[1])
-          return Object.fromEntries(Object.entries(store).map(([k, v]) => [k, v[i]]));
+          return { ...Object.fromEntries(Object.entries(store).map(([k, v]) => [k, v[i]])), lane };
     }
     return null;
   }

@@ -2,6 +2,7 @@
 
     Dashboard(lab)     # controls, Start and Stop, the list of changes, and the charts of the lab's run
     Dashboard(run)     # the same charts of a recorded run
+    Dashboard(lab, read_only=True)  # for those who watch: what steers is left out, and asked of it does nothing
 
 One timer brings everything up to date, and only while a page shows it. It sets traits and nothing else.
 """
@@ -13,14 +14,18 @@ from typing import Any
 import ipywidgets
 from IPython.display import display
 
+from widgets import looks
 from widgets.board import Board
 from widgets.controls import Controls
+from widgets.files import Files
 from widgets.keep import Keep
 from widgets.members import Members
 from widgets.refresh import Refresh
 from widgets.requests import Requests
+from widgets.side import Side, there
 from widgets.summary import table
 from widgets.transport import Transport
+from widgets.tuner import Tuner
 from widgets.what_if import WhatIf
 from workbench.record.run import Run
 
@@ -28,22 +33,27 @@ from workbench.record.run import Run
 class Dashboard(ipywidgets.Box):
     """All there is to see and set, as one widget. Showing it twice gives two views of the same run.
 
-    shown: the Lab or the Run that it shows
+    shown: the Lab or the Run that it shows; read_only: whether one may only look
     """
 
-    def __init__(self, shown: Any) -> None:
-        self.shown = shown
+    def __init__(self, shown: Any, read_only: bool = False) -> None:
+        self.shown, self.read_only = shown, read_only
         recorded = isinstance(shown, Run)
-        self.board = Board(shown if recorded else shown.run_now)
-        kinds = () if recorded else (Transport, Controls, Requests, Members)
-        self.handles: tuple[Any, ...] = tuple(kind(shown) for kind in kinds)
+        self.board = Board(shown if recorded else shown.run_now, setter=None if recorded or read_only else self._set)
+        self.side = Side(self)
+        self.handles = () if recorded else self._made(shown)
         run_now = (lambda: shown) if recorded else (lambda: shown.run_now)
         self.what_if = WhatIf(run_now)
+        self.fold = _folded(self.what_if, "What if? The simulator beside the run")
+        self.files = Files(run_now, self.board.renew)
         self.keep = Keep(run_now, once=recorded)
-        frame = ipywidgets.Box(_boxes([self.board, _folded(self.what_if)], self.handles))
+        asked = self.fold, _folded(self.files, "Export, compare")
+        frame = ipywidgets.Box(_boxes([self.board, *asked], self.handles))
         frame.add_class("twb-frame")
         if recorded:
             frame.add_class("twb-recorded")
+        if read_only:
+            frame.add_class("twb-read-only")
         super().__init__([frame])
         self.add_class("twb-dashboard")
         self.timer = Refresh(self.board, self.refresh)
@@ -51,6 +61,36 @@ class Dashboard(ipywidgets.Box):
             self.timer.start()
         if not recorded:
             shown.watchers.append(lambda: self.board.watched)
+
+    def _made(self, lab: Any) -> tuple[Any, ...]:
+        """The handles: all of them, or for those who watch what the run is doing and what was changed."""
+        bar = Transport(lab, read_only=self.read_only, dock=self.dock if there() else None)
+        if self.read_only:
+            return bar, Requests(lab)
+        return bar, Controls(lab), Requests(lab), Members(lab), Tuner(lab)
+
+    def _set(self, path: str, value: Any) -> None:
+        self.shown.set(path, value)
+
+    @property
+    def _title(self) -> str:
+        return f"Run {self.shown.name}" if isinstance(self.shown, Run) else f"Lab {self.shown.name}"
+
+    def dock(self, anchor: str = "split-right") -> None:
+        """Shows it in a panel of JupyterLab beside the notebook, where it stays in sight; asked again, anew.
+
+        anchor: "split-right", "split-left", "split-top", "split-bottom", "tab-after", or "right", the side bar
+        Raises KnobError without the package sidecar.
+        """
+        self.side.show(self._title, anchor)
+
+    def state(self) -> dict[str, Any]:
+        """What is open, chosen, pinned and held still, as plain JSON; `restore` takes it. See widgets/looks.py."""
+        return looks.state(self)
+
+    def restore(self, state: dict[str, Any] | str) -> None:
+        """Shows what `state()` gave, as a dict or as JSON text. Raises KnobError for what is none."""
+        looks.restore(self, state)
 
     def refresh(self) -> None:
         """Brings the handles up to date and shows the lab's present run."""
@@ -64,7 +104,8 @@ class Dashboard(ipywidgets.Box):
         """Ends the timer and the widgets; the run goes on."""
         self.timer.stop()
         self.keep.close()
-        for part in (self.board, self.what_if, *self.handles):
+        self.side.close()
+        for part in (self.board, self.what_if, self.files, *self.handles):
             part.close()
         super().close()
 
@@ -89,19 +130,23 @@ class Dashboard(ipywidgets.Box):
         return f"Dashboard({self.shown!r})"
 
 
-def _folded(panel: WhatIf) -> Any:
+def _folded(panel: Any, title: str) -> Any:
     """The panel under a title that opens it."""
-    fold = ipywidgets.Accordion([panel], titles=["What if? The simulator beside the run"], selected_index=None)
-    fold.observe(lambda change: panel.follow() if change["new"] == 0 else None, "selected_index")
+    fold = ipywidgets.Accordion([panel], titles=[title], selected_index=None)
+    if isinstance(panel, WhatIf):
+        fold.observe(lambda change: panel.follow() if change["new"] == 0 else None, "selected_index")
     fold.add_class("twb-fold")
     return fold
 
 
 def _boxes(main: list[Any], handles: tuple[Any, ...]) -> list[Any]:
     places = {"twb-main": main}
-    if handles:
-        transport, controls, requests, members = handles
+    if len(handles) == 5:
+        transport, controls, requests, members, tuner = handles
+        main = [*main, _folded(tuner, "Tuner: settings tried while the ranks train")]
         places = {"twb-top": [transport], "twb-left": [controls, members, requests], "twb-main": main}
+    elif handles:
+        places = {"twb-top": [handles[0]], "twb-main": [*main, *handles[1:]]}
     boxes = []
     for place, parts in places.items():
         box = ipywidgets.VBox(parts)

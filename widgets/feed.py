@@ -10,9 +10,10 @@ import uuid
 from html import escape
 from typing import Any
 
+from widgets.film import film
 from widgets.marks import ChangeMark, all_marks
 from widgets.views import all_views
-from widgets.views._base import Patch, View
+from widgets.views._base import Patch, Setter, View
 from widgets.wire import Packing
 from workbench.settings.said import said
 
@@ -22,10 +23,12 @@ Message = tuple[dict[str, Any], list[bytes]]  # what is said, and its binary buf
 class Feed:
     """One run as messages, from its first row on. Views keep their place in the record here."""
 
-    def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None) -> None:
+    def __init__(self, run: Any, kinds: tuple[type[View], ...] | None = None, setter: Setter | None = None) -> None:
         self.run = run
+        self._plays = kinds is None  # a board of some charts only is part of something else
         self.key = uuid.uuid4().hex  # a page that knows another key has to greet again
-        self.views = [kind() for kind in (all_views().values() if kinds is None else kinds)]
+        self._setter = setter
+        self.views = [self._made(kind) for kind in (all_views().values() if kinds is None else kinds)]
         self.troubles: list[str] = []  # what went wrong, once each
         self._marks: list[ChangeMark] = []
         self._hushed: dict[str, str] = {}  # views that are silent now, and what stands in their place
@@ -34,7 +37,15 @@ class Feed:
         """The charts' specs and the run so far."""
         specs = [_spec(view, self.run) for view in self.views]
         content, buffers = self.news() or ({"views": {}}, [])
-        return {**content, "kind": "open", "run": self.key, "specs": specs}, buffers
+        return {**content, "kind": "open", "run": self.key, "specs": specs, "film": self._film()}, buffers
+
+    def _film(self) -> dict[str, Any] | None:
+        """What the page plays the run from; None while it is live, or a riddle, whose settings tell."""
+        try:
+            return None if self.run.secret or not self._plays else film(self.run)
+        except Exception as error:  # a record that cannot be played is still to be seen
+            self.troubles.append(f"The run cannot be played: {said(error)}")
+            return None
 
     def news(self) -> Message | None:
         """What is new in each view since it was last asked; None if nothing is."""
@@ -63,6 +74,11 @@ class Feed:
                     trouble.append(text)
         return patches, "; ".join(trouble)
 
+    def _made(self, kind: type[View]) -> View:
+        view = kind()
+        view.setter = self._setter
+        return view
+
     def _hush(self, view: View) -> Patch:
         """In place of what a view would tell of a riddle: its sentence, once."""
         said = self._hushed.get(view.name)
@@ -74,7 +90,7 @@ class Feed:
         if self._hushed.pop(view.name, None) is None:
             return view
         at = self.views.index(view)
-        self.views[at] = type(view)()
+        self.views[at] = self._made(type(view))
         return self.views[at]
 
     def message(self, patches: dict[str, Patch]) -> Message:
@@ -88,8 +104,10 @@ class Feed:
         return next((view for view in self.views if view.name == name), None)
 
     def table(self, name: str) -> dict[str, Any]:
-        """A view's data table; empty if it has none."""
+        """A view's data table; empty if it has none, or would tell of a riddle."""
         view = self.view(name)
+        if view and view.tells and self.run.secret:
+            return {}
         grid = view.table(self.run) if view else None
         return {} if grid is None else {"head": grid.head, "rows": grid.rows, "note": grid.note}
 
@@ -101,5 +119,5 @@ def _spec(view: View, run: Any) -> dict[str, Any]:
     return {
         **{k: getattr(view, k) for k in said},
         "figure": None if figure is None else json.loads(figure.to_json()),
-        "table": view.table(run) is not None,
+        "table": type(view).table is not View.table,  # not by making one: of a long run that takes as long as the chart
     }

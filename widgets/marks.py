@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from workbench.settings import AND, each
+
 EVENTS = ("asked", "hang", "preempted", "members", "rolled back")  # marks of the record that are drawn beside changes
 SIGN = "!"  # in place of a number
 
@@ -71,10 +73,14 @@ def label(detail: dict[str, Any]) -> str:
     'Pipeline of Tensor'
     >>> label({"path": "strategy.every", "value": 4, "by": "AdaComm"})
     'every = 4 by AdaComm'
+    >>> label({"path": "strategy, partition", "value": {"strategy": {"DDP": {}}, "partition": {"Tensor": {"ways": 2}}}})
+    'DDP(), Tensor'
     """
     if by := detail.get("by"):
         return f"{label({k: v for k, v in detail.items() if k != 'by'})} by {by}"
     value = detail.get("value")
+    if len(settings := each(str(detail.get("path", "")), value)) > 1:
+        return AND.join(label({"path": path, "value": one}) for path, one in settings.items())
     if detail.get("path") == "partition" and isinstance(value, dict):
         return " of ".join(_nested(value))
     if isinstance(value, dict):

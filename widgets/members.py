@@ -21,6 +21,7 @@ WHY = {
     "thaw": "let a frozen process go on",
     "preempt": "tell its process to leave, as Slurm or a spot instance does, and kill it 30 s later",
     "kill": "end its process, as a crash does; the others do as on_death says",
+    "profile": "record its next 5 steps operator by operator with torch.profiler, beside the run",
     "resize": "let so many ranks train together: some are taken out, or idle engines come in",
 }
 
@@ -37,6 +38,7 @@ class Members(anywidget.AnyWidget):
     most = traitlets.Int(1).tag(sync=True)
     why = traitlets.Dict(WHY).tag(sync=True)
     error = traitlets.Unicode("").tag(sync=True)
+    opened = traitlets.Bool(False).tag(sync=True)
 
     def __init__(self, lab: Any) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Members(anywidget.AnyWidget):
         """Does what was asked: {"do": one of WHY, "rank": a rank, "ranks": how many}."""
         self.error = ""
         verbs = {"evict": self.lab.evict, "freeze": self.lab.freeze, "thaw": self.lab.thaw, "kill": self.lab.kill,
-                 "preempt": self.lab.preempt}  # fmt: skip
+                 "preempt": self.lab.preempt, "profile": lambda rank: self.lab.run_now.profile(rank)}  # fmt: skip
         try:
             if message["do"] == "resize":
                 self.lab.resize(int(message["ranks"]))

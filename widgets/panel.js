@@ -15,6 +15,17 @@ function describe(box, names) {
   return lines;
 }
 
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-Infinity, 0], End: [Infinity, 0] };
+const KEYS_SAID = "Boxes: arrow keys go from one to the next and name it, Home and End to the ends of a row, Page Up and Page Down "
+  + "to other steps; Enter pins it, Escape lets go.";
+const same = (a, b) => !!a && !!b && a.row === b.row && a.lane[0] === b.lane[0];
+
+// A box as a sentence, for those who hear it.
+function spoken(box, names, pinned) {
+  const [name, place, ...rest] = describe(box, names);
+  return `${place[0].toUpperCase()}${place.slice(1)}: ${[name, ...rest].join(", ")}${pinned ? ", pinned" : ""}.`;
+}
+
 class Panel {
   constructor(hub, holding) {
     this.hub = hub;
@@ -60,29 +71,56 @@ class Panel {
       if (this.theme !== theme || !this.items) this.key(theme);
       for (const [item, number] of this.items) item.hidden = item.lane && !holding.traces[number].n;
       this.picture.low = this.low;
-      labels = await this.picture.draw(Plotly, theme, this.hub.marks);
+      const { marks, until, lit } = this.hub;
+      labels = await this.picture.draw(Plotly, theme, until ? marks.filter((m) => m.t <= until.t) : marks, lit);
       if (labels) this.el.dataset.marks = JSON.stringify(labels);
     }
     [this.version, this.theme, this.at] = [version, theme, performance.now()];
     if (!labels) return; // drawn once it is given a width
     this.follow?.();
     if (this.pointer) this.point(this.pointer); // another span may lie under it now
+    else if (this.tip) this.name();
     this.facts();
   }
   // The legend; kinds of boxes are listed while there are any.
   key(theme) {
     const { figure } = this.holding.spec;
     this.items = legend(figure, theme).map(([name, css, number]) => {
-      const swatch = element("span", { className: "wb-swatch" });
+      const swatch = element("span", { className: "wb-swatch" }), { lane, rank } = figure.data[number].meta ?? {};
       swatch.style.cssText = css;
-      return [Object.assign(element("li", {}, swatch, name), { lane: !!figure.data[number].meta?.lane }), number];
+      const item = rank === undefined ? element("li", {}, swatch, name) : element("li", {}, this.chooser(rank, swatch, name));
+      return [Object.assign(item, { lane: !!lane }), number];
     });
+    this.picture.chosen = (rank) => rank !== undefined && this.hub.choose(rank);
     this.legend.replaceChildren(...this.items.map(([item]) => item));
+  }
+  // A rank in the legend: pointed at, its curves are set off against all others; pressed, they stay so.
+  chooser(rank, ...shown) {
+    const button = element("button", { type: "button", className: "wb-rank", title: "set this rank off; press to keep it so" }, ...shown);
+    button.dataset.rank = rank;
+    button.setAttribute("aria-pressed", String(this.hub.looks.rank === rank));
+    button.onclick = () => this.hub.choose(rank);
+    for (const begin of ["mouseenter", "focus"]) button.addEventListener(begin, () => this.hub.light(rank));
+    for (const end of ["mouseleave", "blur"]) button.addEventListener(end, () => this.hub.light(null));
+    return button;
+  }
+  // The page looks as `looks` says: which table is open, which rank is set off.
+  look() {
+    this.opens?.();
+    for (const button of this.legend?.querySelectorAll(".wb-rank") ?? [])
+      button.setAttribute("aria-pressed", String(this.hub.looks.rank === Number(button.dataset.rank)));
+    if (this.holding.spec.figure?.data.some((trace) => trace.meta?.rank !== undefined) && this.picture.lit !== this.hub.lit) this.redraw = true;
+    if (this.tip && !this.pointer) this.name();
   }
   text(html) {
     const open = new Set([...this.body.querySelectorAll("details[open]")].map((d) => d.dataset.key));
+    const focused = this.body.contains(document.activeElement) && document.activeElement.dataset.ask;
     this.body.innerHTML = html;
     for (const d of this.body.querySelectorAll("details")) if (open.has(d.dataset.key)) d.open = true;
+    for (const button of this.body.querySelectorAll("[data-ask]")) {
+      button.onclick = () => this.hub.say({ kind: "ask", view: this.holding.spec.name, request: JSON.parse(button.dataset.ask) });
+      if (focused && button.dataset.ask === focused) button.focus();
+    }
   }
   // What was really drawn, for tests and for the curious.
   facts() {
@@ -102,10 +140,17 @@ class Panel {
     const button = element("button", { type: "button", className: "wb-button", textContent: "Table" });
     button.setAttribute("aria-expanded", "false");
     button.setAttribute("aria-label", `Data table of ${this.holding.spec.title}`);
+    const { name } = this.holding.spec;
+    this.opens = () => {
+      const open = (this.hub.looks.tables ?? []).includes(name);
+      if (open !== place.hidden) return;
+      place.hidden = !open;
+      button.setAttribute("aria-expanded", String(open));
+      this.hub.say({ kind: "table", view: name, open });
+    };
     button.onclick = () => {
-      place.hidden = !place.hidden;
-      button.setAttribute("aria-expanded", String(!place.hidden));
-      this.hub.say({ kind: "table", view: this.holding.spec.name, open: !place.hidden });
+      const open = this.hub.looks.tables ?? [];
+      this.hub.look({ tables: place.hidden ? [...open, name] : open.filter((other) => other !== name) });
     };
     this.tabulate = ({ head, rows, note }) => {
       const cell = (tag) => (value) => element(tag, { textContent: value ?? "" });
@@ -155,13 +200,13 @@ class Panel {
     this.hover();
   }
   hover() {
-    const tip = element("div", { className: "wb-tip", hidden: true });
+    const tip = this.tip = element("div", { className: "wb-tip", hidden: true });
     this.el.append(tip);
     this.point = (event) => {
       this.pointer = event;
       const hit = event && this.picture.boxAt(event);
-      tip.hidden = !hit;
-      if (!hit) return;
+      if (!hit) return this.name();
+      tip.hidden = false;
       tip.replaceChildren(...describe(hit, this.holding.facts.names).map((line) => element("div", { textContent: line })));
       const frame = this.el.getBoundingClientRect();
       tip.style.top = `${event.clientY - frame.top + 14}px`;
@@ -172,29 +217,77 @@ class Panel {
     this.walk(tip);
   }
   // Arrow keys go from box to box, along a row and from row to row; what was being followed is held still for that.
+  // Enter pins the box, so that it stays named; Escape lets it go, then the boxes. Page keys go from step to step.
   walk(tip) {
-    const { body, picture } = this;
+    const { body, picture, holding } = this;
+    const ask = (at) => this.hub.say({ kind: "ask", view: holding.spec.name, request: { at } });
+    this.said = element("p", { className: "wb-said twb-sr", role: "status" });
+    body.after(this.said);
     Object.assign(body, { tabIndex: 0 });
     Object.assign(body.dataset, { lmSuppressShortcuts: "true" }); // see [Note: Keys] in controls.js
     body.setAttribute("role", "application");
-    body.setAttribute("aria-label", "Boxes: arrow keys go from one to the next and name it");
-    tip.setAttribute("role", "status");
-    const stop = () => { this.box = null; tip.hidden = true; };
+    body.setAttribute("aria-label", KEYS_SAID);
+    tip.setAttribute("aria-hidden", "true"); // what it shows is said as a sentence
+    const stop = () => { this.box = null; this.name(); };
     body.addEventListener("keydown", (event) => {
-      const [along, across] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key] ?? [];
-      if (event.key === "Escape") stop();
-      if (along === undefined) return;
+      if (event.ctrlKey || event.altKey || event.metaKey) return;
+      const [along, across] = ARROWS[event.key] ?? [];
+      const page = { PageUp: -1, PageDown: 1 }[event.key];
+      if (event.key === "Escape") return this.leave(stop);
+      if (event.key !== "Enter" && along === undefined && !page) return;
       event.preventDefault();
-      if (this.holding.facts.follow) this.hub.say({ kind: "ask", view: this.holding.spec.name, request: { at: this.holding.facts.first } });
+      if (event.key === "Enter") return this.box && this.pin(same(this.box, this.pinned) ? null : this.box);
+      if (page) return ask(Math.max(0, (holding.facts.first ?? 0) + page));
+      if (holding.facts.follow) ask(holding.facts.first);
       this.box = this.beside(picture.rows(), along, across);
-      if (!this.box) return stop();
-      const { xaxis, yaxis } = picture.div._fullLayout, middle = (Math.max(this.box.x0, xaxis.range[0]) + this.box.x1) / 2;
-      tip.replaceChildren(...describe(this.box, this.holding.facts.names).map((line) => element("div", { textContent: line })));
-      tip.hidden = false;
-      tip.style.top = `${body.offsetTop + yaxis._offset + yaxis.l2p(this.box.at) + 14}px`;
-      tip.style.left = `${Math.max(0, Math.min(xaxis._offset + xaxis.l2p(middle), this.el.clientWidth - tip.offsetWidth - 4))}px`;
+      this.name();
     });
     body.addEventListener("blur", stop);
+    let pinned = 0;
+    body.addEventListener("click", (event) => { // a tap comes with two of plotly's: one from nowhere, one that would take it back
+      const hit = picture.boxAt(event);
+      if ((!event.isTrusted && !event.clientX && !event.clientY) || (hit && event.timeStamp - pinned < 100)) return;
+      pinned = hit ? event.timeStamp : 0;
+      if (hit || this.pinned) this.pin(hit && !same(hit, this.pinned) ? hit : null);
+    });
+  }
+  // Escape: first what is pinned, then the box, then the chart, whose tools come next.
+  leave(stop) {
+    if (this.pinned) return this.pin(null);
+    if (this.box) return stop();
+    this.head.querySelector(".wb-tools :is(button, input):not([hidden])")?.focus();
+  }
+  // Pins a box, or none, for all places of the page and for `state()`; what was being followed is held still.
+  pin(box) {
+    const { facts, spec } = this.holding;
+    if (box && facts.follow) this.hub.say({ kind: "ask", view: spec.name, request: { at: facts.first } });
+    const plain = box && { view: spec.name, row: box.row, lane: box.lane[0], rank: box.rank, step: box.step,
+      name: this.holding.facts.names[box.code].name };
+    this.hub.look({ pin: plain || null });
+  }
+  // The box that is pinned, if it is on the chart.
+  get pinned() {
+    const { pin } = this.hub.looks;
+    if (pin?.view !== this.holding.spec.name || !this.picture.div._fullLayout) return null;
+    return this.picture.rows().flat().find((box) => box.row === pin.row && box.lane[0] === pin.lane) ?? null;
+  }
+  // Names the box that was walked to, else the pinned one, beside it and as a sentence; and puts a frame around it.
+  name() {
+    const { picture, body, tip } = this, pinned = this.pinned, box = this.box ?? pinned;
+    if (picture.ringed !== box) {
+      picture.ringed = box;
+      if (picture.div._fullLayout) picture.over(picture.shown);
+    }
+    tip.hidden = !box;
+    const held = box && same(box, pinned);
+    const sentence = box ? spoken(box, this.holding.facts.names, held) : "";
+    if (this.said.textContent !== sentence) this.said.textContent = sentence;
+    if (!box) return;
+    const { xaxis, yaxis } = picture.div._fullLayout, middle = (Math.max(box.x0, xaxis.range[0]) + Math.min(box.x1, xaxis.range[1])) / 2;
+    const lines = [...describe(box, this.holding.facts.names), ...(held ? ["pinned"] : [])];
+    tip.replaceChildren(...lines.map((line) => element("div", { textContent: line })));
+    tip.style.top = `${body.offsetTop + yaxis._offset + yaxis.l2p(box.at) + 14}px`;
+    tip.style.left = `${Math.max(0, Math.min(xaxis._offset + xaxis.l2p(middle), this.el.clientWidth - tip.offsetWidth - 4))}px`;
   }
   // The box that lies `along` its row and `across` rows from the present one; the first of all if there is none.
   // Null where no box is in sight.
@@ -206,6 +299,6 @@ class Panel {
       return row.reduce((a, b) => (Math.abs(b.x0 - x) < Math.abs(a.x0 - x) ? b : a));
     }
     const place = rows[at].findIndex((box) => box.x0 === x && box.x1 === this.box.x1);
-    return rows[at][Math.max(0, place + along)] ?? rows[at].at(-1);
+    return rows[at][Math.max(0, Math.min(place + along, rows[at].length - 1))];
   }
 }

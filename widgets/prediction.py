@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary, ref
 
 import ipywidgets
 
+from widgets.worksheet import note
+
 STYLE = "<style>.twb-lesson { --jp-widgets-font-size: 14px; } .twb-lesson p { margin: 2px 0; }</style>"
 
 
@@ -60,6 +62,7 @@ class Prediction(ipywidgets.VBox):
         self.told.add_class("twb-told")
         super().__init__([ipywidgets.HTML(f"{STYLE}<b>{escape(question)}</b>"), self.radio, self.told])
         self.add_class("twb-lesson")
+        note("prediction", question)
         if self.said is not None:
             self._tell(f"Your prediction: {self.said}.")
 
@@ -101,6 +104,7 @@ class Prediction(ipywidgets.VBox):
         if self.said is None:
             return FIRST
         self._guess.shown = f"The record says: {truth}."
+        note("prediction", self.question, answer=truth)
         verdict = "As you said." if self.said == truth else "A surprise: find out why before you read on."
         when = " (when the run had begun)" if self._guess.late else ""
         text = f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}"
@@ -127,6 +131,7 @@ class Prediction(ipywidgets.VBox):
         if self.said is None:
             self._guess.late = self._begun
         self._guess.said = answer
+        note("prediction", self.question, said=answer, late=self._guess.late)
         self._tell(f"Your prediction: {answer}.")
 
     def _tell(self, text: str) -> None:

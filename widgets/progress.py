@@ -8,20 +8,24 @@ import time
 from collections import deque
 from typing import Any
 
-from workbench.analysis import last_steps
-from workbench.analysis.window import MEASURING, Window
+import numpy as np
+
+from workbench.analysis import last_steps, saving
+from workbench.analysis.window import MEASURING, Window, newest
 from workbench.record.alarms import NAMES, met, place
+from workbench.settings.doing import SOON, left, under_way
 
 PATIENCE = 2.0  # seconds without a step after which a person wonders
 WINDOW = 20  # steps that the speed is taken over
 
 
 class Progress:
-    """Follows rank 0 through a run's record: the step it is at and how fast steps go by."""
+    """Follows the first of the ranks that train through a run's record: the step it is at, how fast steps go by."""
 
     def __init__(self) -> None:
         self.run: Any = None
         self.cursor = 0
+        self.first = 0  # the rank
         self.step = -1
         self.seen = time.monotonic()  # when a step ended last
         self.lengths: deque[float] = deque(maxlen=WINDOW)
@@ -36,7 +40,9 @@ class Progress:
             return self
         spans = run.timeline.spans.rows(self.cursor)
         self.cursor += len(spans)
-        steps = spans[spans.equal("lane", "step") & (spans.rank == 0)]
+        since = newest(run.timeline)
+        self.first = since.members[0] if since is not None else 0
+        steps = spans[spans.equal("lane", "step") & (spans.rank == self.first)]
         if len(steps):
             self.seen = time.monotonic()
             self.step = int(steps.step[-1])
@@ -44,7 +50,7 @@ class Progress:
             self.measures = self.measures or bool(spans.equal("lane", MEASURING).any())
             if self.measures:
                 w = Window(run.timeline, *last_steps(run.timeline, WINDOW))
-                self.lengths = deque(w.step_seconds[w.usual, 0], maxlen=WINDOW)
+                self.lengths = deque(w.step_seconds[w.usual, int(w.column(np.array(self.first)))], maxlen=WINDOW)
         return self
 
     @property
@@ -58,11 +64,27 @@ class Progress:
         total = sum(self.lengths)
         return len(self.lengths) / total if total else None
 
+    @property
+    def last(self) -> int:
+        """How many steps the run is to make, with every change of that; 0 where nobody knows."""
+        if self.run is None:
+            return 0
+        changed = [change.value for change in self.run.changes if change.path == "steps"]
+        return int([self.run.settings.get("steps") or 0, *changed][-1] or 0)
+
+    @property
+    def to_go(self) -> float | None:
+        """Seconds until the last step has ended, if it goes on like this; None where nobody knows."""
+        if not self.last or self.step < 0 or not self.rate:
+            return None
+        return max(self.last - self.step - 1, 0) / self.rate
+
 
 def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
-    """One line: `running · step 123 · 8.2 steps/s · 4 ranks`."""
+    """One line: `running · step 123 of 400 · 8.2 steps/s · 34 s to go · 4 ranks`."""
     many = f"{ranks} rank{'s' * (ranks != 1)}"
     at = f"step {progress.step}" if progress.step >= 0 else ""
+    of = f" of {progress.last}" if at and progress.last else ""
     rate = f"{progress.rate:.3g} steps/s" if progress.rate else ""
     match state:
         case "starting":
@@ -70,12 +92,34 @@ def line(state: str, progress: Progress, ranks: int, detail: str = "") -> str:
         case "idle":
             parts = [_ended(progress.run), at, many] if progress.run else [f"ready, {many}", "press Start"]
         case "running":
-            parts = ["running", at or "first step is on its way", rate, many, detail]
+            to_go = left(progress.to_go) if progress.to_go else ""
+            parts = ["running", at + of or "first step is on its way", rate, to_go, many, detail]
         case "paused":
-            parts = [f"paused after {at}" if at else "paused", many]
+            parts = [f"paused after {at}{of}" if at else "paused", many]
         case _:
             parts = [state, at, detail]
     return " · ".join(p for p in parts if p)
+
+
+def works(run: Any, state: str, progress: Progress) -> list[dict[str, Any]]:
+    """What takes longer than a moment, for the page: what, its share (below 0: nobody knows), and both in words."""
+    found = [{"what": d.what, "share": _share(d.share), "said": repr(d)} for d in under_way()]
+    if run is not None and run.live and (kept := saving(run.timeline)) is not None:
+        lasted = time.time() - run.epoch - kept.since
+        if lasted > SOON:
+            share = None if kept.usual is None else min(lasted / max(kept.usual, 0.1), 0.99)
+            to_go = "" if kept.usual is None else left(max(kept.usual - lasted, 1.0))
+            what = f"writing the checkpoint of step {kept.step}"
+            found.append({"what": what, "share": _share(share), "said": ", ".join(filter(None, [what, to_go]))})
+    if state in ("running", "paused") and progress.last and progress.step >= 0:
+        share = min((progress.step + 1) / progress.last, 1.0)
+        said = f"{math.floor(100 * share)} % of {progress.last} steps done"
+        found.append({"what": "the run", "share": _share(share), "said": said})
+    return found
+
+
+def _share(share: float | None) -> float:
+    return -1.0 if share is None else round(share, 3)
 
 
 def _ended(run: Any) -> str:

@@ -1,7 +1,8 @@
 """A run as one plain page that opens from disk without a network: the dashboard's charts, cards and settings.
 
 The page is the live board's own page half (chart.js, panel.js, board.js), fed from inside the file instead of from
-a kernel; a live view and a recorded view cannot differ. Steps to hold still are chosen here: nobody computes later.
+a kernel (replay.js); a live view and a recorded view cannot differ. Steps to hold still are chosen here: nobody
+computes later. The site's lessons show their runs by the same two halves, `kept` and `REPLAY_JS`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from widgets.feed import Feed, Message
 from workbench.analysis import last_steps
 
 WINDOWS = 40  # stretches of steps that can be held still
+REPLAY_JS = PAGE_JS.replace("export default", "const board =") + (Path(__file__).parent / "replay.js").read_text()
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -43,51 +45,14 @@ pre {{ overflow: auto; font-size: 14px; }}
 <script type="text/plain" id="plotly">{plotly}</script>
 <script type="module">
 {js}
-{play}
+const text = (id) => document.getElementById(id).textContent;
+replay(document.getElementById("board"), text("run"), () => bytes(text("plotly")));
 </script></body></html>
 """
 
-PLAY = """
-// Stands in for the kernel: answers the page from what the file holds.
-const bytes = (text) => new DataView(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
-const unzipped = async (text) =>
-  (await new Response(new Blob([bytes(text)]).stream().pipeThrough(new DecompressionStream("gzip"))).json());
-const kept = await unzipped(document.getElementById("run").textContent);
-const hearers = new Set();
-let number = 0;
-const tell = ([content, buffer]) =>
-  [...hearers].forEach((hear) => hear({ ...content, number: ++number }, buffer === null ? [] : [bytes(buffer)]));
-const answers = {
-  hello: () => tell(kept.open), // any answer tells that somebody is there
-  here: () => tell([{ kind: "alive" }, null]),
-  plotly: () => tell([{ kind: "plotly" }, document.getElementById("plotly").textContent]),
-  table: ({ view, open }) => open && tell([{ kind: "tables", tables: { [view]: kept.tables[view] } }, null]),
-  ask: ({ request: { at } }) => {
-    if (at === undefined) return;
-    const near = kept.windows.reduce((a, b) => (Math.abs(b.first - at) < Math.abs(a.first - at) ? b : a));
-    tell(near.message);
-  },
-};
-const model = {
-  on: (_, hear) => hearers.add(hear),
-  off: (_, hear) => hearers.delete(hear),
-  send: (message) => queueMicrotask(() => answers[message.kind]?.(message)),
-};
-const shown = board();
-shown.initialize({ model });
-shown.render({ el: document.getElementById("board") });
-"""
-
-
 def write_report(run: Any, path: str | Path) -> Path:
     """Writes the run as a self-contained page (about 2 MB, plotly.js among it) and returns where."""
-    feed, path = Feed(run), Path(path)
-    content, buffers = feed.everything()
-    for spec in content["specs"]:
-        spec["tools"] = spec["tools"] and "at"  # the reader chooses among the windows below
-    kept: dict[str, Any] = {"open": _plain((content, buffers))}
-    kept["tables"] = {view.name: table for view in feed.views if (table := feed.table(view.name))}
-    kept["windows"] = [{"first": at, "message": _plain(message)} for at, message in _windows(feed)]
+    path = Path(path)
     state = f"{run.state}, {run.started}"
     page = PAGE.format(
         title=escape(f"Run {run.name}"),
@@ -95,27 +60,43 @@ def write_report(run: Any, path: str | Path) -> Path:
         css=PAGE_CSS,
         settings=escape(json.dumps(run.settings, indent=2, default=str)),
         environment=escape(json.dumps(run.environment, indent=2, default=str)),
-        run=base64.b64encode(gzip.compress(json.dumps(kept, default=str).encode(), mtime=0)).decode(),
+        run=kept(run),
         plotly=base64.b64encode(plotly_js()).decode(),
-        js=PAGE_JS.replace("export default", "const board ="),
-        play=PLAY,
+        js=REPLAY_JS,
     )
     path.write_text(page, encoding="utf-8")
     return path
 
 
-def _windows(feed: Feed) -> list[tuple[int, Message]]:
+def kept(run: Any, windows: int = WINDOWS, steps: int | None = None) -> str:
+    """What a page needs of the run, as base64 text: its charts, its tables, and stretches of steps to hold still.
+
+    windows: so many are spread evenly, as many as there are steps if that is fewer. steps: in each; None: as suits.
+    """
+    feed = Feed(run)
+    content, buffers = feed.everything()
+    for spec in content["specs"]:
+        spec["tools"] = spec["tools"] and "at"  # the reader chooses among the windows below
+        spec["quiet"] |= bool(len(run.timeline.spans))  # what is not there will not come
+    held: dict[str, Any] = {"open": _plain((content, buffers))}
+    held["tables"] = {view.name: table for view in feed.views if (table := feed.table(view.name))}
+    held["windows"] = _windows(feed, windows, steps)
+    return base64.b64encode(gzip.compress(json.dumps(held, default=str).encode(), mtime=0)).decode()
+
+
+def _windows(feed: Feed, windows: int, steps: int | None) -> list[dict[str, Any]]:
     """Some stretches of steps that the reader may hold still: evenly spread, and around each change."""
     view, (first, stop) = feed.view("timeline"), last_steps(feed.run.timeline)
     if view is None or stop <= first:
         return []
-    even = np.linspace(first, stop - 1, WINDOWS).astype(int).tolist()
+    even = np.linspace(first, stop - 1, windows).astype(int).tolist()
     near = [max(first, change.at_step + d) for change in feed.run.changes[:WINDOWS] for d in (-2, -1, 0, 2)]
     out = []
     for at in sorted(set(even) | set(near)):
-        view.ask({"at": at})
+        view.ask({"at": at, "steps": steps})
         if patch := view.update(feed.run):
-            out.append((at, feed.message({view.name: patch})))
+            message = _plain(feed.message({view.name: patch}))
+            out.append({"first": at, "message": message, "tables": {view.name: feed.table(view.name)}})
     return out
 
 

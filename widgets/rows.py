@@ -5,6 +5,8 @@ A row is a dict that crosses to the page as JSON. No widget, thread or lab is kn
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, cast
 
@@ -13,9 +15,11 @@ from widgets.stops import nearest, shown, stops
 from workbench.settings import Knob, KnobError, knobs
 
 FIRST = ("strategy", "partition", "compressor", "bucket_mb", "fabric.link.bandwidth", "fabric.link.latency", "pace")
+PAIR = ("strategy", "partition")  # not each goes with each
 LATER = "can be set only before Start; stop this run first"
 
 Row = dict[str, Any]
+Asks = Callable[[Any], str]  # why the task's model refuses an experiment, in a sentence, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,7 @@ class Now:
     waiting: frozenset[str] = frozenset()  # paths of changes that are requested and not yet applied
     errors: tuple[tuple[str, str], ...] = ()  # (path, the sentence that refused what was asked there)
     drafts: tuple[tuple[str, Any], ...] = ()  # (path of a tuple knob, the member about to be added to it)
+    asks: Asks | None = None  # None: not now
 
 
 def rows(experiment: Any, now: Now) -> list[Row]:
@@ -74,7 +79,7 @@ def _member(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: Now
     found = options(cast(type, k.family), bare=nested, present=k.default)
     row = _row(path, k, level, turnable, now)
     index = chosen(found, k.default)
-    offered = [_offer(whole, path, o, i == index) for i, o in enumerate(found)]
+    offered = [_offer(whole, path, o, i == index, now) for i, o in enumerate(found)]
     row |= {"kind": "choice", "options": offered, "index": index, "value": type(k.default).__name__}
     inside = _under(whole, k.default, path + ".", level + 1, turnable, now)
     if not nested and covered(found, k.default):
@@ -83,16 +88,48 @@ def _member(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: Now
     return [row, *inside]
 
 
-def _offer(whole: Any, path: str, option: Option, present: bool) -> Row:
+def _offer(whole: Any, path: str, option: Option, present: bool, now: Now) -> Row:
     """One line of a dropdown; one that would be refused now says why."""
-    why = ""
+    why, text = "", option.text
     if not present and path:
         try:
-            whole.set(path, option.value)
+            asked = at_once(whole, path, option.value)
+            why = refused_anew(whole, asked, now.asks)
+            text += "".join(f", with {type(value).__name__}" for name, value in asked.items() if name != path)
         except KnobError as error:
             why = str(error)
-    offered = {"text": option.text, "value": option.value, "group": option.group}
+    offered = {"text": text, "value": option.value, "group": option.group}
     return offered | {"doc": why or option.doc, "refused": bool(why)}
+
+
+def at_once(whole: Any, path: str, value: Any) -> dict[str, Any]:
+    """By path what sets a knob: it alone; with the other of `PAIR` as it is by default, where that lets it be.
+
+    Raises KnobError where nothing does.
+    """
+    try:
+        whole.set(path, value)
+    except KnobError as error:
+        if path not in PAIR:
+            raise
+        other = next(k for k in knobs(type(whole)) if k.name in PAIR and k.name != path)
+        both = {path: value, other.name: other.default}
+        with suppress(KnobError):
+            whole.set(both)
+            return both
+        raise error from None
+    return {path: value}
+
+
+def refused_anew(whole: Any, settings: dict[str, Any], asks: Asks | None) -> str:
+    """Why the model refuses new values of knobs, where it does not say the same of the present ones; else "".
+
+    Raises KnobError where the experiment itself refuses them.
+    """
+    wanted = whole.set(settings)
+    if asks is None or wanted.task != whole.task or not (why := asks(wanted)):
+        return ""
+    return why if why != asks(whole) else ""
 
 
 def _row(path: str, k: Knob, level: int, turnable: bool, now: Now) -> Row:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import anywidget
 import traitlets
 
 from widgets.controls import HERE, page_js, told
-from widgets.progress import Progress, line, trouble
+from widgets.progress import Progress, line, trouble, works
 from workbench.analysis.export import as_python
+from workbench.settings import KnobError
 from workbench.settings.said import said
 
 MAY = {
@@ -40,7 +42,10 @@ lab
 
 
 class Transport(anywidget.AnyWidget):
-    """The bar on top of the dashboard; `refresh()` brings it up to date and sends only what changed."""
+    """The bar on top of the dashboard; `refresh()` brings it up to date and sends only what changed.
+
+    read_only: a person may look: nothing is asked of the lab. dock: shows the dashboard beside the notebook, or None
+    """
 
     _esm = page_js("transport.js")
     _css = (HERE / "look.css").read_text("utf8")
@@ -49,10 +54,13 @@ class Transport(anywidget.AnyWidget):
     may = traitlets.Dict().tag(sync=True)
     why = traitlets.Dict(WHY).tag(sync=True)
     error = traitlets.Dict().tag(sync=True)
+    works = traitlets.List(traitlets.Dict()).tag(sync=True)
+    docks = traitlets.Bool(False).tag(sync=True)
+    read_only = traitlets.Bool(False).tag(sync=True)
 
-    def __init__(self, lab: Any) -> None:
-        super().__init__()
-        self.lab = lab
+    def __init__(self, lab: Any, *, read_only: bool = False, dock: Callable[[], Any] | None = None) -> None:
+        super().__init__(read_only=read_only, docks=dock is not None)
+        self.lab, self._dock = lab, dock
         self.progress = Progress()
         self._refused = ""
         self.on_msg(lambda _, message, __: self.asked(message["do"]))
@@ -65,7 +73,8 @@ class Transport(anywidget.AnyWidget):
         early = state == "starting" and not self.lab.live  # engines come up; a run may be asked for already
         with self.hold_trait_notifications():
             self.state = state
-            self.may = dict.fromkeys(("start",) if early else MAY[state], True)
+            self.may = {} if self.read_only else dict.fromkeys(("start",) if early else MAY[state], True)
+            self.works = works(run, state, self.progress)
             self.line = line(state, self.progress, self.lab.experiment.ranks, self._detail(state))
             self.error = self._error(run)
 
@@ -90,6 +99,10 @@ class Transport(anywidget.AnyWidget):
     def asked(self, what: str) -> None:
         """A person pressed a button on the page."""
         self._refused = ""
+        if what == "dock":
+            return self._docked()
+        if self.read_only:
+            return
         if what in SHOW_ALL and told(self.lab) is not self.lab.experiment:
             self._refused = "A riddle is on: answer it, or riddle.give_up(), first."
             return self.refresh()
@@ -105,6 +118,14 @@ class Transport(anywidget.AnyWidget):
             verbs.get(what, self.lab.stop)()
         except Exception as error:  # whatever it is, the person who pressed the button must read it
             self._refused = said(error)
+        self.refresh()
+
+    def _docked(self) -> None:
+        try:
+            if self._dock is not None:
+                self._dock()
+        except KnobError as error:
+            self._refused = str(error)
         self.refresh()
 
     def _show_stacks(self) -> None:

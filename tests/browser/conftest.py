@@ -56,21 +56,21 @@ def jupyter(tmp_path: Path) -> Iterator[Jupyter]:
 
 
 @contextmanager
-def served(tmp_path: Path) -> Iterator[Jupyter]:
-    """The same for as long as one likes: several tests may share it.
+def served(tmp_path: Path, app: str = "jupyterlab") -> Iterator[Jupyter]:
+    """The same for as long as one likes: several tests may share it. app: the module, which "notebook" may be as well.
 
     Kernels are spoken to through files, whose paths must be short: ports are chosen long before they are taken, and
     where another process has one by then, a kernel dies of it (seen once in 36 tests).
     """
     with tempfile.TemporaryDirectory(prefix="jupyter-", dir="/tmp") as runtime:
-        yield from _served(tmp_path, runtime)
+        yield from _served(tmp_path, runtime, app)
 
 
-def _served(tmp_path: Path, runtime: str) -> Iterator[Jupyter]:
+def _served(tmp_path: Path, runtime: str, app: str) -> Iterator[Jupyter]:
     folder = tmp_path / "notebooks"
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     token = secrets.token_hex(16)
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0"]
+    command = [sys.executable, "-m", app, "--no-browser", "--ip=127.0.0.1", "--port=0"]
     command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--KernelManager.transport=ipc"]
     _quiet(tmp_path / "config")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
@@ -117,6 +117,7 @@ class Sheet:
     def __init__(self, page: Any, jupyter: Jupyter) -> None:
         self.page = page
         self.jupyter = jupyter
+        page.add_locator_handler(page.get_by_text("Select kernel for:"), self._same_kernel)
 
     def open(self, name: str, *, side_bar: bool = False) -> None:
         self.name = name
@@ -133,6 +134,14 @@ class Sheet:
             assert time.monotonic() < end, "the notebook's kernel is not connected after 60 s"
             self.page.wait_for_timeout(200)
         self.page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]", timeout=60_000)
+
+    def _same_kernel(self) -> None:
+        """Now and then JupyterLab asks a second tab for a kernel; a person takes the one that the first tab has."""
+        dialog = self.page.locator("dialog.jp-Dialog")
+        running = [label for label in dialog.locator("option").all_inner_texts() if label.startswith(self.name)]
+        if running:
+            dialog.locator("select").select_option(label=running[0])
+        dialog.get_by_role("button", name="Select", exact=True).click()
 
     def _connected(self) -> bool:
         with urllib.request.urlopen(
@@ -173,6 +182,8 @@ class Sheet:
     def theme(self, name: str) -> None:
         """Switches JupyterLab's theme, through its menu."""
         before = self.page.evaluate("document.body.dataset.jpThemeName")
+        if before == name:
+            return
         self.page.get_by_role("menuitem", name="Settings", exact=True).click()
         menu = self.page.locator(".lm-Menu-itemLabel")
         menu.get_by_text("Theme", exact=True).hover()

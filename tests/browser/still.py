@@ -15,6 +15,8 @@ from workbench.settings import Change
 class Still(StillLab):
     """Changes are applied at once; `end` ends the run."""
 
+    name = "still"
+
     def set(self, path: str, value: Any) -> PendingChange:
         self.experiment = self.experiment.set(path, value)
         done = PendingChange(Change(100, path, value, f"change {len(self.changes)}"), 100)
@@ -25,7 +27,7 @@ class Still(StillLab):
         """A rank hangs; "": no more."""
         self.notes[:] = [what] if what else []
         if self.run_now:
-            self.run_now._control = SimpleNamespace(holdup=what)  # type: ignore[assignment]
+            self.run_now._control = SimpleNamespace(holdup=what, standing=[])  # type: ignore[assignment]
 
     def end(self) -> None:
         if self.run_now:

@@ -73,3 +73,60 @@ def test_boxes_are_reached_by_keyboard_and_named(browser: Any, tmp_path: Path) -
     assert "rank 1" in said[3][1] and "all_reduce" in said[4][0] and "rank 0" in said[4][1]
     bridge.page.keyboard.press("Escape")
     assert not tip.is_visible()
+
+
+def test_a_box_is_pinned_by_enter_said_in_a_sentence_and_let_go_by_escape(browser: Any, tmp_path: Path) -> None:
+    bridge = Bridge(browser, tmp_path, recorded(steps=60, ranks=2))
+    bridge.drawn("timeline")
+    frame, page = bridge.page.locator("[data-view=timeline] .wb-frame"), bridge.page
+    tip, said = (page.locator(f"[data-view=timeline] {name}") for name in (".wb-tip", ".wb-said"))
+    page.locator("[data-view=timeline] [type=number]").focus()
+    while not frame.evaluate("(e) => e === document.activeElement"):
+        page.keyboard.press("Tab")
+    assert frame.evaluate("(e) => getComputedStyle(e).outlineStyle") == "solid"
+
+    def press(key: str) -> str:
+        page.keyboard.press(key)
+        bridge.settle(300)
+        return str(said.inner_text())
+
+    first = bridge.fact("timeline", "first-step")
+    assert press("Home").startswith(f"Rank 0, step {first}: forward, ")
+    last = press("End")
+    assert "update" in last and press("Enter") == f"{last[:-1]}, pinned."
+    held = bridge.fact("timeline", "first-step")
+    page.locator("[data-view=timeline] [type=number]").focus()
+    bridge.settle(300)
+    assert tip.is_visible() and "pinned" in tip.inner_text()  # it stays named when the focus is elsewhere
+    frame.focus()
+    press("PageUp")
+    assert bridge.fact("timeline", "first-step") == held - 1
+    press("PageDown")
+    assert press("Escape") == "" and not tip.is_visible()
+    assert press("ArrowDown").startswith("Rank ")
+    assert press("Escape") == "" and frame.evaluate("(e) => e === document.activeElement")
+    press("Escape")
+    assert page.evaluate("document.activeElement.closest('.wb-tools') !== null")
+
+
+def test_a_rank_is_set_off_by_its_name_in_the_legend(browser: Any, tmp_path: Path) -> None:
+    bridge = Bridge(browser, tmp_path, recorded(steps=60, ranks=3))
+    bridge.drawn("loss")
+    shown = """() => document.querySelector('[data-view=loss] .wb-chart').data
+      .filter((t) => t.meta?.rank !== undefined && t.xaxis === 'x').map((t) => [t.line.dash, t.opacity])"""
+    plain = bridge.page.evaluate(shown)
+    assert len({dash for dash, _ in plain}) == 3 and {opacity for _, opacity in plain} == {0.75}
+    button = bridge.page.locator("[data-view=loss] .wb-rank[data-rank='1']")
+    button.focus()
+    bridge.settle(1500)
+    assert [opacity for _, opacity in bridge.page.evaluate(shown)] == [0.15, 1, 0.15]
+    bridge.page.keyboard.press("Enter")
+    button.blur()
+    bridge.settle(1500)
+    assert button.get_attribute("aria-pressed") == "true"
+    assert [opacity for _, opacity in bridge.page.evaluate(shown)] == [0.15, 1, 0.15]
+    button.click()
+    bridge.page.mouse.move(0, 0)
+    button.blur()
+    bridge.settle(1500)
+    assert [opacity for _, opacity in bridge.page.evaluate(shown)] == [0.75] * 3

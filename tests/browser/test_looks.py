@@ -123,6 +123,44 @@ def test_the_timeline_is_in_sight_while_any_control_is_turned(shown: Sheet, size
         assert row.is_visible() and shown.page.evaluate(seen), row.get_attribute("data-path")
 
 
+FOCUSED = """() => {
+  const e = document.activeElement, style = getComputedStyle(e), inside = !!e.closest('.twb-dashboard');
+  return { inside, name: `${e.tagName} ${e.className} ${e.textContent.slice(0, 20)}`,
+    text: e.matches('input[type=text], input:not([type])'), own: !!e.dataset.lmSuppressShortcuts,
+    shown: style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 1 || style.boxShadow !== 'none' };
+}"""
+
+
+def test_every_handle_is_reached_by_tab_shows_that_it_is_and_keeps_its_keys(shown: Sheet) -> None:
+    sized(shown, "large")
+    shown.page.locator(".twb-transport button:enabled").first.focus()
+    seen: dict[str, dict[str, Any]] = {}
+    for _ in range(120):
+        shown.page.keyboard.press("Tab")
+        now = shown.page.evaluate(FOCUSED)
+        if not now["inside"]:
+            break
+        seen[now["name"]] = now
+    assert not now["inside"] and len(seen) > 25
+    assert [name for name, at in seen.items() if not at["shown"]] == []
+    assert [name for name, at in seen.items() if not at["own"] and not at["text"]] == []
+    fold = shown.page.locator(".twb-fold .lm-AccordionPanel-title, .twb-fold .jupyter-widget-Collapse-header").first
+    fold.focus()
+    if fold.get_attribute("aria-expanded") == "true":  # another test left it open
+        shown.page.keyboard.press("Enter")
+        shown.page.wait_for_timeout(500)
+    shown.page.keyboard.press("Enter")
+    slider = shown.page.locator(".twb-whatif .noUi-handle").first
+    slider.wait_for(timeout=20_000)
+    slider.focus()
+    before = slider.get_attribute("aria-valuenow")
+    shown.page.keyboard.press("ArrowRight")
+    shown.page.wait_for_timeout(500)
+    assert slider.get_attribute("aria-valuenow") != before
+    fold.focus()
+    shown.page.keyboard.press("Enter")
+
+
 def test_a_chart_follows_a_change_of_size_that_comes_while_it_is_drawn(shown: Sheet) -> None:
     shown.page.evaluate("""() => {
       const react = Plotly.react, rest = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -180,7 +218,7 @@ def test_compressors_are_listed_by_kind_after_a_few_to_start_with(shown: Sheet) 
 
 
 def test_the_box_of_a_step_holds_five_digits(shown: Sheet) -> None:
-    box = shown.page.locator("[data-view=timeline] .wb-step")
+    box = shown.page.locator("[data-view=timeline] .wb-step").first
     box.evaluate("(e) => { e.max = 99999; e.value = '98765'; }")
     assert box.evaluate("(e) => e.scrollWidth <= e.clientWidth")
 

@@ -40,6 +40,7 @@ def marks() -> list[Mark]:
     whole = {"nbytes": [10], "ranks": [0, 1], "dims": {tag("dims"): 2}, "inside": [tag("inside")], "serve": [],
              "texts": [tag("texts")], "seconds": 1.0, "rank": 0, "step": 3, "met": False, "takes_ms": 5.0,
              "asked_ms": 1.0, "stages": 1, "slices": 1, "parameters": 10, "stands_for": 1, "clock_error": 0.0,
+             "clock_offset": 0.0, "steps": 5, "first": 2,
              "lost": 1, "requested_at": 0.0}  # fmt: skip
     found = []
     for n, name in enumerate([*dict.fromkeys([*FIELDS, *MUST, *OTHERS]), tag("mark")]):

@@ -100,7 +100,7 @@ def test_showing_a_lab_twice_is_two_views_of_one_dashboard(no_thread: None) -> N
 
 
 def test_a_lab_has_handles_and_a_recorded_run_has_none(no_thread: None) -> None:
-    assert len(Dashboard(StillLab()).handles) == 4
+    assert len(Dashboard(StillLab()).handles) == 5
     shown = Dashboard(recorded(steps=20))
     assert shown.handles == () and shown.board.run is shown.shown
 
@@ -121,7 +121,7 @@ def test_start_shows_the_new_run_on_the_board(no_thread: None) -> None:
     dashboard.refresh()
     assert dashboard.board.run is lab.run_now
     assert set(transport.may) == {"pause", "stop", "checkpoint"}
-    assert transport.line.startswith("running · step 29 · ") and "steps/s · 4 ranks" in transport.line
+    assert transport.line.startswith("running · step 29 of 30 · ") and "steps/s · 4 ranks" in transport.line
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_line_says_how_far_the_engines_are_and_what_holds_a_step_up(monkeypa
     assert transport.line == "starting 4 ranks · 2 of 4 engines up"
     lab.run()
     held = "rank 2 has been in forward of step 30 for 4 s; 0, 1, 3 wait in all_reduce bucket 3"
-    lab.run_now._control = SimpleNamespace(holdup=held)
+    lab.run_now._control = SimpleNamespace(holdup=held, standing=[])
     monkeypatch.setattr("widgets.progress.PATIENCE", -1.0)
     transport.refresh()
     assert transport.line.endswith(f" · {held}") and repr(lab.run_now).endswith(f"; {held}")

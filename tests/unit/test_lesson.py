@@ -171,7 +171,7 @@ def test_a_wrong_answer_leaves_it_a_riddle_and_giving_up_ends_it() -> None:
 
 def test_views_that_judge_are_the_ones_that_keep_quiet() -> None:
     judging = {kind.name for kind in all_views().values() if kind.tells}
-    assert judging == {"straggler", "cards"}
+    assert judging == {"straggler", "cards", "causes", "lateness", "entered", "path"}
     _, asked = riddle()
     for kind in all_views().values():
         if not kind.tells:
@@ -211,6 +211,15 @@ def test_the_dashboard_above_follows_the_riddle_in_silence() -> None:
     assert f"Rank {asked._rank} is" not in told(Feed(above.board.run))
     assert not [r for r in above.handles[1].rows if "faults.0" in r["path"]]
     above.close()
+
+
+def test_a_riddle_may_ask_for_the_phase() -> None:
+    asked = Riddle(StillLab(), recipe("one_slow_rank").set("pace", 150), seed=1, asks="phase")
+    assert asked.check(rank=asked._rank) == "Write down your answers first: rank=..., phase='forward' or 'backward'."
+    (other,) = {"forward", "backward"} - {asked._phase}
+    assert f"its {other} lasts as long as that of the others" in asked.check(asked._rank, phase=other)
+    assert "a victim" in asked.check((asked._rank + 1) % 4, phase=asked._phase) and asked.run.secret
+    assert asked.check(asked._rank, phase=asked._phase).startswith("Right, on both counts") and not asked.run.secret
 
 
 # -- numbers

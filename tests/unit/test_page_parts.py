@@ -15,11 +15,31 @@ const element = () => ({}), heard = {};
 const body = { dataset: {}, setAttribute() {}, addEventListener(kind, call) { heard[kind] = call; } };
 const tip = { hidden: false, setAttribute() {} };
 const panel = Object.create(Panel.prototype);
-Object.assign(panel, { body, picture: { rows: () => [] }, holding: { facts: {} } });
+body.after = () => {};
+const holding = { facts: {}, spec: {} }, picture = { div: {}, rows: () => [] };
+Object.assign(panel, { body, tip, holding, picture, hub: { looks: {} } });
 panel.box = { y: 0, x0: 1, x1: 2 }; // what was walked to before; the window has gone on since
 panel.walk(tip);
 heard.keydown({ key: "ArrowRight", preventDefault() {} });
 console.log(JSON.stringify({ box: panel.box, hidden: tip.hidden }));
+"""
+TAP = """
+const heard = {}, addEventListener = (kind, call) => { heard[kind] = call; };
+const body = { dataset: {}, after() {}, setAttribute() {}, addEventListener };
+const element = () => ({}), tip = { setAttribute() {} }, box = { row: 3, lane: [0] };
+const panel = Object.create(Panel.prototype);
+let pin = null;
+Object.defineProperty(panel, "pinned", { get: () => pin });
+Object.assign(panel, { body, tip, holding: { facts: {}, spec: {} }, pin: (hit) => (pin = hit),
+  picture: { boxAt: ({ clientX }) => (clientX ? box : null) } });
+panel.walk(tip);
+const tap = (t) => { // as Chromium and plotly tell it
+  heard.click({ isTrusted: false, clientX: 0, clientY: 0, timeStamp: t });
+  heard.click({ isTrusted: false, clientX: 155, clientY: 467, timeStamp: t + 30 });
+  heard.click({ isTrusted: true, clientX: 155, clientY: 467, timeStamp: t + 31 });
+  return pin;
+};
+console.log(JSON.stringify([tap(1000), tap(2000)]));
 """
 PARTED = """
 let now = 0, cut = false;
@@ -48,6 +68,11 @@ def page(part: str, code: str) -> Any:
 
 def test_an_arrow_key_with_no_box_in_sight_hides_the_tip() -> None:
     assert page("panel.js", WALK) == {"box": None, "hidden": True}
+
+
+def test_a_tap_pins_a_box_and_the_next_one_lets_it_go() -> None:
+    pinned, then = page("panel.js", TAP)
+    assert pinned == {"row": 3, "lane": [0]} and then is None
 
 
 def test_a_kernel_that_did_not_answer_is_said_to_be_gone_once_that_is_known() -> None:

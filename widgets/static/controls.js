@@ -198,10 +198,21 @@ class Panel {
       const details = el("details", "twb-group");
       details.dataset.group = name;
       details.append(el("summary", "", { textContent: name }));
+      details.open = this.model.get("opened").includes(name);
+      details.addEventListener("toggle", () => this.unfolded(name, details.open));
       this.list.append(details);
       this.groups.set(name, details);
     }
     return this.groups.get(name);
+  }
+  unfolded(name, open) {
+    const opened = this.model.get("opened");
+    if (opened.includes(name) === open) return;
+    this.model.set("opened", open ? [...opened, name] : opened.filter((other) => other !== name));
+    this.model.save_changes();
+  }
+  unfold() {
+    for (const [name, details] of this.groups) details.open = this.model.get("opened").includes(name);
   }
   update(rows) {
     const seen = new Set();
@@ -225,9 +236,14 @@ class Panel {
 function render({ model, el: root }) {
   const panel = new Panel(model, root);
   const update = () => panel.update(model.get("rows"));
+  const unfold = () => panel.unfold();
   model.on("change:rows", update);
+  model.on("change:opened", unfold);
   update();
-  return () => model.off("change:rows", update);
+  return () => {
+    model.off("change:rows", update);
+    model.off("change:opened", unfold);
+  };
 }
 
 export default { initialize: hearing, render };

@@ -6,7 +6,8 @@ const el = (tag, cls, attrs = {}) => {
   if (KEYS.includes(tag)) made.dataset.lmSuppressShortcuts = "true";
   return made;
 };
-const NAMES = { evict: "Put out", freeze: "Freeze", thaw: "Thaw", preempt: "Preempt", kill: "Kill" };
+const NAMES = { evict: "Put out", freeze: "Freeze", thaw: "Thaw", preempt: "Preempt", kill: "Kill",
+  profile: "Profile" };
 
 function render({ model, el: root }) {
   root.className = "twb twb-members";
@@ -35,6 +36,11 @@ function render({ model, el: root }) {
   error.setAttribute("role", "alert");
   details.append(head, bar, foot, error);
   root.append(details);
+  details.addEventListener("toggle", () => {
+    if (model.get("opened") === details.open) return;
+    model.set("opened", details.open);
+    model.save_changes();
+  });
   let shown = "";
   const update = () => {
     const ranks = model.get("ranks");
@@ -49,11 +55,12 @@ function render({ model, el: root }) {
       input.disabled = !ranks.length;
       input.title = ranks.length ? model.get("why")[input.dataset.do] ?? "" : "there is no run";
     }
+    details.open = model.get("opened");
     many.title = `from 1 to ${model.get("most")}`;
     error.hidden = !model.get("error");
     error.textContent = model.get("error");
   };
-  for (const trait of ["ranks", "most", "why", "error"]) model.on(`change:${trait}`, update);
+  for (const trait of ["ranks", "most", "why", "error", "opened"]) model.on(`change:${trait}`, update);
   update();
 }
 

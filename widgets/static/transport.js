@@ -32,7 +32,10 @@ function bar(model) {
   const copy = el("button", "twb-button twb-quiet", { type: "button", textContent: "Copy as Python" });
   copy.addEventListener("click", () => model.send({ do: "copy" }));
   const stacks = asksForStacks(model, "Stacks");
-  root.append(state, stacks, copy);
+  const dock = el("button", "twb-button twb-quiet twb-dock", { type: "button", textContent: "Dock" });
+  dock.title = "show the dashboard in a panel beside the notebook";
+  dock.addEventListener("click", () => model.send({ do: "dock" }));
+  root.append(state, stacks, copy, dock);
   let cut = ""; // why nothing can be asked of the kernel; said by the board, which hears it or does not
   const update = () => {
     const may = cut ? {} : model.get("may");
@@ -47,12 +50,38 @@ function bar(model) {
       button.dataset.shows = name;
       button.title = model.get("why")[name] ?? "";
     }
-    copy.disabled = stacks.disabled = !!cut;
+    copy.disabled = stacks.disabled = dock.disabled = !!cut;
+    dock.hidden = !model.get("docks");
+    for (const part of [...Object.values(buttons), stacks, copy]) part.hidden = model.get("read_only");
     state.dataset.state = cut ? "gone" : model.get("state");
     state.textContent = cut ? `no kernel answers · last: ${model.get("line")}` : model.get("line");
   };
   root.parted = (why) => { cut = why; update(); };
-  for (const trait of ["may", "state", "line", "why"]) model.on(`change:${trait}`, update);
+  for (const trait of ["may", "state", "line", "why", "docks"]) model.on(`change:${trait}`, update);
+  update();
+  return root;
+}
+
+// What is under way for more than a moment, with a bar where it is known how far it is, and the time to go.
+function worksBox(model) {
+  const root = el("div", "twb-works");
+  const update = () => {
+    const works = model.get("works") ?? [];
+    root.hidden = !works.length;
+    works.forEach(({ what, share, said }, i) => {
+      const row = root.children[i] ?? root.appendChild(el("div", "twb-work"));
+      if (!row.children.length) row.append(el("progress", "", { max: 1 }), el("span", ""));
+      const [bar, text] = row.children;
+      if (share < 0) bar.removeAttribute("value");
+      else bar.value = share;
+      bar.setAttribute("aria-label", what);
+      bar.setAttribute("aria-valuetext", said);
+      text.textContent = said;
+      row.className = what === "the run" ? "twb-work twb-whole" : "twb-work"; // of which the line above says the rest
+    });
+    while (root.children.length > works.length) root.lastChild.remove();
+  };
+  model.on("change:works", update);
   update();
   return root;
 }
@@ -114,7 +143,7 @@ function render({ model, el: root }) {
   root.className = "twb twb-transport";
   const handles = bar(model);
   root.addEventListener("twb-cut", ({ detail }) => handles.parted(detail));
-  root.append(handles, errorBox(model), codeBox(model));
+  root.append(handles, worksBox(model), errorBox(model), codeBox(model));
 }
 
 export default { initialize: hearing, render };

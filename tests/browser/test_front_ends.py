@@ -1,0 +1,271 @@
+"""The dashboard where else people are: docked beside a notebook, in Notebook 7, as VS Code renders it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.browser.conftest import ARTEFACTS, CHROMIUM, FLAGS, Sheet, opened, served
+from tests.browser.legible import cut_off
+
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(600)]
+SHOWN = """from tests.browser.still import still
+from widgets import Dashboard
+lab = still()
+dashboard = Dashboard(lab)"""
+DRAWN = """() => ['timeline', 'loss', 'ranks'].every((view) =>
+  [...document.querySelectorAll(`[data-view=${view}]`)].some((panel) => panel.dataset.draws > 0))"""
+HTML_MANAGER = "@jupyter-widgets/html-manager@1.0.15"
+
+
+def notebook(folder: Path, *cells: str) -> None:
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=kernel)
+    nbformat.write(book, folder / "look.ipynb")
+
+
+def used(page: Any) -> None:
+    """Draws, is steered, and its boxes are walked along by keyboard."""
+    page.wait_for_function(DRAWN, timeout=120_000)
+    assert "running" in page.locator(".twb-state").first.inner_text()
+    row = page.locator(".twb-row[data-path='bucket_mb']").first
+    row.locator("input.twb-entry").fill("2.5")
+    row.locator("input.twb-entry").press("Enter")
+    page.locator(".twb-request.twb-applied", has_text="bucket_mb = 2.5").first.wait_for(timeout=30_000)
+    page.locator("[data-view=timeline] .wb-frame").first.focus()
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(500)
+    said = page.locator("[data-view=timeline] .wb-said").first
+    page.wait_for_function("(e) => e.textContent.endsWith(', pinned.')", arg=said.element_handle(), timeout=30_000)
+    assert said.inner_text().startswith("Rank 0, step ")
+    looked_at(page)
+
+
+def looked_at(page: Any) -> None:
+    """The bar lies above the charts, whatever styles of boxes a front end brings; nothing is cut off."""
+    bar, charts = (page.locator(name).first.bounding_box() for name in (".twb-transport", ".wb-board"))
+    assert bar["y"] + bar["height"] <= charts["y"] + 1 and bar["width"] >= charts["width"]
+    assert cut_off(page, ".twb-dashboard") == []
+
+
+@contextmanager
+def paged(*, width: int = 1440, height: int = 900) -> Iterator[Any]:
+    """A page of a browser of its own, which must meet no error."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": width, "height": height})
+        troubles: list[str] = []
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        yield page
+        browser.close()
+        assert troubles == []
+
+
+def kept(page: Any, name: str) -> None:
+    ARTEFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTEFACTS / f"front-{name}.png")
+
+
+def test_it_is_docked_beside_the_notebook_and_stays_in_sight(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("sidecar")
+    with served(tmp_path) as jupyter, opened(jupyter, request) as sheet:
+        notebook(jupyter.folder, f"{SHOWN}\ndashboard.dock()", *["# more to read\n" * 40] * 3)
+        sheet.page.set_viewport_size({"width": 1920, "height": 1000})
+        sheet.open("look.ipynb")
+        sheet.run("dashboard.dock()", keys="Control+Enter")
+        panel = sheet.page.locator(".twb-dashboard:not(.jp-NotebookPanel *)")
+        panel.wait_for(timeout=60_000)
+        assert sheet.page.locator(".twb-dashboard").count() == 1  # in the panel alone
+        used(sheet.page)
+        sheet.page.locator(".jp-CodeCell").last.scroll_into_view_if_needed()
+        assert panel.is_visible() and sheet.page.locator(".jp-NotebookPanel").first.is_visible()
+        sheet.shot("front-docked")
+
+
+def test_notebook_7_shows_it_and_steers_by_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("notebook")
+    with served(tmp_path, "notebook") as jupyter, opened(jupyter, request) as sheet:
+        notebook(jupyter.folder, f"{SHOWN}\ndashboard")
+        sheet.page.set_viewport_size({"width": 1440, "height": 900})
+        sheet.name = "look.ipynb"
+        sheet.page.goto(f"{jupyter.url}/notebooks/look.ipynb?token={jupyter.token}")
+        sheet.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
+        _connected(sheet)
+        sheet.run("Dashboard(lab)", keys="Control+Enter")
+        used(sheet.page)
+        sheet.shot("front-notebook-7")
+
+
+def _connected(sheet: Sheet) -> None:
+    end = time.monotonic() + 60
+    while not sheet._connected():
+        assert time.monotonic() < end, "the notebook's kernel is not connected after 60 s"
+        sheet.page.wait_for_timeout(200)
+
+
+# -- the renderer of VS Code: jupyter-widgets' html-manager in a page of its own, comms carried to and fro --
+
+PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8"><script>
+const modules = {}, waiting = {};
+function need(name) { return modules[name] ??= new Promise((done) => { waiting[name] = done; }); }
+function define(name, deps, make) {
+  if (typeof name !== "string") { make = deps ?? name; deps = Array.isArray(name) ? name : []; name = "anywidget"; }
+  const found = deps.map((d) => (d === "module" ? { uri: location.href, id: name } : need(d)));
+  const got = Promise.all(found).then((all) => make(...all));
+  if (waiting[name]) waiting[name](got); else modules[name] = got;
+}
+define.amd = {};
+window.require = window.requirejs = (names, done, failed) =>
+  Promise.all(names.map(need)).then((all) => done?.(...all)).catch(failed ?? reportError);
+</script><script src="embed.js"></script><script src="anywidget.js"></script><script type="module">
+const { HTMLManager } = await need("@jupyter-widgets/html-manager");
+const comms = new Map();
+const toBytes = (text) => new DataView(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
+class Comm {
+  constructor(id) { this.comm_id = id; this.target_name = "jupyter.widget"; comms.set(id, this); }
+  on_msg(call) { this.heard = call; }
+  on_close(call) {}
+  send(data, callbacks) {
+    window.toPython(this.comm_id, data);
+    setTimeout(() => callbacks?.iopub?.status?.({ content: { execution_state: "idle" } }));
+    return "sent";
+  }
+  close() {}
+}
+class Manager extends HTMLManager {
+  _create_comm(target, id) { return Promise.resolve(new Comm(id)); }
+}
+const manager = new Manager({ loader: (name) => need(name) });
+let last = Promise.resolve();
+window.hear = (kind, id, content, buffers) => {
+  const metadata = { version: "2.1.0" };
+  const message = { content: { ...content, comm_id: id }, metadata, buffers: buffers.map(toBytes) };
+  const open = () => manager.handle_comm_open(new Comm(id), message);
+  const hear = () => comms.get(id)?.heard?.(message);
+  last = last.then(kind === "open" ? open : hear).catch((error) => console.error(error));
+};
+window.show = async (id) => {
+  await last;
+  const view = await manager.create_view(await manager.get_model(id));
+  await manager.display_view(view, document.getElementById("shown"));
+};
+window.ready = true;
+</script></head><body><div id="shown"></div></body></html>"""
+
+
+def html_manager() -> str:
+    """Its bundle, as npm has it."""
+    if shutil.which("npm") is None:
+        pytest.skip("no npm on this machine")
+    place = ARTEFACTS / "html-manager"
+    file = place / "package" / "dist" / "embed-amd.js"
+    if not file.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(["npm", "pack", HTML_MANAGER], cwd=place, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            pytest.skip(f"npm does not give {HTML_MANAGER}: {done.stderr[-200:]}")
+        with tarfile.open(place / done.stdout.split()[-1]) as packed:
+            packed.extract("package/dist/embed-amd.js", place, filter="data")
+    return file.read_text()
+
+
+class Wire:
+    """Comms of widgets that are made in this process, carried to a page and back."""
+
+    def __init__(self, page: Any, folder: Path) -> None:
+        self.page, self.comms, self.out, self.heard = page, dict[str, Any](), list[Any](), list[Any]()
+        page.expose_function("toPython", lambda comm, data: self.heard.append((comm, data)))
+        (folder / "embed.js").write_text(html_manager())
+        import anywidget
+
+        bundle = Path(anywidget.__file__).parent / "nbextension" / "index.js"
+        (folder / "anywidget.js").write_text(bundle.read_text())
+        (folder / "page.html").write_text(PAGE)
+        page.goto((folder / "page.html").as_uri())
+        page.wait_for_function("window.ready", timeout=60_000)
+
+    def made(self, **given: Any) -> Any:
+        """A comm of a new widget, as `comm.create_comm` makes one."""
+        from comm.base_comm import BaseComm
+
+        wire = self
+
+        class Carried(BaseComm):
+            def publish_msg(self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None,
+                            **more: Any) -> None:  # fmt: skip
+                wire.out.append((msg_type, self.comm_id, data or {}, [bytes(b) for b in buffers or []]))
+
+        found = Carried(**given)
+        self.comms[found.comm_id] = found
+        return found
+
+    def pump(self, ms: int) -> None:
+        """Lets both sides talk for a while."""
+        for _ in range(ms // 50):
+            while self.heard:
+                comm, data = self.heard.pop(0)
+                self.comms[comm].handle_msg({"content": {"data": data}, "buffers": []})
+            while self.out:
+                kind, comm, data, buffers = self.out.pop(0)
+                if kind in ("comm_open", "comm_msg"):
+                    coded = [base64.b64encode(b).decode() for b in buffers]
+                    what = {"data": json.loads(json.dumps(data)), "target_name": "jupyter.widget"}
+                    self.page.evaluate("(m) => window.hear(...m)", [kind.removeprefix("comm_"), comm, what, coded])
+            self.page.wait_for_timeout(50)
+
+    def until(self, condition: str, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < end, f"not in {seconds} s: {condition}"
+            self.pump(200)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_html_manager_which_vs_code_renders_by_shows_it_and_steers_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    import comm
+
+    from tests.browser.still import still
+    from widgets import Dashboard
+
+    with paged() as page:
+        page.emulate_media(color_scheme=scheme)
+        wire = Wire(page, tmp_path)
+        monkeypatch.setattr(comm, "create_comm", wire.made)
+        lab = still()
+        dashboard = Dashboard(lab)
+        try:
+            wire.pump(200)
+            page.evaluate("(id) => void window.show(id)", dashboard.model_id)
+            wire.until(f"({DRAWN})()", 120)
+            wire.until("document.querySelector('.twb-state').innerText.includes('running')")
+            entry = page.locator(".twb-row[data-path='bucket_mb'] input.twb-entry")
+            entry.fill("2.5")
+            entry.press("Enter")
+            wire.until("document.querySelector('.twb-request.twb-applied')?.innerText.includes('bucket_mb = 2.5')")
+            page.locator("[data-view=timeline] .wb-frame").focus()
+            for key in ("ArrowRight", "ArrowRight", "Enter"):
+                page.keyboard.press(key)
+                wire.pump(600)
+            assert page.locator("[data-view=timeline] .wb-said").inner_text().endswith(", pinned.")
+            assert dashboard.state()["pin"]["rank"] == 0
+            kept(page, f"html-manager-{scheme}")
+            looked_at(page)
+        finally:
+            dashboard.close()

@@ -1,0 +1,70 @@
+"""What a recorded run is played from, and the panel by which it is exported and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.unit import synthetic
+from widgets.dashboard import Dashboard
+from widgets.feed import Feed
+from widgets.film import POINTS, film
+from widgets.views.timeline import Timeline
+from workbench.experiment import Experiment
+from workbench.run import Run, simulate
+from workbench.settings import Change
+from workbench.strategies import LocalSGD
+
+
+def test_a_film_knows_when_steps_ended_and_what_was_set_when() -> None:
+    changes = [Change(30, "strategy", LocalSGD(every=8)), Change(60, "strategy.every", 4), Change(60, "lr", 0.1)]
+    changes += [Change(60, "fabric.link.bandwidth", 100.0)]
+    run = simulate(Experiment(ranks=2, steps=90, pace=10.0, eval_every=0), changes=changes)
+    found = film(run)
+    assert found is not None
+    assert [step for _, step in found["steps"]] == list(range(90))
+    ends, told = [t for t, _ in found["steps"]], found["settings"]
+    assert ends == sorted(ends) and found["begin"] < ends[0]
+    assert [step for _, step, _ in told] == [0, 30, 60]
+    assert all(ends[step - 1] <= t <= ends[step] for t, step, _ in told[1:]), "a change acts before its step"
+    first, then, last = ({name: (words, since) for name, words, since in settings} for *_, settings in told)
+    assert first["strategy"] == ("DDP(accumulate=1)", None)
+    assert then["strategy"] == ("LocalSGD(every=8, momentum=keep)", 30)
+    assert last["strategy"] == ("LocalSGD(every=4, momentum=keep)", 60)
+    assert last["lr"] == ("0.1", 60) and last["batch"][1] is None
+    assert last["link.bandwidth"] == ("100.0", 60) and not {"fabric", "link.latency", "faults"} & set(last)
+
+
+def test_only_whole_boards_of_runs_that_have_ended_are_played() -> None:
+    run = synthetic.run(steps=3 * POINTS // 2, ranks=1)
+    found = Feed(run).everything()[0]["film"]
+    assert len(found["steps"]) == POINTS and found["steps"][-1][1] == 3 * POINTS // 2 - 1
+    assert Feed(run, (Timeline,)).everything()[0]["film"] is None
+    run.secret = "a riddle"
+    assert Feed(run).everything()[0]["film"] is None, "settings would tell"
+    run.secret, run.live = "", True
+    assert Feed(run).everything()[0]["film"] is None
+    assert film(Run({"ranks": 2})) is None
+
+
+def test_the_panel_exports_and_sets_runs_beside_each_other(tmp_path: Path) -> None:
+    run, kept = synthetic.run(steps=60), synthetic.run(steps=60, seed=3)
+    board = Dashboard(run)
+    panel = board.files
+
+    def press(button: object) -> str:
+        button.click()  # type: ignore[attr-defined]
+        assert panel.working is not None
+        panel.working.join(60)
+        return str(panel.said.value)
+
+    panel.form.value, panel.out.value = "csv", str(tmp_path / "tables")
+    assert press(panel.export) == f"<p>Wrote {tmp_path / 'tables'}.</p>"
+    assert (tmp_path / "tables" / "spans.csv").exists()
+    panel.other.value = str(tmp_path / "none")
+    assert "there is no such run directory" in press(panel.compare) and run.beside is None
+    panel.other.value = str(kept.save(tmp_path / "kept"))
+    assert "is beside this run" in press(panel.compare) and len(run.beside.spans) == len(kept.spans)
+    panel.other.value = ""
+    press(panel.compare)
+    assert run.beside is None
+    board.close()

@@ -1,0 +1,82 @@
+"""A lesson on one member: its docstring's words, its own source, its run beside that of what is usual."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+
+from tests import reference
+from widgets.lesson import lesson
+from workbench.fabric import Slow
+from workbench.settings import KnobError, knobs
+from workbench.settings.told import source, told
+from workbench.sim.beside import beside, places
+from workbench.strategies import LocalSGD, TorchDDP
+
+EVERY = {m.__name__: m for place in places() for m in reference.shipped(place.family)}
+USUAL = ("DDP", "Dense", "Whole", "GPipe", "Native", "SGD", "ByHand")  # what the others are held against
+
+
+def text(widget: Any) -> str:
+    """All that its pieces of HTML say, without tags."""
+    return unescape(re.sub(r"<[^>]+>", " ", " ".join(c.value for c in widget.children if hasattr(c, "value"))))
+
+
+def boards(widget: Any) -> int:
+    """How many runs it shows."""
+    return [type(c).__name__ for c in widget.children].count("Board")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_its_docstring_is_taken_apart_and_nothing_of_it_is_lost(name: str) -> None:
+    said = told(EVERY[name])
+    assert said.what and said.when
+    words = " ".join([said.what, said.formula, said.when, said.paper, *said.rest]).split()
+    whole = (EVERY[name].__doc__ or "").replace("When to use it:", "").replace("Reference:", "").split()
+    assert sorted(words) == sorted(whole)
+    code = source(EVERY[name])
+    assert f"class {name}(" in code and said.what.split("\n")[0] not in code
+    own = [k.name for k in knobs(EVERY[name]) if k.name in vars(EVERY[name]).get("__annotations__", ())]
+    assert all(f"    {knob}: " in code for knob in own)
+
+
+def test_a_lesson_has_algorithm_source_both_timelines_knobs_and_paper() -> None:
+    shown = lesson(LocalSGD)
+    said = text(shown)
+    assert boards(shown) == 2
+    for words in ("params_i <- optimizer_i(params_i, grad_i)", "async def step(self, rank: Rank, state: Any)",
+                  "strategy = DDP(accumulate=1) : ", "strategy = LocalSGD(every=8, momentum=keep) : ",
+                  "steps each rank trains alone between averagings", "Local SGD Converges Fast"):  # fmt: skip
+        assert words in said, words
+    step = [float(ms) for ms in re.findall(r"(\d+) ms per step", said)]
+    assert step[1] < step[0], "eight times fewer bytes on a slow wire"
+
+
+def test_what_the_simulator_cannot_tell_is_said_instead() -> None:
+    shown = lesson("TorchDDP")
+    assert boards(shown) == 0
+    assert "only the wall clock can tell what it takes" in text(shown) and TorchDDP.__name__ in text(shown)
+
+
+def test_a_fault_is_beside_none() -> None:
+    assert "fabric.faults = none" in text(lesson(Slow))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [("LocalSDG", "did you mean LocalSGD"), (3, "take a class such as"), (int, "take a class")]
+)
+def test_what_is_no_member_is_refused_in_words(asked: Any, words: str) -> None:
+    with pytest.raises(KnobError, match=words):
+        lesson(asked)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", [name for name, m in EVERY.items() if not getattr(m, "opaque", False)])
+def test_every_member_is_simulated_beside_what_it_is_held_against(name: str) -> None:
+    pair = beside(EVERY[name])
+    assert pair.usual.experiment != pair.shown.experiment or name in USUAL
+    assert name in repr(pair.shown.experiment) and pair.usual.state == pair.shown.state == "done"
+    assert len(lesson(EVERY[name]).children) == 7

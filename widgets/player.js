@@ -1,0 +1,88 @@
+// Plays a recorded run: time passes by itself or by hand, and the board is what it was then. Goes before board.js in one module.
+// Curves and marks are cut on the page; the timeline is asked for the step of that moment (see widgets/film.py).
+
+const SPEEDS = [1, 10, 100, 1000];
+
+class Player {
+  constructor(hub, film) {
+    this.hub = hub;
+    this.film = film;
+    [this.begin, this.end] = [film.begin, film.steps.at(-1)[0]];
+    this.at = this.end;
+    const quick = this.end - this.begin > 60; // nobody watches an hour at its own speed
+    this.button = element("button", { type: "button", className: "wb-button wb-play" });
+    this.slider = element("input", { type: "range", min: this.begin, max: this.end, step: "any", value: this.end, className: "wb-film" });
+    this.slider.setAttribute("aria-label", "Time of the run");
+    this.speed = element("select", { className: "wb-steps" }, ...SPEEDS.map((n) => element("option", { value: n, textContent: `${n}x` })));
+    this.speed.value = quick ? 10 : 1;
+    this.said = element("span", { className: "wb-moment" });
+    this.knobs = element("ul", { className: "wb-then" });
+    this.whole = element("button", { type: "button", className: "wb-button", textContent: "Whole run" });
+    this.el = element("section", { className: "wb-player" }, element("div", { className: "wb-tools" }, this.button, this.slider,
+      element("label", { className: "wb-label" }, "speed ", this.speed), this.whole, this.said), this.knobs);
+    this.el.setAttribute("role", "region");
+    this.el.setAttribute("aria-label", "Player: the run as it was at a time");
+    for (const part of [this.button, this.slider, this.speed, this.whole]) part.dataset.lmSuppressShortcuts = "true";
+    this.button.onclick = () => (this.timer ? this.pause() : this.play());
+    this.slider.oninput = () => { this.pause(); this.go(Number(this.slider.value)); };
+    this.whole.onclick = () => { this.pause(); this.go(this.end); };
+    this.pause();
+    this.show();
+  }
+  play() {
+    if (this.at >= this.end) this.at = this.begin;
+    let before = performance.now();
+    this.timer = setInterval(() => {
+      const now = performance.now();
+      this.go(this.at + ((now - before) / 1000) * Number(this.speed.value));
+      before = now;
+      if (this.at >= this.end) this.pause();
+    }, CALM.matches ? 1000 : 100);
+    this.button.textContent = "❚❚ Pause";
+    this.said.setAttribute("aria-live", "off"); // it would speak ten times a second
+  }
+  pause() {
+    this.timer = clearInterval(this.timer);
+    this.button.textContent = "▶ Play";
+    this.said.setAttribute("aria-live", "polite");
+  }
+  // The last step that had ended everywhere by `t`; between the steps that are known it is taken to go evenly.
+  step(t) {
+    const { steps } = this.film, after = steps.findIndex(([end]) => end > t);
+    if (after < 0) return steps.at(-1)[1];
+    if (!after) return steps[0][1] - 1;
+    const [[t0, s0], [t1, s1]] = [steps[after - 1], steps[after]];
+    return Math.floor(s0 + ((s1 - s0) * (t - t0)) / Math.max(t1 - t0, 1e-12));
+  }
+  go(t) {
+    this.at = Math.min(Math.max(t, this.begin), this.end);
+    this.slider.value = this.at;
+    const whole = this.at >= this.end, step = this.step(this.at);
+    this.hub.until = whole ? null : { t: this.at, step };
+    for (const holding of this.hub.holdings) {
+      holding.until = this.hub.until;
+      if (Object.keys(holding.spec.axes).length && !holding.spec.tools) holding.version++;
+      if (holding.spec.tools && step !== this.asked && !this.waits) {
+        this.waits = setTimeout(() => (this.waits = null, this.ask(holding)), 200); // at most five a second
+      }
+    }
+    this.show();
+    this.hub.schedule();
+  }
+  ask(holding) {
+    this.asked = this.step(this.at);
+    this.hub.say({ kind: "ask", view: holding.spec.name, request: { at: Math.max(this.asked, this.film.steps[0][1]) } });
+  }
+  show() {
+    const step = this.step(this.at), now = this.film.settings.filter(([t]) => t <= this.at).at(-1) ?? this.film.settings[0];
+    const last = this.film.steps.at(-1)[1];
+    this.said.textContent = `step ${Math.max(step, 0)} of ${last}, ${this.at.toFixed(1)} of ${this.end.toFixed(1)} s`;
+    if (now === this.shown) return;
+    this.shown = now;
+    this.knobs.replaceChildren(...now[2].map(([name, words, since]) => {
+      const item = element("li", {}, `${name} `, element("b", { textContent: words }));
+      if (since !== null) item.append(` since step ${since}`);
+      return item;
+    }));
+  }
+}

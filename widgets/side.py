@@ -1,0 +1,44 @@
+"""Side: a dashboard in a panel of JupyterLab beside the notebook, by jupyter-widgets' sidecar."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from workbench.settings import KnobError, short
+
+ANCHORS = ("split-right", "split-left", "split-top", "split-bottom", "tab-after", "right")
+
+
+def there() -> bool:
+    """Is sidecar installed?"""
+    return importlib.util.find_spec("sidecar") is not None
+
+
+class Side:
+    """The panel of one dashboard."""
+
+    def __init__(self, dashboard: Any) -> None:
+        self._dashboard = dashboard
+        self._panel: Any = None
+
+    def show(self, title: str, anchor: str) -> None:
+        """Opens it; one that is open, or was closed by hand, is opened anew. Raises KnobError."""
+        if anchor not in ANCHORS:
+            raise KnobError(f"anchor={short(anchor)}: must be one of {', '.join(ANCHORS)}")
+        if not there():
+            raise KnobError("dock: the package sidecar is not here; pip install 'training-workbench[dock]', then start "
+                            "JupyterLab again")  # fmt: skip
+        from sidecar import Sidecar
+
+        self.close()
+        shown = self._dashboard._repr_mimebundle_()
+        data, about = shown if isinstance(shown, tuple) else (shown, {})
+        self._panel = Sidecar(title=title, anchor=anchor)
+        self._panel.outputs = ({"output_type": "display_data", "data": data, "metadata": about},)
+
+    def close(self) -> None:
+        """Takes the panel away."""
+        if self._panel is not None:
+            self._panel.close()
+            self._panel = None

@@ -1,0 +1,146 @@
+"""What a student did in a lesson: predictions, tries at exercises, hints. Kept in the notebook, or handed in as a file.
+
+    worksheet("05 Talk less often")                       # the last cell of a lesson
+    worksheet("05 Talk less often").hand_in("Ada")        # 05_talk_less_often-ada.json beside the notebook
+    handed_in("homework")                                 # the teacher's table, of such files and of notebooks
+
+One kernel, one lesson: what was done is remembered by the kernel, a question by its words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from workbench.settings import KnobError, short
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEY = "training-workbench"  # under which a cell's output keeps the sheet, in its metadata
+LARGEST = 20 << 20  # bytes of a file that is read: a notebook has pictures
+TRIES = 20  # of an exercise that are kept, the last; all are counted
+LEFT = 'style="text-align: left"'  # a page's tables are of numbers, and lie at the right
+COLUMNS = ("student", "lesson", "kind", "question", "said", "answer", "right", "tries", "hints")
+
+_done: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+def note(kind: str, question: str, **what: Any) -> dict[str, Any]:
+    """Remembers `what` of a "prediction" or an "exercise"; gives all that is known of it."""
+    known = _done.setdefault((kind, question), {"kind": kind, "question": question})
+    known.update(what)
+    return known
+
+
+def tried(question: str, answer: str, right: bool) -> None:
+    """One more try at an exercise."""
+    known = note("exercise", question)
+    known["tries"] = known.get("tries", 0) + 1
+    known["answers"] = [*known.get("answers", []), answer][-TRIES:]
+    known["right"] = bool(known.get("right")) or right
+
+
+def hinted(question: str, hints: int) -> None:
+    """So many hints have been asked for."""
+    known = note("exercise", question)
+    known["hints"] = max(hints, known.get("hints", 0))
+
+
+def worksheet(lesson: str) -> Worksheet:
+    """What was done in this notebook so far. lesson: its number and name."""
+    if not isinstance(lesson, str) or not lesson.strip() or len(lesson) > 100:
+        raise KnobError(f"lesson={short(lesson)}: must be the lesson's name, such as '05 Talk less often'")
+    return Worksheet(lesson, [dict(known) for known in _done.values()])
+
+
+class Worksheet:
+    """A table at the end of a lesson; the notebook keeps it as text, and as data beside it."""
+
+    def __init__(self, lesson: str, items: list[dict[str, Any]]) -> None:
+        self.lesson, self.items = lesson, items
+
+    def hand_in(self, name: str, folder: Path | str = ".") -> str:
+        """Writes it under the student's `name` into one file; says where. Raises KnobError for no name."""
+        if not isinstance(name, str) or not name.strip() or len(name) > 100 or not name.isprintable():
+            raise KnobError(f"name={short(name)}: must be your name")
+        path = Path(folder, f"{_plain(self.lesson)}-{_plain(name)}.json")
+        sheet = {KEY: {**self._data(), "student": name.strip()}}
+        path.write_text(json.dumps(sheet, indent=1, ensure_ascii=False), "utf8")
+        return f"Handed in: {path}, {path.stat().st_size} bytes. Send this one file to your teacher."
+
+    def _data(self) -> dict[str, Any]:
+        return {"version": 1, "lesson": self.lesson, "items": self.items}
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        for item in self.items:
+            if item["kind"] == "prediction":
+                late = ", when the run had begun" if item.get("late") else ""
+                said = f"you said: {item.get('said') or 'nothing'}{late}"
+                yield item["question"], said, f"the record: {item['answer']}" if item.get("answer") else "not shown yet"
+                continue
+            n, hints = item.get("tries", 0), item.get("hints", 0)
+            done = "solved" if item.get("right") else "not solved yet" if n else "not tried yet"
+            told = f"{n} {'try' if n == 1 else 'tries'}, {hints} {'hint' if hints == 1 else 'hints'}"
+            yield item["question"], told, done
+
+    def __repr__(self) -> str:
+        return "\n".join([f"Worksheet of {self.lesson}", *("; ".join(row) for row in self._rows())])
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        rows = [("asked", "you", "outcome"), *self._rows()]
+        head, *cells = ["".join(f"<{tag} {LEFT}>{escape(text)}</{tag}>" for text in row)
+                        for tag, row in zip(["th", *["td"] * len(self.items)], rows, strict=True)]  # fmt: skip
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else "<p>nothing yet</p>"
+        html = f"<p><b>{escape(self.lesson)}: what you did</b></p>{table}"
+        return {"text/html": html, "text/plain": repr(self)}, {KEY: self._data()}
+
+
+def handed_in(folder: Path | str) -> pd.DataFrame:
+    """All sheets of a folder, files and notebooks alike, a row for each question.
+
+    student: who handed it in, of a notebook its file's name; said and answer: a prediction and what the record says;
+    right: whether the two are the same, or the exercise was solved. What is no sheet is passed over.
+    """
+    import pandas as pd
+
+    rows = []
+    for path in sorted(p for p in Path(folder).iterdir() if p.suffix in (".json", ".ipynb")):
+        for sheet in _sheets(path):
+            for item in sheet["items"]:
+                said, answer = item.get("said"), item.get("answer")
+                right = bool(item.get("right")) if item["kind"] == "exercise" else said is not None and said == answer
+                whose = {"student": sheet.get("student") or path.stem, "lesson": sheet["lesson"], "right": right}
+                rows.append({**item, **whose})
+    return pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"tries": 0, "hints": 0})
+
+
+def _sheets(path: Path) -> list[dict[str, Any]]:
+    """The sheet of a file; of a notebook the last that each lesson showed."""
+    if not path.is_file() or path.stat().st_size > LARGEST:
+        return []
+    try:
+        found = json.loads(path.read_text("utf8"))
+    except ValueError:
+        return []
+    if not isinstance(found, dict):
+        return []
+    held = [found.get(KEY)]
+    for cell in found.get("cells", ()):
+        held += [output.get("metadata", {}).get(KEY) for output in cell.get("outputs", ())]
+    return list({sheet["lesson"]: sheet for sheet in held if _sound(sheet)}.values())
+
+
+def _sound(sheet: Any) -> TypeGuard[dict[str, Any]]:
+    """Is it one? It comes from somebody else."""
+    return (isinstance(sheet, dict) and isinstance(sheet.get("lesson"), str) and isinstance(sheet.get("items"), list)
+            and all(isinstance(i, dict) and isinstance(i.get("kind"), str) for i in sheet["items"]))  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W+", "_", name.strip().lower()).strip("_") or "nobody"
