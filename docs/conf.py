@@ -6,16 +6,22 @@ No page is written here. Why Sphinx: workbench/DESIGN.md, "Pages that GitHub sho
 from __future__ import annotations
 
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+import lessons  # noqa: E402
+
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Every page, in the order in which the sidebar names them; the first page is README.md.
 PAGES = {
-    "Begin": ["docs/using", "docs/clusters", "docs/notebooks", "docs/glossary"],
+    "Begin": ["docs/using", "docs/clusters", "docs/glossary"],
+    "Lessons": ["docs/notebooks", *lessons.PAGES],
+    "For the teacher": [f"docs/course/{path.stem}" for path in sorted((ROOT / "docs" / "course").glob("*.md"))],
     "Reference": [
         "docs/reference/strategies", "docs/reference/partitions", "docs/reference/schedules",
         "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/policies", "docs/reference/tasks",
@@ -28,10 +34,11 @@ PAGES = {
 
 project = ABOUT["name"]
 version = release = ABOUT["version"]
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "lessons", "words"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a lesson is made Markdown by lessons.py
 root_doc = "README"
-include_patterns = ["README.md", *(f"{page}.md" for pages in PAGES.values() for page in pages)]
-OTHERS = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs", "workbench")]
+include_patterns = ["README.md", *(f"{page}.*" for pages in PAGES.values() for page in pages)]
+OTHERS = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs", "workbench", "notebooks")]
 exclude_patterns = ["docs/data", *OTHERS]
 myst_heading_anchors = 4
 smartquotes = False  # what is typed stays what is typed

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
+from tests.lessons import execute, results
 from workbench.doors.priced import priced
 from workbench.experiment.recipes import recipe
-
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 pytestmark = pytest.mark.notebook
 LATE = """try:
@@ -22,37 +18,22 @@ except ValueError as error:
 said"""
 
 
-def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> nbformat.NotebookNode:
-    """The notebook with its outputs; its runs and engines' files lie under `tmp_path`.
-
-    after: a text in a cell -> code that is run behind that cell.
-    """
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    book = nbformat.read(NOTEBOOKS / name, as_version=4)
-    for text, code in after.items():
-        at = next(i for i, c in enumerate(book.cells) if c.cell_type == "code" and text in c.source)
-        book.cells.insert(at + 1, nbformat.v4.new_code_cell(code))
-    client = NotebookClient(book, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
-    nbformat.write(book, tmp_path / name)
-    return book
-
-
-def results(book: nbformat.NotebookNode) -> list[Any]:
-    """What the code cells showed as plain text, in order; None where one showed nothing."""
-    shown = []
-    for cell in book.cells:
-        if cell.cell_type == "code":
-            texts = [o.data["text/plain"] for o in cell.outputs if o.output_type == "execute_result"]
-            shown.append(texts[-1] if texts else None)
-    return shown
+TWO_WAYS = """from widgets.lesson import more_steps
+for path, value in (("strategy", "DDP"), ("pace", 300), ("bandwidth", 60)):
+    lab.set(path, value).wait(timeout=60)
+more_steps(run, 12)
+for path, value in (("strategy", "LocalSGD"), ("every", 32)):
+    lab.set(path, value).wait(timeout=60)
+more_steps(run, 40)
+lab.set("strategy", "DDP")
+lab.set("compressor", "TopK").wait(timeout=60)
+more_steps(run, 14)
+exercise.check()"""
 
 
 @pytest.mark.timeout(240)
 def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    book = execute("00_first_run.ipynb", tmp_path, monkeypatch)
+    book = execute("00_first_run.ipynb", tmp_path, monkeypatch, **{"Hidden(run)": TWO_WAYS})
     first = next(c for c in book.cells if c.cell_type == "code")
     assert len(first.source.splitlines()) == 3
     assert "application/vnd.jupyter.widget-view+json" in first.outputs[-2].data
@@ -60,7 +41,9 @@ def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monke
     shown = results(book)
     assert "strategy" in shown[1] and "applied at step" in shown[1]
     assert "every" in shown[2] and "applied at step" in shown[2]
-    assert "'state': 'stopped'" in shown[-1] and "'changes': 2" in shown[-1]
+    assert any(text.startswith("'Found: ") and "strategy = LocalSGD" in text for text in shown if text), shown
+    assert "'state': 'stopped'" in shown[-2] and "'changes': 9" in shown[-2]
+    assert "2 tries, 0 hints; solved" in shown[-1]
     assert (tmp_path / "00_first_run.ipynb").stat().st_size < 1_000_000
 
 
@@ -104,7 +87,7 @@ def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypa
     assert any("You predicted: 0.3 MB. The record says:" in text for text in shown), shown
     losses = eval(next(text for text in shown if "real ranks" in text))
     assert losses["real ranks"] == pytest.approx(losses["simulated"], abs=2e-4)
-    ratio, error, found, fixed, replayed, turned = eval(shown[-1])
+    ratio, error, found, fixed, replayed, turned = eval(next(text for text in shown if "Found:" in text))
     assert 1.4 < ratio < 6 and abs(error) < 0.5
     assert found.startswith("Found:") and "cannot be changed here" in fixed
     assert replayed == turned == 1

@@ -1,37 +1,157 @@
-"""The site as `make docs` builds it: without a warning, and with all that it loads in its own folder."""
+"""The site as `make docs` builds it: without a warning, links that lead somewhere, and all that it loads in its folder.
+
+Its lessons are played in Chromium at the size of a phone, from disk.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from tests.chromium import find
+from tests.site_links import broken, is_address, page, pages, weight
+
 ROOT = Path(__file__).parent.parent.parent
-LOADED = r"<(?:script|link|img|iframe)[^>]*?\s(?:src|href)=\"([^\"]*)\""
+LESSONS = sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb"))
+MOST = 3_000_000  # bytes that a page may be, with all that it loads
+RUNS = "_static/lessons"
 
 
 def test_every_page_is_on_the_site() -> None:
     every = runpy.run_path(str(ROOT / "docs" / "conf.py"))["PAGES"].values()
-    shown = {f"{name}.md" for pages in every for name in pages}
-    there = {p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md")}
-    assert there <= shown and all((ROOT / name).exists() for name in shown)
+    shown = {name for names in every for name in names}
+    there = {p.relative_to(ROOT).with_suffix("").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    there |= {f"notebooks/{name}" for name in LESSONS}
+    assert there <= shown and all(list(ROOT.glob(f"{name}.*")) for name in shown)
 
 
-@pytest.mark.long
-def test_the_site_is_built_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", "-d", str(tmp_path / "doctrees")]
-    ran = subprocess.run([*build, str(ROOT), str(site)], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_every_lesson_says_which_run_its_page_shows() -> None:
+    assert not set(LESSONS) - set(runpy.run_path(str(ROOT / "docs" / "lessons.py"))["RUNS"])
+
+
+def test_an_address_is_told_from_what_is_none() -> None:
+    assert is_address("https://docs.pytorch.org/docs/stable/ddp.html#a-b") and is_address("mailto:a@b.org")
+    for wrong in ("https://", "https://one word.org", "http//x.org", "https://localhost", "mailto:a", "javascript:f()"):
+        assert not is_address(wrong), wrong
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built once. Runs that `make docs` made of the same code are taken from it: their names say which."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "site" / RUNS).mkdir(parents=True)
+    for made in (ROOT / "site" / RUNS).glob("*.*.js"):
+        shutil.copy(made, folder / "site" / RUNS)
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", "-d", str(folder / "doctrees")]
+    command = [*build, str(ROOT), str(folder / "site")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    pages = sorted(p for p in site.rglob("*.html") if "_static" not in p.parts)  # there lies a template of the theme
-    assert {"index.html", "docs/glossary.html"} <= {p.relative_to(site).as_posix() for p in pages}
-    for page in pages:
-        for target in re.findall(LOADED, page.read_text()):
-            assert not re.match(r"\w+:|//", target), f"{page}: {target}"
-            assert (page.parent / target.partition("?")[0].partition("#")[0]).exists(), f"{page}: {target}"
+    return folder / "site"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the build simulates a run for each lesson
+def test_the_site_has_all_pages_and_each_link_leads_somewhere(site: Path) -> None:
+    there = pages(site)
+    wanted = {"index.html", "docs/glossary.html", *(f"notebooks/{name}.html" for name in LESSONS)}
+    assert wanted <= {p.relative_to(site).as_posix() for p in there}
+    assert not {p.name: wrong for p in there if (wrong := broken(p, site))}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_pages_load_nothing_from_elsewhere_and_weigh_less_than_three_megabytes(site: Path) -> None:
+    for path in pages(site):
+        assert not [link for link in page(path).loaded if re.match(r"\w+:|//", link)], path
+        assert weight(path) < MOST, path
     for style in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", style.read_text()), style
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_is_the_notebook_says_what_its_run_is_and_links_its_first_words(site: Path, name: str) -> None:
+    text = (site / "notebooks" / f"{name}.html").read_text()
+    bare = re.sub(r"<[^>]+>", "", text)
+    cells = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    code = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
+    escaped = [re.sub(r"[&<>\"']", ".+?", re.escape(line)) for line in code if line.strip()]
+    assert all(re.search(line, bare) for line in escaped)
+    assert ("Simulated" in bare) != ("Recorded" in bare)
+    links = re.findall(r'<a class="word[^"]*" href="([^"]+)"', text)
+    assert "../docs/glossary.html#word-rank" in links and len(links) == len(set(links)) > 4
+
+
+@pytest.fixture(scope="module")
+def phone(site: Path) -> Iterator[Any]:
+    """A phone of 390 x 844 that is touched."""
+    if (chromium := find()) is None:
+        pytest.skip("no chromium on this machine")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        size = {"width": 390, "height": 844}
+        yield browser.new_context(viewport=size, is_mobile=True, has_touch=True)
+        browser.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lessons_run_is_played_scrubbed_and_looked_into_on_a_phone(phone: Any, site: Path, name: str) -> None:
+    shown = phone.new_page()
+    shown.set_default_timeout(120_000)  # the machine may be busy
+    asked: set[str] = set()
+    troubles: list[str] = []
+    shown.on("request", lambda request: asked.add(request.url))
+    shown.on("pageerror", lambda error: troubles.append(str(error)))
+    shown.goto((site / "notebooks" / f"{name}.html").as_uri())
+    assert not any("plotly.js" in url for url in asked), "two megabytes are loaded before anybody comes near the run"
+    shown.evaluate("document.getElementById('the-run').scrollIntoView()")
+    shown.wait_for_selector("[data-view=timeline][data-draws]")
+    last = int(shown.inner_text(".wb-moment").split(" of ")[1].split(",")[0])
+
+    held = "document.querySelector('[data-view=timeline]').dataset.firstStep == '{}'"
+    for step in (0, last // 2, last // 2 + 1):  # each step, not only some
+        shown.fill("[data-view=timeline] .wb-step", str(step))
+        shown.press("[data-view=timeline] .wb-step", "Enter")
+        shown.wait_for_function(held.format(step))
+    shown.tap("[data-view=timeline] .wb-head .wb-button[aria-expanded]")
+    cells = "[...document.querySelectorAll('[data-view=timeline] tbody td:first-child')]"
+    rows = f"{cells}.map((cell) => Number(cell.textContent))"
+    shown.wait_for_function(f"({rows}).length")
+    assert min(shown.evaluate(rows)) == last // 2 + 1, "the table is of other steps than are shown"
+
+    x, y = shown.evaluate("""() => {
+      const { xaxis, yaxis } = document.querySelector('[data-view=timeline] .wb-chart')._fullLayout;
+      return [xaxis._offset + 6, yaxis._offset + yaxis.l2p(-0.2)];
+    }""")
+    tip = shown.locator("[data-view=timeline] .wb-tip:not([hidden])")
+    for right in range(0, 60, 4):  # the boxes of micro-batches are narrow, with idle time between them
+        shown.tap("[data-view=timeline] .wb-frame", position={"x": x + right, "y": y})
+        shown.wait_for_timeout(300)
+        if tip.count():
+            break
+    assert "rank 0, step" in shown.inner_text("[data-view=timeline] .wb-tip")
+
+    shown.select_option(".wb-player select", "1000")
+    shown.tap(".wb-play")
+    ended = f"document.querySelector('.wb-moment').textContent.startsWith('step {last} of')"
+    shown.wait_for_function(ended)
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 390
+    assert not shown.query_selector_all(".wb-kept [data-ask]:visible")
+    assert {urlsplit(url).scheme for url in asked} <= {"file", "blob", "data"} and not troubles
+    files = {Path(urlsplit(url).path) for url in asked if url.startswith("file:")}
+    assert sum(file.stat().st_size for file in files) < MOST
+    shown.close()

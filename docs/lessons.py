@@ -1,0 +1,203 @@
+"""The lessons as pages of the site: each notebook as it is read, and a run to look into without a kernel.
+
+A new lesson needs a line in RUNS. Its run is made when the site is built, and anew only where the code has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sphinx.errors import ConfigError
+
+import workbench
+from widgets.board import PAGE_CSS, plotly_js
+from widgets.report import REPLAY_JS, kept
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PAGES = [f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+# What each lesson's page shows, as one would type it behind `from workbench import *`: a run that is simulated for it,
+# or `Run.open("docs/data/runs/...")`, one that was recorded. It stands on the page as it stands here. With real tensors
+# a hundred steps of four ranks take half a minute of one core; sizes only take a second, and show no losses.
+RUNS = {
+    "00_first_run": """simulate(recipe("first_run").set("steps", 125), real=True, changes=[
+    Change(25, "fabric.link.bandwidth", 100), Change(50, "strategy", LocalSGD(every=4)),
+    Change(75, "strategy", DDP()), Change(75, "compressor", ErrorFeedback(of=TopK())),
+    Change(100, "compressor", Dense()), Change(100, "fabric.faults", [Slow(rank=2)])])""",
+    "01_reading_a_timeline": """simulate(recipe("slow_link").set("steps", 100), real=True, changes=[
+    Change(26, "strategy", LocalSGD()), Change(74, "strategy", DDP()),
+    Change(74, "compressor", ErrorFeedback(of=TopK()))])""",
+    "02_one_strategy_two_clocks": """simulate(recipe("first_run").set("ranks", 16).set("steps", 75), changes=[
+    Change(25, "bucket_mb", 10), Change(50, "strategy", LocalSGD())])""",
+    "03_buckets": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=88,
+    bucket_mb=0.25, fabric=Fabric(link=Link(bandwidth=300, latency=0.2))), changes=[Change(22, "bucket_mb", 8),
+    Change(44, "fabric.link", Link(bandwidth=1000, latency=6)), Change(66, "bucket_mb", 0.25)])""",
+    "04_the_slow_one": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    eval_every=0, steps=125, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[
+    Change(25, "fabric.faults", [TransientStraggler(probability=0.1, factor=5)]),
+    Change(50, "strategy", BackupWorkers(backup=1)), Change(75, "strategy", DDP()),
+    Change(75, "fabric.faults", [Slow(rank=1, factor=3)]), Change(100, "strategy", BackupWorkers(backup=1))])""",
+    "05_talk_less_often": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    steps=112, eval_every=16, lr=0.012, fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
+    Change(32, "strategy", LocalSGD(every=8)), Change(72, "strategy", DiLoCo(every=8))])""",
+    "06_never_wait": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    eval_every=0, steps=100, strategy=LocalSGD(every=5), fabric=Fabric(link=Link(bandwidth=14.5))), changes=[
+    Change(25, "fabric.link.bandwidth", 1.45), Change(50, "strategy", ShadowMA()),
+    Change(75, "fabric.link.bandwidth", 14.5)])""",
+    "08_send_the_largest": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
+    changes=[Change(25, "compressor", TopK()), Change(50, "compressor", ErrorFeedback(of=TopK()))])""",
+    "09_send_it_coarsely": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
+    changes=[Change(25, "compressor", QSGD(bits=4)), Change(50, "compressor", ErrorFeedback(of=EFSignSGD()))])""",
+    "10_send_its_shape": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
+    changes=[Change(25, "compressor", PowerSGD()), Change(50, "fabric.link.bandwidth", 1000)])""",
+    "12_it_does_not_fit": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=110,
+    fabric=Fabric(link=Link(bandwidth=400, latency=0.5), host=0.2, disk=0.1)), changes=[
+    Change(22, "strategy", ZeRO1()), Change(44, "strategy", ZeRO2()), Change(66, "strategy", ZeRO3()),
+    Change(88, "partition.checkpoint", "units")])""",
+    "13_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
+    eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
+    Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",
+    "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
+    Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
+}
+STEPS = 150  # of a run of at most so many, each step can be held still
+MOST = 200_000  # bytes that a run may be, so that its page stays below 3 MB
+
+HEAD = """
+*A notebook as it is read; [take it along](<path:{file}>), or `make lab` opens it. [Its run](#the-run), at the end of
+this page, needs no kernel.*
+"""
+WITHOUT = "*Without a kernel: [the run at the end of this page](#the-run) can be played.*"
+RUN = """
+## The run
+
+{said} Play it, move its time, or hold a step still. What a box of the timeline stands for is said under the cursor, at
+a tap, or box by box with the arrow keys.
+
+```python
+from workbench import *
+
+run = {code}
+```
+
+<div class="wb-replay" data-run="{up}{run}" data-plotly="{up}plotly.js">
+Where scripts may run, the charts are here.
+</div>
+<script defer src="{up}player.js"></script>
+"""
+STATIC = "_static/lessons"
+
+
+def markdown(name: str, file: str, said: str) -> str:
+    """The notebook `name` as Markdown: its number in its title, and at its end its run, which `said` tells of."""
+    short, parts = Path(name).name, []
+    for cell in json.loads((ROOT / f"{name}.ipynb").read_text("utf8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else _fenced(source))
+        if cell["cell_type"] == "code" and source.splitlines()[-1:] == ["lab"] and WITHOUT not in parts:
+            parts.append(WITHOUT)  # here the notebook shows the dashboard
+    title, _, rest = parts[0].partition("\n")
+    number = short.partition("_")[0]
+    head = title.replace("# ", f"# {number} ", 1) + "\n" + HEAD.format(file=f"{short}.ipynb")
+    run = RUN.format(said=said, code=RUNS[short], up="../" * name.count("/") + f"{STATIC}/", run=file)
+    return "\n\n".join([head, rest, *parts[1:], run])
+
+
+def _fenced(source: str) -> str:
+    fence = max(re.findall("`{3,}", source), key=len, default="``") + "`"
+    return f"{fence}python\n{source}\n{fence}"
+
+
+def told(run: Any) -> str:
+    """Where a run comes from, in a sentence or two."""
+    of, about = f"{run.summary()['steps']} steps of {run.settings['ranks']} ranks", run.environment
+    if about.get("host") != "simulated":
+        where = f"real ranks, each a process, on a machine with {about['cpus']} cores and torch {about['torch']}"
+        return f"**Recorded** on {run.started[:10]}: {of}, {where}."
+    real = "the losses are those that real ranks would have"
+    what = real if about["tensors"] == "real" else "only sizes were followed, so there are no losses"
+    return f"**Simulated** when this site was built: {of}. The clock is the simulator's; {what}."
+
+
+@cache
+def page_file(short: str) -> str:
+    """The name of the file that holds a lesson's run: another one whenever what makes it is another."""
+    code = [path.read_bytes() for room in ("workbench", "widgets") for path in sorted((ROOT / room).rglob("*.py"))]
+    return f"{short}.{hashlib.sha256(b''.join([RUNS[short].encode(), *code])).hexdigest()[:12]}.js"
+
+
+def make(short: str, path: Path) -> None:
+    """Makes the run of a lesson and keeps it as a script; the first line says in a comment what the run is."""
+    os.chdir(ROOT)
+    names = {name: getattr(workbench, name) for name in workbench.__all__}
+    run = eval(RUNS[short], names)  # noqa: S307  (it is ours, from above)
+    windows = min(int(run.summary()["steps"]), STEPS)
+    texts = (kept(run, windows, steps) for steps in (2, 1))  # two at a time, where that is not too much
+    if (text := next((text for text in texts if len(text) < MOST), None)) is None:
+        raise ValueError(f"RUNS of docs/lessons.py, {short}: the run takes more than {MOST} bytes; give it fewer steps")
+    path.write_text(f"// {told(run)}\n(window.wbRuns ??= {{}})[{path.name!r}] = {text!r};\n", "utf8")
+
+
+def packed(data: bytes) -> str:
+    """Bytes as text for a script, seven bits a character; what a string may not hold is told by an eighth.
+
+    A fifth more than the bytes, where base64 is a third more: so plotly.js leaves a page below 3 MB.
+    """
+    bits = np.unpackbits(np.frombuffer(data, np.uint8))
+    groups = np.pad(bits, (0, -len(bits) % 7)).reshape(-1, 7) @ (1 << np.arange(6, -1, -1))
+    return (groups | np.where(np.isin(groups, [0, *b'\n\r"\\']), 128, 0)).astype(np.uint8).tobytes().decode("latin-1")
+
+
+def build(app: Any) -> None:
+    """Makes what the pages load, as far as it is not there."""
+    if app.builder.format != "html":
+        return
+    if missing := [name for name in PAGES if Path(name).name not in RUNS]:
+        raise ConfigError(f"docs/lessons.py: RUNS has no line for {', '.join(missing)}")
+    folder = Path(app.outdir) / STATIC
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plotly.js").write_text(f'window.wbPlotly = "{packed(plotly_js())}";\n', "utf8")
+    glue, css = (HERE / "lessons.js").read_text("utf8"), json.dumps(PAGE_CSS)
+    (folder / "player.js").write_text(f"(() => {{\nconst CSS = {css};\n{REPLAY_JS}\n{glue}}})();\n", "utf8")
+    wanted = {page_file(Path(name).name): Path(name).name for name in PAGES}
+    for old in folder.glob("*.*.js"):
+        if old.name not in wanted:
+            old.unlink()
+    todo = [(short, folder / file) for file, short in wanted.items() if not (folder / file).exists()]
+    if todo:
+        with ProcessPoolExecutor(min(len(todo), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+            list(pool.map(make, *zip(*todo, strict=True)))
+    app.lessons_made = {short for short, _ in todo}
+
+
+def outdated(app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
+    """The pages whose run is another now."""
+    return [name for name in PAGES if Path(name).name in getattr(app, "lessons_made", ())]
+
+
+def read(app: Any, page: str, text: list[str]) -> None:
+    """Gives Sphinx a notebook as Markdown."""
+    if page in PAGES and app.builder.format == "html":
+        for path in (Path(__file__), HERE / "glossary.md"):  # where these change the page does
+            app.env.note_dependency(str(path))
+        file = page_file(Path(page).name)
+        said = (Path(app.outdir) / STATIC / file).read_text("utf8").partition("\n")[0].removeprefix("// ")
+        text[0] = markdown(page, file, said)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("builder-inited", build)
+    app.connect("env-get-outdated", outdated)
+    app.connect("source-read", read, priority=400)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

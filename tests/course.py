@@ -1,0 +1,118 @@
+"""How long the cells of each lesson run, beside two spinning processes: measured here, and written into its head.
+
+    python -m tests.course            # those that were not measured since they were changed
+    python -m tests.course 05 08      # these
+    python -m tests.course --write    # measures nothing
+
+A lesson is run as by *Run All* with its predictions open. What a student reads and tries is not in it: the minutes of
+a lesson stand on the teacher's page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.lessons import NOTEBOOKS, execute
+
+DATA = Path(__file__).parents[1] / "docs" / "data" / "course.json"
+HEAD = re.compile(r"^\*Its cells run [^\n]*\*\n\n", re.MULTILINE)
+SPINNING = 2
+
+
+def lessons(asked: list[str]) -> list[str]:
+    """Notebooks by the first letters of their names; all of them where none is asked for."""
+    names = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+    return [name for name in names if not asked or any(name.startswith(a) for a in asked)]
+
+
+def code_of(name: str) -> str:
+    """What tells one state of a lesson's code from another."""
+    cells = nbformat.read(NOTEBOOKS / name, as_version=4).cells
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Runs a lesson; seconds of all its cells, and of the longest."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, spinning():
+        book = execute(name, Path(folder), patch)
+    took = [seconds(cell) for cell in book.cells if cell.cell_type == "code"]
+    return {"code": code_of(name), "seconds": round(sum(took), 1), "longest": round(max(took), 1),
+            "day": time.strftime("%Y-%m-%d", time.gmtime()), "spinning": SPINNING}  # fmt: skip
+
+
+def seconds(cell: Any) -> float:
+    """What nbclient writes down of a cell."""
+    said = cell.metadata.get("execution", {})
+    began, ended = said["iopub.execute_input"], said["shell.execute_reply"]
+    return (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds()
+
+
+@contextlib.contextmanager
+def spinning() -> Iterator[None]:
+    """Two processes that want a core each."""
+    others = [multiprocessing.get_context("spawn").Process(target=spin, daemon=True) for _ in range(SPINNING)]
+    for other in others:
+        other.start()
+    try:
+        yield
+    finally:
+        for other in others:
+            other.terminate()
+            other.join()
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def head(found: dict[str, Any]) -> str:
+    """The line at the head of a lesson."""
+    took = f"{found['seconds']:.0f} s, the longest {found['longest']:.0f} s"
+    return f"*Its cells run {took}: measured on two cores that {found['spinning']} other processes kept busy.*\n\n"
+
+
+def write(known: dict[str, Any]) -> None:
+    """Puts what was measured into the heads of lessons."""
+    for name in lessons([]):
+        path = NOTEBOOKS / name
+        raw = json.loads(path.read_text("utf8"))
+        first = raw["cells"][0]
+        text = HEAD.sub("", "".join(first["source"]), count=1)
+        if name in known:
+            title, _, rest = text.partition("\n\n")
+            text = f"{title}\n\n{head(known[name])}{rest}"
+        first["source"] = text.splitlines(keepends=True)
+        path.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", "utf8")
+
+
+def main(asked: list[str]) -> None:
+    known = json.loads(DATA.read_text()) if DATA.exists() else {}
+    only = [a for a in asked if not a.startswith("--")]
+    for name in [] if "--write" in asked else lessons(only):
+        if not only and known.get(name, {}).get("code") == code_of(name):
+            continue
+        print(name, end=": ", flush=True)
+        known[name] = measured(name)
+        print(f"{known[name]['seconds']} s, the longest cell {known[name]['longest']} s", flush=True)
+        DATA.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    write(known)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

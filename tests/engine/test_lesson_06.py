@@ -1,0 +1,28 @@
+"""Lesson 06: a shadow's examples per second do not depend on the wire; its loss does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lessons import texts
+
+pytestmark = pytest.mark.notebook
+FOUND = {"strategy": "ShadowMA"}
+
+
+@pytest.mark.timeout(360)
+def test_never_waiting_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"guess = Prediction": "guess.choose(half)", "loss = Prediction": "loss.choose(free)",
+            "goal.check": f"[goal.check({FOUND}), seen, both, losses]"}  # fmt: skip
+    shown = texts("06_never_wait.ipynb", tmp_path, monkeypatch, **more)
+    assert any("You predicted: about half is kept. The record says: all of them are kept" in s for s in shown), shown
+    assert any("The record says: higher on the slower wire" in s for s in shown), shown
+    assert any("'Not yet: " in s or '"Not yet: ' in s for s in shown), shown
+    _, seen, both, losses = eval(next(s for s in shown if "Found: " in s))
+    assert min(seen[s] for s in ("ShadowMA", "ShadowEASGD", "AsyncModelAverage")) > 1.5 * seen["LocalSGD"], seen
+    assert all(both[s]["second"] > 0.98 * both[s]["first"] for s in ("ShadowMA", "ShadowBMUF", "ShadowEASGD"))
+    assert both["LocalSGD"]["second"] < both["LocalSGD"]["first"] / 2
+    assert losses["ShadowMA, second wire"] > 1.03 * losses["ShadowMA, first wire"]
+    assert losses["LocalSGD(every=10), any wire"] < losses["ShadowMA, second wire"]

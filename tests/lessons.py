@@ -1,0 +1,45 @@
+"""A lesson executed from its first cell to its last with real ranks, as a person without a browser would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+
+
+def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> nbformat.NotebookNode:
+    """The notebook with its outputs; its runs and engines' files lie under `tmp_path`.
+
+    after: a text in a cell -> code that is run behind that cell.
+    """
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    book = nbformat.read(NOTEBOOKS / name, as_version=4)
+    for text, code in after.items():
+        at = next(i for i, c in enumerate(book.cells) if c.cell_type == "code" and text in c.source)
+        book.cells.insert(at + 1, nbformat.v4.new_code_cell(code))
+    client = NotebookClient(book, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    nbformat.write(book, tmp_path / name)
+    return book
+
+
+def results(book: nbformat.NotebookNode) -> list[Any]:
+    """What the code cells showed as plain text, in order; None where one showed nothing."""
+    shown = []
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            texts = [o.data["text/plain"] for o in cell.outputs if o.output_type == "execute_result"]
+            shown.append(texts[-1] if texts else None)
+    return shown
+
+
+def texts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> list[str]:
+    """Of `execute`, all that the code cells showed as plain text."""
+    return [text for text in results(execute(name, tmp_path, monkeypatch, **after)) if text]
