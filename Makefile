@@ -4,13 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs torture interrupts runs-end mutants lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs binder torture interrupts runs-end mutants course lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
 	@echo "make demo   the same without a browser: train, switch, compare; writes demo.html"
 	@echo "make test   run the tests (at most 20 minutes on two quiet cores)"
-	@echo "make test-long  those that take longer: whole families, real networks, fresh environments (EVERY=1: every case and pair)"
+	@echo "make test-long  the others: more of each family, real networks, fresh environments (EVERY=1: every case and pair)"
 	@echo "make test-gpu  run what wants GPUs; writes docs/gpu.md"
 	@echo "make bench  measure; writes docs/benchmarks.md"
 	@echo "make bench-strategies  every strategy on four simulated networks; writes docs/strategies.md (45 minutes; goes on where it stopped)"
@@ -22,8 +22,10 @@ help:
 	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
 	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
+	@echo "make course  how long each lesson runs beside two spinning processes, into its head (LESSONS=\"05 08\")"
 	@echo "make tables  write the reference pages from the code (docs/reference/, docs/shapes.md)"
 	@echo "make docs   build the site; open site/index.html"
+	@echo "make binder  print the address at which Binder opens the first lesson, from where this was cloned"
 	@echo "make lint   ruff and mypy"
 
 lab: $(VENV)/.installed
@@ -77,12 +79,18 @@ runs-end: $(VENV)/.installed-test
 mutants: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.mutants
 
+course: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.course $(LESSONS)
+
 tables: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.tables
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . site
 	@echo "open site/index.html"
+
+binder:
+	@$(PYTHON) binder/link.py
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/mypy

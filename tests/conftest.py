@@ -16,13 +16,20 @@ LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 450, "notebook": 36
           "engine": 240, "ranks": 180}  # fmt: skip
 # Of a test's cases on real ranks `make test` runs one in so many, and at least one; of the others `make test-long` and
 # CI run one in so many, and the rest is run with EVERY=1.
-ONE_IN, ONE_LATER = 8, 8
+ONE_IN, ONE_LATER = 8, 64
+# Of the tests that take seconds each people wait for one in so many; `make test-long` and CI run the others, of those
+# on ranks that are threads of one process two in five, and EVERY=1 the rest.
+ONE_OF = 6
+LATER = {**dict.fromkeys(("engine", "browser", "notebook"), pytest.mark.slow), "ranks": pytest.mark.long}
+
+collect_ignore = ["scripts_ddp"]  # scripts for torchrun: what tests run, and not what they are
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, mark in left_for_later(items):
         item.add_marker(mark)
+    later = [(item, mark) for item in items if (mark := put_off(item))]
     texts: dict[Path, str] = {}
     for item in items:
         marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
@@ -34,6 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.user_properties.append(("marks", " ".join(marks) or "quick"))
         if marks and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(max(LIMITS[mark] for mark in marks)))
+    for item, mark in later:  # when it hangs for certain is known by then: not later than before
+        item.add_marker(mark)
+
+
+def put_off(item: pytest.Item) -> pytest.MarkDecorator | None:
+    """The mark of those whom this test is left to, if people need not wait for it. Its name chooses."""
+    marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
+    number = crc32(item.nodeid.partition("[")[0].encode()) % ONE_OF
+    if not marks or set(marks) - set(LATER) or not number:
+        return None
+    if marks == ["ranks"] and number % 2:
+        return pytest.mark.every
+    return next(mark for name, mark in LATER.items() if name in marks)
 
 
 def left_for_later(items: list[pytest.Item]) -> list[tuple[pytest.Item, pytest.MarkDecorator]]:
@@ -65,4 +85,7 @@ def _one_thread() -> None:
     """Numbers do not depend on how many cores are free."""
     import torch
 
+    from workbench.tasks import byte_gpt
+
     torch.set_num_threads(1)
+    byte_gpt.HELD_OUT = 16

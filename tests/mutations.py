@@ -46,7 +46,7 @@ STEERED = ("tests/unit/test_policies.py", "-k", "same_losses or person or has_se
            "or seconds_per_step or weighing")  # fmt: skip
 SUMS = ("tests/unit/test_algorithms.py", "-m", "not ranks")
 SITES = ("tests/unit/test_sites.py", "tests/unit/test_between_sites.py", "-k", "not real_ranks and not live")
-TUNER = ("tests/unit/test_tuning.py", "-k", "settled or act_on or puts_back")
+WATCHED = ("tests/unit/test_tuning_watched.py",)
 
 _STRATEGIES = (
     Mutant("ShadowEASGD: what it looked at moves on", "strategies/shadow_easgd.py",
@@ -218,7 +218,7 @@ _POLICIES = (
     Mutant("steering: seconds of a pass, not of a step", "host/steering.py",
            'self.steps if name == "compute" else len(noted)', "len(noted)", STEERED, "a wrong denominator"),
     Mutant("steering: only the same path is a person's", "host/steering.py",
-           "if _overlap(path, c.path)})", "if path == c.path})", STEERED,
+           "if any(_overlap(path, one) for one in given)", "if path in given", STEERED,
            "a policy that sets the strategy undoes what a person has set in it"),
     Mutant("steering: it looks again before the same step", "host/steering.py",
            "return max(at, after + 1)", "return max(at, after)", STEERED, "off by one: it never comes to an end"),
@@ -271,15 +271,14 @@ _FABRIC = (
             await inside.all_reduce(bucket.data, "sum", bucket.name)
         mine = bucket.data.clone() if leaders is not None else None
 """, SITES, "a clone that is taken too late"),
-    Mutant("tuner: steps that settle count", "sim/tuner.py",
-           "_lasted(simulate(tried, costs=costs), settle)",
-           "_lasted(simulate(tried, costs=costs), 0)", TUNER, "the median is of other steps"),
-    Mutant("tuner: measured from where the first rank has heard", "sim/tuner.py",
-           "return max(change.wait", "return min(change.wait", TUNER,
-           "steps before the last of several changes count for the new setting"),
-    Mutant("tuner: what was set last comes back", "sim/tuner.py",
-           "_set(on, _values(before,", "_set(on, _values(on.experiment,", TUNER,
-           "a search that breaks off leaves a trial's values"),
+    Mutant("tuner: a loss that may be worse is used", "sim/on_ranks.py",
+           "fit=loss is None or loss.high <= a.worse", "fit=True", WATCHED,
+           "a setting whose loss lies above its trend is the best"),
+    Mutant("tuner: trials of fewer ranks are compared", "sim/tuning.py",
+           "if trial.fit and trial.ranks == now]", "if trial.fit]", WATCHED,
+           "a trial of four ranks is the best of three"),
+    Mutant("tuner: what was set before does not come back", "sim/tuning.py",
+           "self._ranks.set(self._former)", "pass", WATCHED, "a search that breaks off leaves a trial's values"),
     Mutant("clicks: the entropy of half a coin", "tasks/_clicks.py",
            "return -p * math.log(p) - (1 - p) * math.log(1 - p)", "return -p * math.log(p)",
            ("tests/unit/test_click_through.py", "-k", "normalised"), "a dropped term"),

@@ -78,7 +78,7 @@ def entropy(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
 
 
 def held_out(model: nn.Module) -> float:
-    return float(entropy(model, texts(99, 1, 0)[0]))
+    return float(entropy(model, texts(99, 1, 0)[0].to(next(model.parameters()).device)))
 
 
 def small(**rest: Any) -> Any:

@@ -2,7 +2,8 @@
 
 Between `<!-- reference NAME -->` and `<!-- end -->` stands a family (or settings, verbs, views) as `tests/reference.py`
 writes it; between `<!-- code FILE NAME ... -->` and `<!-- end -->` the source of these classes and functions, or of
-the whole file where none is named. Besides, the list of what can be imported from where, for editors: `__init__.pyi`.
+the whole file where none is named. Besides, the list of what can be imported from where, for editors: `__init__.pyi`,
+and the README's badges.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 import workbench
-from tests import reference
+from tests import badges, reference
 from workbench.settings import shipped
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +65,8 @@ def main(*pages: Path) -> None:
         page.write_text(filled(page.read_text()))
     for path in () if pages else STUBS:
         path.write_text(stub(path))
+    if not pages:
+        badges.write()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from typing import Any
 
 _HOMES = {
     "compressors": ("Codec", "Compressor"),
+    "doors.report": ("report",),
+    "doors.sinks": ("log_to",),
     "experiment": ("Experiment",),
     "experiment.recipes": ("recipe",),
     "fabric": ("Fabric", "Fault", "Link"),
@@ -26,6 +28,7 @@ _HOMES = {
     "settings": ("Change", "Knob", "KnobError", "knob"),
     "sim": ("Costs", "Deadlock"),
     "strategies": ("Strategy",),
+    "tasks": ("adopt", "steps"),
 }
 _FAMILIES = (  # packages whose files hold members
     "strategies", "partitions", "partitions.schedules", "compressors", "optimizers", "policies", "fabric",

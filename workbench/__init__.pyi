@@ -35,6 +35,8 @@ from workbench.compressors.top_k import TopK as TopK
 from workbench.compressors.wangni import Wangni as Wangni
 from workbench.compressors.warm_up import WarmUp as WarmUp
 from workbench.compressors.zen import Zen as Zen
+from workbench.doors.report import report as report
+from workbench.doors.sinks import log_to as log_to
 from workbench.experiment import Experiment as Experiment
 from workbench.experiment.recipes import recipe as recipe
 from workbench.fabric import Fabric as Fabric
@@ -143,11 +145,15 @@ from workbench.strategies.zero_2 import ZeRO2 as ZeRO2
 from workbench.strategies.zero_3 import ZeRO3 as ZeRO3
 from workbench.strategies.zero_infinity import ZeROInfinity as ZeROInfinity
 from workbench.strategies.zero_offload import ZeROOffload as ZeROOffload
+from workbench.tasks import adopt as adopt
+from workbench.tasks import steps as steps
 from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
 from workbench.tasks.click_through import ClickThrough as ClickThrough
 from workbench.tasks.criteo_tsv import CriteoTSV as CriteoTSV
 from workbench.tasks.digits import Digits as Digits
+from workbench.tasks.loop import Loop as Loop
 from workbench.tasks.own import Task as Task
+from workbench.tasks.script import Script as Script
 
 __version__: str
 

@@ -26,6 +26,7 @@ DATA = ROOT / "docs" / "data"
 COMMANDS = {
     "ddp": ["tests.bench.ddp"],
     "fsdp": ["tests.bench.ddp", "--strategy", "ZeRO3", "--caps", "1", "5", "--rounds", "12"],
+    "beyond": ["tests.bench.beyond"],
     "pipeline": ["tests.bench.pipeline"],
     "schedules": ["tests.bench.schedules"],
     "offload": ["tests.bench.offload"],
@@ -41,6 +42,7 @@ COMMANDS = {
     "prediction": ["tests.bench.prediction"],
     "across": ["tests.bench.across"],
     "published": ["tests.bench.published"],
+    "published_wire": ["tests.bench.published_wire"],
     "priorities": ["tests.bench.priorities"],
     "shadow": ["tests.bench.shadow"],
     "shadow_quality": ["tests.bench.shadow_quality"],
@@ -48,6 +50,7 @@ COMMANDS = {
     "memory": ["tests.bench.memory"],
     "second_order": ["tests.bench.second_order"],
     "scale": ["tests.bench.scale"],
+    "planning": ["tests.bench.planning"],
     "llama": ["tests.bench.llama"],
     "dashboard": ["tests.bench.dashboard_budget", "--seconds", "120"],
     "dashboard_real": ["tests.bench.dashboard_budget", "--real", "--seconds", "60"],

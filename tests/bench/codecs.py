@@ -3,6 +3,7 @@
 Sides are timed in turn, round by round, with one of them twice (A/A); what counts is the median of the ratios.
 
     python -m tests.bench.codecs --out docs/data/codecs.json
+    python -m tests.bench.codecs --device cuda --elements 64000000 --out docs/data/gpu_codecs.json
 
 Goes on where it stopped: what the file holds is not measured again.
 """
@@ -38,16 +39,25 @@ LAYERS: dict[str, list[tuple[int, ...]]] = {
 }
 
 
-def inputs(n: int = ELEMENTS) -> dict[str, Tensor]:
+def inputs(n: int = ELEMENTS, device: str = "cpu") -> dict[str, Tensor]:
     """(n,) float32: Gaussian, and heavy-tailed (normal times log-normal)."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(n, generator=rng)
-    return {"Gaussian": x, "heavy-tailed": x * torch.randn(n, generator=rng).mul_(1.5).exp_()}
+    found = {"Gaussian": x, "heavy-tailed": x * torch.randn(n, generator=rng).mul_(1.5).exp_()}
+    return {name: x.to(device) for name, x in found.items()}
+
+
+def settle() -> None:
+    """What was asked of a GPU is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def once(run: Callable[[], Any]) -> float:
+    settle()
     began = time.perf_counter()
     run()
+    settle()
     return time.perf_counter() - began
 
 
@@ -85,9 +95,9 @@ def copying(x: Tensor) -> Callable[[], Any]:
     return lambda: into.copy_(x)
 
 
-def every(n: int, rounds: int, there: set[str]) -> Iterator[dict[str, Any]]:
+def every(n: int, rounds: int, there: set[str], device: str = "cpu") -> Iterator[dict[str, Any]]:
     """Each shipped compressor with its usual knobs against a copy of memory, but for those that are there."""
-    x = inputs(n)["Gaussian"]
+    x = inputs(n, device)["Gaussian"]
     for name, cls in members(Compressor).items():
         if not cls.__module__.startswith("workbench.") or cls is Dense or name in there:
             continue
@@ -200,12 +210,13 @@ def main() -> None:
     ask.add_argument("--out", type=Path, default=None)
     ask.add_argument("--elements", type=int, default=ELEMENTS)
     ask.add_argument("--rounds", type=int, default=ROUNDS)
+    ask.add_argument("--device", default="cpu", help="on a GPU kernels are not compared: those are the CPU's")
     a = ask.parse_args()
     torch.set_num_threads(1)
     rows = json.loads(a.out.read_text()) if a.out and a.out.exists() else []
-    if not any(r["part"] == "kernel" for r in rows):
+    if a.device == "cpu" and not any(r["part"] == "kernel" for r in rows):
         rows += kernels(a.elements, a.rounds)
-    for row in every(a.elements, a.rounds, {r["name"] for r in rows if r["part"] == "every"}):
+    for row in every(a.elements, a.rounds, {r["name"] for r in rows if r["part"] == "every"}, a.device):
         rows.append(row)
         if a.out:
             a.out.write_text(json.dumps(rows))

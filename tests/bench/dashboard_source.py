@@ -1,6 +1,6 @@
 """Rows of many ranks released in real time by a process of its own, and a live Run that takes them in.
 
-    python dashboard_source.py PORT     # publishes what ends as it ends, 4 times a second per rank
+    python dashboard_source.py PORT EPOCH RANKS     # publishes what ends as it ends, 4 times a second per rank
     run = live_run()                    # in a notebook: starts that process, relays its rows as a Lab does
 
 Ranks publish at their own moments, as engines do. The numbers are made up; their rate and their shape are real.
@@ -92,36 +92,36 @@ _NAMES = {
 }
 
 
-def publish(port: int, epoch: float) -> None:
+def publish(port: int, epoch: float, count: int = RANKS) -> None:
     """Publishes until this process is ended or its parent is gone."""
     keys, out = Keys(*sys.stdin.readline().split()), zmq.Context().socket(zmq.PUB)
     keys.lock(out)
     out.bind(f"tcp://127.0.0.1:{port}")
-    ranks = [Rank(r) for r in range(RANKS)]
+    ranks = [Rank(r) for r in range(count)]
     while True:
         for rank in ranks:  # one after the other within a push, as engines that do not know of each other
-            time.sleep(1 / PUSHES / RANKS)
+            time.sleep(1 / PUSHES / count)
             rank.until(time.time() - epoch)
             if frames := rank.message():
                 out.send_multipart(frames)
 
 
-def live_run(settings: dict[str, Any] | None = None) -> Run:
+def live_run(settings: dict[str, Any] | None = None, ranks: int = RANKS) -> Run:
     """A live run whose rows come from a process of their own."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])
     keys, epoch = Keys.new(), time.time() + 1.0
-    command = [sys.executable, str(Path(__file__)), str(port), repr(epoch)]
+    command = [sys.executable, str(Path(__file__)), str(port), repr(epoch), str(ranks)]
     source = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     assert source.stdin
     source.stdin.write(" ".join(keys) + "\n")
     source.stdin.flush()
-    run = Run(settings or {"ranks": RANKS, "strategy": {"DDP": {}}}, name="bench", epoch=epoch, live=True)
+    run = Run(settings or {"ranks": ranks, "strategy": {"DDP": {}}}, name="bench", epoch=epoch, live=True)
     take = lambda batch: run.append(batch.kind, batch.rank, batch.seq, batch.columns)  # noqa: E731
     run.relay, run.source = Relay([f"tcp://127.0.0.1:{port} {keys.public}"], Keys.new(), take), source  # type: ignore[attr-defined]
     return run
 
 
 if __name__ == "__main__":
-    publish(int(sys.argv[1]), float(sys.argv[2]))
+    publish(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench import activations, activations_tuned, scale
+from tests.bench import activations, activations_tuned, beyond, planning, scale
 from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
@@ -38,7 +38,7 @@ def text(data: Path) -> str:
         m = machines.get(name, {})
         where = f"{m.get('cpu')}; {m.get('system')}; Python {m.get('python')}, torch {m.get('torch')}; commit {m.get('commit')}"
         parts.append(section(json.loads(file.read_text())))
-        parts.append(f"*{m.get('date')}; {where}; `{m.get('command')}`; 15-minute load {m.get('load', 0):.1f}.*\n")
+        parts.append(f"*{m.get('date')}; {where}; `{m.get('command')}`; {load(m)}.*\n")
     return "\n".join(parts)
 
 
@@ -123,6 +123,11 @@ def _against(title: str, about: str, cells: list[dict[str, Any]], asked: float, 
         "peak memory, ours / torch",
     ]
     return f"## {title}\n\n{about}\n\n{table(head, rows)}\n{said}\n"
+
+
+def load(machine: dict[str, Any]) -> str:
+    """How busy the machine was, where that was noted."""
+    return f"15-minute load {machine['load']:.1f}" if "load" in machine else "load not noted"
 
 
 def pipeline(cells: list[dict[str, Any]]) -> str:
@@ -357,6 +362,13 @@ def schedules(cells: list[dict[str, Any]]) -> str:
     return section(cells)
 
 
+def published_wire(d: dict[str, Any]) -> str:
+    """Bandwidths and overlap that papers tell, beside what the simulator predicts."""
+    from tests.bench.published_wire_page import section
+
+    return section(d)
+
+
 def published(d: dict[str, Any]) -> str:
     """What papers say of large clusters beside what the simulator predicts."""
     from tests.bench.published_page import section
@@ -419,13 +431,14 @@ def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
 
 
 SECTIONS: dict[str, Callable[[Any], str]] = {
-    "ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "schedules": schedules, "offload": offload,
+    "ddp": ddp, "fsdp": fsdp, "beyond": beyond.section, "pipeline": pipeline, "schedules": schedules, "offload": offload,
     "activations": activations.text, "activations_tuned": activations_tuned.text,
     "bound": bound, "live": live, "slow_link": slow_link,
     "netns": netns, "algorithms": algorithms, "between": between, "record": record, "published": published,
+    "published_wire": published_wire,
     "priorities": priorities, "shadow": shadow, "shadow_quality": shadow_quality,
     "shadow_tables_quality": shadow_tables_quality, "memory": memory, "second_order": second_order,
-    "scale": scale.text,
+    "scale": scale.text, "planning": planning.section,
     "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
     "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
 }  # fmt: skip

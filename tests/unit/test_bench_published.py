@@ -8,6 +8,8 @@ import pytest
 
 from tests.bench.published import INSIDE, RANKS, RATE, SEQUENCE, WIDTH, flops, step, zero_run
 from tests.bench.published_page import section
+from tests.bench.published_wire import METHODS
+from tests.bench.published_wire_page import section as wire_section
 from workbench.strategies import DDP, ZeRO1, ZeRO2, ZeRO3
 
 pytestmark = pytest.mark.ranks
@@ -69,3 +71,16 @@ def test_the_page_says_what_is_not_kept() -> None:
     text = section({"interleaved": rows, "zero": zero})
     assert "from the formula (asked: 10%): NOT kept." in text
     assert "Bytes are at most 33.3% from published (asked: 10%): NOT kept." in text
+
+
+def test_the_page_of_bandwidths_says_what_is_not_kept() -> None:
+    rows = [{"method": name, "published": said, "predicted": list(said)} for name, (_, said) in METHODS.items()]
+    ddp = {"overlap": [{"computing": 0.1, "apart": 0.2, "beside": 0.12}], "ranks": {"2": 0.18, "256": 0.2}, "trees": {}}
+    text = wire_section({"bandwidth": rows, "ddp": ddp})
+    assert "25 of 25 are within a factor of 1.35 (asked: all): kept." in text and "published order: kept." in text
+    assert "at most 40.0%" in text and "is within reach: kept;" in text and "keeps 90% of its speed" in text
+    rows[0]["predicted"] = [2 * x for x in rows[0]["published"]]  # type: ignore[attr-defined]
+    ddp["overlap"][0]["beside"] = 0.15  # type: ignore[index]
+    text = wire_section({"bandwidth": rows, "ddp": ddp})
+    assert "20 of 25 are within a factor of 1.35 (asked: all): NOT kept. " in text and "off is data parallel." in text
+    assert "is within reach: NOT kept;" in text

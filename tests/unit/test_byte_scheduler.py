@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.laws.test_quick import trained
 from tests.ranks import experiment, live, run, toy, weights
 from tests.sim.virtual import comm, samples, stack
 from tests.unit.test_zero_3 import many, seen
@@ -20,6 +19,7 @@ from workbench.fabric import Fabric, Link, Slow
 from workbench.partitions import Pipeline
 from workbench.rank import Rank, StrategyError
 from workbench.settings import Change
+from workbench.sim.laws import trained
 from workbench.strategies import DDP, ByteScheduler, Strategy
 
 pytestmark = pytest.mark.ranks
@@ -55,9 +55,9 @@ def test_so_have_four_where_a_piece_is_a_bucket_and_smaller_ones_only_add_up_in_
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_so_have_virtual_ranks_whatever_the_pieces(ranks: int) -> None:
-    plain = trained(ranks, 6, strategy=DDP())[1]
+    plain = trained(DDP(), ranks, 6)[1]
     for strategy in (ByteScheduler(), PIECES, ByteScheduler(order="fifo", partition_mb=0.003)):
-        found = trained(ranks, 6, strategy=strategy, fabric=SLOW)[1]
+        found = trained(strategy, ranks, 6, fabric=SLOW)[1]
         assert len(found) == ranks and all(torch.equal(one, plain[0]) for one in found)
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import workbench
 from tests import links, reference, tables
+from tests.ranks import run
 from workbench import Experiment, Run, simulate, tasks
-from workbench.cli import setting
+from workbench.cli import app, begun, setting
 from workbench.experiment import given
-from workbench.experiment.recipes import recipe
 from workbench.fabric import Fabric, Link
 from workbench.rank import Rank
 from workbench.settings import knobs
@@ -23,7 +27,8 @@ from workbench.settings import knobs
 ROOT = Path(__file__).parent.parent.parent
 EVERY = [m for base, _ in reference.FAMILIES.values() for m in reference.shipped(base)]
 WITHOUT_PAPER = {  # nobody's invention
-    "ByGroup", "ByHand", "Dense", "TaskOwn", "Task", "Freeze", "Noisy", "Slow", "TransientStraggler",
+    "ByGroup", "ByHand", "Dense", "TaskOwn", "Task", "Script", "Loop", "Freeze", "Noisy", "Slow",
+    "TransientStraggler",
 }  # fmt: skip
 
 
@@ -110,19 +115,30 @@ def test_what_a_page_says_to_set_can_be_set(name: str) -> None:
     assert experiment != Experiment()
 
 
-def test_the_command_lines_are_accepted() -> None:
-    (block,) = re.findall(r"```sh\n(.*?)```", page("using.md"), re.S)
-    words = block.splitlines()[0].split()
-    turns = [setting(words[i + 1]) for i, word in enumerate(words) if word == "--set"]
-    assert words[:2] == ["workbench", "run"] and len(turns) == 2
-    assert given.turned(recipe(words[2]), turns).strategy.every == 8
+def test_the_command_lines_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```sh\n(.*?)```", page("using.md"), re.S)
+    lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines() if " run " in line]
+    found = []
+    for words in lines:
+        turns = [setting(words[i + 1]) for i, word in enumerate(words) if word == "--set"]
+        assert words[:2] == ["workbench", "run"]
+        found.append(given.turned(begun(words[2], None, []), turns))
+    assert [getattr(e.strategy, "every", 0) for e in found] == [0, 8, 8, 0]
+
+
+def example(word: str) -> str:
+    """The one example of the page on using it that has this word."""
+    (found,) = (block for block in re.findall(r"```python\n(.*?)```", page("using.md"), re.S) if word in block)
+    return str(found)
 
 
 @pytest.mark.ranks
 def test_the_simulators_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block, fitting, _, cutting, tuning = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)
+    block, fitting, cutting, tuning = map(example, ("what_if", "plan(", "balance(", "tune("))
     small = Experiment(ranks=2, steps=30, pace=20.0, fabric=Fabric(link=Link(bandwidth=200)))
     simulate(small).save(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
@@ -138,11 +154,57 @@ def test_the_simulators_example_runs(
     assert re.search(r"partition_mb.*bucket_mb", capsys.readouterr().out)
 
 
+@pytest.mark.ranks
+def test_the_example_of_a_slow_run_names_who_is_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    promised = "2. forward, 9 ms per step (11 % of it). Rank 1: its forward takes"
+    exec(example("advice()"), {})
+    assert promised in example("advice()") and promised in capsys.readouterr().out
+
+
+def test_the_commands_on_recorded_runs_do_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = (b for b in re.findall(r"```sh\n(.*?)```", page("using.md"), re.S) if "compare" in b)
+    monkeypatch.chdir(tmp_path)
+    for name, pace in (("first", 5.0), ("second", 6.0)):
+        simulate(Experiment(ranks=2, steps=200, pace=pace, eval_every=0)).save(tmp_path / "runs" / name)
+    for rank in (0, 1):
+        shutil.copy(ROOT / "tests" / "recorded" / "torch-2.13" / f"rank-{rank}.json.gz", tmp_path)
+    said = [CliRunner().invoke(app, line.split()[1:]) for line in block.splitlines()]
+    assert [result.exit_code for result in said] == [1, 0, 0, 0], [result.output for result in said]
+    assert {"both.html", "theirs.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_example_of_two_runs_says_which_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(example("report("), {})
+    assert re.search(r"^step time .* better$", capsys.readouterr().out, re.M)
+    assert {path.name for path in tmp_path.iterdir()} == {"two.html", "two-2.html", "dense.json.gz"}
+
+
+@pytest.mark.ranks
+def test_the_example_of_a_loop_runs() -> None:
+    names: dict[str, Any] = {}
+    exec(example("Loop(run=train)"), names)  # by itself, too
+    (session,) = run(replace(names["experiment"], ranks=1))
+    assert len(session.record.losses()) == 96
+
+
+@pytest.mark.ranks
+def test_the_example_of_a_script_runs() -> None:
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(example("adopt("), names)
+    (session,) = run(replace(names["experiment"], ranks=1, eval_every=0))
+    losses = session.record.losses()
+    assert len(losses) == 100 and sum(losses[-10:]) < sum(losses[:10]) / 2
+
+
 @pytest.mark.engine
 def test_the_example_of_checkpoints_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    going_on = re.findall(r"```python\n(.*?)```", page("using.md"), re.S)[2]
+    going_on = example("resume=")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import run_all
+from tests import badges, run_all
 
 ROOT = Path(__file__).parent.parent.parent
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -63,6 +64,27 @@ def test_make_knows_what_the_readme_promises() -> None:
     said = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in ("lab", "demo", "test", "bench"):
         assert f"make {target} " in said
+
+
+def test_the_badges_say_what_the_metadata_say_and_ask_no_host() -> None:
+    drawn = badges.badges()
+    assert {p.stem: p.read_text() for p in badges.FOLDER.iterdir()} == drawn, "python -m tests.tables"
+    assert ABOUT["project"]["license"] in drawn["licence"] and "3.11 or newer" in drawn["python"]
+    shown = re.findall(r"\[!\[[^\]]+\]\(([^)]+)\)\]", (ROOT / "README.md").read_text())
+    assert sorted(shown) == sorted(f"docs/badges/{name}.svg" for name in drawn)
+
+
+def test_binder_opens_the_first_lesson_of_where_this_was_cloned_from() -> None:
+    link = runpy.run_path(str(ROOT / "binder" / "link.py"))["link"]
+    lesson = "HEAD?urlpath=lab%2Ftree%2Fnotebooks%2F00_first_run.ipynb"
+    for origin in ("https://github.com/some/where.git", "git@github.com:some/where.git"):
+        assert link(origin) == f"https://mybinder.org/v2/gh/some/where/{lesson}"
+    elsewhere = "https://mybinder.org/v2/git/https%3A%2F%2Fgit.some.org%2Fa%2Fb"
+    assert link("https://me:secret@git.some.org/a/b") == f"{elsewhere}/{lesson}"
+    assert (ROOT / "notebooks" / "00_first_run.ipynb").exists()
+    for nowhere in ("", "/home/me/clone", "file:///srv/clone"):
+        with pytest.raises(ValueError, match="not cloned from an address"):
+            link(nowhere)
 
 
 @pytest.mark.slow

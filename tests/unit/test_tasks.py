@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from workbench.settings import KnobError, members
-from workbench.tasks import ByteGPT, Digits, Learner, Task, TaskBase, TaskError, at_rate
+from workbench.tasks import ByteGPT, Digits, Learner, Task, TaskBase, TaskError, at_rate, byte_gpt
 from workbench.tasks._base import shuffled
 from workbench.tasks.byte_gpt import GPT
 
@@ -34,7 +34,8 @@ def trained(task: TaskBase, steps: int, ranks: int = 4) -> tuple[float | dict[st
 
 
 @pytest.mark.slow
-def test_byte_gpt_begins_at_log_256_and_is_under_3_nats_after_30_steps() -> None:
+def test_byte_gpt_begins_at_log_256_and_is_under_3_nats_after_30_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_gpt, "HELD_OUT", 48)  # as people have it: other tests go over a third
     learner = ByteGPT().build()
     assert learner.evaluate(learner.model()) == pytest.approx(5.545, abs=0.01)
     assert trained(ByteGPT(), 30)[0] < 3.0
@@ -70,7 +71,7 @@ def test_every_shipped_task_but_your_own_builds_from_its_defaults() -> None:
     shipped = {name: cls for name, cls in members(TaskBase).items() if cls.__module__.startswith("workbench.")}
     assert {"ByteGPT", "Digits", "Task"} <= set(shipped)
     for name, cls in shipped.items():
-        if name != "Task":
+        if name != "Task" and not cls.leads:
             assert isinstance(cls.usual().build(), Learner)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from workbench.rank.outline import outlined
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -86,6 +88,7 @@ class Entries:
         cuts = self._cuts[name]
         _put(x.view(cuts[0][0].view), cuts, values)
 
+    @outlined(lambda self, bucket: bucket.data.new_empty(self.numel(bucket)))
     def pick(self, bucket: Bucket) -> Tensor:
         """(m,): the sub-model's entries of a bucket of whole parameters, in the order of its parts."""
         parts = [self.of(p.name, bucket.data[p.start : p.stop]).reshape(-1) for p in bucket.parts]
@@ -95,6 +98,7 @@ class Entries:
         """How many that are."""
         return sum(self._numel(p.name, p.stop - p.start) for p in bucket.parts)
 
+    @outlined(lambda *_: None)
     def mix(self, bucket: Bucket, values: Tensor, share: float = 1.0) -> None:
         """The bucket's entries that the sub-model has go so far towards `values`, (m,); all others stay as they are."""
         at = 0
