@@ -17,10 +17,12 @@ LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 450, "notebook": 36
 # Of a test's cases on real ranks `make test` runs one in so many, and at least one; of the others `make test-long` and
 # CI run one in so many, and the rest is run with EVERY=1.
 ONE_IN, ONE_LATER = 8, 64
-# Of the tests that take seconds each people wait for one in so many; `make test-long` and CI run the others, of those
-# on ranks that are threads of one process two in five, and EVERY=1 the rest.
+# Of the tests that take seconds each people wait for one in so many. Of the others `make test-long` and CI run four in
+# five of those with engines or a browser, one in five of those on ranks that are threads of one process, and all
+# lessons; EVERY=1 runs the rest.
 ONE_OF = 6
 LATER = {**dict.fromkeys(("engine", "browser", "notebook"), pytest.mark.slow), "ranks": pytest.mark.long}
+REST = {"engine": {5}, "browser": {5}, "notebook": set[int](), "ranks": {1, 3, 4, 5}}  # of the numbers 1 to 5
 
 collect_ignore = ["scripts_ddp"]  # scripts for torchrun: what tests run, and not what they are
 
@@ -51,7 +53,7 @@ def put_off(item: pytest.Item) -> pytest.MarkDecorator | None:
     number = crc32(item.nodeid.partition("[")[0].encode()) % ONE_OF
     if not marks or set(marks) - set(LATER) or not number:
         return None
-    if marks == ["ranks"] and number % 2:
+    if all(number in REST[mark] for mark in marks):
         return pytest.mark.every
     return next(mark for name, mark in LATER.items() if name in marks)
 

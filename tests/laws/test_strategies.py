@@ -128,7 +128,7 @@ def test_bytes_of_asynchronous_ones_are_the_formula_message_by_message(name: str
             assert len(set(times.values())) <= 2, "every bucket travels equally often, but for the last round"
 
 
-@pytest.mark.parametrize(("compressor", "name"), thinned(product(shipped(Compressor), ALL), of=4, long=8))
+@pytest.mark.parametrize(("compressor", "name"), thinned(product(shipped(Compressor), ALL), of=4, long=16))
 def test_every_pair_with_a_compressor_runs_or_is_refused_in_words(name: str, compressor: str) -> None:
     wanted = shipped(Compressor)[compressor].usual()
     try:

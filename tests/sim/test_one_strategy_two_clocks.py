@@ -26,7 +26,7 @@ COMPRESSORS = shipped(Compressor)
 PAIRS = [(n, c) for n in LOCKSTEP for c in COMPRESSORS if c in KINDS or n in ("DDP", "LocalSGD")]
 
 
-@pytest.mark.parametrize(("name", "compressor"), thinned(PAIRS, of=10, long=4))
+@pytest.mark.parametrize(("name", "compressor"), thinned(PAIRS, of=10, long=8))
 def test_both_hosts_are_asked_the_same_operations(name: str, compressor: str) -> None:
     try:
         e = experiment(3, 9, strategy=LOCKSTEP[name](), compressor=COMPRESSORS[compressor].usual(), eval_every=4)
