@@ -11,7 +11,7 @@ import pytest
 from tests.unit import synthetic
 from workbench import Change, recipe, simulate
 from workbench.analysis import straggler, why_silent
-from workbench.fabric import Slow
+from workbench.fabric import Slow, TransientStraggler
 from workbench.record.timeline import Mark, Timeline
 
 FROM = 40  # the step at which a rank becomes slow
@@ -194,3 +194,27 @@ def test_a_slow_rank_is_named_also_where_a_bucket_takes_several_collectives(comp
     found = straggler(simulate(e, changes=[Change(15, "fabric.faults", [Slow(rank=2)])]).timeline)
     assert found is not None and (found.rank, found.side) == (2, "compute")
     assert found.seconds == pytest.approx(0.1) and 0.06 < found.harm < 0.101, "its compute lasts twice the pace"
+
+
+SHARDED = ["ZeRO1", "ZeRO2", "ZeRO3"]
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize(("phase", "longer"), [("compute", 0.0925), ("forward", 0.03), ("backward", 0.06)])
+def test_a_slow_rank_is_named_where_gathering_waits_for_the_gradients(
+    strategy: str, phase: str, longer: float
+) -> None:
+    """All ask late for what is gathered, for all have waited for the slow one's gradients."""
+    e = recipe("first_run").set("steps", 40).set("strategy", strategy)
+    found = straggler(simulate(e, changes=[Change(15, "fabric.faults", [Slow(rank=2, phase=phase)])]).timeline)
+    assert found is not None and (found.rank, found.phase, found.victims) == (2, phase, (0, 1, 3))
+    assert found.seconds == pytest.approx(longer, rel=0.02) and 0.01 < found.harm <= longer
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nobody_is_named_where_shards_are_gathered_and_all_hiccup_alike(strategy: str, seed: int) -> None:
+    e = recipe("first_run").set("steps", 60).set("seed", seed).set("strategy", strategy)
+    noise = [TransientStraggler(probability=0.1, factor=3)]
+    tl = simulate(e, changes=[Change(5, "fabric.faults", noise)]).timeline
+    assert [straggler(until(tl, stop)) for stop in (30, 40, 50, 60)] == [None] * 4
