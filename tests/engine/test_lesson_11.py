@@ -20,7 +20,7 @@ def test_rings_trees_and_sites_show_what_they_promise(tmp_path: Path, monkeypatc
     assert any("You predicted: for both. The record says: for the large one alone" in s for s in shown), shown
     assert any("You predicted: on both. The record says: on the far one alone" in s for s in shown), shown
     assert any("Not the first: a, b, d." in s for s in shown), shown
-    solved, took, found, apart, crossings = eval(next(s for s in shown if "Right, all four" in s))
+    _solved, took, found, apart, crossings = eval(next(s for s in shown if "Right, all four" in s))
     assert set(took) == {"Native", *found} and all(ms["exposed"] > 0 for ms in took.values())
     assert took["Ring"]["exposed"] > took["HalvingDoubling"]["exposed"], "six messages, and four"
     assert found["Ring"]["large"] < 0.7 * min(ms["large"] for name, ms in found.items() if name != "Ring")
