@@ -81,5 +81,6 @@ def _about() -> str:
         f"tuning has not seen, and beside them those to the loss that SGD has when it was last looked at (the median of seeds). KFAC has momentum 0.9 and its own usual periods; everything else is as by default. Seconds: "
         f"{bench.PROCESSES} processes on this machine, one thread each, which hold a session of each method and alternate by blocks of "
         f"{bench.BLOCK} steps; the median over {bench.ROUNDS} rounds of ratios within a round, with its 95 % bootstrap "
-        f"interval. The wire is the loopback; the machine was busy with other work. Bytes: what rank 0 of {bench.RANKS} sends."
+        f"interval. The wire is the loopback; the machine was busy with other work. Bytes: what rank 0 of {bench.RANKS} sends. "
+        f"Newton was not tuned on ByteGPT: ten simulated steps of it took 144 s beside other work, and this rule would ask for hundreds."
     )
