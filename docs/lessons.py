@@ -68,7 +68,8 @@ RUNS = {
     eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
     Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",
     "18_when_one_dies": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=20,
-    eval_every=0, steps=90), changes=[Change(30, "fabric.faults", [Freeze(rank=2, seconds=1)]), Change(60, "strategy", ZeRO3())])""",
+    eval_every=0, steps=90), changes=[
+    Change(30, "fabric.faults", [Freeze(rank=2, seconds=1)]), Change(60, "strategy", ZeRO3())])""",
     "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }
