@@ -1,0 +1,29 @@
+"""Lesson 18: a killed replica costs no finished step, a killed shard those since the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.lessons import texts
+
+TRIES = """lab.set("save_every", 3).wait(timeout=60)
+more_steps(run, 10)
+after(lambda: lab.kill(lab.members[-1]))
+[exercise.check()]"""
+
+
+@pytest.mark.notebook
+@pytest.mark.timeout(360)
+def test_when_one_dies_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"guess = Prediction": "guess.choose(everything)", "shards = Prediction": "shards.choose(same)",
+            "exercise = Exercise": TRIES}  # fmt: skip
+    shown = texts("18_when_one_dies.ipynb", tmp_path, monkeypatch, **more)
+    assert any("The record says: none: at most the step in hand" in text for text in shown), shown
+    assert any("The record says: about 20: the steps since the checkpoint" in text for text in shown), shown
+    assert any("rank 1 was preempted and left" in text and "added" in text for text in shown), shown
+    lost = [int(n) for text in shown for n in re.findall(r"(\d+) steps? (?:is|are) lost", text)]
+    assert max(lost) >= 18, "the checkpoint was twenty steps old"
+    assert any("2 tries, 0 hints; solved" in text for text in shown), shown
