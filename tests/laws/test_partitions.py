@@ -30,7 +30,7 @@ from workbench.host.refusing import refuses_model
 from workbench.host.slots import slots
 from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
-from workbench.partitions.schedules import GPipe, Interleaved, PipeDream, PipeDream2BW
+from workbench.partitions.schedules import GPipe, Interleaved, PipeDream, PipeDream2BW, ZeroBubble
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, Strategy
 
@@ -43,6 +43,7 @@ WAYS: list[Partition] = [
     Pipeline(micros=4, schedule=Interleaved(chunks=2)), Pipeline(micros=2, schedule=Interleaved(chunks=3)),
     Tensor(), Tensor(ways=4), Pipeline(micros=2, of=Tensor()),
     Pipeline(micros=1, schedule=PipeDream()), Pipeline(stages=4, micros=4, schedule=PipeDream2BW()),
+    Pipeline(micros=4, schedule=ZeroBubble()), Whole(checkpoint="units"),
 ]  # fmt: skip
 Pair = tuple[Strategy, Partition]
 
