@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from widgets.board import Board
 from widgets.refresh import Refresh
@@ -202,8 +203,11 @@ def beyond(settings: Mapping[str, Any], may: Sequence[str]) -> str:
 class Hidden(Exercise):
     """Exposed communication to be made to vanish in two ways, while the wire and the computation stay as they are.
 
-    run: live or not; its record is the judge. A way is what was set: a strategy, a compressor, the size of buckets.
+    run: live or not; its record is the judge. A way is what was set: a strategy, a compressor, the size of buckets. Of
+    a live run it counts from where the exercise was first made: what a lesson has shown before is nobody's answer.
     """
+
+    _begun: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
 
     def __init__(self, run: Any) -> None:
         super().__init__("make exposed communication vanish in two ways", self._look, (
@@ -211,14 +215,15 @@ class Hidden(Exercise):
             "Set strategy to LocalSGD and raise every. Then DDP again, and TopK as compressor: lower density.",
         ))  # fmt: skip
         self.run = run
+        self.since = self._begun.setdefault(run, analysis.last_steps(run.timeline)[1] if run.live else 0)
 
     def _look(self) -> Verdict:
         shown: dict[str, dict[str, str]] = {}  # by wire and pace, the settings under which the step was stalled
         ways: dict[frozenset[str], str] = {}  # by what was set, the last setting that hid it
-        for same, may, share in self._shares():
+        for same, may, share, first in self._shares():
             if share > SHOWS:
                 shown.setdefault(same, may)
-            elif share < HIDES and (was := shown.get(same)):
+            elif share < HIDES and first >= self.since and (was := shown.get(same)):
                 changed = {name: said for name, said in may.items() if said != was[name]}
                 ways[frozenset(changed)] = ", ".join(f"{name} = {said}" for name, said in changed.items())
         if not shown:
@@ -229,8 +234,9 @@ class Hidden(Exercise):
             return False, f"Not yet: {found}. A setting counts once it has run for {LEAST + SETTLE} steps."
         return True, f"Found: {said}."
 
-    def _shares(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        """Of each stretch between changes: wire and pace, what may be set, and what share of a step waits for the wire.
+    def _shares(self) -> Iterator[tuple[str, dict[str, str], float, int]]:
+        """Of each stretch between changes: wire and pace, what may be set, what share of a step waits for the wire, and
+        its first step.
 
         Not for a rank that came late, nor for what is packed: on a busy machine both last, whatever is sent.
         """
@@ -243,7 +249,7 @@ class Hidden(Exercise):
                 said = {name: in_words(stretch.settings.get(name)) for name in (*SAME, *MAY)}
                 may = {name: said[name].partition("(")[0] for name in MAY}  # another density is no other way
                 wire = float((found.exposed - found.held - found.packing).mean() / found.seconds.mean())
-                yield " ".join(said[name] for name in SAME), may, wire
+                yield " ".join(said[name] for name in SAME), may, wire, stretch.first
 
 
 def more_steps(run: Any, n: int, timeout: float = 120.0) -> None:

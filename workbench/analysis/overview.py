@@ -44,7 +44,7 @@ def summary(run: Run) -> dict[str, Any]:
         "steps": stop,
         "seconds": round(float(tl.spans.rows().t1.max(initial=0.0)), 3),
         "step_s": round(float(np.median(times)), 6) if len(times) else None,
-        "examples_per_second": None if eps is None else round(eps * stands_for(tl), 3),
+        "examples_per_second": None if eps is None else round(float(eps) * stands_for(tl), 3),
         "bytes_per_step": float(sent.mean()) if sent.size else None,
         "memory_peak": max((m.peak for m in memory(tl)), default=None),
         "loss": _mean_of_last(run, "loss", stop),
