@@ -67,6 +67,9 @@ RUNS = {
     "13_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
     eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
     Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",
+    "15_large_batches": """simulate(Experiment(task=Digits(width=8, hidden=64), batch=2, optimizer=SGD(), lr=0.025,
+    lr_scaled=True, lr_base=8, pace=100, eval_every=5, steps=120), real=True, changes=[Change(30, "batch", 4),
+    Change(60, {"batch": 16, "clip": 1.0}), Change(90, "strategy", KFAC(damping=0.1, inverses_every=5))])""",
     "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }
