@@ -16,6 +16,8 @@ TRIES = (
     "batch=32, clip=1.0, lr=0.4",
     "pace=3",
     "batch=32, lr=-1",
+    "batch=0",
+    "batch=8, lr=0.1, **{'strategy.accumulate': 4}",
 )
 
 
@@ -50,4 +52,6 @@ def test_large_batches_shows_what_it_promises(tmp_path: Path, monkeypatch: pytes
     assert set(tried) == {16, 32} and tried[32] < 0.286 < 2 * tried[32], tried
     assert tries[4][0] == "pace cannot be changed here.", tries
     assert tries[5][0].startswith("It cannot be trained: lr=-1"), tries
+    assert tries[6][0].startswith("It cannot be trained: "), tries
+    assert tries[7][0].startswith("45 steps of 32 images: 1."), tries  # accumulated images are read, too
     assert any(s.startswith("'45 steps of 32 images: 1.") for s in shown), shown  # the rule alone does not do
