@@ -78,6 +78,9 @@ RUNS = {
     "18_when_one_dies": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=20,
     eval_every=0, steps=90), changes=[
     Change(30, "fabric.faults", [Freeze(rank=2, seconds=1)]), Change(60, "strategy", ZeRO3())])""",
+    "15_large_batches": """simulate(Experiment(task=Digits(width=8, hidden=64), batch=2, optimizer=SGD(), lr=0.025,
+    lr_scaled=True, lr_base=8, pace=100, eval_every=5, steps=120), real=True, changes=[Change(30, "batch", 4),
+    Change(60, {"batch": 16, "clip": 1.0}), Change(90, "strategy", KFAC(damping=0.1, inverses_every=5))])""",
     "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }
