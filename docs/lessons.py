@@ -67,6 +67,10 @@ RUNS = {
     "13_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
     eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
     Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",
+    "16_who_decides_when": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    eval_every=0, steps=150, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1)),
+    policy=SyncSwitch(fraction=1.0, straggler="elastic", windows=1, look_every=10)), changes=[
+    Change(40, "fabric.faults", [Slow(rank=1, factor=3)]), Change(80, "fabric.faults", [])])""",
     "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }

@@ -44,7 +44,7 @@ def test_who_decides_when_shows_what_it_promises(tmp_path: Path, monkeypatch: py
     shown = texts("16_who_decides_when.ipynb", tmp_path, monkeypatch, **more)
     assert any("The record says: evenly: a fixed rule. A surprise" in text for text in shown), shown
     assert any("The record says: next to nothing. A surprise" in text for text in shown), shown
-    assert any("100% of DDP's seconds, and 100% of all gradients" in text for text in shown)  # what is given decides nothing
+    assert any("100% of DDP's seconds, and 100% of all gradients" in text for text in shown)
     own, often, cheat, none, shares, by_loss, by_gain, losses = eval(next(s for s in shown if "Give it a policy" in s))
     assert own.startswith("73% of DDP's seconds, and 91%") and often.startswith("79% of DDP's")
     assert "It may set the strategy alone" in cheat and none.startswith("Give it a policy")
