@@ -81,6 +81,10 @@ RUNS = {
     "15_large_batches": """simulate(Experiment(task=Digits(width=8, hidden=64), batch=2, optimizer=SGD(), lr=0.025,
     lr_scaled=True, lr_base=8, pace=100, eval_every=5, steps=120), real=True, changes=[Change(30, "batch", 4),
     Change(60, {"batch": 16, "clip": 1.0}), Change(90, "strategy", KFAC(damping=0.1, inverses_every=5))])""",
+    "16_who_decides_when": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    eval_every=0, steps=150, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1)),
+    policy=SyncSwitch(fraction=1.0, straggler="elastic", windows=1, look_every=10)), changes=[
+    Change(40, "fabric.faults", [Slow(rank=1, factor=3)]), Change(80, "fabric.faults", [])])""",
     "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }
