@@ -54,6 +54,10 @@ RUNS = {
     eval_every=0, steps=100, strategy=LocalSGD(every=5), fabric=Fabric(link=Link(bandwidth=14.5))), changes=[
     Change(25, "fabric.link.bandwidth", 1.45), Change(50, "strategy", ShadowMA()),
     Change(75, "fabric.link.bandwidth", 14.5)])""",
+    "07_neighbours_only": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    steps=100, eval_every=5, lr=0.012, fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
+    Change(25, "strategy", Gossip()), Change(50, "strategy", Gossip(graph="exponential")),
+    Change(75, "strategy", LowPrecisionDecentralized())])""",
     "08_send_the_largest": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
     changes=[Change(25, "compressor", TopK()), Change(50, "compressor", ErrorFeedback(of=TopK()))])""",
     "09_send_it_coarsely": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
