@@ -50,7 +50,8 @@ class Exercise:
     def check(self, *answer: Any, **named: Any) -> str:
         """Holds an answer against what was run; it may be tried as often as one likes."""
         right, said = self._judge(*answer, **named)
-        tried(self.question, ", ".join([*map(short, answer), *(f"{k}={short(v)}" for k, v in named.items())]), right)
+        answers = ", ".join([*map(short, answer), *(f"{k}={short(v)}" for k, v in named.items())])
+        tried(self.question, answers, bool(right))  # a judge may say it by numpy's
         return said
 
     def hint(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
@@ -91,6 +92,14 @@ def test_what_was_sent_long_ago_counts_as_well() -> None:
     goal = Goal(small.set("eval_every", 64), "bytes_per_step", at_most=0.3, loss=9.0)
     said = goal.check({"strategy": "PostLocalSGD", "strategy.warmup": 16, "strategy.every": 48})
     assert said.startswith(f"Found: {100 * 17 / 64:.3g} % of the start's bytes per step"), said
+
+
+def test_a_judge_may_say_so_by_numpy(tmp_path: Path) -> None:
+    """What is kept of a try goes into the notebook as JSON, which knows none of numpy's."""
+    exercise = Exercise("more than a half?", lambda x: (np.float64(x) > 0.5, "said"))
+    assert exercise.check(0.7) == "said"
+    worksheet("07").hand_in("a", tmp_path)
+    assert "true" in next(tmp_path.glob("*.json")).read_text()
 
 
 def test_a_goal_is_judged_by_training_with_the_answer() -> None:
