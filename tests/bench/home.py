@@ -1,22 +1,25 @@
 """Each method on its home ground: tuned like its baseline, in the regime that its paper speaks of.
 
-    python -m tests.bench.home [--minutes 60] [--only METHOD ...] [--workers 2] [--plan] [--page-only]
+    python -m tests.bench.home [--minutes 60] [--only METHOD ...] [--workers 2] [--plan] [--confirm] [--page-only]
 
 On the simulator with real tensors and a virtual clock, so another load on this machine makes it slower and nothing
 else. What was measured is kept cell by cell in docs/data/home/, and a campaign that was broken off goes on there; a
-cell is run again where anything that its numbers depend on is another. The first table of docs/strategies.md is
-written from it.
+cell is run again where anything that its numbers depend on is another; where that is code alone that should come to
+the same, `--confirm` runs a few cells of a row, and keeps the others if these are the same to the last digit. The first
+table of docs/strategies.md is written from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -26,7 +29,7 @@ from tests.bench.cells import costs_as_plain, key
 from tests.bench.home_claims import CLAIMS
 from tests.bench.home_looks import Claim, wanted
 from tests.bench.home_page import DATA
-from tests.bench.home_rows import FRESH, SEEDS, Book, Row, Trial, told
+from tests.bench.home_rows import FRESH, SEEDS, Book, Row, Trial, short, told
 from workbench.settings import KnobError
 from workbench.sim import Costs
 
@@ -43,7 +46,7 @@ class Campaign:
         self.costs, self.book, self.until, self.workers = costs, book, until, workers
         self.failed: set[str] = set()
         self._keys: dict[str, str] = {}
-        self._about = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
+        self.about = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
 
     def key(self, row: Row, trial: Trial, seed: int) -> str:
         """What a cell's numbers depend on; empty where it cannot be run at all."""
@@ -91,10 +94,36 @@ class Campaign:
             print(f"{said} FAILED: {type(error).__name__}: {error}", flush=True)
             return
         found, seconds = future.result()
-        about = {"key": self.key(row, trial, seed), "seconds": round(seconds, 1), **self._about}
+        about = {"key": self.key(row, trial, seed), "seconds": round(seconds, 1), **self.about}
         self.book.keep(row, trial, seed, found, **about)
         result = found.get("refused") or (found["curve"][-1][2] if found["curve"] else found["samples_per_s"])
         print(f"{said}: {result} ({seconds:.1f} s; {left} left of these)", flush=True)
+
+
+CONFIRM = 4  # cells of a row that are run again before all others of it are kept
+
+
+def confirm(claims: Iterable[Claim], campaign: Campaign) -> None:
+    """Keeps the cells of rows whose code is another, where a few of them, chosen by their names, come out the same."""
+    plain = costs_as_plain(campaign.costs)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(campaign.workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for row in rows(claims):
+            lines = [line for line in campaign.book.kept(row) if campaign.key(row, line["trial"], line["seed"])]
+            stale = [line for line in lines if line["key"] != campaign.key(row, line["trial"], line["seed"])]
+            few = sorted(stale, key=lambda line: crc32(f"{told(line['trial'])} {line['seed']}".encode()))[:CONFIRM]
+            if not few or time.time() > campaign.until:
+                continue
+            cells = [row.cell(line["trial"], line["seed"]) for line in few]
+            ran = pool.map(strategies.ran, cells, [plain] * len(few))
+            found = [json.loads(json.dumps(short(numbers))) for numbers, _ in ran]  # as they are kept
+            same = [line["found"] == numbers for line, numbers in zip(few, found, strict=True)]
+            if all(same):
+                about = {"confirmed": {**campaign.about, "cells": len(few)}}
+                campaign.book.renew(row, [{**line, "key": campaign.key(row, line["trial"], line["seed"]), **about}
+                                          for line in stale])  # fmt: skip
+            kept = f"all {len(stale)} are kept" if all(same) else f"none of {len(stale)} is kept"
+            print(f"{row.name}: {sum(same)} of {len(few)} the same, {kept}", flush=True)
 
 
 def rows(claims: Iterable[Claim]) -> Iterator[Row]:
@@ -126,6 +155,7 @@ def main() -> None:
     ask.add_argument("--only", nargs="*", default=[], metavar="METHOD", help="claims as the page names them")
     ask.add_argument("--workers", type=int, default=strategies.CORES, help="cells at a time, of one thread each")
     ask.add_argument("--plan", action="store_true", help="say what is there, and run nothing")
+    ask.add_argument("--confirm", action="store_true", help="keep what comes out the same though its code is another")
     ask.add_argument("--page-only", action="store_true")
     a = ask.parse_args()
     try:
@@ -136,6 +166,9 @@ def main() -> None:
         campaign = Campaign(strategies.calibrated(), Book(DATA), time.time() + 60 * a.minutes, a.workers)
         if a.plan:
             say_plan(claims, campaign)
+            return
+        if a.confirm:
+            confirm(claims, campaign)
             return
         print("all is there" if campaign.run(claims) else "something is left: run it again", flush=True)
     strategies.PAGE.write_text(strategies_page.text())
