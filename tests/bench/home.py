@@ -4,16 +4,16 @@
 
 On the simulator with real tensors and a virtual clock, so another load on this machine makes it slower and nothing
 else. What was measured is kept cell by cell in docs/data/home/, and a campaign that was broken off goes on there; a
-cell is run again where anything that its numbers depend on is another; where that is code alone that should come to
-the same, `--confirm` runs a few cells of a row, and keeps the others if these are the same to the last digit. The first
-table of docs/strategies.md is written from it.
+cell is run again where anything that its numbers depend on is another: its settings, costs, strategy. Whether the rest
+of the code still comes to the same, `--confirm` asks: it runs a few cells of each row again, and the row is kept if
+these are the same, and else made anew. The first table of docs/strategies.md is written from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
+import math
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
@@ -101,29 +101,47 @@ class Campaign:
 
 
 CONFIRM = 4  # cells of a row that are run again before all others of it are kept
+ROUNDING = 2e-5  # by which numbers of six digits may differ: processors add up in different orders
 
 
 def confirm(claims: Iterable[Claim], campaign: Campaign) -> None:
-    """Keeps the cells of rows whose code is another, where a few of them, chosen by their names, come out the same."""
+    """Runs a few cells of each row again, chosen by their names, and those of other code before those of the same.
+
+    Where they come out the same the row is kept, as what its code comes to now; else all of it is to be run again.
+    """
     plain = costs_as_plain(campaign.costs)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(campaign.workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for row in rows(claims):
-            lines = [line for line in campaign.book.kept(row) if campaign.key(row, line["trial"], line["seed"])]
-            stale = [line for line in lines if line["key"] != campaign.key(row, line["trial"], line["seed"])]
-            few = sorted(stale, key=lambda line: crc32(f"{told(line['trial'])} {line['seed']}".encode()))[:CONFIRM]
+            keys = [(line, campaign.key(row, line["trial"], line["seed"])) for line in campaign.book.kept(row)]
+            able = [(line["key"] == key, crc32(f"{told(line['trial'])} {line['seed']}".encode()), line)
+                    for line, key in keys if key]  # fmt: skip
+            few = [line for _, _, line in sorted(able, key=lambda one: one[:2])[:CONFIRM]]
             if not few or time.time() > campaign.until:
                 continue
             cells = [row.cell(line["trial"], line["seed"]) for line in few]
-            ran = pool.map(strategies.ran, cells, [plain] * len(few))
-            found = [json.loads(json.dumps(short(numbers))) for numbers, _ in ran]  # as they are kept
-            same = [line["found"] == numbers for line, numbers in zip(few, found, strict=True)]
-            if all(same):
-                about = {"confirmed": {**campaign.about, "cells": len(few)}}
-                campaign.book.renew(row, [{**line, "key": campaign.key(row, line["trial"], line["seed"]), **about}
-                                          for line in stale])  # fmt: skip
-            kept = f"all {len(stale)} are kept" if all(same) else f"none of {len(stale)} is kept"
-            print(f"{row.name}: {sum(same)} of {len(few)} the same, {kept}", flush=True)
+            ran = [found for found, _ in pool.map(strategies.ran, cells, [plain] * len(few))]
+            same = [alike(short(found), line["found"]) for found, line in zip(ran, few, strict=True)]
+            about = {**campaign.about, "cells": len(few)}
+            campaign.book.renew(row, [{**line, "key": key if all(same) else "", "confirmed": about} if key else line
+                                      for line, key in keys])  # fmt: skip
+            kept = "all" if all(same) else "none"
+            print(f"{row.name}: {sum(same)} of {len(few)} the same, {kept} of {len(able)} kept", flush=True)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Are these the same numbers but for rounding, the same words and shapes?
+
+    >>> alike({"curve": [(0, 2.16768)]}, {"curve": [[0, 2.16769]]}), alike([1.0], [1.001])
+    (True, False)
+    """
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
+    return bool(a == b)
 
 
 def rows(claims: Iterable[Claim]) -> Iterator[Row]:
@@ -155,7 +173,7 @@ def main() -> None:
     ask.add_argument("--only", nargs="*", default=[], metavar="METHOD", help="claims as the page names them")
     ask.add_argument("--workers", type=int, default=strategies.CORES, help="cells at a time, of one thread each")
     ask.add_argument("--plan", action="store_true", help="say what is there, and run nothing")
-    ask.add_argument("--confirm", action="store_true", help="keep what comes out the same though its code is another")
+    ask.add_argument("--confirm", action="store_true", help="run a few cells of each row again: is it still true?")
     ask.add_argument("--page-only", action="store_true")
     a = ask.parse_args()
     try:

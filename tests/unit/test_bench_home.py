@@ -149,7 +149,7 @@ def test_cells_of_other_code_are_kept_where_a_few_come_out_the_same(
     assert len(kept) == len(whole), "none is lost"
     again = home.Campaign(COSTS, Book(tmp_path), until=0.0)
     assert all(again.there(claim.row, line["trial"], line["seed"]) == same for line in whole)
-    assert all(("confirmed" in line) == same for line in kept)
+    assert all(line["confirmed"]["cells"] == home.CONFIRM for line in kept)
 
 
 # -- the verdict and the page
