@@ -60,6 +60,11 @@ RUNS = {
     changes=[Change(25, "compressor", QSGD(bits=4)), Change(50, "compressor", ErrorFeedback(of=EFSignSGD()))])""",
     "10_send_its_shape": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
     changes=[Change(25, "compressor", PowerSGD()), Change(50, "fabric.link.bandwidth", 1000)])""",
+    "11_rings_trees_sites": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    eval_every=0, steps=110, fabric=Fabric(link=Link(bandwidth=100, latency=5), algorithm=Ring())), changes=[
+    Change(22, "fabric.algorithm", HalvingDoubling()), Change(44, "fabric.algorithm", ParameterServer()),
+    Change(66, "fabric.algorithm", DoubleTree()),
+    Change(88, {"fabric.site": 2, "fabric.between_latency": 20, "fabric.algorithm": TwoLevel()})])""",
     "12_it_does_not_fit": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=110,
     fabric=Fabric(link=Link(bandwidth=400, latency=0.5), host=0.2, disk=0.1)), changes=[
     Change(22, "strategy", ZeRO1()), Change(44, "strategy", ZeRO2()), Change(66, "strategy", ZeRO3()),
@@ -67,6 +72,9 @@ RUNS = {
     "13_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
     eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
     Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",
+    "14_one_layer_on_two_ranks": """simulate(Experiment(task=ByteGPT(layers=2), ranks=4, batch=8, pace=200, eval_every=0,
+    steps=80, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[Change(20, "partition", Tensor(ways=2)),
+    Change(40, "partition.sequence", True), Change(60, "partition", Tensor(ways=4))])""",
     "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }

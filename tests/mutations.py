@@ -37,6 +37,7 @@ DABMD = ("tests/golden/test_dabmd.py",)
 TEASQ = ("tests/golden/test_teasq_fed.py",)
 TEASQ_LIVE = named("tests/unit/test_teasq_fed.py", "test_what_the_server_believes_a_rank_has_is_what_it_has_to_the_bit",
                    "test_it_is_turned_and_left_live_and_clients_end_with_it")  # fmt: skip
+SWITCHED = named("tests/laws/test_partitions.py", "test_every_ordered_pair_of_partitions[AdamW]")
 WAVES = ("tests/unit/test_wavelet.py",)
 PRIORITIES = ("tests/unit/test_byte_scheduler.py", "-k", "piece or overtake or credit or urgent or order")
 SERVERS = ("tests/unit/test_async_server.py", "tests/unit/test_async_server_card.py", "-k", "in_step or sums")
@@ -279,6 +280,13 @@ _FABRIC = (
            "a trial of four ranks is the best of three"),
     Mutant("tuner: what was set before does not come back", "sim/tuning.py",
            "self._ranks.set(self._former)", "pass", WATCHED, "a search that breaks off leaves a trial's values"),
+    Mutant("switch: moments begin anew on other ranks", "host/repartition.py",
+           "{name: given[name] for name in what.slots if name in given}",
+           "{name: given[name] * (given[name].numel() < 2) for name in what.slots if name in given}", SWITCHED,
+           "what has come is thrown away, on all ranks alike"),
+    Mutant("switch: nobody asks whether all of it came", "host/repartition.py",
+           "if (before - after) & MASK:", "if False:", ("tests/laws/test_partitions.py", "-k", "spoiled"),
+           "a sum that is taken and not looked at"),
     Mutant("clicks: the entropy of half a coin", "tasks/_clicks.py",
            "return -p * math.log(p) - (1 - p) * math.log(1 - p)", "return -p * math.log(p)",
            ("tests/unit/test_click_through.py", "-k", "normalised"), "a dropped term"),

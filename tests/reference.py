@@ -19,14 +19,14 @@ from workbench.experiment import Experiment, partitioned
 from workbench.experiment.recipes import recipes
 from workbench.fabric import Algorithm, Fabric, Fault, Link
 from workbench.optimizers import Optimizer
-from workbench.partitions import Partition
+from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import Schedule
 from workbench.policies import PolicyBase
 from workbench.rank import Rank
-from workbench.settings import Family, Knob, describe, knobs, members, to_plain
+from workbench.settings import Family, Knob, KnobError, describe, knobs, members, to_plain
 from workbench.settings.plain import in_words
 from workbench.settings.told import PAPER, TERM, WHEN, is_code, paragraphs, terms, told
-from workbench.strategies import Strategy
+from workbench.strategies import Strategy, ZeRO1
 from workbench.tasks import TaskBase
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,8 @@ SECTIONS = ("faults", "algorithms")  # of one page, with other things
 
 def part(name: str) -> str:
     """What stands between the markers of this name."""
-    others = {"settings": settings, "fabric": fabric, "verbs": verbs, "views": views, "pairs": pairs}
+    others = {"settings": settings, "fabric": fabric, "verbs": verbs, "views": views, "pairs": pairs,
+              "combinations": combinations}  # fmt: skip
     return others[name]() if name in others else family(name)
 
 
@@ -57,6 +58,46 @@ def pairs() -> str:
         why = partitioned.unfit(m(), 4)
         rows.append([f"[{m.__name__}](strategies.md#{m.__name__.lower()})", "no: " + why if why else "yes"])
     return table(["strategy", "between replicas on several ranks each"], rows)
+
+
+def combinations() -> str:
+    """What is refused of a partition or sharding beside a schedule, compressor, optimizer or strategy."""
+    asked: list[tuple[str, type[Any], Callable[[Any], dict[str, Any]]]] = [
+        ("`Pipeline(of=Tensor())`, schedule", Schedule, lambda m: {"partition": Pipeline(schedule=m(), of=Tensor())}),
+        ('`Pipeline(of=Whole(checkpoint="units"))`, schedule', Schedule,
+         lambda m: {"partition": Pipeline(schedule=m(), of=Whole(checkpoint="units"))}),
+        *((f"`Pipeline(stages=4, micros={n})`, schedule", Schedule,
+           lambda m, n=n: {"partition": Pipeline(stages=4, micros=n, schedule=m())}) for n in (2, 6)),
+        ("`Pipeline()`, activations", Compressor, lambda m: {"partition": Pipeline(activations=m.usual())}),
+        ("`Tensor()`, activations", Compressor, lambda m: {"partition": Tensor(activations=m.usual())}),
+        ("`ZeRO1()`, compressor", Compressor, lambda m: {"strategy": ZeRO1(), "compressor": m.usual()}),
+        ("`ZeRO1()`, optimizer", Optimizer, lambda m: {"strategy": ZeRO1(), "optimizer": m.usual()}),
+        ("`Tensor()`, optimizer", Optimizer, lambda m: {"partition": Tensor(), "optimizer": m.usual()}),
+        ('`Whole(checkpoint="units")`, strategy', Strategy,
+         lambda m: {"partition": Whole(checkpoint="units"), "strategy": m()}),
+    ]  # fmt: skip
+    found: dict[tuple[str, str], list[str]] = {}
+    for text, base, settings_of in asked:
+        for m in shipped(base):
+            if why := _refused(settings_of(m)):
+                found.setdefault((text, why), []).append(m.__name__)
+    return table(["beside", "refused", "why"], [[text, ", ".join(names), why] for (text, why), names in found.items()])
+
+
+def _refused(asked: dict[str, Any]) -> str:
+    """Why such an experiment is none, without what would do and without names of its own; "" of what is none anyhow."""
+    why = _why(asked)
+    if why and "partition" in asked and _why({**asked, "partition": Whole()}):
+        return ""
+    return re.sub(r", and [A-Z]\w+\(.*\) (?=\w)", ", and it ", why.partition(": ")[2].partition(";")[0])
+
+
+def _why(asked: dict[str, Any]) -> str:
+    try:
+        Experiment(**{"ranks": 8, "batch": 24, **asked}).checked()
+    except KnobError as error:
+        return str(error)
+    return ""
 
 
 def shipped(base: type[Any]) -> list[type[Any]]:

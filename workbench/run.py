@@ -162,7 +162,9 @@ class Run(Frames):
 
         return scaling(self, settings, network, RANKS if ranks is None else ranks)
 
-    def model(self, step: int | None = None, task: Any = None, timeout: float = 60.0) -> nn.Module:
+    def model(
+        self, step: int | None = None, task: Any = None, timeout: float = 60.0, into: nn.Module | None = None
+    ) -> nn.Module:
         """The trained model, on the CPU: of a live run as it is at its next step boundary, of an ended one as it ended.
 
         What ranks hold is brought together as when a strategy is left: shards, slices and stages to the whole, and of
@@ -170,15 +172,20 @@ class Run(Frames):
 
         step: of the checkpoint before that step instead; task: of a recorded run, whose own functions are not in it
         timeout: seconds to wait for a live run's boundary
+        into: a model that takes the values, and is returned: of a loop of its own, which alone knows how it is made
 
         Raises RunError where it was not kept, and says what is, TimeoutError, and KnobError of another task's settings.
         """
         from workbench.sim.resuming import model_of
 
+        return model_of(*self._kept(step, task, timeout), into)
+
+    def _kept(self, step: int | None, task: Any, timeout: float) -> tuple[Checkpoint, Any]:
+        """What its model is read from, and the task that makes one."""
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
             raise KnobError(f"step={short(step)}: must be the step of a checkpoint, 0 or more, or None")
         checkpoint = Checkpoint.open(kept(self, step, timeout))
-        return model_of(checkpoint, self.experiment.task if task is None else task)
+        return checkpoint, self.experiment.task if task is None else task
 
     def save_model(self, path: Path | str, step: int | None = None, task: Any = None, timeout: float = 60.0) -> Path:
         """Writes `model(...)` to `path`: `.safetensors` as that (needs safetensors), else its state dict as torch does.
@@ -186,11 +193,11 @@ class Run(Frames):
         `torch.load(path, weights_only=True)` reads the latter. Raises what `model` does, and RunError where it cannot
         be written.
         """
-        from workbench.sim.resuming import written_to
+        from workbench.sim.resuming import saved_state, written_to
 
         if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
             raise KnobError(f"path={short(path)}: must be a file to write, such as 'model.safetensors' or 'model.pt'")
-        return written_to(Path(path), lambda: self.model(step, task, timeout))
+        return written_to(Path(path), lambda: saved_state(*self._kept(step, task, timeout)))
 
     def segment(self, first: int, stop: int) -> Self:
         """Steps [first, stop) as a run of their own, to be compared, exported or looked at like any.

@@ -17,7 +17,6 @@ from tests.labs import apart
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.lab import Lab
-from workbench.run import RunError
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, TorchDDP
 from workbench.tasks import Script
@@ -74,6 +73,11 @@ def test_a_script_comes_to_the_same_seen_from_outside_and_replaced_live(lab: Lab
         if not turns and strategy == TorchDDP():
             torch.testing.assert_close(found, plain, rtol=0, atol=0)
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    run.save_model(tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt")
+    assert back.keys() == found["model"].keys()
+    mine = {name: x for name, x in back.items() if "running" not in name}  # of statistics it is the mean of ranks
+    torch.testing.assert_close(mine, {name: found["model"][name] for name in mine}, rtol=0, atol=0)
     rows = run.timeline.samples.rows()
     mine = rows.value[rows.equal("name", "loss") & (rows.rank == 0)]
     assert sum(mine) == pytest.approx(sum(plain["losses"]), rel=1e-5)
@@ -119,8 +123,10 @@ def test_a_script_is_turned_paused_and_stopped_live_and_cannot_go_back(lab: Lab,
     assert until(lambda: lab.state == "paused" and run.made == at + 2, 60)
     with pytest.raises(KnobError, match="with the 2 ranks that it began with"):
         lab.resize(1)
-    with pytest.raises(RunError, match="no run goes on from the midst of a loop of its own"):
+    with pytest.raises(KnobError, match="into=None: a loop of its own has made this model, and only it knows how"):
         run.model()
+    with pytest.raises(KnobError, match="is a model alone, of a loop of its own, and no run goes on from the midst"):
+        lab.run(resume=str(run.path))
     lab.resume()
     assert until(lambda: run.made > at + 3, 60)
     lab.stop()

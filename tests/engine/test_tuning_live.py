@@ -79,7 +79,7 @@ SPACE = {
 }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.every
 def test_on_real_ranks_it_comes_within_a_twentieth_of_a_sweep_at_a_quarter_of_its_steps(lab: Lab) -> None:
     """Paced ranks on a slow wire, the loss left out of it: what counts is the step."""
     e = Experiment(task=ByteGPT(layers=2, width=64, heads=2), ranks=2, batch=4, steps=0, pace=60.0, bucket_mb=0.05,

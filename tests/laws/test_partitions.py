@@ -1,7 +1,8 @@
 """The law of switching: from any strategy and partition to any other, and back, while ranks train.
 
 Each switch leaves replicas alike, or the run fails, and moves state of which the hash must stay, or it fails. Here runs
-walk from pair to pair; what a rank is left with must be what every other rank with the same piece has. In the simulator
+walk from pair to pair: what all ranks hold together of parameters and moments must be to the bit what they held before,
+and what a rank is left with what every other rank with the same piece has. In the simulator
 with real tensors every ordered pair of partitions, every strategy into and out of every partition and 300 seeded random
 pairs; 40 pairs on real ranks.
 """
@@ -18,10 +19,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.moved import Watch
 from tests.ranks import assemble, experiment, fitting, run, shipped, toy
 from tests.sim.insides import simulated
 from tests.thinned import thinned
 from workbench.experiment import Experiment
+from workbench.host import repartition
+from workbench.host.canonical import Disagreement
 from workbench.host.refusing import refuses_model
 from workbench.host.slots import slots
 from workbench.optimizers import SGD, AdamW
@@ -33,6 +37,7 @@ from workbench.strategies import DDP, Strategy
 pytestmark = pytest.mark.ranks
 
 RANKS, WIDTH, EVERY = 4, 8, 3  # steps between two switches
+MANY = 500  # elements that are compared before and after the switches of a walk; the model has as many
 WAYS: list[Partition] = [
     Whole(), Pipeline(micros=2), Pipeline(stages=4, micros=8), Pipeline(micros=4, schedule=GPipe()),
     Pipeline(micros=4, schedule=Interleaved(chunks=2)), Pipeline(micros=2, schedule=Interleaved(chunks=3)),
@@ -115,7 +120,10 @@ def refused(pairs: Sequence[Pair], **rest: Any) -> list[Any]:
     path = [*pairs, (DDP(), pairs[-1][1])]
     changes = switches(path)
     e = started(path[0], changes[-1].at_step + 1, **rest)
-    record, sessions = simulated(e, *changes)
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        record, sessions = simulated(e, *changes)
+    assert watch.check() > MANY
     lies_alike(sessions, path)
     return list(record.details("refused"))
 
@@ -158,7 +166,26 @@ def test_forty_pairs_on_real_ranks(seed: int) -> None:
     path = [rng.choice(EVERYWHERE) for _ in range(8)]
     path.append((DDP(), path[-1][1]))
     changes = switches(path)
-    sessions = run(started(path[0], changes[-1].at_step + 1, pace=0.0), *changes)
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        sessions = run(started(path[0], changes[-1].at_step + 1, pace=0.0), *changes)
+    assert watch.check() > MANY
     assert sessions[0].record.noted("refused") == [], changes
     assemble(sessions)
     lies_alike(sessions, path)
+
+
+def test_state_that_was_spoiled_on_its_way_ends_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one element of one moment, on one rank."""
+    plain = repartition.move
+
+    async def spoiled(rank: Any, own: Any, *rest: Any) -> Any:
+        given = await plain(rank, own, *rest)
+        if rank.id == 0 and (name := next((name for name in sorted(given) if name.startswith("exp_avg/")), "")):
+            given[name] = given[name].clone()
+            given[name].view(torch.int32)[0] ^= 1
+        return given
+
+    monkeypatch.setattr(repartition, "move", spoiled)
+    with pytest.raises(Disagreement, match="the model's state is not what it was before it was spread anew"):
+        simulated(started((DDP(), Whole()), 6, optimizer=AdamW()), Change(3, "partition", Tensor()))

@@ -14,6 +14,7 @@ from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.optimizers import AdamW
 from workbench.partitions import Pipeline, Tensor, Whole
+from workbench.run import require_memory
 from workbench.strategies import DDP, LocalSGD, ZeRO3, ZeROInfinity, ZeROOffload
 from workbench.tasks import ByteGPT, Task
 
@@ -35,6 +36,16 @@ def test_rows_are_what_each_is_by_itself_on_the_same_global_batch() -> None:
         found = simulate(replace(e, steps=8, eval_every=0)).summary()
         assert row.step_s == pytest.approx(found["step_s"], rel=0.02)
         assert row.peak == found["memory_peak"]
+
+
+def test_no_row_is_refused_where_a_lab_is_asked_for_it() -> None:
+    """Also for what an evaluation takes, and for buckets whose exchange is late."""
+    e = Experiment(task=ByteGPT(layers=6), ranks=2, memory_mb=16, batch=2, pace=60.0)
+    strategies = [ZeRO3(), ZeROOffload(), ZeROInfinity()]
+    rows = plan(e, strategies=strategies, partitions=[Whole(), Whole(checkpoint="units")])
+    assert rows
+    for row in rows:
+        require_memory(e.set({"strategy": row.strategy, "partition": row.partition}))
 
 
 def test_what_does_not_fit_is_left_out_and_what_is_left_fits() -> None:

@@ -37,7 +37,7 @@ print(json.dumps({**each, "seconds": took, "peak": peak, "comm": comm, "state": 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_a_thousand_ranks_a_hundred_steps_forty_buckets() -> None:
     """Every rank with its own jitter, every span recorded: within 4 GB.
 

@@ -242,3 +242,29 @@ def test_what_the_first_move_into_parts_takes_is_foreseen_from_sizes_alone(parti
     session, model = run(e, *changes)[0], simulate(e, changes=changes).samples
     foreseen = model[(model.name == "memory peak") & (model["rank"] == 0)].value
     assert list(foreseen) == pytest.approx(seen(session, "memory peak"), rel=0.02, abs=8e5)  # buckets in gloo's hands
+
+
+@pytest.mark.parametrize("more", [{}, {"strategy": ZeRO3()}, {"strategy": ZeROInfinity()}, {"partition": Tensor()},
+                                  {"partition": Pipeline()}], ids=str)  # fmt: skip
+def test_what_a_refusal_advises_would_do(more: dict[str, Any]) -> None:
+    """It names neither what is there already nor what is refused beside it; and its number is one that would do."""
+    task = ByteGPT(layers=1, width=32, heads=4, context=32)
+    e = Experiment(task=task, ranks=2, steps=2, eval_every=1, pace=5.0, **more)
+    texts: list[str] = []
+    memory_mb = 0.3
+    while len(texts) < 8:
+        try:
+            simulate(e.set("memory_mb", memory_mb))
+            break
+        except OutOfMemory as refused:
+            texts.append(str(refused).splitlines()[0])
+        advice = texts[-1].partition("; take ")[2]
+        for name in re.findall(r"ZeRO\w+", advice):
+            assert e.set("strategy", name) and name != type(e.strategy).__name__
+        assert "checkpoint" not in advice or e.set("partition.checkpoint", "units")
+        assert ("smaller batch" in advice) == ("while the model is evaluated" not in texts[-1])
+        exact = re.search(r"memory_mb=([\d.]+)$", advice)
+        floor = re.search(r"memory_mb well above ([\d.]+), for a step takes more$", advice)
+        assert exact or floor, advice
+        memory_mb = float(exact[1]) if exact else 2 * float(floor[1]) if floor else 0.0
+    assert len(texts) < 8 and len([text for text in texts if "in a step" in text]) <= 1, texts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,9 @@ from tests.waiting import until
 from workbench import simulate, steps
 from workbench.experiment import Experiment, given
 from workbench.partitions import Pipeline
+from workbench.record.checkpoints import FOLDER, Checkpoint
 from workbench.settings import Change, KnobError
+from workbench.sim.resuming import resumed, saved_state
 from workbench.strategies import BMUF, DDP, EASGD, DiLoCo, LocalSGD, PostLocalSGD, SlowMo, Strategy, TorchDDP, ZeRO3
 from workbench.tasks import Loop, Script, Task
 
@@ -328,3 +331,21 @@ class Heard:
 
 def test_what_does_not_follow_says_so() -> None:
     assert not ZeRO3.follows and not shipped(Strategy)["SelSync"].follows
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=64)], ids=lambda s: type(s).__name__)
+def test_what_a_loop_has_trained_is_kept_as_a_model_alone(strategy: Strategy, tmp_path: Path) -> None:
+    """Of replicas that drifted apart the mean."""
+    train, models = on_two()
+    sessions = live(of(train, ranks=2, strategy=strategy), run_dir=tmp_path)
+    assert all(s.join(60) for s in sessions) and not any(s.error for s in sessions)
+    first, second = (dict(model.state_dict()) for model in models)
+    assert all(torch.equal(x, second[name]) for name, x in first.items()) == (strategy == DDP())
+    kept = Checkpoint.open(tmp_path / FOLDER)
+    found = saved_state(kept)
+    torch.testing.assert_close(found, {name: (x + second[name]) / 2 for name, x in first.items()})
+    if strategy == DDP():
+        torch.testing.assert_close(found, first, rtol=0, atol=0)
+    with pytest.raises(KnobError, match="is a model alone, of a loop of its own"):
+        resumed(kept, None)

@@ -83,6 +83,18 @@ def test_an_evaluation_behind_the_last_step_is_none_of_its_steps(tmp_path: Path)
     torch.testing.assert_close(run.model().state_dict(), run.model(step=4).state_dict(), rtol=0, atol=0)
 
 
+def test_it_is_put_into_a_model_of_its_shape_and_no_other(tmp_path: Path) -> None:
+    e = Experiment(task=Digits(width=8), ranks=2, steps=2, eval_every=0, save_every=2, pace=1.0)
+    simulate(e, real=True, checkpoints=tmp_path / FOLDER).save(tmp_path)
+    mine, run = e.task.build().model(), Run.open(tmp_path)
+    assert run.model(into=mine) is mine
+    torch.testing.assert_close(mine.state_dict(), run.model().state_dict(), rtol=0, atol=0)
+    with pytest.raises(KnobError, match="into=Linear: is another model: "):
+        run.model(into=torch.nn.Linear(2, 3))
+    with pytest.raises(KnobError, match="into=3: must be a torch Module"):
+        run.model(into=3)  # type: ignore[arg-type]
+
+
 def test_a_live_run_that_makes_no_checkpoint_in_time_goes_on() -> None:
     run = Run(Experiment(), name="tour", live=True)
     run._control = Mock()

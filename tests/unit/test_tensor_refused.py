@@ -14,6 +14,7 @@ from torch import nn
 from tests.ranks import ended, live, run, toy
 from tests.split import PLAN, Small, entropy, near, small, spread, texts, together
 from tests.unit.test_tensor import parts
+from workbench import simulate
 from workbench.compressors import DGC
 from workbench.experiment import Experiment
 from workbench.host.splitting import split
@@ -26,7 +27,7 @@ from workbench.tasks import ByteGPT, Colwise, Rowwise, TaskError
 pytestmark = pytest.mark.ranks
 
 REFUSED = [
-    ({"partition": Tensor(ways=3)}, "tensors=3: one replica takes 3 ranks, and 4 cannot be dealt out to such"),
+    ({"partition": Tensor(ways=3)}, "ways=3: one replica takes 3 ranks, and 4 cannot be dealt out to such"),
     ({"partition": Tensor(), "strategy": ZeRO3()}, "ranks share out what those hold alike"),
     ({"partition": Tensor(), "strategy": AsyncServer()}, "ranks exchange beside their steps"),
     ({"partition": Tensor(), "strategy": SelSync()}, "ranks go by all of a replica's gradients"),
@@ -85,6 +86,21 @@ def test_a_plan_that_cannot_be_is_refused_in_words(model: Any, plan: Any, ways: 
     task = toy(model=model, data=texts, loss=entropy, evaluate=None, **({"split": lambda _: plan} if plan else {}))
     with pytest.raises(KnobError, match=re.escape(words)):
         split(ways, model(), task.build())
+
+
+def test_each_number_that_is_advised_would_do() -> None:
+    """ByteGPT's 256 rows could be dealt out to 8 ranks; its four heads cannot."""
+    learner = ByteGPT().build()
+    with pytest.raises(KnobError, match=r"ways=3: byte has 256 rows.*; take ways=2 or 4$"):
+        split(3, learner.model(), learner)
+    assert split(2, learner.model(), learner) and split(4, learner.model(), learner)
+
+
+def test_positions_that_cannot_be_dealt_out_are_all_that_is_said() -> None:
+    e = Experiment(task=ByteGPT(context=63), ranks=2, steps=2, pace=5.0, partition=Tensor(sequence=True))
+    with pytest.raises(KnobError, match="63 positions cannot be dealt out to 2 ranks evenly; take") as refused:
+        simulate(e)
+    assert "meta device" not in str(refused.value)
 
 
 def test_a_plan_that_is_none_is_refused() -> None:
@@ -194,5 +210,5 @@ def test_byte_gpt_says_how_many_ways_there_are() -> None:
     e = Experiment(task=ByteGPT(width=48, heads=6), ranks=4, partition=Tensor(ways=4), optimizer=SGD())
     learner = e.task.build()
     said = re.escape("blocks.0.qkv has 48 outputs, 8 of which stay together")
-    with pytest.raises(KnobError, match=f"{said}.* take ways=2 or 3 or 6"):
+    with pytest.raises(KnobError, match=f"{said}.* take ways=2$"):  # 256 rows cannot be dealt out to 3
         split(4, learner.model(), learner)

@@ -51,9 +51,9 @@ def swept(e: Experiment) -> dict[str, Trial]:
     return {str(settings): by_hand.tried(Trial(settings=settings), None) for settings in every}
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("fabric", [pytest.param(name, marks=pytest.mark.long if name == "fast" else pytest.mark.every)
+                                    for name in FABRICS])  # fmt: skip
 def test_it_comes_within_a_twentieth_of_a_sweep_at_a_quarter_of_its_steps(fabric: str) -> None:
     e = E.set("fabric", Fabric(link=FABRICS[fabric]))
     sweep = swept(e)

@@ -26,7 +26,6 @@ NOT = {
     "resize": "the loop goes on with the ranks that it began with",
     "roll back": "the loop cannot go back",
     "preempt": "the loop goes on with the ranks that it began with, so the run ends",
-    "checkpoint": "no checkpoint was made: no run goes on from the midst of a loop of its own; let it save its model",
 }
 
 

@@ -43,7 +43,8 @@ def refused(e: Experiment) -> str | None:
         return None
     said = f"partition={type(partition).__name__}"
     if e.ranks % partition.size:
-        dims = ", ".join(f"{name}s={size}" for name, size in partition.dims())
+        knob = {"tensor": "ways", "stage": "stages"}
+        dims = ", ".join(f"{knob.get(name, name)}={size}" for name, size in partition.dims())
         fits = [n for n in range(2, e.ranks + 1) if e.ranks % n == 0]
         others = f"a number that divides {e.ranks} ({', '.join(map(str, fits))}), or " if fits else ""
         return (

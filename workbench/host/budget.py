@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from workbench.experiment.roomier import roomier
 
 MB = 1e6
+STEP, EVALUATED = "in a step", "while the model is evaluated"
 
 
 class OutOfMemory(RuntimeError):
     """A rank needs more memory on its device than `memory_mb` says that there is."""
 
 
-def require_fits(rank: int, limit_mb: float, needed: int, of: Mapping[str, int], when: str) -> None:
-    """Raises OutOfMemory if `needed` bytes are more than there are; limit_mb: 0 is no limit; of: bytes by category."""
+def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> None:
+    """Raises OutOfMemory if a rank's `needed` bytes are more than there are; of: bytes by category.
+
+    Before its first step is over it is not known what that takes, so no number would do.
+    """
+    rank, e = run.rank.id, run.experiment
+    limit_mb = e.memory_mb
     if not limit_mb or needed <= limit_mb * MB:
         return
     parts = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
+    more = f"memory_mb={_mb(1.05 * needed)}"
+    if when != STEP and (run.rank.step == 0 or not when.endswith(EVALUATED)):
+        more = f"a memory_mb well above {_mb(needed)}, for a step takes more"
+    ways = ", ".join(roomier(e, evaluating=when.endswith(EVALUATED)))
     raise OutOfMemory(
-        f"memory_mb={limit_mb:g}: rank {rank} needs {_mb(needed)} MB {when} ({parts}); take a strategy that shares out "
-        f"or offloads more (ZeRO3, ZeROInfinity), a smaller batch or bucket_mb, or memory_mb={_mb(1.05 * needed)}"
+        f"memory_mb={limit_mb:g}: rank {rank} needs {_mb(needed)} MB {when} ({parts}); take "
+        f"{f'{ways}, or ' if ways else ''}{more}"
     )
 
 

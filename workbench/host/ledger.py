@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench.host import memory
-from workbench.host.budget import MB, require_fits
+from workbench.host.budget import EVALUATED, MB, STEP, require_fits
 from workbench.host.buffers import Buffers
 from workbench.host.changing import Changing
 from workbench.host.counted import Counts
@@ -113,16 +113,16 @@ class Ledger:
             self._inputs = []
         told = self._write()
         self._step = max(0, (self._held or 0) - (self._holds or 0)), told["buffers in flight"]
-        self._require(told, "in a step")
+        self._require(told, STEP)
         self.due = False
 
     def _require(self, told: dict[str, int], when: str) -> None:
-        run, limit = self._run, self._run.experiment.memory_mb
-        if limit:
+        run = self._run
+        if run.experiment.memory_mb:
             of = {name: told[name] for name in CATEGORIES if name in told}
-            if when != "in a step":
+            if when != STEP:
                 of = of | dict.fromkeys(PASSING, 0) | {"gradients": self._standing["gradients"]}
-            require_fits(run.rank.id, limit, told["peak"], of | {"what moves": self._surge}, when)
+            require_fits(run, told["peak"], of | {"what moves": self._surge}, when)
 
     # -- while the model is evaluated --
 
@@ -175,7 +175,7 @@ class Ledger:
         self._held, self._told = self._holds, None
         self._evaluated, self._evaluated_at = told["peak"], self._run.rank.step
         self._write_down({ALONE: nbytes, "peak": told["peak"]})
-        self._require(told, f"{more}while the model is evaluated")
+        self._require(told, more + EVALUATED)
 
     # -- in a step --
 

@@ -24,7 +24,7 @@ from workbench.host.piece import Piece, micro_batches
 from workbench.host.splitting import Split
 from workbench.host.together import computing, slice_of
 from workbench.partitions import Partition, Whole
-from workbench.rank import Memory
+from workbench.rank import Memory, StrategyError
 from workbench.settings import KnobError
 from workbench.settings.said import text_of
 from workbench.tasks import Learner
@@ -93,6 +93,8 @@ def plans_of(e: Experiment, learner: Learner, split: Split) -> tuple[Plans, ...]
                 stages = cut(e, part, learner) if way.depth > 1 else None
                 batch = to_device(example(learner, e, "cpu"), "meta")
                 made[key] = planned(part, learner, split, batch, stages, way.micro_batches, way.layers)
+            except (KnobError, StrategyError) as error:  # it has been run, and says itself what would do
+                raise KnobError(f"partition={type(way).__name__}: {error}") from error
             except Exception as error:
                 raise KnobError(
                     f"partition={type(way).__name__}: when ranks meet in a pass cannot be told, for the model does not "

@@ -97,6 +97,7 @@ def split(ways: int, model: nn.Module, learner: Learner, sequence: bool = False)
     modules, trained = dict(model.named_modules()), {n: p for n, p in model.named_parameters() if p.requires_grad}
     names = {id(p): name for name, p in model.named_parameters()}
     sliced: dict[str, Sliced] = {}
+    _require_even(modules, plan, ways)
     for name, way in plan.items():
         for kind, made in _slices(name, modules[name], way, ways):
             full = names.get(id(getattr(modules[name], kind)), "")
@@ -230,12 +231,36 @@ def _require(name: str, what: str, count: int, together: int, ways: int) -> None
     units = count // together
     if count % together == 0 and units % ways == 0:
         return
-    fits = [n for n in range(2, units + 1) if units % n == 0]
-    would = f"take ways={' or '.join(map(str, fits[:4]))}" if fits else "leave it out of the plan"
     some = f", {together} of which stay together" if together > 1 else ""
-    raise KnobError(
-        f"ways={ways}: {name} has {count} {what}{some}, and they cannot be dealt out to so many ranks evenly; {would}"
+    raise _Uneven(
+        f"ways={ways}: {name} has {count} {what}{some}, and they cannot be dealt out to so many ranks evenly", units
     )
+
+
+class _Uneven(KnobError):
+    """So many units (rows, heads) of a module cannot be dealt out evenly."""
+
+    def __init__(self, said: str, units: int) -> None:
+        super().__init__(said)
+        self.units = units
+
+
+def _require_even(modules: Mapping[str, nn.Module], plan: Mapping[str, Way], ways: int) -> None:
+    """Refuses so many ranks with a number that suits every module of the plan, if there is one."""
+    def uneven(n: int) -> list[_Uneven]:
+        found = []
+        for name, way in plan.items():
+            try:
+                list(_slices(name, modules[name], way, n))
+            except _Uneven as error:
+                found.append(error)
+        return found
+
+    if lines := uneven(ways):
+        least = min(line.units for line in lines)
+        fits = [n for n in range(2, least + 1) if least % n == 0 and not uneven(n)]
+        would = f"take ways={' or '.join(map(str, fits[:4]))}" if fits else "leave it out of the plan"
+        raise KnobError(f"{lines[0]}; {would}")
 
 
 def _require_alone(model: nn.Module, plan: Mapping[str, Way], sliced: Mapping[str, Sliced]) -> None:

@@ -65,7 +65,8 @@ class Checkpoint:
     """A checkpoint as its manifest tells it. Opening reads that alone; `Bytes` reads tensors.
 
     step:  the step before which it was made
-    ranks: how many trained; each: by rank what it held, for `workbench.host.saved`. Of kind "whole" all held the same
+    ranks: how many trained; each: by rank what it held, for `workbench.host.saved`. Of kind "whole" all held the same,
+           of kind "model" it is the model alone
     """
 
     def __init__(self, path: Path, said: Mapping[str, Any]) -> None:
@@ -201,7 +202,7 @@ def _wrongs(said: Any) -> Iterator[str]:
         return
     rules: dict[str, tuple[bool, str]] = {
         "schema": (said.get("schema") == SCHEMA, f"{SCHEMA}, which this version reads"),
-        "kind": (said.get("kind") in ("ranks", "whole"), "ranks or whole"),
+        "kind": (said.get("kind") in ("ranks", "whole", "model"), "ranks, whole or model"),
         "step": (count(said.get("step")) and said["step"] < 10**10, "a whole number, 0 or more"),
         "ranks": (count(said.get("ranks")) and 1 <= said["ranks"] <= MOST_RANKS, f"from 1 to {MOST_RANKS}"),
         "experiment": (bool(SETTINGS.good(said.get("experiment"))), SETTINGS.words),
@@ -222,7 +223,7 @@ def _wrongs(said: Any) -> Iterator[str]:
     for at, blob in enumerate(said["blobs"]):
         if not _good_blob(blob, said["files"]):
             yield f"blobs[{at}] is {short(blob)}, which must be a place in a file, a dtype and sizes"
-    wanted = said["ranks"] if said["kind"] == "ranks" else 1
+    wanted = 1 if said["kind"] == "whole" else said["ranks"]
     if len(said["each"]) != wanted:
         yield f"each has {len(said['each'])} entries, and must have {wanted}"
     for rank, one in enumerate(said["each"]):

@@ -44,10 +44,10 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
         raise KnobError(str(error)) from None
     except Exception:
         return
-    _require_room(wanted, analysis.memory(run.timeline, before))
+    require_room(wanted, analysis.memory(run.timeline, before))
 
 
-def _require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
+def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
     """On real ranks as many buckets as may be `outstanding` can wait for their sum, which takes no time here."""
     buckets = int(getattr(e.strategy, "outstanding", 0))
     waiting = buckets * int(e.bucket_mb * MB)

@@ -21,7 +21,7 @@ from workbench.settings import KnobError, knobs, members
 from workbench.settings.doing import doing
 from workbench.sim.alike import unlike
 from workbench.sim.costs import Costs
-from workbench.sim.fits import MOST, longest
+from workbench.sim.fits import MOST, longest, require_room
 from workbench.sim.simulate import rehearsed
 from workbench.tasks import Learner
 
@@ -109,15 +109,19 @@ def _simulated(e: Experiment, strategy: Any, way: Partition, costs: Costs, learn
     looked = max(STEPS, min(longest(strategy), MOST) if strategy.periodic else 0)  # a whole round of one that has such
     never = way.depth if way.ahead(0) else 0  # flushed: it takes rounds until all wait for the slowest, and an end, too
     stop = SETTLE * max(1, never) + max(looked, min(longest(strategy), MOST) + STEPS)
+    steps = stop + never
+    evaluates = steps if e.eval_every and e.memory_mb else 0  # once, behind the last: that must fit, too
     try:
-        e = replace(e, strategy=strategy, partition=way, steps=stop + never, eval_every=0, batch=e.batch * way.size,
+        e = replace(e, strategy=strategy, partition=way, steps=steps, eval_every=evaluates, batch=e.batch * way.size,
                     pace=0.0, policy=ByHand()).checked()  # fmt: skip
         costs = costs.times(way.size)
         run = rehearsed(e, learner, costs, unlike(e, costs) is None, seen)
+        held = analysis.memory(run.timeline)
+        if e.memory_mb:
+            require_room(e, held)
     except (KnobError, OutOfMemory):
         return None
     times = analysis.step_times(run.timeline, looked, stop)
-    held = analysis.memory(run.timeline)
     away = max(m.most.get("on host", 0) + m.most.get("on disk", 0) for m in held)
     sent = float(analysis.bytes_per_step(run.timeline, stop - looked, stop).mean())
     return Planned(e.strategy, e.partition, float(times.seconds.mean()), max(m.peak for m in held), sent, away)

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
+from workbench.host.saved.alone import KIND, state_of
 from workbench.host.saved.image import Image
+from workbench.host.saved.regain import regained
 from workbench.host.saved.saving import Together
 from workbench.host.saved.whole import brought_together, image_of
 from workbench.partitions import Whole
 from workbench.policies import ByHand
-from workbench.record.checkpoints import Checkpoint
+from workbench.record.checkpoints import Bytes, Checkpoint
 from workbench.record.store import RunError
 from workbench.settings import Change, KnobError, knobs, short, to_plain
 from workbench.sim.keeping import written
@@ -80,6 +82,9 @@ def resumed(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequence
     changes: to come, at steps of the whole run; None: those that were still to come
     most:    as many ranks are there at most, where `wanted` does not say how many
     """
+    if checkpoint.kind == KIND:
+        raise KnobError(f"resume={checkpoint.path}: is a model alone, of a loop of its own, and no run goes on from "
+                        f"the midst of that; let the loop load what run.save_model(path) writes")  # fmt: skip
     if checkpoint.kind == "whole":
         raise KnobError(f"resume={checkpoint.path}: was brought together for one run; resume from the checkpoint "
                         f"that it was made of")  # fmt: skip
@@ -157,11 +162,16 @@ def together(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path)
     return Checkpoint.open(written(folder, images, about))
 
 
-def model_of(checkpoint: Checkpoint, task: Any = None) -> nn.Module:
+def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = None) -> nn.Module:
     """The model that the ranks of `checkpoint` have together. Raises KnobError and RunError.
 
-    task: which settings may not tell, as of a Task of one's own
+    task: which settings may not tell, as of a Task of one's own; into: a model that takes the values, and is returned
     """
+    if checkpoint.kind == KIND and into is None:
+        raise KnobError("into=None: a loop of its own has made this model, and only it knows how; give a model of that "
+                        "shape, into=model, or take run.save_model(path)")  # fmt: skip
+    if into is not None:
+        return _filled(into, saved_state(checkpoint, task))
     saved = settings_of(checkpoint, task)
     made = saved.task.build().model()
 
@@ -177,6 +187,25 @@ def model_of(checkpoint: Checkpoint, task: Any = None) -> nn.Module:
     return made
 
 
+def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
+    """The state dict of that model. Raises what `model_of` does."""
+    if checkpoint.kind != KIND:
+        return dict(model_of(checkpoint, task).state_dict())
+    return state_of(regained(checkpoint, Bytes(checkpoint), 0, alone=True))
+
+
+def _filled(model: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """`model` with this state. Raises KnobError where it is another model's."""
+    if not isinstance(model, nn.Module):
+        raise KnobError(f"into={short(model)}: must be a torch Module of the shape of the one that was trained")
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        why = str(error).splitlines()[-1].strip()
+        raise KnobError(f"into={type(model).__name__}: is another model: {why}") from None
+    return model
+
+
 def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Any]) -> None:
     """All its ranks stand where it was made, and hand in what they have."""
     strategy = DDP() if saved.strategy.opaque else saved.strategy  # which leaves the same
@@ -187,25 +216,31 @@ def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], A
     standing(e, checkpoint, Together(0, value=hand_in))
 
 
-def _save_state(model: nn.Module, to: str) -> None:
-    torch.save(model.state_dict(), to)
+def _save_state(state: dict[str, Any], to: str) -> None:
+    torch.save(state, to)
 
 
-def written_to(path: Path, made: Callable[[], nn.Module]) -> Path:
-    """Writes the state of a model to a file, which is whole or as it was. Raises RunError where it cannot be."""
-    save: Callable[[nn.Module, str], Any] = _save_state
+def _save_safe(state: dict[str, Any], to: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: x.contiguous().clone() for name, x in state.items()}, to)  # of tied weights each name has its own
+
+
+def written_to(path: Path, made: Callable[[], dict[str, Any]]) -> Path:
+    """Writes a model's state dict to a file, which is whole or as it was. Raises RunError where it cannot be."""
+    save = _save_state
     if path.suffix == ".safetensors":
         try:
-            from safetensors.torch import save_model
+            import safetensors.torch  # noqa: F401
         except ImportError:
             raise RunError(f"path={path}: needs safetensors, which is not installed; install it, or give "
                            f"'{path.stem}.pt'") from None  # fmt: skip
-        save = save_model
+        save = _save_safe
     if not path.parent.is_dir():
         raise RunError(f"path={path}: there is no folder {path.parent}; make it, or give another path")
-    model, part = made(), path.with_name(f".{path.name}.part")
+    state, part = made(), path.with_name(f".{path.name}.part")
     try:
-        save(model, str(part))
+        save(state, str(part))
         part.replace(path)
     except (OSError, RuntimeError) as error:
         part.unlink(missing_ok=True)

@@ -40,6 +40,7 @@ class Loop(TaskBase):
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
     leads: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not callable(self.run) and not isinstance(self.run, str):  # a name, read off a record

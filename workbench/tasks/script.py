@@ -41,6 +41,7 @@ class Script(TaskBase):
     lr: ClassVar[float] = 0.0
     batch: ClassVar[int] = 0
     leads: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.file, str | os.PathLike) or not str(self.file):

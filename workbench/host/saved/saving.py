@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from workbench.host.batches import Numbers
 from workbench.host.finite import finite
 from workbench.host.pipelining import drained
+from workbench.host.saved.alone import KIND, alone
 from workbench.host.saved.image import Image, taken
 from workbench.host.saved.regain import Regained
 from workbench.host.saved.tree import Unkept
@@ -176,6 +177,11 @@ class Saving:
         """What this rank holds, with nothing under way; or why that cannot be written."""
         run = self.run
         strategy, replicas = run.experiment.strategy, run.rank.replicas
+        if run.experiment.task.leads:
+            try:
+                return await alone(run), ""
+            except Unkept as error:
+                return None, str(error)
         await drained(run.flow)
         if strategy.in_flight:
             await strategy.drain(replicas, run.state)
@@ -197,7 +203,8 @@ class Saving:
         """What its manifest says of the run."""
         run = self.run
         planned = [change.plain() | {"at_step": change.at_step} for change in run.planned if type(change) is Change]
-        return {"kind": "ranks", "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
+        kind = KIND if run.experiment.task.leads else "ranks"
+        return {"kind": kind, "step": step, "ranks": run.rank.size, "experiment": run.experiment.plain(),
                 "held_out": run.held_out, "asked": asked, "planned": planned}  # fmt: skip
 
     def _refuse(self, reason: str) -> None:

@@ -1,0 +1,99 @@
+"""What ranks hold before a switch of partition and what they hold after it, element by element, put together.
+
+It is read as a checkpoint reads it, from the parameters and the optimizer that train: not from what was on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from workbench.host import changes, repartition
+from workbench.host.life import Life
+from workbench.host.saved import image
+from workbench.host.slices import Slice
+
+Pieces = dict[str, tuple[tuple[int, ...], Any, torch.Tensor]]  # by name its shape, where in it these elements lie
+
+
+def held(run: Any) -> Pieces:
+    """Of parameters, and of what the optimizer remembers of each."""
+    found: Pieces = {}
+    for name, x, place in [*image.parameters(run), *image._slots(run)]:
+        shape, slices = (*place, None)[:2]  # a number stands for all of a parameter: it lies nowhere in it
+        found[f"{name} of {tuple(shape)}"] = tuple(shape), slices, x.detach().reshape(-1).clone()
+    return found
+
+
+class Watch:
+    """Within it each switch is noted: by its number what each rank held, before it and at its next step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.before: dict[int, dict[int, Pieces]] = {}
+        self.after: dict[int, dict[int, Pieces]] = {}
+        self._count: dict[int, int] = {}
+        self._due: set[int] = set()
+        self._lock = threading.Lock()
+        plain, step = repartition.repartition, Life.step
+
+        async def moved(run: Any, *rest: Any) -> Any:
+            self._note(run, True)
+            return await plain(run, *rest)
+
+        async def stepped(run: Any) -> None:
+            if run.rank.id in self._due:
+                self._note(run, False)
+            await step(run)
+
+        patch.setattr(changes, "repartition", moved)
+        patch.setattr(Life, "step", stepped)
+
+    def _note(self, run: Any, begins: bool) -> None:
+        rank, pieces = run.rank.id, held(run)
+        with self._lock:
+            number = self._count.get(rank, 0)
+            if rank in self._due:
+                self.after.setdefault(number, {})[rank] = pieces
+                self._due.discard(rank)
+            if begins:
+                self._count[rank] = number + 1
+                self._due.add(rank)
+                self.before.setdefault(number + 1, {})[rank] = pieces
+
+    def check(self) -> int:
+        """Fails where an element is another after a switch; how many elements were compared."""
+        compared = 0
+        for number, ranks in self.after.items():
+            was, now = whole(self.before[number]), whole(ranks)
+            for name in was.keys() & now.keys():
+                (old, had), (new, has) = was[name], now[name]
+                there = had & has
+                assert torch.equal(_bits(old)[there], _bits(new)[there]), f"switch {number}: {name}"
+                compared += int(there.sum())
+        return compared
+
+
+def whole(ranks: dict[int, Pieces]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By name the elements that any rank holds, and which these are; all who hold one have the same bits."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for pieces in ranks.values():
+        for name, (shape, slices, x) in pieces.items():
+            n = torch.Size(shape).numel() if slices else x.numel()
+            values, there = found.setdefault(name, (torch.zeros(n, dtype=x.dtype), torch.zeros(n, dtype=torch.bool)))
+            at = torch.cat([places(s) for s in slices]) if slices else torch.arange(x.numel())
+            both = there[at]
+            assert torch.equal(_bits(values[at][both]), _bits(x[both])), f"{name}: ranks hold it otherwise"
+            values[at], there[at] = x, True
+    return found
+
+
+def places(s: Slice) -> torch.Tensor:
+    rows, columns = torch.arange(s.times), torch.arange(s.length)
+    return (s.start + rows[:, None] * s.stride + columns).reshape(-1)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({4: torch.int32, 8: torch.int64}[x.element_size()]) if x.is_floating_point() else x

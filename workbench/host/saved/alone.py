@@ -1,0 +1,50 @@
+"""A model alone, of which no run goes on: what a loop of its own has trained, for whoever wants it back.
+
+Of replicas that drifted apart it is the mean, as when a strategy is left; of those that are alike to the bit, one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from workbench.host.handover import averaged
+from workbench.host.saved.image import Image
+from workbench.host.saved.regain import Regained
+from workbench.host.saved.tree import Unkept
+
+KIND = "model"  # of a checkpoint
+
+
+async def alone(run: Any) -> Image:
+    """What `run`'s model would save, the same on all ranks. Raises Unkept for what is no tensor."""
+    state = dict(run.model.state_dict())
+    if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
+        raise Unkept(f"{other} of the model's state is no tensor")
+    state = {name: x.detach().clone() for name, x in state.items()}
+    learned = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
+    for here in (learned, state.keys() - learned):  # each rank may have statistics of its own
+        mine = [x for name, x in state.items() if name in here and x.numel()]
+        if len(set(await run.gather(_digest(mine)))) > 1:
+            await averaged(run.rank, mine, "model")
+    image = Image(run.rank.step)
+    image.said["step"] = image.step
+    image.said["parameters"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x in state.items()}
+    return image
+
+
+def _digest(every: list[Tensor]) -> int:
+    """The same for the same bits."""
+    digest = 0
+    for x in every:
+        digest = crc32(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), digest)
+    return digest
+
+
+def state_of(image: Regained) -> dict[str, Tensor]:
+    """The state dict that `alone` has kept. Raises KnobError where it is none."""
+    with image.refusing():
+        return {str(name): image.tensor(int(number)).clone() for name, number in image.said["parameters"].items()}
