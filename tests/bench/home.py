@@ -1,22 +1,25 @@
 """Each method on its home ground: tuned like its baseline, in the regime that its paper speaks of.
 
-    python -m tests.bench.home [--minutes 60] [--only METHOD ...] [--workers 2] [--plan] [--page-only]
+    python -m tests.bench.home [--minutes 60] [--only METHOD ...] [--workers 2] [--plan] [--confirm] [--page-only]
 
 On the simulator with real tensors and a virtual clock, so another load on this machine makes it slower and nothing
 else. What was measured is kept cell by cell in docs/data/home/, and a campaign that was broken off goes on there; a
-cell is run again where anything that its numbers depend on is another. The first table of docs/strategies.md is
-written from it.
+cell is run again where anything that its numbers depend on is another: its settings, costs, strategy. Whether the rest
+of the code still comes to the same, `--confirm` asks: it runs a few cells of each row again, and the row is kept if
+these are the same, and else made anew. The first table of docs/strategies.md is written from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -26,7 +29,7 @@ from tests.bench.cells import costs_as_plain, key
 from tests.bench.home_claims import CLAIMS
 from tests.bench.home_looks import Claim, wanted
 from tests.bench.home_page import DATA
-from tests.bench.home_rows import FRESH, SEEDS, Book, Row, Trial, told
+from tests.bench.home_rows import FRESH, SEEDS, Book, Row, Trial, short, told
 from workbench.settings import KnobError
 from workbench.sim import Costs
 
@@ -43,7 +46,7 @@ class Campaign:
         self.costs, self.book, self.until, self.workers = costs, book, until, workers
         self.failed: set[str] = set()
         self._keys: dict[str, str] = {}
-        self._about = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
+        self.about = {"commit": machine()["commit"], "date": datetime.date.today().isoformat()}
 
     def key(self, row: Row, trial: Trial, seed: int) -> str:
         """What a cell's numbers depend on; empty where it cannot be run at all."""
@@ -91,10 +94,54 @@ class Campaign:
             print(f"{said} FAILED: {type(error).__name__}: {error}", flush=True)
             return
         found, seconds = future.result()
-        about = {"key": self.key(row, trial, seed), "seconds": round(seconds, 1), **self._about}
+        about = {"key": self.key(row, trial, seed), "seconds": round(seconds, 1), **self.about}
         self.book.keep(row, trial, seed, found, **about)
         result = found.get("refused") or (found["curve"][-1][2] if found["curve"] else found["samples_per_s"])
         print(f"{said}: {result} ({seconds:.1f} s; {left} left of these)", flush=True)
+
+
+CONFIRM = 4  # cells of a row that are run again before all others of it are kept
+ROUNDING = 2e-5  # by which numbers of six digits may differ: processors add up in different orders
+
+
+def confirm(claims: Iterable[Claim], campaign: Campaign) -> None:
+    """Runs a few cells of each row again, chosen by their names, and those of other code before those of the same.
+
+    Where they come out the same the row is kept, as what its code comes to now; else all of it is to be run again.
+    """
+    plain = costs_as_plain(campaign.costs)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(campaign.workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for row in rows(claims):
+            keys = [(line, campaign.key(row, line["trial"], line["seed"])) for line in campaign.book.kept(row)]
+            able = [(line["key"] == key, crc32(f"{told(line['trial'])} {line['seed']}".encode()), line)
+                    for line, key in keys if key]  # fmt: skip
+            few = [line for _, _, line in sorted(able, key=lambda one: one[:2])[:CONFIRM]]
+            if not few or time.time() > campaign.until:
+                continue
+            cells = [row.cell(line["trial"], line["seed"]) for line in few]
+            ran = [found for found, _ in pool.map(strategies.ran, cells, [plain] * len(few))]
+            same = [alike(short(found), line["found"]) for found, line in zip(ran, few, strict=True)]
+            about = {**campaign.about, "cells": len(few)}
+            campaign.book.renew(row, [{**line, "key": key if all(same) else "", "confirmed": about} if key else line
+                                      for line, key in keys])  # fmt: skip
+            kept = "all" if all(same) else "none"
+            print(f"{row.name}: {sum(same)} of {len(few)} the same, {kept} of {len(able)} kept", flush=True)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Are these the same numbers but for rounding, the same words and shapes?
+
+    >>> alike({"curve": [(0, 2.16768)]}, {"curve": [[0, 2.16769]]}), alike([1.0], [1.001])
+    (True, False)
+    """
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=ROUNDING) or (math.isnan(a) and math.isnan(b))
+    return bool(a == b)
 
 
 def rows(claims: Iterable[Claim]) -> Iterator[Row]:
@@ -126,6 +173,7 @@ def main() -> None:
     ask.add_argument("--only", nargs="*", default=[], metavar="METHOD", help="claims as the page names them")
     ask.add_argument("--workers", type=int, default=strategies.CORES, help="cells at a time, of one thread each")
     ask.add_argument("--plan", action="store_true", help="say what is there, and run nothing")
+    ask.add_argument("--confirm", action="store_true", help="run a few cells of each row again: is it still true?")
     ask.add_argument("--page-only", action="store_true")
     a = ask.parse_args()
     try:
@@ -136,6 +184,9 @@ def main() -> None:
         campaign = Campaign(strategies.calibrated(), Book(DATA), time.time() + 60 * a.minutes, a.workers)
         if a.plan:
             say_plan(claims, campaign)
+            return
+        if a.confirm:
+            confirm(claims, campaign)
             return
         print("all is there" if campaign.run(claims) else "something is left: run it again", flush=True)
     strategies.PAGE.write_text(strategies_page.text())

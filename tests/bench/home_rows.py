@@ -185,6 +185,18 @@ class Book:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
         self._lines[row.name][told(trial), seed] = line
 
+    def kept(self, row: Row) -> list[dict[str, Any]]:
+        """All that is kept of a row."""
+        self.line(row, {}, 0)
+        return list(self._lines[row.name].values())
+
+    def renew(self, row: Row, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Writes cells of a row down anew, in the place of what was kept of them."""
+        self.line(row, {}, 0)
+        self._lines[row.name].update({(told(line["trial"]), line["seed"]): dict(line) for line in lines})
+        texts = [json.dumps(line, separators=(",", ":")) for line in self._lines[row.name].values()]
+        self.path(row).write_text("".join(f"{text}\n" for text in texts))
+
     def lines(self) -> list[dict[str, Any]]:
         """All that is kept, of all rows."""
         paths = sorted(self.folder.glob("*.jsonl"))

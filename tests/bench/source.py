@@ -12,7 +12,7 @@ from functools import cache
 from types import ModuleType
 
 # For whoever lists members, for the laws, and for a switch, before which no cell has anything that these are about.
-LABELS = ("kinds", "kind", "starter", "plain", "own", "drops", "formerly_called", "skips")
+LABELS = ("kinds", "kind", "starter", "plain", "own", "drops", "formerly_called", "skips", "follows")
 SHOWN = ("doc", "unit", "log")  # of a knob: what only people see
 
 

@@ -132,6 +132,26 @@ def test_a_cell_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert again.run([claim]) and len(book.lines()) == len(SEEDS) + len(FRESH)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_cells_of_other_code_are_kept_where_a_few_come_out_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    monkeypatch.setattr(home, "ProcessPoolExecutor", lambda workers, *_, **__: ThreadPoolExecutor(workers))
+    claim = replace(CLAIM, row=replace(ROW, axes={}), against=replace(ROW, axes={}))
+    campaign = home.Campaign(COSTS, Book(tmp_path), until=time.time() + 300)
+    assert campaign.run([claim])
+    whole = campaign.book.lines()
+    for line in whole:
+        found = {**line["found"], "bytes": line["found"]["bytes"] + (not same)}
+        campaign.book.keep(claim.row, line["trial"], line["seed"], found, key="of other code")
+    home.confirm([claim], home.Campaign(COSTS, Book(tmp_path), until=time.time() + 300))
+    kept = Book(tmp_path).kept(claim.row)
+    assert len(kept) == len(whole), "none is lost"
+    again = home.Campaign(COSTS, Book(tmp_path), until=0.0)
+    assert all(again.there(claim.row, line["trial"], line["seed"]) == same for line in whole)
+    assert all(line["confirmed"]["cells"] == home.CONFIRM for line in kept)
+
+
 # -- the verdict and the page
 
 
