@@ -37,7 +37,7 @@ DABMD = ("tests/golden/test_dabmd.py",)
 TEASQ = ("tests/golden/test_teasq_fed.py",)
 TEASQ_LIVE = named("tests/unit/test_teasq_fed.py", "test_what_the_server_believes_a_rank_has_is_what_it_has_to_the_bit",
                    "test_it_is_turned_and_left_live_and_clients_end_with_it")  # fmt: skip
-SWITCHED = named("tests/laws/test_partitions.py", "test_every_ordered_pair_of_partitions[AdamW]")
+SWITCHED = ("tests/laws/test_partitions.py", "-k", "ordered and AdamW")
 WAVES = ("tests/unit/test_wavelet.py",)
 PRIORITIES = ("tests/unit/test_byte_scheduler.py", "-k", "piece or overtake or credit or urgent or order")
 SERVERS = ("tests/unit/test_async_server.py", "tests/unit/test_async_server_card.py", "-k", "in_step or sums")
