@@ -79,6 +79,10 @@ RUNS = {
     "14_one_layer_on_two_ranks": """simulate(Experiment(task=ByteGPT(layers=2), ranks=4, batch=8, pace=200, eval_every=0,
     steps=80, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[Change(20, "partition", Tensor(ways=2)),
     Change(40, "partition.sequence", True), Change(60, "partition", Tensor(ways=4))])""",
+    "17_ranks_you_do_not_own": """simulate(Experiment(task=Digits(width=8, hidden=64, shards="dirichlet", alpha=0.1),
+    lr=0.016, pace=50, eval_every=8, steps=96, strategy=LocalSGD(every=8),
+    fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
+    Change(48, {"strategy": BoundedStaleness(bound=3), "lr": 0.002})])""",
     "18_when_one_dies": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=20,
     eval_every=0, steps=90), changes=[
     Change(30, "fabric.faults", [Freeze(rank=2, seconds=1)]), Change(60, "strategy", ZeRO3())])""",
