@@ -18,7 +18,7 @@ class OutOfMemory(RuntimeError):
 def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> None:
     """Raises OutOfMemory if a rank's `needed` bytes are more than there are; of: bytes by category.
 
-    Before its first step is over it is not known what that takes, so no number would do.
+    Before its first step is over it is not known what that takes, so no number is said to do.
     """
     rank, e = run.rank.id, run.experiment
     limit_mb = e.memory_mb
@@ -27,7 +27,7 @@ def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> Non
     parts = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in of.items() if nbytes >= 0.005 * needed)
     more = f"memory_mb={_mb(1.05 * needed)}"
     if when != STEP and (run.rank.step == 0 or not when.endswith(EVALUATED)):
-        more = f"a memory_mb well above {_mb(needed)}, for a step takes more"
+        more = f"a memory_mb above {_mb(needed)}, and a step may take more"
     ways = ", ".join(roomier(e, evaluating=when.endswith(EVALUATED)))
     raise OutOfMemory(
         f"memory_mb={limit_mb:g}: rank {rank} needs {_mb(needed)} MB {when} ({parts}); take "
