@@ -196,8 +196,14 @@ class Goal(Exercise):
 
 
 def beyond(settings: Mapping[str, Any], may: Sequence[str]) -> str:
-    """Which of `settings` an answer may not set, in a sentence; "" for none. may: with all that belongs to it."""
-    fixed = [path for path in settings if path.split(".")[0] not in may]
+    """Which of `settings` an answer may not set, in a sentence; "" for none.
+
+    may: with all that belongs to it; a knob also by its whole path
+
+    >>> beyond({"strategy.every": 8, "partition.checkpoint": "units"}, ("strategy", "checkpoint"))
+    ''
+    """
+    fixed = [path for path in settings if not {path.partition(".")[0], path.rpartition(".")[2]} & {*may}]
     return f"{', '.join(fixed)} cannot be changed here; what may be is {', '.join(may)}." if fixed else ""
 
 
