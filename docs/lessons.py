@@ -76,10 +76,9 @@ RUNS = {
     "13_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
     eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
     Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",
-    "14_one_layer_on_two_ranks": """simulate(Experiment(task=ByteGPT(layers=2), ranks=4, batch=8, pace=200,
-    eval_every=0, steps=80, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[
-    Change(20, "partition", Tensor(ways=2)), Change(40, "partition.sequence", True),
-    Change(60, "partition", Tensor(ways=4))])""",
+    "14_one_layer_on_two_ranks": """simulate(Experiment(task=ByteGPT(layers=1), ranks=4, batch=8, pace=200,
+    eval_every=0, steps=30, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[
+    Change(10, "partition", Tensor(ways=2)), Change(20, "partition.sequence", True)])""",
     "17_ranks_you_do_not_own": """simulate(Experiment(task=Digits(width=8, hidden=64, shards="dirichlet", alpha=0.1),
     lr=0.016, pace=50, eval_every=8, steps=96, strategy=LocalSGD(every=8),
     fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
