@@ -234,7 +234,8 @@ class Hidden(Exercise):
                 changed = {name: said for name, said in may.items() if said != was[name]}
                 ways[frozenset(changed)] = ", ".join(f"{name} = {said}" for name, said in changed.items())
         if not shown:
-            return False, "Not yet: on no wire so far was the step stalled for long. Lower the bandwidth first, under DDP."
+            text = "on no wire so far was the step stalled for long. Lower the bandwidth first, under DDP"
+            return False, f"Not yet: {text}."
         said = "; ".join(ways.values())
         if len(ways) < WAYS:
             found = f"one way so far ({said})" if ways else "no way so far"
