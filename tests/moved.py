@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from workbench.engine import changes as engine
 from workbench.host import changes, repartition
 from workbench.host.life import Life
 from workbench.host.saved import image
 from workbench.host.slices import Slice
+from workbench.sim import changes as sim
 
 Pieces = dict[str, tuple[tuple[int, ...], Any, torch.Tensor]]  # by name its shape, where in it these elements lie
 
@@ -29,7 +31,7 @@ def held(run: Any) -> Pieces:
 
 
 class Watch:
-    """Within it each switch is noted: by its number what each rank held, before it and at its next step."""
+    """Within it each switch is noted: by its number what each rank held, before it and when it next trains."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.before: dict[int, dict[int, Pieces]] = {}
@@ -50,6 +52,16 @@ class Watch:
 
         patch.setattr(changes, "repartition", moved)
         patch.setattr(Life, "step", stepped)
+        for host in (engine.Turnable, sim.Turnable):
+            patch.setattr(host, "enter", self._entering(host.enter))
+
+    def _entering(self, plain: Any) -> Any:
+        def enter(run: Any, was: Any, wanted: Any) -> None:
+            if run.rank.id in self._due and wanted.strategy.has_background:  # from here on it changes what trains
+                self._note(run, False)
+            plain(run, was, wanted)
+
+        return enter
 
     def _note(self, run: Any, begins: bool) -> None:
         rank, pieces = run.rank.id, held(run)

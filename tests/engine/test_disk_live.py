@@ -138,6 +138,7 @@ def at_its_speed(run: Run) -> Iterator[None]:
         mine = rows.equal("lane", "step") & (rows.rank == 0)
         return np.asarray((rows.t1 - rows.t0)[mine])
 
+    assert until(lambda: len(steps()) > 5, 20), "rows of rank 0 come"
     before = steps()
     yield
     assert until(lambda: len(steps()) > len(before) + 20, 20), "rows still come"
