@@ -11,13 +11,14 @@ from weakref import WeakKeyDictionary
 
 from widgets.board import Board
 from widgets.refresh import Refresh
+from widgets.said import Said
 from widgets.views import all_views
 from widgets.worksheet import hinted, note, tried
 from workbench import analysis
 from workbench.analysis import straggler
 from workbench.experiment import Experiment, given
 from workbench.run import Run, simulate
-from workbench.settings import in_words, short
+from workbench.settings import in_words, resolve, short
 
 PHASES = ("forward", "backward")
 FACTOR = 2.5  # how many times longer the riddle's phase lasts: easy to see, once one knows where to look
@@ -52,15 +53,15 @@ class Exercise:
         right, said = self._judge(*answer, **named)
         answers = ", ".join([*map(short, answer), *(f"{k}={short(v)}" for k, v in named.items())])
         tried(self.question, answers, bool(right))  # a judge may say it by numpy's
-        return said
+        return Said(said)
 
     def hint(self) -> str:
         """The next hint, the vaguest first."""
         if self._told == len(self._hints):
-            return NO_MORE if self._hints else "There are no hints here."
+            return Said(NO_MORE if self._hints else "There are no hints here.")
         self._told += 1
         hinted(self.question, self._told)
-        return f"Hint {self._told} of {len(self._hints)}: {self._hints[self._told - 1]}"
+        return Said(f"Hint {self._told} of {len(self._hints)}: {self._hints[self._told - 1]}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.question}"
@@ -101,7 +102,7 @@ class Riddle(Exercise):
         """Holds your answers against the record: the slow rank, and its phase or what the longest waiting one is."""
         answer = phase if self.asks == "phase" else longest_waiting
         if rank is None or answer is None or (self.asks == "phase" and phase not in PHASES):
-            return f"Write down your answers first: rank=..., {self.asks}={ASKED[self.asks]}."
+            return Said(f"Write down your answers first: rank=..., {self.asks}={ASKED[self.asks]}.")
         return super().check(rank=rank, **{self.asks: answer})
 
     def _look(self, rank: int, longest_waiting: str = "victim", phase: str = "") -> Verdict:
@@ -121,7 +122,7 @@ class Riddle(Exercise):
         """The answer; dashboards say again what they see."""
         self.run.secret = ""
         slow = f"its {self._phase} took {FACTOR:g} times as long"
-        return f"Rank {self._rank} was the cause: {slow}. The others were its victims."
+        return Said(f"Rank {self._rank} was the cause: {slow}. The others were its victims.")
 
 
 class Challenge(Exercise):
@@ -171,7 +172,7 @@ class Goal(Exercise):
         return simulate(self.start, real=True)
 
     def _look(self, settings: Mapping[str, Any]) -> Verdict:
-        if fixed := beyond(settings, self.may):
+        if fixed := beyond(settings, self.may, self.start):
             return False, fixed
         try:
             run = simulate(given.turned(self.start, settings.items()), real=True)
@@ -195,15 +196,21 @@ class Goal(Exercise):
         return float(run.summary()[self.cost])
 
 
-def beyond(settings: Mapping[str, Any], may: Sequence[str]) -> str:
+def beyond(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -> str:
     """Which of `settings` an answer may not set, in a sentence; "" for none.
 
-    may: with all that belongs to it; a knob also by its whole path
+    may: with all that belongs to it; each is named with its path or without, as it is to a lab
 
-    >>> beyond({"strategy.every": 8, "partition.checkpoint": "units"}, ("strategy", "checkpoint"))
+    >>> settings = {"strategy": "LocalSGD", "every": 8, "partition.checkpoint": "units"}
+    >>> beyond(settings, ("strategy", "checkpoint"), Experiment())
     ''
     """
-    fixed = [path for path in settings if not {path.partition(".")[0], path.rpartition(".")[2]} & {*may}]
+    try:
+        made = given.turned(start, settings.items())
+        whole = {path: resolve(made, path)[0] for path in settings}
+    except ValueError:  # which the judge says, where all else may be set
+        whole = {path: path for path in settings}
+    fixed = [path for path, full in whole.items() if not {full.partition(".")[0], full.rpartition(".")[2]} & {*may}]
     return f"{', '.join(fixed)} cannot be changed here; what may be is {', '.join(may)}." if fixed else ""
 
 

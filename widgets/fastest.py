@@ -52,7 +52,7 @@ class Fastest(Exercise):
             return 0.0
 
     def _look(self, settings: Mapping[str, Any]) -> Verdict:
-        if fixed := beyond(settings, self.may):
+        if fixed := beyond(settings, self.may, self.start):
             return False, fixed
         try:
             took = self.took(settings)

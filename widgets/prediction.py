@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 import ipywidgets
 
+from widgets.said import Said
 from widgets.worksheet import note
 
 STYLE = "<style>.twb-lesson { --jp-widgets-font-size: 14px; } .twb-lesson p { margin: 2px 0; }</style>"
@@ -102,7 +103,7 @@ class Prediction(ipywidgets.VBox):
     def against(self, truth: str) -> str:
         """What the record says, beside what was predicted; locks the guess. Without one it says only to make one."""
         if self.said is None:
-            return FIRST
+            return Said(FIRST)
         self._guess.shown = f"The record says: {truth}."
         note("prediction", self.question, answer=truth)
         verdict = "As you said." if self.said == truth else "A surprise: find out why before you read on."
@@ -110,12 +111,12 @@ class Prediction(ipywidgets.VBox):
         text = f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}"
         self.radio.disabled = True
         self._tell(text)
-        return text
+        return Said(text)
 
     def after(self, shown: Any) -> Any:
         """`shown`, where a guess was made, which then stands; else only the request to make one."""
         if self.said is None:
-            return FIRST
+            return Said(FIRST)
         self._guess.shown = self._guess.shown or "what was asked for has been shown"
         self.radio.disabled = True
         return shown

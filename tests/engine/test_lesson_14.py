@@ -22,7 +22,7 @@ def test_a_layer_on_two_ranks_shows_what_it_promises(tmp_path: Path, monkeypatch
     assert any("You predicted: twice: after each of the two matrices. The record says: once" in s for s in shown), shown
     assert any("The record says: less memory is taken, and no fewer bytes are sent" in s for s in shown), shown
     assert any("You predicted: half as many, or more. The record says: less than a fifth" in s for s in shown), shown
-    assert any(s[1:].startswith("memory_mb=16: rank 0 needs") for s in shown), "the whole model does not fit"
+    assert any(s.startswith("memory_mb=16: rank 0 needs") for s in shown), "the whole model does not fit"
     wrong, right, took, over, inside = eval(next(s for s in shown if "Found: " in s and "Not yet: " in s))
     assert wrong.startswith(f"Not yet: {over}") and right.startswith("Found: ")
     assert took["in two"]["parameters"] < 0.55 * took["whole"]["parameters"]

@@ -54,4 +54,4 @@ def test_large_batches_shows_what_it_promises(tmp_path: Path, monkeypatch: pytes
     assert tries[5][0].startswith("It cannot be trained: lr=-1"), tries
     assert tries[6][0].startswith("It cannot be trained: "), tries
     assert tries[7][0].startswith("45 steps of 32 images: 1."), tries  # accumulated images are read, too
-    assert any(s.startswith("'45 steps of 32 images: 1.") for s in shown), shown  # the rule alone does not do
+    assert any(s.startswith("45 steps of 32 images: 1.") for s in shown), shown  # the rule alone does not do

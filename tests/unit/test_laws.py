@@ -37,8 +37,10 @@ def test_what_is_broken_is_named_and_nothing_else() -> None:
     assert laws(LocalSGD).broken == [] and len(laws(LocalSGD)) == len(LAWS)
     found = laws(Apart)
     assert found.broken == [
-        "it trains, is left, and all ranks agree", "ranks are equal after every step", "its step is one process's",
-    ]  # fmt: skip
+        "it trains, is left, and all ranks agree",
+        "ranks are equal after every step",
+        "its step is what one process would make of all examples",
+    ]
     assert "BROKEN    ranks are equal after every step: ranks differ after step 1" in repr(found)
     assert laws(Partial).broken == ["all ranks ask for the same, of sizes alone, too"]
 

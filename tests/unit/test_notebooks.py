@@ -129,6 +129,17 @@ def test_an_exercise_has_hints_and_says_how_to_get_them(name: str) -> None:
     assert re.search(r"`\w+\.hint\(\)`", prose)
 
 
+HINTS = re.compile(r"^hints = |Exercise\(.*\[$|hints=\[$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hints_are_folded_away_and_what_is_to_be_changed_is_not(name: str) -> None:
+    cells = [cell for cell in book(name).cells if cell.cell_type == "code"]
+    folded = [cell for cell in cells if cell.metadata.get("jupyter", {}).get("source_hidden")]
+    assert [cell.source for cell in cells if HINTS.search(cell.source) and cell not in folded] == []
+    assert not any(word in cell.source for cell in folded for word in (".check(", "class ", "lab.run"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_how_long_a_lesson_runs_was_measured_as_it_is_and_stands_in_its_head(name: str) -> None:
     found = json.loads(DATA.read_text())[name]

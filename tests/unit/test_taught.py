@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from html import unescape
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from tests import reference
 from widgets.lesson import lesson
@@ -80,3 +82,27 @@ def test_every_member_is_simulated_beside_what_it_is_held_against(name: str) -> 
     assert pair.usual.experiment != pair.shown.experiment or name in USUAL
     assert name in repr(pair.shown.experiment) and pair.usual.state == pair.shown.state == "done"
     assert len(lesson(EVERY[name]).children) == 7
+
+
+def test_a_class_of_a_notebooks_cell_has_a_source_too() -> None:
+    cell = """
+class Other:
+    def step(self):
+        pass
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(LocalSGD):
+    \"\"\"Of a cell.\"\"\"
+
+    more: int = 2
+
+    async def step(self, rank, state):
+        await rank.forward()
+"""
+    shell = InteractiveShell()
+    shell.user_ns |= {"dataclass": dataclass, "LocalSGD": LocalSGD}
+    shell.run_cell(cell).raise_error()
+    mine = source(shell.user_ns["Mine"])
+    assert mine.startswith("@dataclass(frozen=True, kw_only=True)\nclass Mine(LocalSGD):\n    more: int = 2")
+    assert mine.endswith("await rank.forward()") and "Other" not in mine
+    assert source(type("Made", (LocalSGD,), {})) == ""

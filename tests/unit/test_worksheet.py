@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
+from IPython.lib.pretty import pretty
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from widgets import worksheet as sheets
@@ -43,6 +44,17 @@ def test_hints_come_one_at_a_time_and_tries_are_counted() -> None:
     text = repr(done())
     assert "half of four; 3 tries, 1 hint; solved" in text, "what was right once stays solved"
     assert "How long?; you said: short; the record: long" in text
+
+
+def test_what_is_said_to_an_answer_is_shown_as_a_sentence_and_stays_a_text() -> None:
+    said = Exercise("which?", lambda n: (False, f"Not {n}:\nit's odd.")).check(3)
+    assert pretty(said) == "Not 3:\nit's odd." and pretty([said]) == repr([str(said)])
+    assert said == "Not 3:\nit's odd." and repr(said) == repr(str(said))
+    guess = Prediction("Longer?", ["yes", "no"])
+    assert not pretty(guess.against("no")).startswith("'") and not pretty(guess.after(3)).startswith("'")
+    guess.choose("yes")
+    assert pretty(guess.against("no")).startswith("You predicted: yes.")
+    assert pretty(halves().hint()) == "Hint 1 of 2: even"
 
 
 def test_a_question_that_is_asked_anew_is_one_question_still() -> None:
@@ -108,7 +120,7 @@ def test_a_goal_is_judged_by_training_with_the_answer() -> None:
     assert "fabric.link.bandwidth, ranks cannot be changed here" in goal.check({"fabric.link.bandwidth": 1, "ranks": 1})
     assert goal.check({"strategy": "LocalSDG"}).startswith("It cannot be trained: ")
     assert goal.check({}).startswith("Not yet: 100 % of the start's bytes per step"), "the start itself"
-    said = goal.check({"strategy": "LocalSGD", "strategy.every": 4})
+    said = goal.check({"strategy": "LocalSGD", "every": 4})
     assert said.startswith("Found: 25 % of the start's bytes per step (at most 30 % of it are asked), "), said
     less, was = goal.runs[-1].summary(), goal.base.summary()
     assert f"{less['held_out'] / was['held_out']:.3f} times its held-out loss" in said

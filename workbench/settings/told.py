@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 WHEN, PAPER = "When to use it:", "Reference:"
@@ -72,6 +73,8 @@ def source(member: type[Any]) -> str:
     try:
         text = textwrap.dedent(inspect.getsource(member))
     except (OSError, TypeError):
+        text = _in_a_cell(member)
+    if not text:
         return ""
     body = ast.parse(text).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -83,3 +86,21 @@ def source(member: type[Any]) -> str:
     while len(lines) >= first.lineno and not lines[first.lineno - 1].strip():
         del lines[first.lineno - 1]
     return "\n".join(lines).strip()
+
+
+def _in_a_cell(member: type[Any]) -> str:
+    """The source of a class of a notebook's cell, which has no file: found by one of its methods; "" without any."""
+    for method in filter(inspect.isfunction, vars(member).values()):
+        try:
+            lines, _ = inspect.findsource(method)
+        except OSError:  # made by dataclass
+            continue
+        for node in ast.walk(ast.parse("".join(lines))):
+            if isinstance(node, ast.ClassDef) and node.name == member.__name__ and _has(node, method.__code__):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                return textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
+    return ""
+
+
+def _has(node: ast.ClassDef, code: CodeType) -> bool:
+    return node.lineno <= code.co_firstlineno <= (node.end_lineno or 0)

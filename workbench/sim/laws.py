@@ -193,7 +193,7 @@ def never_apart(cls: type[Strategy]) -> str | None:
 def one_process(cls: type[Strategy]) -> str | None:
     """If it says `exact`, its step is that of one process on the examples of all ranks."""
     if not cls.exact:
-        return "it does not say so"
+        return "it does not say so: exact = True would"
     for one in trained(fitting(cls, RANKS))[1]:
         _require(torch.allclose(one, joined(RANKS, STEPS), rtol=1e-5, atol=1e-6), "it is another step")
     return None
@@ -202,7 +202,7 @@ def one_process(cls: type[Strategy]) -> str | None:
 def plain_alone(cls: type[Strategy]) -> str | None:
     """If it says `plain`, as it does by itself, one rank makes the optimizer's steps and no others."""
     if not cls.plain:
-        return "it says that its step is its own"
+        return "it says that its step is its own: plain = False"
     (found,) = trained(fitting(cls, 1), ranks=1)[1]
     _require(torch.allclose(found, joined(1, STEPS), rtol=1e-6, atol=1e-7),
              "one rank does not as the optimizer would; if that is meant, plain = False says it")  # fmt: skip
@@ -225,7 +225,7 @@ LAWS: dict[str, Callable[[type[Strategy]], str | None]] = {
     "it trains, is left, and all ranks agree": trains_and_is_left,
     "all ranks ask for the same, of sizes alone, too": asks_alike,
     "ranks are equal after every step": never_apart,
-    "its step is one process's": one_process,
+    "its step is what one process would make of all examples": one_process,
     "on one rank it is the optimizer": plain_alone,
     "it takes a compressor, or says why not": compresses_or_says_why_not,
 }
