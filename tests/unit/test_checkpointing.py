@@ -25,7 +25,7 @@ from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, ZeroBubble
 from workbench.settings import Change, KnobError
 from workbench.sim import Costs
-from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP, ZeRO2, ZeRO3
+from workbench.strategies import DDP, KFAC, LocalSGD, Newton, Strategy, TorchDDP, ZeRO2, ZeRO3
 from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
@@ -241,12 +241,14 @@ def test_ranks_that_meet_inside_of_a_unit_meet_again() -> None:
     assert sum(units.values()) == 3 * 3
 
 
-STRATEGIES = [ZeRO3(), ZeRO2(), LocalSGD(every=2), DDP()]
+STRATEGIES = [ZeRO3(), ZeRO2(), LocalSGD(every=2), DDP(), KFAC(), Newton(iterations=3)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_it_goes_with_strategies(strategy: Strategy) -> None:
-    """Under ZeRO-3 parameters are gathered again for what is computed again; what a step reads is heard anew."""
+    """Under ZeRO-3 parameters are gathered again for what is computed again; what a step reads is heard anew; Newton goes
+    through a kept graph several times.
+    """
     e = spread(2, 12, task=TASK, strategy=strategy, pace=4.0, bucket_mb=0.01)
     changes = [Change(4, "checkpoint", "units"), Change(8, "checkpoint", "none")]
     sessions, plain = run(e, *changes), run(e)

@@ -99,7 +99,7 @@ class _Unit:
 
     def _whole(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         def context() -> tuple[Any, Any]:
-            return nullcontext(), _buffers_aside(self._unit)
+            return nullcontext(), _BuffersAside(self._unit)
 
         return _again(call, self._draws, inputs, named, context_fn=context)
 
@@ -144,14 +144,22 @@ def _noted(x: Any) -> Any:
     return _Kept.apply(x) if isinstance(x, Tensor) and x.requires_grad else x
 
 
-@contextmanager
-def _buffers_aside(unit: nn.Module) -> Iterator[None]:
-    """Inside, what a unit writes into its buffers is forgotten: running statistics count each batch once."""
-    own = [(module, name, b) for module in unit.modules() for name, b in module._buffers.items() if b is not None]
-    for module, name, b in own:
-        module._buffers[name] = b.clone()
-    try:
-        yield
-    finally:
-        for module, name, b in own:
+class _BuffersAside:
+    """Inside, what a unit writes into its buffers is forgotten: running statistics count each batch once.
+
+    It is entered as often as the unit is computed again: a graph that is kept is gone through several times.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._own: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        modules = self._unit.modules()
+        self._own = [(module, name, b) for module in modules for name, b in module._buffers.items() if b is not None]
+        for module, name, b in self._own:
+            module._buffers[name] = b.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, b in self._own:
             module._buffers[name] = b
