@@ -248,8 +248,18 @@ def test_a_sample_holds_until_the_next_and_the_most_is_told() -> None:
     asked = {(0, None): 300, (6, None): 200, (7, 9): 200, (3, 5): 100, (9, None): 50}
     for (first, stop), most in asked.items():
         (found,) = memory(tl, first, stop)
-        assert (found.most, found.peak, found.allocated) == ({"activations": most}, 400, None)
+        parts = {"activations": most, "in passing": 400 - most}
+        assert (found.most, found.peak, found.allocated) == (parts, 400, None)
     assert memory(Timeline()) == []
+
+
+def test_a_peak_is_at_most_the_sum_of_its_parts_and_an_evaluation_that_is_over_is_gone() -> None:
+    """In backward more is there than what forward has kept: gradients between two layers."""
+    e = Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), ranks=2, steps=4, pace=10)
+    for every, evaluates in ((0, False), (2, True)):
+        for found in simulate(e.set("eval_every", every), real=True).memory(last=2):
+            assert 0 < found.most["in passing"] <= found.peak <= sum(found.most.values())
+            assert bool(found.most["evaluation"]) == evaluates
 
 
 def test_a_summary_names_the_peak_and_old_records_have_none() -> None:

@@ -182,6 +182,7 @@ def test_the_share_is_of_the_slow_ranks_own_step() -> None:
 def test_why_nothing_is_said() -> None:
     assert why_silent(Timeline()) == "early" == why_silent(synthetic.timeline(steps=4))
     assert why_silent(synthetic.timeline(ranks=1, steps=40)) == "alone"
+    assert why_silent(synthetic.timeline(ranks=1, steps=4)) == "early", "the others' rows may be on their way"
     assert why_silent(synthetic.timeline(steps=40)) == "nobody"
     assert why_silent(synthetic.timeline(steps=60, changes=((57, "lr", 1.0),))) == "early"
     assert why_silent(synthetic.timeline(steps=60, changes=((50, "lr", 1.0),))) == "nobody"

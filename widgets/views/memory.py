@@ -12,6 +12,7 @@ from widgets import theme
 from widgets.views._bars import add_parts, stacked
 from widgets.views._base import Grid, Patch, View
 from workbench.analysis import RankMemory, last_steps, memory, readable
+from workbench.analysis.memory import AWAY, PASSING
 
 STEPS = 20  # the most in the last so many
 PARTS = (
@@ -24,8 +25,8 @@ PARTS = (
     ("strategy state", theme.PURPLE, "."),
     ("compressor state", theme.VERMILLION, "-"),
     ("buffers in flight", theme.GREY, "|"),
+    (PASSING, theme.GREY, "/"),
 )
-AWAY = ("on host", "on disk")
 MARKED = (("peak of all together", "line-ns-open", 20), ("GPU's allocator", "diamond-open", 12),
           (AWAY[0], "triangle-up-open", 12), (AWAY[1], "triangle-down-open", 12))  # fmt: skip
 OTHER = ("other", theme.YELLOW, "x")  # of a category that came later than this file
@@ -38,8 +39,9 @@ class Memory(View):
     title: ClassVar[str] = "What fills the memory"
     about: ClassVar[str] = (
         "A stacked bar per rank: bytes of parameters, gradients, optimizer state, activations kept for backward, "
-        "batches, what an evaluation makes, what strategy and compressor remember, and buffers in flight; of each the "
-        "most in a step, in the last 20 steps. Not all are at their most at once: a stroke marks the peak of all "
+        "batches, what an evaluation makes, what strategy and compressor remember, buffers in flight, and what else "
+        "was there in passing (gradients between two layers, what a hand-over moves); of each the most in a step, in "
+        "the last 20 steps. Not all are at their most at once: a stroke marks the peak of all "
         "together, a diamond what a GPU's allocator says. What is kept away from the device is no part of the bar: a "
         "triangle up is so many bytes in the host's memory, a triangle down so many on disk."
     )

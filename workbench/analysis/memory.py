@@ -10,12 +10,15 @@ from workbench.record.timeline import Timeline
 
 PREFIX = "memory "  # of the Samples' names; what follows is a category, or one of these
 PEAK, ALLOCATED, ALLOCATED_PEAK = "peak", "allocated", "allocated peak"
+PASSING = "in passing"  # what the peak has beyond the most of all categories: at least so much was there for a moment
+AWAY = ("on host", "on disk")
 
 
 class RankMemory(NamedTuple):
     """One rank's memory in some steps, in bytes.
 
-    most:           by category, the most that it held in a step; not all of them need be at their most at once
+    most:           by category, the most that it held in a step; not all of them need be at their most at once. What no
+                    category counts, as gradients between two layers or what a hand-over moves, is "in passing"
     peak:           the most of all categories together at a time; at least that of the largest, at most their sum
     allocated:      what the allocator of a GPU had given out at the end of a step, and at most since its process began;
                     None where there is no GPU. It also counts what no category does: temporaries
@@ -42,13 +45,21 @@ def memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMe
     categories = [name for name in found if name not in (PEAK, ALLOCATED, ALLOCATED_PEAK)]
     ranks = sorted({rank for by_rank in found.values() for rank in by_rank})
     beside = (found.get(ALLOCATED, {}), found.get(ALLOCATED_PEAK, {}))
-    return [
-        RankMemory(
-            rank, {name: found[name][rank] for name in categories if rank in found[name]},
-            found.get(PEAK, {}).get(rank, 0), *(by_rank.get(rank) for by_rank in beside),
-        )
-        for rank in ranks
-    ]  # fmt: skip
+    made = []
+    for rank in ranks:
+        most = {name: found[name][rank] for name in categories if rank in found[name]}
+        peak = found.get(PEAK, {}).get(rank, 0)
+        if beyond := _beyond(most, peak):
+            most[PASSING] = beyond
+        made.append(RankMemory(rank, most, peak, *(by_rank.get(rank) for by_rank in beside)))
+    return made
+
+
+def _beyond(most: dict[str, int], peak: int) -> int:
+    """Bytes of the peak that no category counts; 0 where it may be that of an evaluation, which is beside no step."""
+    every = sum(nbytes for name, nbytes in most.items() if name not in AWAY)
+    step = every - most.get("evaluation", 0)
+    return peak - step if peak > max(step, every - most.get("activations", 0)) else 0
 
 
 def _most(tl: Timeline, first: int, stop: int | None) -> dict[str, dict[int, int]]:

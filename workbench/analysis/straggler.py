@@ -97,11 +97,12 @@ def why_silent(tl: Timeline) -> str:
     """
     first, stop = last_steps(tl)
     w = Window(tl, since_change(tl, max(first, stop - FEWEST), stop), stop)
-    if len(w.ranks) == 1:
+    early = w.complete.sum() < FEWEST
+    if len(w.ranks) == 1 and not early:  # at first the rows of one rank may be there before those of others
         return "alone" if stands_for(tl) == 1 else "alike"
     if spread_at(tl, stop - 1)[0] > 1:
         return "stages"
-    return "early" if w.complete.sum() < FEWEST else "nobody"
+    return "early" if early else "nobody"
 
 
 def _periodic(w: Window, last: int) -> _Facts:

@@ -100,7 +100,9 @@ class Ledger:
         self._stands()
         self.buffers.turn(stepping=True)
         self._held = self._holds
-        self._evaluated = self._evaluated if self._run.experiment.eval_every else 0
+        if not self._run.experiment.eval_every:  # no other is to come
+            self._evaluated = 0
+            self._write_down(dict.fromkeys([ALONE] if self._written.get(ALONE) else [], 0))
         self.due = self._fresh > 0 or self._run.rank.step - self._last >= EVERY
         if self.due:
             self._most, self._together, self._inputs, self._told = {}, 0, [], None
