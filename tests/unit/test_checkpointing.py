@@ -246,8 +246,9 @@ STRATEGIES = [ZeRO3(), ZeRO2(), LocalSGD(every=2), DDP(), KFAC(), Newton(iterati
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_it_goes_with_strategies(strategy: Strategy) -> None:
-    """Under ZeRO-3 parameters are gathered again for what is computed again; what a step reads is heard anew; Newton goes
-    through a kept graph several times.
+    """Under ZeRO-3 parameters are gathered again for what is computed again; what a step reads is heard anew.
+
+    Newton goes through a kept graph several times.
     """
     e = spread(2, 12, task=TASK, strategy=strategy, pace=4.0, bucket_mb=0.01)
     changes = [Change(4, "checkpoint", "units"), Change(8, "checkpoint", "none")]
