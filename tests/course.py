@@ -10,6 +10,7 @@ a lesson stand on the teacher's page.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -40,9 +41,9 @@ def lessons(asked: list[str]) -> list[str]:
 
 
 def code_of(name: str) -> str:
-    """What tells one state of a lesson's code from another."""
+    """What tells one state of a lesson's code from another, however it is laid out."""
     cells = nbformat.read(NOTEBOOKS / name, as_version=4).cells
-    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    code = ast.dump(ast.parse("\n".join(cell.source for cell in cells if cell.cell_type == "code")))
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 

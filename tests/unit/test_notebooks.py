@@ -138,6 +138,8 @@ def test_hints_are_folded_away_and_what_is_to_be_changed_is_not(name: str) -> No
     folded = [cell for cell in cells if cell.metadata.get("jupyter", {}).get("source_hidden")]
     assert [cell.source for cell in cells if HINTS.search(cell.source) and cell not in folded] == []
     assert not any(word in cell.source for cell in folded for word in (".check(", "class ", "lab.run"))
+    first = [cell.source.splitlines()[0] for cell in folded]  # which JupyterLab shows of it
+    assert [line for line in first if HINTS.search(line) and line[-1] not in "[("] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
