@@ -32,7 +32,8 @@ from workbench.optimizers import SGD, AdamW
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.partitions.schedules import GPipe, Interleaved, PipeDream, PipeDream2BW, ZeroBubble
 from workbench.settings import Change, KnobError
-from workbench.strategies import DDP, Strategy
+from workbench.strategies import DDP, SlowMo, Strategy
+from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
 
@@ -139,12 +140,31 @@ def test_there_are_many_pairs() -> None:
 @pytest.mark.parametrize("optimizer", [AdamW(), SGD()], ids=["AdamW", "SGD"])
 def test_every_ordered_pair_of_partitions(optimizer: Any) -> None:
     """One walk over all edges between them."""
-    walk, left = [0], {(a, b) for a in range(len(WAYS)) for b in range(len(WAYS)) if a != b}
+    assert refused([(DDP(), WAYS[k]) for k in walk(len(WAYS))], optimizer=optimizer) == []
+
+
+def walk(n: int) -> list[int]:
+    """From 0 through all ordered pairs of `n`."""
+    found, left = [0], {(a, b) for a in range(n) for b in range(n) if a != b}
     while left:
-        ahead = [b for a, b in sorted(left) if a == walk[-1]]
-        walk.append(ahead[0] if ahead else min(left)[0])
-        left.discard((walk[-2], walk[-1]))
-    assert refused([(DDP(), WAYS[k]) for k in walk], optimizer=optimizer) == []
+        ahead = [b for a, b in sorted(left) if a == found[-1]]
+        found.append(ahead[0] if ahead else min(left)[0])
+        left.discard((found[-2], found[-1]))
+    return found
+
+
+@pytest.mark.parametrize(("strategy",), thinned([(DDP(),), (SlowMo(every=2),)], of=0), ids=str)
+def test_every_ordered_pair_with_positions_shared_out(strategy: Strategy) -> None:
+    """Sequence parallelism wants positions, which the model of the other walks has not."""
+    ways = [Whole(), Tensor(), Tensor(sequence=True), Tensor(ways=4, sequence=True), Pipeline(micros=2),
+            Pipeline(micros=2, of=Tensor(sequence=True)), Tensor(sequence=True, checkpoint="units")]  # fmt: skip
+    task = ByteGPT(layers=2, width=16, heads=4, context=8)
+    e = Experiment(task=task, ranks=RANKS, batch=4, pace=2.0, eval_every=0, bucket_mb=0.01, strategy=strategy)
+    changes = [Change(EVERY * at, "partition", ways[k]) for at, k in enumerate(walk(len(ways)))][1:]
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        record, _ = simulated(e.set("steps", changes[-1].at_step + 1), *changes)
+    assert watch.check() > MANY and not list(record.details("refused"))
 
 
 @pytest.mark.parametrize(("name",), thinned(((name,) for name in sorted({type(s).__name__ for s, _ in EVERYWHERE})),
