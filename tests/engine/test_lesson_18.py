@@ -1,4 +1,4 @@
-"""Lesson 18: a killed replica costs no finished step, a killed shard those since the checkpoint."""
+"""Lesson 18: a killed replica costs no finished step, a killed shard those since the checkpoint; two branches of it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,6 @@ def test_when_one_dies_shows_what_it_promises(tmp_path: Path, monkeypatch: pytes
     lost = [int(n) for text in shown for n in re.findall(r"(\d+) steps? (?:is|are) lost", text)]
     assert max(lost) >= 18, "the checkpoint was twenty steps old"
     assert any("2 tries, 0 hints; solved" in text for text in shown), shown
+    same, other = eval(next(text for text in shown if "'from step'" in text)).values()
+    assert same["from step"] == other["from step"] > 0 and same["losses"][0] == other["losses"][0], (same, other)
+    assert same["losses"] != other["losses"], (same, other)

@@ -98,6 +98,17 @@ def test_a_pause_and_a_rank_that_stumbles_have_stood_still() -> None:
     assert (stumbles.cause, stumbles.ranks) == ("frozen", (1,))
 
 
+def test_what_the_first_step_takes_longer_is_no_cause() -> None:
+    """Where ranks do not meet in every step, the mean counts, and every step in it."""
+    made, tl = run(strategy=LocalSGD(every=8)).spans.query("step < 30"), Timeline()
+    for row in made.itertuples():
+        began = 0.8 * (row.step > 0)
+        end = row.t1 + (0.8 if row.lane == "step" else began)
+        span = Span(row.rank, row.step, row.lane, row.name, row.asked + began, row.t0 + began, end, row.nbytes)
+        tl.spans.add([span])
+    assert [c for c in causes(tl) if c.cause in ("frozen", "outside")] == []
+
+
 def handmade(ranks: tuple[int, ...], **longer: float) -> Timeline:
     """Twenty steps of three ranks; what is `longer` by so many seconds is so on `ranks`."""
     tl, at = Timeline(), 0.0

@@ -83,7 +83,7 @@ def causes(tl: Timeline, last: int = LAST) -> list[Cause]:
     """
     first, stop = last_steps(tl, last)
     w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # with the one before, which says when it ended
-    over = w.complete & (w.steps > w.first)
+    over = w.complete & (w.steps > max(w.first, _begins(tl)))
     if over.sum() < FEWEST:
         return []
     c = lined_up(w)
@@ -93,6 +93,12 @@ def causes(tl: Timeline, last: int = LAST) -> list[Cause]:
         return [] if len(w.ranks) % (stages * slices) else _ranked([*_of_stages(tl, looked, stages, slices)])
     ours = [*_to_blame(looked)] if len(w.ranks) > 1 and c.full.any() else []
     return _ranked([*ours, *_of_all(looked, ours)])
+
+
+def _begins(tl: Timeline) -> int:
+    """The first step of all, in which much is made that later ones find there."""
+    steps = tl.spans.rows().step
+    return int(steps.min()) if len(steps) else -1
 
 
 def _ranked(found: list[Cause]) -> list[Cause]:
