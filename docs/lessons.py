@@ -122,7 +122,6 @@ Where scripts may run, the charts are here.
 <script defer src="{up}player.js"></script>
 """
 STATIC = "_static/lessons"
-FOLDED = "<details><summary>What the judge needs, hints among it</summary>\n\n{}\n\n</details>"
 
 
 def markdown(name: str, file: str, said: str) -> str:
@@ -130,9 +129,7 @@ def markdown(name: str, file: str, said: str) -> str:
     short, parts = Path(name).name, []
     for cell in json.loads((ROOT / f"{name}.ipynb").read_text("utf8"))["cells"]:
         source = "".join(cell["source"])
-        shown = source if cell["cell_type"] == "markdown" else _fenced(source)
-        hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
-        parts.append(FOLDED.format(shown) if hidden else shown)
+        parts.append(source if cell["cell_type"] == "markdown" else _fenced(source))
         if cell["cell_type"] == "code" and source.splitlines()[-1:] == ["lab"] and WITHOUT not in parts:
             parts.append(WITHOUT)  # here the notebook shows the dashboard
     title, _, rest = parts[0].partition("\n")

@@ -160,12 +160,15 @@ const HATCHES = {
 };
 
 // The legend's entries: [name, css of a swatch, trace] of every trace that wants one.
+const CORNERS = { "triangle-up": "50% 0,100% 100%,0 100%", "triangle-down": "0 0,100% 0,50% 100%", diamond: "50% 0,100% 50%,50% 100%,0 50%" };
 function legend(figure, colours) {
   return figure.data.flatMap((trace, number) => {
     if (trace.showlegend === false || !trace.name) return [];
     const colour = themed(trace.fillcolor ?? trace.marker?.color ?? trace.line?.color, colours);
     if (trace.marker?.symbol?.startsWith("line-ns")) // a stroke across a bar
       return [[trace.name, `width:3px;height:16px;background:${colour}`, number]];
+    const points = CORNERS[trace.marker?.symbol?.replace("-open", "")];
+    if (points) return [[trace.name, `width:13px;height:12px;background:${colour};clip-path:polygon(${points})`, number]];
     if (!trace.fill && trace.type !== "bar") {
       const width = trace.line?.width ?? 2;
       const dash = { dash: "dashed", dot: "dotted" }[trace.line?.dash] ?? "solid";

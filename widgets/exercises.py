@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -9,6 +10,7 @@ from random import Random
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from widgets import hints as hinting
 from widgets.board import Board
 from widgets.refresh import Refresh
 from widgets.said import Said
@@ -35,6 +37,8 @@ Verdict = tuple[bool, str]  # is it solved, and what is said to it
 class Exercise:
     """A question; `judge(...)` gets what `check` gets, and says whether that is right and why. `hint()` tells more.
 
+    hints: sentences, the vaguest first; or the number of the lesson whose hints they are
+
     >>> half = Exercise("Half of four?", lambda n: (n == 2, "Right." if n == 2 else "Not that."), ["It is even."])
     >>> half.check(3)
     'Not that.'
@@ -44,8 +48,8 @@ class Exercise:
     'Right.'
     """
 
-    def __init__(self, question: str, judge: Callable[..., Verdict], hints: Sequence[str] = ()) -> None:
-        self.question, self._judge, self._hints, self._told = question, judge, tuple(hints), 0
+    def __init__(self, question: str, judge: Callable[..., Verdict], hints: Sequence[str] | str = ()) -> None:
+        self.question, self._judge, self._hints, self._told = question, judge, hinting.given(hints), 0
         note("exercise", question)
 
     def check(self, *answer: Any, **named: Any) -> str:
@@ -131,7 +135,7 @@ class Challenge(Exercise):
     given: settings that every answer starts from. at_most: seconds per step.
     """
 
-    def __init__(self, run: Any, given: dict[str, Any], at_most: float, hints: Sequence[str] = ()) -> None:
+    def __init__(self, run: Any, given: dict[str, Any], at_most: float, hints: Sequence[str] | str = ()) -> None:
         super().__init__(f"a step of at most {at_most * 1e3:.0f} ms", self._look, hints)
         self.run, self.given, self.at_most = run, given, at_most
 
@@ -160,7 +164,8 @@ class Goal(Exercise):
     """
 
     def __init__(self, start: Experiment, cost: str, at_most: float, loss: float = 1.02,
-                 may: Sequence[str] = ("strategy", "compressor"), hints: Sequence[str] = ()) -> None:  # fmt: skip
+                 may: Sequence[str] = ("strategy", "compressor"),
+                 hints: Sequence[str] | str = ()) -> None:  # fmt: skip
         question = f"{cost.replace('_', ' ')}: at most {at_most * 100:g} % of the start's, at {loss:g} times its loss"
         super().__init__(question, self._look, hints)
         self.start, self.cost, self.at_most, self.loss, self.may = start, cost, at_most, loss, tuple(may)
@@ -179,6 +184,8 @@ class Goal(Exercise):
         except ValueError as error:
             return False, f"It cannot be trained: {error}"
         self.runs.append(run)
+        if not math.isfinite(run.summary()["held_out"] or math.nan):
+            return False, "Not yet: it diverges, and its held-out loss is no number."
         cost, loss = self.beside(run)
         good, asked = cost <= self.at_most and loss <= self.loss, f"at most {self.at_most * 100:g} % of it are asked"
         said = (f"{cost * 100:.3g} % of the start's {self.cost.replace('_', ' ')} ({asked}), "
@@ -208,8 +215,8 @@ def beyond(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -
     try:
         made = given.turned(start, settings.items())
         whole = {path: resolve(made, path)[0] for path in settings}
-    except ValueError:  # which the judge says, where all else may be set
-        whole = {path: path for path in settings}
+    except ValueError:  # which the judge says
+        return ""
     fixed = [path for path, full in whole.items() if not {full.partition(".")[0], full.rpartition(".")[2]} & {*may}]
     return f"{', '.join(fixed)} cannot be changed here; what may be is {', '.join(may)}." if fixed else ""
 

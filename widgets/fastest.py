@@ -26,7 +26,7 @@ class Fastest(Exercise):
     """
 
     def __init__(self, start: Experiment, tried: Iterable[Mapping[str, Any]], within: float = 1.05, *,
-                 may: Sequence[str] = ("strategy", "bucket_mb"), hints: Sequence[str] = (),
+                 may: Sequence[str] = ("strategy", "bucket_mb"), hints: Sequence[str] | str = (),
                  where: str = "") -> None:  # fmt: skip
         super().__init__(f"a step within {(within - 1) * 100:.2g} % of the shortest{where}", self._look, hints)
         self.start, self.tried, self.within, self.may = start, [dict(one) for one in tried], within, tuple(may)

@@ -69,7 +69,7 @@ class Panel {
     if (!this.picture) this.text(holding.html ?? "");
     else if (!holding.empty) {
       if (this.theme !== theme || !this.items) this.key(theme);
-      for (const [item, number] of this.items) item.hidden = item.lane && !holding.traces[number].n;
+      for (const [item, number] of this.items) item.hidden = item.seldom && !holding.traces[number].n;
       this.picture.low = this.low;
       const { marks, until, lit } = this.hub;
       labels = await this.picture.draw(Plotly, theme, until ? marks.filter((m) => m.t <= until.t) : marks, lit);
@@ -82,14 +82,14 @@ class Panel {
     else if (this.tip) this.name();
     this.facts();
   }
-  // The legend; kinds of boxes are listed while there are any.
+  // The legend; kinds of boxes, and what is rare, are listed while there are any.
   key(theme) {
     const { figure } = this.holding.spec;
     this.items = legend(figure, theme).map(([name, css, number]) => {
-      const swatch = element("span", { className: "wb-swatch" }), { lane, rank } = figure.data[number].meta ?? {};
+      const swatch = element("span", { className: "wb-swatch" }), { lane, rank, rare } = figure.data[number].meta ?? {};
       swatch.style.cssText = css;
       const item = rank === undefined ? element("li", {}, swatch, name) : element("li", {}, this.chooser(rank, swatch, name));
-      return [Object.assign(item, { lane: !!lane }), number];
+      return [Object.assign(item, { seldom: !!lane || !!rare }), number];
     });
     this.picture.chosen = (rank) => rank !== undefined && this.hub.choose(rank);
     this.legend.replaceChildren(...this.items.map(([item]) => item));

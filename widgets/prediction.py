@@ -46,7 +46,7 @@ class Prediction(ipywidgets.VBox):
     'Predict first: choose an answer above, then run this cell again. Until then nothing is shown.'
     >>> guess.choose("100 ms")
     >>> guess.against("200 ms")
-    'You predicted: 100 ms. The record says: 200 ms. A surprise: find out why before you read on.'
+    'You predicted: 100 ms. The record says: 200 ms. A surprise: think of a reason before you read on.'
     >>> guess.choose("200 ms")
     Traceback (most recent call last):
         ...
@@ -106,7 +106,7 @@ class Prediction(ipywidgets.VBox):
             return Said(FIRST)
         self._guess.shown = f"The record says: {truth}."
         note("prediction", self.question, answer=truth)
-        verdict = "As you said." if self.said == truth else "A surprise: find out why before you read on."
+        verdict = "As you said." if self.said == truth else "A surprise: think of a reason before you read on."
         when = " (when the run had begun)" if self._guess.late else ""
         text = f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}"
         self.radio.disabled = True

@@ -28,6 +28,6 @@ def test_talking_less_often_shows_what_it_promises(tmp_path: Path, monkeypatch: 
     assert set(took) == {"DDP", "LocalSGD", "SlowMo", "BMUF", "DiLoCo", "StreamingDiLoCo"}
     cold = losses["DiLoCo(every=8)"] / losses["DDP"]
     assert losses["LocalSGD(every=8)"] / losses["DDP"] < 1.05 < cold
-    assert warmed["DiLoCo(every=8)"] / warmed["DDP"] - 1 < (cold - 1) / 2
+    assert warmed["DiLoCo"] / warmed["DDP"] - 1 < (cold - 1) / 2 and warmed["LocalSGD"] < warmed["DiLoCo"]
     bursts = eval(next(s for s in shown if "'most'" in s))
     assert bursts["StreamingDiLoCo"]["most"] < bursts["DiLoCo"]["most"] / 4

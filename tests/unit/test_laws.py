@@ -45,6 +45,14 @@ def test_what_is_broken_is_named_and_nothing_else() -> None:
     assert laws(Partial).broken == ["all ranks ask for the same, of sizes alone, too"]
 
 
+def test_what_crosses_is_one_of_four_things() -> None:
+    class Odd(LocalSGD):
+        exchanges: ClassVar[str] = "anything"
+
+    (found,) = (one for one in laws(Odd) if one.law == "it takes a compressor, or says why not")
+    assert not found.held and "must be one of gradients, moments, displacements, parameters" in found.said
+
+
 def test_only_a_strategys_class_is_held_to_laws() -> None:
     assert {"Apart", "Partial"}.isdisjoint(STRATEGIES), "the laws of the house are asked of what it ships"
     for wrong in (LocalSGD(), "LocalSGD", dict):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import experiment, run
 from tests.sim.virtual import stack
+from widgets.views import all_views
 from workbench import simulate
 from workbench.analysis import memory
 from workbench.compressors import Dense, ErrorFeedback, PowerSGD, TopK
@@ -26,7 +27,7 @@ from workbench.rank import Op, Rank
 from workbench.record.timeline import Sample, Timeline
 from workbench.run import Run
 from workbench.settings import Change
-from workbench.strategies import DDP, DiLoCo, Gossip, LocalSGD, SlowMo, Strategy, ZeRO3
+from workbench.strategies import DDP, DiLoCo, Gossip, LocalSGD, SlowMo, Strategy, ZeRO3, ZeROInfinity
 from workbench.tasks import ByteGPT, Digits
 
 EVERY = [
@@ -294,3 +295,13 @@ def test_what_a_group_gathers_is_as_many_payloads_as_it_has_ranks() -> None:
     e = experiment(4, 3, strategy=Halves())
     for said in (engine(run(e)[0]), *(simulated(simulate(e.set("pace", 5.0), real=real)) for real in (True, False))):
         assert said["memory buffers in flight"] == 4000 + 2 * 4000
+
+
+def test_what_is_kept_away_is_marked_only_while_something_is() -> None:
+    e = experiment(2, 40, task=ByteGPT(layers=1, width=16, heads=2, context=8), pace=2.0, strategy=ZeROInfinity())
+    view = next(view for view in all_views().values() if view.name == "memory")()
+    traces = view.figure(Run({"ranks": 2})).data
+    away = [number for number, trace in enumerate(traces) if trace.name == "on disk"]
+    for change, ranks in (((), [0, 1]), ((Change(10, "strategy", "ZeRO3"),), [])):
+        found = type(view)().update(simulate(e, changes=change)).replace[away[0]]
+        assert found["y"].tolist() == ranks and len(found["x"]) == len(ranks)

@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from tests import reference
 from widgets.lesson import lesson
+from workbench.compressors import ErrorFeedback
 from workbench.fabric import Slow
 from workbench.settings import KnobError, knobs
 from workbench.settings.told import source, told
@@ -106,3 +107,10 @@ class Mine(LocalSGD):
     assert mine.startswith("@dataclass(frozen=True, kw_only=True)\nclass Mine(LocalSGD):\n    more: int = 2")
     assert mine.endswith("await rank.forward()") and "Other" not in mine
     assert source(type("Made", (LocalSGD,), {})) == ""
+
+
+def test_one_that_is_around_another_is_shown_around_one_that_matters() -> None:
+    """Around Dense, error feedback has nothing to feed back."""
+    found = beside(ErrorFeedback)
+    all_of_it, some = (run.timeline.spans.rows().nbytes.sum() for run in (found.usual, found.shown))
+    assert some < all_of_it / 5

@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from widgets import worksheet as sheets
 from widgets.lesson import Exercise, Goal, Hidden, Prediction, handed_in, worksheet
-from workbench import Change, Digits, KnobError, recipe, simulate
+from workbench import ByteGPT, Change, Digits, Experiment, KnobError, recipe, simulate
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,13 @@ def test_a_goal_is_judged_by_training_with_the_answer() -> None:
     goal = Goal(start, "bytes_per_step", at_most=0.3, loss=2.0)
     assert "fabric.link.bandwidth, ranks cannot be changed here" in goal.check({"fabric.link.bandwidth": 1, "ranks": 1})
     assert goal.check({"strategy": "LocalSDG"}).startswith("It cannot be trained: ")
+    both = {"optimizer": "AdamW", "compressor": "DGC", "density": 0.1}
+    freer = Goal(start, "bytes_per_step", at_most=0.3, may=("compressor", "optimizer", "lr"))
+    assert freer.check(both).startswith("It cannot be trained: compressor=DGC: it keeps the momentum itself")
+    task = ByteGPT(layers=1, width=16, heads=2, context=8)
+    letters = Experiment(task=task, ranks=2, steps=12, pace=10, eval_every=12)
+    wild = Goal(letters, "bytes_per_step", at_most=0.3, may=("optimizer", "lr"))
+    assert wild.check({"optimizer": "SGD", "momentum": 0.9, "lr": 100}).startswith("Not yet: it diverges")
     assert goal.check({}).startswith("Not yet: 100 % of the start's bytes per step"), "the start itself"
     said = goal.check({"strategy": "LocalSGD", "every": 4})
     assert said.startswith("Found: 25 % of the start's bytes per step (at most 30 % of it are asked), "), said

@@ -29,6 +29,6 @@ def add_parts(figure: go.Figure, parts: Iterable[tuple[str, str, str]], told: st
         pattern = {"shape": shape, "fillmode": "replace", "fgcolor": colour, "size": 6, "solidity": 0.5}
         figure.add_trace(go.Bar(
             x=[], y=[], orientation="h", name=name, showlegend=name != unlisted,
-            hovertemplate=f"rank %{{y}} {name}: {told}<extra></extra>",
+            hovertemplate=f"%{{y}}, {name}: {told}<extra></extra>",
             marker={"color": colour, "line": {"width": 1, "color": theme.PAPER}, "pattern": pattern},
         ))  # fmt: skip

@@ -30,7 +30,6 @@ class Drift(View):
     def __init__(self) -> None:
         super().__init__()
         self._since: set[int] = set()  # steps since the ranks met, of all points that are not joined
-        self._round = 0
 
     def figure(self, run: Any) -> go.Figure:
         figure = go.Figure(layout=theme.layout(
@@ -62,8 +61,7 @@ class Drift(View):
                     patch.append[trace] = thin({"x": mine.step.astype(float), "y": mine.value}, 400)
         if within.any():
             self._since |= set(since[within].tolist())
-            self._round = int(length[within][-1])
-            patch.layout["xaxis.title.text"] = f"step<br>points: {_taken(self._since, self._round)}"
+            patch.layout["xaxis.title.text"] = f"step<br>points: {_taken(self._since)}"
             patch.layout["margin.b"] = 64  # room for the second line
         return patch
 
@@ -78,14 +76,14 @@ class Drift(View):
         return Grid(head, sorted(cells), "Drift at the last 10 evaluations")
 
 
-def _taken(since: set[int], length: int) -> str:
+def _taken(since: set[int]) -> str:
     """How far into a round the points were taken.
 
-    >>> _taken({0, 4}, 8), _taken({0}, 16), _taken({1, 3, 5, 7}, 8)
-    ('step 0 or 4 of every 8', 'just after an averaging', 'step 1 to 7 of every 8')
+    >>> _taken({0, 4}), _taken({0}), _taken({1, 3, 5, 7})
+    ('0 or 4 steps after averaging', 'just after averaging', '1 to 7 steps after averaging')
     """
     if since == {0}:
-        return "just after an averaging"
+        return "just after averaging"
     told = sorted(since)
     some = " or ".join(map(str, told)) if len(told) < 3 else f"{told[0]} to {told[-1]}"
-    return f"step {some} of every {length}"
+    return f"{some} steps after averaging"

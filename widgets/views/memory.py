@@ -60,8 +60,8 @@ class Memory(View):
         add_parts(figure, (*PARTS, OTHER), "%{x:.4~s}B", unlisted="other")
         for name, symbol, size in MARKED:
             figure.add_trace(go.Scatter(
-                x=[], y=[], mode="markers", name=name, showlegend=name[0] == "p",
-                hovertemplate=f"rank %{{y}} {name}: %{{x:.4~s}}B<extra></extra>",
+                x=[], y=[], mode="markers", name=name, meta={"rare": name != MARKED[0][0]},
+                hovertemplate=f"%{{y}}, {name}: %{{x:.4~s}}B<extra></extra>",
                 marker={"symbol": symbol, "size": size, "color": theme.INK, "line": {"width": 3, "color": theme.INK}},
             ))  # fmt: skip
         return figure
@@ -84,9 +84,9 @@ class Memory(View):
             at = np.array([m.rank for m in beside], np.int64)
             patch.replace[len(rows) + 1] = {"x": np.array([m.allocated_peak for m in beside], float), "y": at}
         for number, where in enumerate(AWAY, len(rows) + 2):
-            if kept := [m for m in found if m.most.get(where)]:
-                at = np.array([m.rank for m in kept], np.int64)
-                patch.replace[number] = {"x": np.array([m.most[where] for m in kept], float), "y": at}
+            kept = [m for m in found if m.most.get(where)]
+            at = np.array([m.rank for m in kept], np.int64)
+            patch.replace[number] = {"x": np.array([m.most[where] for m in kept], float), "y": at}
         return patch
 
     def table(self, run: Any) -> Grid:

@@ -45,7 +45,8 @@ def wait_for_run(live: Live, timeout: float | None = None) -> Run:
 
 def _line(live: Live) -> Any:
     total = live.changes.experiment.steps or None
-    return tqdm(total=total, unit="step", desc=live.run.name, leave=True, disable=not seen())
+    done = live.steps_done  # a run that one waits for late has made some: its pace is that of the others
+    return tqdm(total=total, initial=done, unit="step", desc=live.run.name, leave=True, disable=not seen())
 
 
 def _show(live: Live, line: Any) -> None:

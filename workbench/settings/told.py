@@ -96,11 +96,11 @@ def _in_a_cell(member: type[Any]) -> str:
         except OSError:  # made by dataclass
             continue
         for node in ast.walk(ast.parse("".join(lines))):
-            if isinstance(node, ast.ClassDef) and node.name == member.__name__ and _has(node, method.__code__):
+            if isinstance(node, ast.ClassDef) and _is(node, member, method.__code__):
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 return textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
     return ""
 
 
-def _has(node: ast.ClassDef, code: CodeType) -> bool:
-    return node.lineno <= code.co_firstlineno <= (node.end_lineno or 0)
+def _is(node: ast.ClassDef, member: type[Any], code: CodeType) -> bool:
+    return member.__qualname__.endswith(node.name) and node.lineno <= code.co_firstlineno <= (node.end_lineno or 0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.compressors import Compressor, Dense
+from workbench.compressors import Compressor, Dense, TopK
 from workbench.experiment import Experiment
 from workbench.experiment.recipes import recipe
 from workbench.fabric import Algorithm, Fault
@@ -91,7 +91,7 @@ def beside(member: type[Any]) -> Beside:
     refusals = []
     for experiment in place.experiments:
         try:
-            shown = place.filled(experiment, member.usual())
+            shown = place.filled(experiment, _telling(member.usual()))
             if why := waits(shown, member):
                 raise KnobError(why)
             real = place.view == "loss"
@@ -100,6 +100,11 @@ def beside(member: type[Any]) -> Beside:
         except KnobError as refusal:
             refusals.append(refusal)
     raise refusals[0]
+
+
+def _telling(made: Any) -> Any:
+    """`made`, around something that it makes a difference to, if it is around another member that changes nothing."""
+    return replace(made, of=TopK()) if isinstance(getattr(made, "of", None), Dense) else made
 
 
 def waits(experiment: Experiment, member: type[Any]) -> str | None:

@@ -27,6 +27,7 @@ from workbench.strategies import Strategy
 from workbench.tasks import Colwise, Rowwise, Task
 
 RANKS, STEPS = 3, 8
+CROSSES = ("gradients", "moments", "displacements", "parameters")  # see Strategy.exchanges
 RATE, MOMENTUM, EXAMPLES = 0.02, 0.9, 4
 
 
@@ -210,7 +211,11 @@ def plain_alone(cls: type[Strategy]) -> str | None:
 
 
 def compresses_or_says_why_not(cls: type[Strategy], compressor: Any = None) -> str | None:
-    """With a compressor, by default TopK, it trains, or refuses in words that say what would do."""
+    """With a compressor, by default TopK, it trains, or refuses in words that say what would do.
+
+    What a compressor may do goes by what crosses, so that has to be one of the four things that may.
+    """
+    _require(cls.exchanges in CROSSES, f"exchanges = {short(cls.exchanges)}: must be one of {', '.join(CROSSES)}")
     try:
         done, _ = trained(fitting(cls, 2), ranks=2, steps=4, compressor=compressor or TopK.usual())
     except KnobError as refusal:

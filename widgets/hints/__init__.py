@@ -1,0 +1,24 @@
+"""Hints to the exercises of the lessons, a file for each, the vaguest first: out of sight of who reads a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from workbench.settings import KnobError, short
+
+HERE = Path(__file__).parent
+
+
+def given(hints: Sequence[str] | str) -> tuple[str, ...]:
+    """Hints themselves, or those of the lesson of such a number. Raises KnobError where it has none.
+
+    >>> given(["It is even."]), len(given("05"))
+    (('It is even.',), 4)
+    """
+    if not isinstance(hints, str):
+        return tuple(hints)
+    files = {path.stem: path for path in HERE.glob("*.txt")}
+    if hints not in files:
+        raise KnobError(f"hints={short(hints)}: must be a list of sentences, or one of {', '.join(sorted(files))}")
+    return tuple(files[hints].read_text("utf8").splitlines())
