@@ -38,7 +38,8 @@ def text(data: Path) -> str:
         m = machines.get(name, {})
         where = f"{m.get('cpu')}; {m.get('system')}; Python {m.get('python')}, torch {m.get('torch')}; commit {m.get('commit')}"
         parts.append(section(json.loads(file.read_text())))
-        parts.append(f"*{m.get('date')}; {where}; `{m.get('command')}`; {load(m)}.*\n")
+        noted = f"*{m.get('date')}; {where}; `{m.get('command')}`; {load(m)}.*\n"
+        parts.append(noted if m else "*Where and when it was measured was not noted.*\n")
     return "\n".join(parts)
 
 
