@@ -78,6 +78,7 @@ class Lab(Handles):
     ) -> None:
         if self._begun:
             return
+        given.system()
         if cluster is not None and profile is not None:
             raise KnobError(f"cluster={str(cluster)!r}, profile={profile!r}: give one of them")
         cluster = given.path(cluster, "cluster", "security/ipcontroller-client.json") if cluster is not None else None

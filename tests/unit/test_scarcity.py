@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -205,3 +206,18 @@ def test_an_engine_may_have_as_many_descriptors_as_its_user_may(hard: int) -> No
     script = LIMITS.format(hard=hard)
     done = subprocess.run([sys.executable, "-c", script, str(Path.cwd())], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{min(hard, boot.DESCRIPTORS)}\n", done.stderr
+
+
+def test_where_no_limit_is_named_and_there_is_one_it_gets_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does a Mac: 256 at first, no hard limit, and what is beyond kern.maxfilesperproc is refused."""
+    limits = [256, resource.RLIM_INFINITY]
+
+    def refusing(_: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] > 10_240:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[:] = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", refusing)
+    boot.more_descriptors()
+    assert limits == [10_240, resource.RLIM_INFINITY]

@@ -338,9 +338,9 @@ def test_kinds_of_boxes_differ_by_more_than_colour() -> None:
 
 
 @pytest.mark.parametrize(("every", "said"), [
-    (8, "step<br>points: step 0 or 4 of every 8"),
-    (5, "step<br>points: just after an averaging"),
-    (7, "step<br>points: step 0 to 6 of every 7"),
+    (8, "step<br>points: 0 or 4 steps after averaging"),
+    (5, "step<br>points: just after averaging"),
+    (7, "step<br>points: 0 to 6 steps after averaging"),
 ])  # fmt: skip
 def test_drift_within_rounds_is_not_joined_and_where_in_them_it_was_taken_is_said(every: int, said: str) -> None:
     run = recorded("LocalSGD", steps=200, ranks=2, every=every, changes=())

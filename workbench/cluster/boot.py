@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 6.0  # seconds the guard has before a process ends itself
 DESCRIPTORS = 65_536  # that an engine may have open, where it may: soft limits of 1,024 were made for select()
+FEWER = (DESCRIPTORS, 10_240, 4_096)  # a Mac says that there is no limit, and has one
 COURTESY = 5  # engines step back for the notebook and the page, which draw what they do on the same cores
 
 
@@ -81,9 +82,12 @@ def more_descriptors() -> None:
     except ImportError:  # not on Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    for wanted in FEWER:
+        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        if soft == resource.RLIM_INFINITY or soft >= most:
+            return
+        with contextlib.suppress(ValueError, OSError):
+            return resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def find_workbench() -> None:

@@ -12,6 +12,7 @@ import webbrowser
 from pathlib import Path
 from typing import NoReturn
 
+from workbench.experiment import given
 from workbench.record.run import RunError
 
 FIRST = "00_first_run.ipynb"
@@ -19,6 +20,7 @@ FIRST = "00_first_run.ipynb"
 
 def open_lab(port: int, browser: bool) -> NoReturn:
     """Becomes JupyterLab, so that Ctrl-C and signals reach it and nobody else."""
+    given.system()
     folder = notebooks()
     free = free_port(port)
     if free != port:

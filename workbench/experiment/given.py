@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ from workbench.tasks.script import Script
 MAX_RANKS = 64
 LONGEST = 10**9  # steps
 LONGEST_PATH, LONGEST_NAME = 1024, 200  # letters
+
+
+def system() -> None:
+    """One on which ranks can be started, frozen and ended as processes. Raises KnobError on Windows."""
+    if sys.platform == "win32":
+        raise KnobError(
+            "platform=win32: must be Linux or macOS, for ranks are started, frozen and ended by means that Windows has "
+            "not; install WSL (`wsl --install` in PowerShell), open its Ubuntu, and clone and start the workbench there"
+        )
 
 
 def ranks(value: Any) -> int:

@@ -1,0 +1,28 @@
+"""Systems other than the one that runs these tests: what is said where ranks cannot be."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import typer.testing
+
+from workbench.cli import app
+from workbench.experiment import given
+from workbench.lab import Lab
+from workbench.settings import KnobError
+
+
+@pytest.mark.parametrize("command", [["lab"], ["demo"], ["run", "digits", "--out", "here"]])
+def test_windows_is_refused_in_words_that_name_what_would_do(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    importlib.import_module("workbench.doors.jupyter")  # under another platform's name Python finds less
+    monkeypatch.setattr(given.sys, "platform", "win32")
+    with pytest.raises(KnobError, match=r"must be Linux or macOS.*install WSL \(`wsl --install`"):
+        Lab(ranks=2)
+    said = typer.testing.CliRunner().invoke(app, command)
+    assert said.exit_code == 2 and "platform=win32: " in said.output and "WSL" in said.output
+    assert not list(tmp_path.iterdir())
