@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer.testing
@@ -19,8 +19,7 @@ def test_windows_is_refused_in_words_that_name_what_would_do(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    importlib.import_module("workbench.doors.jupyter")  # under another platform's name Python finds less
-    monkeypatch.setattr(given.sys, "platform", "win32")
+    monkeypatch.setattr(given, "sys", SimpleNamespace(platform="win32"))
     with pytest.raises(KnobError, match=r"must be Linux or macOS.*install WSL \(`wsl --install`"):
         Lab(ranks=2)
     said = typer.testing.CliRunner().invoke(app, command)
