@@ -93,4 +93,4 @@ def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypa
     assert 1.4 < ratio < 6 and abs(error) < 0.5
     assert found.startswith("Found:") and "cannot be changed here" in fixed
     assert replayed == turned == 1
-    assert any(text.startswith("'Not yet:") for text in shown)
+    assert any(text.startswith("Not yet:") for text in shown)

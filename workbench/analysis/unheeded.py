@@ -32,5 +32,6 @@ def _unmet(late: dict[int, tuple[float, float]]) -> str:
     others = "" if not more else ", and 1 more rank misses it" if more == 1 else f", and {more} more ranks miss it"
     return (
         f"Pace not met: compute takes {duration(takes)} on rank {worst}, the pace asks for {duration(asked)}{others}. "
-        f"A longer pace or fewer ranks would do. Until then a slow rank is slow by what is really computed, not by the pace."
+        "A longer pace or fewer ranks would do. Until then a slow rank is slow by what is really computed, not by the "
+        "pace."
     )
