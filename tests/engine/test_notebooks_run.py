@@ -43,7 +43,7 @@ def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monke
     assert "strategy" in shown[1] and "applied at step" in shown[1]
     assert "every" in shown[2] and "applied at step" in shown[2]
     assert any("no way so far" in text or "on no wire" in text for text in shown if text), "the tour is no answer"
-    assert any("'Found: " in text and "strategy = LocalSGD" in text for text in shown if text), shown
+    assert any("Found: " in text and "strategy = LocalSGD" in text for text in shown if text), shown
     assert "'state': 'stopped'" in shown[-2] and "'changes': 9" in shown[-2]
     assert "3 tries, 0 hints; solved" in shown[-1]
     assert (tmp_path / "00_first_run.ipynb").stat().st_size < 1_000_000
