@@ -184,7 +184,8 @@ class Goal(Exercise):
         except ValueError as error:
             return False, f"It cannot be trained: {error}"
         self.runs.append(run)
-        if not math.isfinite(run.summary()["held_out"] or math.nan):
+        held_out = run.summary()["held_out"]
+        if held_out is not None and not math.isfinite(held_out):
             return False, "Not yet: it diverges, and its held-out loss is no number."
         cost, loss = self.beside(run)
         good, asked = cost <= self.at_most and loss <= self.loss, f"at most {self.at_most * 100:g} % of it are asked"

@@ -132,7 +132,7 @@ def test_an_exercise_has_hints_and_says_how_to_get_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name > "02"])
 def test_hints_are_out_of_sight_until_they_are_asked_for(name: str) -> None:
-    """A notebook names them by its number; what is judged is not said in its code either."""
+    """A notebook names them by its number."""
     told = given(name[:2])
     assert len(told) > 1 and all(len(hint) > 20 and hint[-1] in ".?" for hint in told)
     text = (FOLDER / name).read_text("utf8")
