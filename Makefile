@@ -103,7 +103,7 @@ $(VENV)/bin/python:
 	    { rm -rf $(VENV); echo "Python's venv is missing; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
-	@./setup.sh $(BIN)/python
+	@./setup.sh $(BIN)/python dock
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/bin/python $(SOURCES)
