@@ -37,12 +37,14 @@ from workbench.cluster import launch
 launch.SESSION = "test_cluster_fake:FakeSession"
 from workbench.experiment import Experiment
 from workbench.lab import Lab
+from workbench.record.run import Run
 from tests.waiting import until
 """
 RUNS = """
 lab = Lab(ranks=2, name="served")
 run = lab.run(Experiment(steps=0))
 assert until(lambda: lab.state == "running", 90)
+assert until(lambda: len(Run.open(run.path).spans) > 0, 30)  # a rank writes down a few times a second
 print(json.dumps({"processes": lab.cluster.place.read()["processes"], "path": str(run.path)}))
 """
 AGAIN = """
