@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar
@@ -26,6 +27,25 @@ class _Task:
         self.entries, self.version, self.keep = entries, version, keep
 
 
+class _Passed:
+    """How many mixings pass during a task of each rank, for a whole model; and who is how fast by that."""
+
+    def __init__(self, size: int) -> None:
+        self._of = [inf] * size  # none came yet: slow
+        self._order = [(inf, r) for r in range(size)]  # the fastest first
+
+    def place(self, rank: int) -> int:
+        """How many ranks are faster."""
+        return bisect_left(self._order, (self._of[rank], rank))
+
+    def note(self, rank: int, passed: float) -> None:
+        """So many have during one more task; the last ones count for most."""
+        before = self._of[rank]
+        del self._order[self.place(rank)]
+        self._of[rank] = passed if before == inf else 0.5 * (before + passed)
+        insort(self._order, (self._of[rank], rank))
+
+
 class _State:
     """What one rank remembers: on the server the model, what it was at first, and how slow ranks are."""
 
@@ -34,7 +54,7 @@ class _State:
         self.chance = Memory(rank.memory.seed + 50_021)
         self.version = 0  # of the model: how often it was mixed
         self.tasks: dict[int, _Task] = {}  # by rank, what it is at work on
-        self.passed: dict[int, float] = {}  # by rank, mixings during a task of its own, for a whole model, of late
+        self.passed = _Passed(rank.size if rank.index == SERVER else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +159,7 @@ class AsyncDrop(Strategy):
 
     async def _give(self, rank: Rank, state: _State, buckets: list[Bucket], units: list[Units], to: int) -> None:
         """A task: which units, and the entries of the present model that they leave."""
-        order = sorted(range(rank.size), key=lambda r: (state.passed.get(r, inf), r))  # none came yet: slow
-        place, p = order.index(to), rank.size
+        place, p = state.passed.place(to), rank.size
         keep = self.keep * (1 - (1 - self.slowest) * place / max(1, p - 1))
         counts = [max(1, round(keep * each.size)) for each in units]
         kept = [self._chosen(state, buckets, each, n, place * each.size // p)
@@ -175,8 +194,7 @@ class AsyncDrop(Strategy):
             data, _ = await rank.recv(into, source, f"update {bucket.name}")
             task.entries.mix(bucket.like(state.memory.flat("model", bucket)), data, self.mixing)
         state.version += 1
-        passed = staleness / task.keep
-        state.passed[source] = 0.5 * (state.passed.get(source, passed) + passed)
+        state.passed.note(source, staleness / task.keep)
 
     async def known(self, rank: Rank, state: _State) -> list[Bucket]:
         buckets = await rank.params()
