@@ -138,7 +138,7 @@ _STRATEGIES = (
            'add_(update.add_(state.memory.flat("model", bucket)), alpha=share)', TEASQ,
            "what a stale client has trained from is forgotten"),
     Mutant("TEASQ-Fed: the server believes all has arrived", "strategies/teasq_fed.py",
-           "            sent.add_(opened(coder, message, sent))\n",
+           "            sent.add_(opened(codec, message, sent))\n",
            '            sent.copy_(state.memory.flat("model", bucket))\n', (*TEASQ, *TEASQ_LIVE),
            "what the coder leaves out is never sent"),
     Mutant("TEASQ-Fed: the last to ask is served first", "strategies/teasq_fed.py",

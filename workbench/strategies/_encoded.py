@@ -1,33 +1,51 @@
-"""A tensor as one message in a coder's few bits, whose length both ends know from its shape."""
+"""A tensor as one message in a compressor's few bits, whose length both ends know from its shape."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.compressors import Coder
-from workbench.rank import sizes_of
+from workbench.compressors import Coder, Compressor
+from workbench.rank import Memory, outlined, sizes_of
 
 
-def packet(coder: Coder, x: Tensor) -> Tensor:
-    """(...) -> all that the coder makes of `x`, end to end: (nbytes,) uint8."""
-    return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in coder.encode(x)])
+@outlined(lambda compressor, memory, x: room(compressor, x))
+def packet(compressor: Compressor, memory: Memory, x: Tensor) -> Tensor:
+    """(...) -> all that the compressor makes of `x`, end to end: (nbytes,) uint8."""
+    made = _coder(compressor, memory).encode(x)
+    return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in made])
 
 
-def room(coder: Coder, x: Tensor) -> Tensor:
+def room(compressor: Compressor, x: Tensor) -> Tensor:
     """Where a packet of such a tensor is taken in: (nbytes,) uint8."""
-    return x.new_empty(sum(part.numel() * part.element_size() for part in _parts(coder, x)), dtype=torch.uint8)
+    return x.new_empty(sum(n for n, _, _ in _known(compressor, x)), dtype=torch.uint8)
 
 
-def opened(coder: Coder, message: Tensor, like: Tensor) -> Tensor:
+@outlined(lambda compressor, message, like: like.new_empty(like.shape))
+def opened(compressor: Compressor, message: Tensor, like: Tensor) -> Tensor:
     """What a packet says, in the shape and the dtype of `like`."""
     at, payload = 0, []
-    for part in _parts(coder, like):
-        nbytes = part.numel() * part.element_size()
-        payload.append(message[at : at + nbytes].clone().view(part.dtype).view(part.shape))
+    for nbytes, shape, kind in _known(compressor, like):
+        payload.append(message[at : at + nbytes].clone().view(kind).view(shape))
         at += nbytes
-    return coder.decode(tuple(payload), like)
+    return _coder(compressor, Memory()).decode(tuple(payload), like)
 
 
-def _parts(coder: Coder, x: Tensor) -> tuple[Tensor, ...]:
-    return coder.encode(sizes_of(x))
+_parts: dict[Any, tuple[tuple[int, torch.Size, torch.dtype], ...]] = {}
+
+
+def _known(compressor: Compressor, x: Tensor) -> tuple[tuple[int, torch.Size, torch.dtype], ...]:
+    """Bytes, shape and dtype of each tensor that is made of such a one; the same for every message of its kind."""
+    key = compressor, x.shape, x.dtype
+    if key not in _parts:
+        made = _coder(compressor, Memory()).encode(sizes_of(x))
+        _parts[key] = tuple((part.numel() * part.element_size(), part.shape, part.dtype) for part in made)
+    return _parts[key]
+
+
+def _coder(compressor: Compressor, memory: Memory) -> Coder:
+    coder = compressor.coder(memory)
+    assert coder is not None, "what is no function of one tensor"
+    return coder

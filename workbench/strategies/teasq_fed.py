@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from workbench.compressors import QSGD, Coder, Dense, Quantised, TopK
+from workbench.compressors import QSGD, Dense, Quantised, TopK
 from workbench.rank import Bucket, Memory, Rank, StrategyError
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
@@ -121,10 +121,10 @@ class TEASQFed(Strategy):
         done = await self._train(rank, state.memory)
         await rank.sample("batches", done)
         await tell(rank, SERVER, "client", PUSH, version, done)
-        coder = self._coder(version, state.chance)
+        codec = self._codec(version)
         for bucket in buckets:
             moved = bucket.data - state.memory.flat("known", bucket)
-            await rank.send(packet(coder, moved), SERVER, f"update {bucket.name}")
+            await rank.send(packet(codec, state.chance, moved), SERVER, f"update {bucket.name}")
 
     async def _train(self, rank: Rank, memory: Memory) -> int:
         """A client's task; of how many batches."""
@@ -160,11 +160,11 @@ class TEASQFed(Strategy):
     async def _give(self, rank: Rank, state: _State, buckets: list[Bucket], to: int) -> None:
         """A task: the present model, as far as it differs from what `to` has been sent."""
         await tell(rank, to, "task", state.version)
-        coder = self._coder(state.version, state.serving)
+        codec = self._codec(state.version)
         for bucket in buckets:
             sent = state.memory.flat(f"sent {to}", bucket)
-            message = packet(coder, state.memory.flat("model", bucket) - sent)
-            sent.add_(opened(coder, message, sent))
+            message = packet(codec, state.serving, state.memory.flat("model", bucket) - sent)
+            sent.add_(opened(codec, message, sent))
             await rank.send(message, to, f"model {bucket.name}")
 
     async def _cache(self, rank: Rank, state: _State, buckets: list[Bucket], source: int, version: int,
@@ -192,16 +192,14 @@ class TEASQFed(Strategy):
 
     async def _come(self, rank: Rank, source: int, like: Bucket, version: int, what: str) -> torch.Tensor:
         """What `source` has sent of a difference, for the place of `like`."""
-        coder = self._coder(version, Memory())
-        message, _ = await rank.recv(room(coder, like.data), source, f"{what} {like.name}")
-        return opened(coder, message, like.data)
+        codec = self._codec(version)
+        message, _ = await rank.recv(room(codec, like.data), source, f"{what} {like.name}")
+        return opened(codec, message, like.data)
 
-    def _coder(self, version: int, memory: Memory) -> Coder:
+    def _codec(self, version: int) -> Quantised:
         """What turns a difference into a message, while the model is of this version."""
         density = min(1.0, self.density * 2.0 ** min(version // self.relax if self.relax else 0, 64))
-        coder = _codec(density, self.bits).coder(memory)
-        assert coder is not None
-        return coder
+        return _codec(density, self.bits)
 
     async def known(self, rank: Rank, state: _State) -> list[Bucket]:
         name = "model" if rank.index == SERVER else "known"
