@@ -23,6 +23,7 @@ Storages = dict[int, Any]  # storages by what tells them apart while they live
 Alive = list[tuple[Callable[[], Any], int]]  # weak references to storages, and their bytes
 LOOKS = 8  # at most so often in a backward gradients are counted anew, where buckets give theirs back
 _BARE = str | bytes | int | float | type | FunctionType | ModuleType | None  # hold nothing
+_NUMBERS = {int, float, bool, str, type(None)}  # most of what holds nothing
 _SAVED = "_raw_saved_"
 _slots: dict[type, list[str]] = {}  # the names under which a kind of node keeps tensors
 
@@ -48,7 +49,7 @@ def _within(thing: Any) -> Iterator[Any]:
         seen.add(id(x))
         yield x
         if not is_tensor:
-            todo += _inside(x)
+            todo += [y for y in _inside(x) if type(y) not in _NUMBERS]  # a rank may keep thousands, one per other rank
 
 
 def _inside(x: Any) -> Iterable[Any]:

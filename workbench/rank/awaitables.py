@@ -8,12 +8,14 @@ trampoline" in workbench/DESIGN.md.
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench.rank.mesh import Group
 
 
+@lru_cache(1 << 16)  # a server of a thousand ranks writes the same few names in every step
 def message_name(verb: str, kind: str, **other: int | None) -> str:
     """The name of a message's Span: `message_name("send", "ask", to=2)` is "send ask to 2"; both hosts write it."""
     ends = [f"{end} {rank}" for end, rank in other.items() if rank is not None]

@@ -31,7 +31,7 @@ class Bucket:
     forget: of a bucket of gradients, what makes its layout hold them no longer; else None
     """
 
-    __slots__ = ("data", "forget", "index", "kept", "name", "offset", "parts")
+    __slots__ = ("_places", "data", "forget", "index", "kept", "name", "offset", "parts")
 
     def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
         self.index = index
@@ -41,6 +41,14 @@ class Bucket:
         self.offset = offset
         self.kept: Tensor | None = None
         self.forget: Callable[[], None] | None = None
+        self._places = ""
+
+    @property
+    def places(self) -> str:
+        """The names of its parameters, by which a Memory finds what it keeps of this slice."""
+        if not self._places:
+            self._places = "/".join([part.name for part in self.parts])
+        return self._places
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +70,9 @@ class Bucket:
 
     def like(self, data: Tensor) -> Bucket:
         """The same place in the model holding other data of the same length."""
-        return Bucket(self.index, data, self.parts, self.offset)
+        made = Bucket(self.index, data, self.parts, self.offset)
+        made._places = self._places
+        return made
 
     def __repr__(self) -> str:
         return f"{self.name} ({self.nbytes / 1e6:.2f} MB, {len(self.parts)} parameters)"
@@ -106,18 +116,17 @@ class Memory:
 
         Contiguous and shared: writing into it is remembered. Cut anew when the bucket's parameters change.
         """
-        key = (name, "/".join(part.name for part in bucket.parts))
-        if key not in self._joined:
-            self._join(name, key, bucket, kind)
-        return self._joined[key]
+        key = (name, bucket.places)
+        found = self._joined.get(key)
+        return self._join(name, key, bucket, kind) if found is None else found
 
     def keep(self, name: str, bucket: Bucket, values: Tensor) -> None:
         """`values`, (n,), take the place of what `flat` gave for `bucket`, without being copied."""
-        self._joined[name, "/".join(part.name for part in bucket.parts)] = values
+        self._joined[name, bucket.places] = values
         for part in bucket.parts:
             self.buffers[name][part.name] = values[part.start : part.stop]
 
-    def _join(self, name: str, key: tuple[str, str], bucket: Bucket, kind: dtype | None) -> None:
+    def _join(self, name: str, key: tuple[str, str], bucket: Bucket, kind: dtype | None) -> Tensor:
         pieces = self.buffers.setdefault(name, {})
         whole = bucket.data.new_zeros(bucket.data.numel(), dtype=kind)
         for part in bucket.parts:
@@ -129,6 +138,7 @@ class Memory:
         for part in bucket.parts:
             pieces[part.name] = whole[part.start : part.stop]
         self._joined[key] = whole
+        return whole
 
     def clear(self) -> None:
         """Forgets everything but how its random numbers go on."""

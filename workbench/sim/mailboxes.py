@@ -61,7 +61,7 @@ class Mailboxes:
             fiber.host.span("comm", message_name("send", kind, to=to), now, begins, left, nbytes)
             fiber.host.sent += nbytes
         fiber.host.ledger.buffers.post(tensor)
-        data = tensor if tensor.is_meta else tensor.detach().clone()
+        data = tensor if tensor.is_meta else tensor.clone()
         world.clock.at(comes, _Arrival(self, Message(source, to, kind, data)))
 
     def recv(self, fiber: Fiber, into: Tensor | None, source: int | None, kind: str) -> Any:

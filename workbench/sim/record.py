@@ -16,7 +16,10 @@ import numpy as np
 from workbench.record.timeline import Coded, Timeline, Words
 
 _COLUMNS = ("rank", "step", "lane", "name", "asked", "t0", "t1", "nbytes")
+_OF_SAMPLES = ("rank", "step", "name", "t", "value")
+_KINDS = {"rank": "i2", "step": "i4", "lane": "i4", "name": "i4", "nbytes": "i8"}  # of columns; others: f8
 _packed = Struct(f"{len(_COLUMNS)}d").pack
+_packed_sample = Struct(f"{len(_OF_SAMPLES)}d").pack
 
 
 Numbers = Sequence[float] | np.ndarray
@@ -31,11 +34,11 @@ class Record:
     """Spans, samples and marks of all ranks of a simulated run."""
 
     def __init__(self, size: int) -> None:
-        self._code: dict[str, int] = {}
-        self._texts: list[str] = []
+        self._code: dict[str, int] = {}  # of lanes and names of spans
+        self._named: dict[str, int] = {}  # of names of samples
         self._single = bytearray()  # spans one after the other, a number per column
         self._blocks: list[tuple[int, int, Sequence[int], Numbers, Numbers, np.ndarray | float, Any]] = []
-        self._samples: list[tuple[int, int, str, float, float]] = []
+        self._samples = bytearray()  # the same
         self._marks: list[tuple[int, int, str, float, str]] = []
         self._ranks = np.arange(size, dtype="i2")
 
@@ -43,8 +46,7 @@ class Record:
         """The number that stands for a lane or a name."""
         found = self._code.get(text)
         if found is None:
-            found = self._code[text] = len(self._texts)
-            self._texts.append(text)
+            found = self._code[text] = len(self._code)
         return found
 
     def span(self, rank: int, step: int, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int) -> None:
@@ -62,7 +64,7 @@ class Record:
             self.span(rank, step, lane, name, since, begun, end, n)
 
     def sample(self, rank: int, step: int, name: str, t: float, value: float) -> None:
-        self._samples.append((rank, step, name, t, value))
+        self._samples += _packed_sample(rank, step, self._named.setdefault(name, len(self._named)), t, value)
 
     def mark(self, rank: int, step: int, name: str, t: float, detail: str) -> None:
         self._marks.append((rank, step, name, t, detail))
@@ -70,27 +72,23 @@ class Record:
     def timeline(self) -> Timeline:
         """The tables. Call it once: what was kept here is given up on the way."""
         out = Timeline()
-        columns = self._spans()
-        order = np.argsort(columns["t1"], kind="stable")
-        for k in columns:
-            columns[k] = columns[k][order]
-        words = Words()
-        words.encode(self._texts)
-        if len(order):
-            coded = {k: Coded(columns[k], words) for k in ("lane", "name")}
-            out.spans.extend({**columns, **coded})
-        out.samples.add(sorted(self._samples, key=lambda row: row[3]))
+        spans, words = _sorted(self._spans(), "t1"), _words(self._code)
+        if len(spans["t1"]):
+            out.spans.extend({**spans, **{k: Coded(spans[k], words) for k in ("lane", "name")}})
+        single = _numbers(self._samples, _OF_SAMPLES)
+        columns = {name: single[:, k].astype(_KINDS.get(name, "f8")) for k, name in enumerate(_OF_SAMPLES)}
+        samples = _sorted(columns, "t")
+        if len(single):
+            out.samples.extend({**samples, "name": Coded(samples["name"], _words(self._named))})
         out.marks.add(sorted(self._marks, key=lambda row: row[3]))
         return out
 
     def _spans(self) -> dict[str, np.ndarray]:
-        kinds = {"rank": "i2", "step": "i4", "lane": "i4", "name": "i4", "nbytes": "i8"}
-        single = np.frombuffer(self._single, "f8").reshape(-1, len(_COLUMNS)) if self._single else np.empty((0, 8))
+        single = _numbers(self._single, _COLUMNS)
         blocks, p = self._blocks, len(self._ranks)
         columns = {}
         for k, name in enumerate(_COLUMNS):
-            kind = kinds.get(name, "f8")
-            whole = np.empty(len(single) + p * len(blocks), kind)
+            whole = np.empty(len(single) + p * len(blocks), _KINDS.get(name, "f8"))
             whole[: len(single)] = single[:, k]
             rest = whole[len(single) :].reshape(len(blocks), p)
             for row, (lane, text, steps, asked, t0, t1, nbytes) in zip(rest, blocks, strict=True):
@@ -98,3 +96,19 @@ class Record:
             columns[name] = whole
         self._blocks, self._single = [], bytearray()
         return columns
+
+
+def _numbers(packed: bytearray, columns: Sequence[str]) -> np.ndarray:
+    """(rows, columns) of what was packed row by row."""
+    return np.frombuffer(packed, "f8").reshape(-1, len(columns)) if packed else np.empty((0, len(columns)))
+
+
+def _words(codes: dict[str, int]) -> Words:
+    words = Words()
+    words.encode(list(codes))
+    return words
+
+
+def _sorted(columns: dict[str, np.ndarray], by: str) -> dict[str, np.ndarray]:
+    order = np.argsort(columns[by], kind="stable")
+    return {name: column[order] for name, column in columns.items()}
