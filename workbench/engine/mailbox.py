@@ -119,7 +119,9 @@ class Mailbox:
 
         def posted() -> None:
             if origin != HOST:
-                self.span(step, lane, name, asked, begun, max(end, self.port.now() if not plain else end), len(data))
+                now = self.port.now()
+                over = max(end, now) if not plain else min(end, now) if self.port.naps.hurried else end
+                self.span(step, lane, name, asked, min(begun, over), over, len(data))
 
         self._line(to).put(head + text, data, posted)
 
