@@ -37,7 +37,8 @@ def test_post_build_asks_for_what_dock_needs(tmp_path: Path) -> None:
                        "setup.sh": '#!/bin/sh\necho "$@"\n'}.items():  # fmt: skip
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o755)
-    built = subprocess.run([tmp_path / "binder" / "postBuild"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    command = [tmp_path / "binder" / "postBuild"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert built.stdout.split()[1:] == ["dock"]
 
 
