@@ -119,8 +119,7 @@ class Mailbox:
 
         def posted() -> None:
             if origin != HOST:
-                now = self.port.now()
-                over = max(end, now) if not plain else min(end, now) if self.port.naps.hurried else end
+                over = self.port.over(end) if plain else self.port.now()
                 self.span(step, lane, name, asked, min(begun, over), over, len(data))
 
         self._line(to).put(head + text, data, posted)

@@ -114,6 +114,10 @@ class Port:
         with self._lock:
             self.free = min(self.free, now)
 
+    def over(self, end: float) -> float:
+        """When that is over which the Link would end then: at once after a stop, for nobody waits for it."""
+        return min(end, self.now()) if self.naps.hurried else end
+
     def now(self) -> float:
         return self.naps.clock.now()
 

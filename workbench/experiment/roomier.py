@@ -29,8 +29,8 @@ def _ways(e: Experiment, evaluating: bool, now: Experiment) -> Iterator[str]:
         yield f"strategy {' or '.join(able)}"
     if evaluating:
         return
-    forgets = [getattr(one.partition, "checkpoint", "none") != "none" for one in (e, now)]
-    if not any(forgets) and _can(e, "partition.checkpoint", "units"):
+    recomputed = [getattr(one.partition, "checkpoint", "none") != "none" for one in (e, now)]
+    if not any(recomputed) and _can(e, "partition.checkpoint", "units"):
         yield "partition.checkpoint='units'"
     yield "a smaller batch or bucket_mb"
 
