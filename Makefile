@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml constraints.txt setup.sh
+SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 
 .PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction netns tables docs binder torture interrupts runs-end mutants course lint clean
 
@@ -107,7 +107,7 @@ $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/bin/python $(SOURCES)
-	@./setup.sh $(BIN)/python $*
+	@./setup.sh $(BIN)/python dock,$*
 	@touch $@ $(VENV)/.installed
 
 clean:

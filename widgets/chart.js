@@ -242,6 +242,7 @@ class Picture {
   // On a narrow place an axis has fewer numbers, which then need not be turned, and its title as many lines as it takes.
   close(layout, domain) {
     const { l, r, b } = layout.margin;
+    this.part(layout, domain);
     let most = 1;
     for (const name of Object.keys(layout).filter((key) => key.startsWith("xaxis"))) {
       const [from, to] = domain(name.replace("xaxis", "x")), room = (this.width - l - r) * (to - from);
@@ -251,11 +252,27 @@ class Picture {
         lines.push(`${lines.pop()} ${word}`.trim());
       }
       most = Math.max(most, lines.length);
-      const nticks = Math.min(axis.nticks || Infinity, Math.max(2, Math.floor(room / 60)));
+      const nticks = Math.min(axis.nticks || Math.max(2, Math.floor(room / 60)), Math.max(2, Math.floor(room / 35)));
       layout[name] = { ...axis, nticks, tickangle: 0, ...(axis.title && { title: { ...axis.title, text: lines.join("<br>") } }) };
     }
     layout.margin = { ...layout.margin, b: b + 18 * (most - 1) };
     layout.height += 18 * (most - 1);
+  }
+  // Between two axes there is as much as the numbers and the title of the second take, also on a narrow place.
+  part(layout, domain) {
+    const every = [...new Set(this.data.map((trace) => trace.xaxis ?? "x"))];
+    const ends = every.map(domain), least = 62 / (this.width - layout.margin.l - layout.margin.r);
+    const gaps = ends.slice(1).map(([from], i) =>
+      Math.max(from - ends[i][1], layout[every[i + 1].replace("x", "yaxis")]?.title?.text ? least : 0));
+    const sum = (all) => all.reduce((a, b) => a + b, 0), widths = ends.map(([from, to]) => to - from);
+    let at = ends[0][0];
+    const scale = (ends.at(-1)[1] - at - sum(gaps)) / sum(widths);
+    if (!gaps.length || scale < 0.3) return;
+    every.forEach((x, i) => {
+      const name = x.replace("x", "xaxis"), to = at + scale * widths[i];
+      layout[name] = { ...layout[name], domain: [at, to] };
+      at = to + (gaps[i] ?? 0);
+    });
   }
   filled(trace, columns) {
     if (trace.meta?.lane && columns.store.x0) return { ...trace, ...outlines(columns, trace.meta.lane) };

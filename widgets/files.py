@@ -27,7 +27,7 @@ class Files(ipywidgets.VBox):
 
     def __init__(self, present: Callable[[], Any], renew: Callable[[], None]) -> None:
         self.present, self._renew = present, renew
-        wide = ipywidgets.Layout(width="min(100%, 560px)")
+        wide = ipywidgets.Layout(width="min(100% - 4px, 560px)")
         self.form = ipywidgets.Dropdown(options=list(FORMS), description="export to", style=WIDE)
         self.out = ipywidgets.Text(placeholder="file or folder; NAME-FORM if empty", description="as", style=WIDE,
                                    layout=wide)  # fmt: skip

@@ -108,18 +108,21 @@ class Prediction(ipywidgets.VBox):
         note("prediction", self.question, answer=truth)
         verdict = "As you said." if self.said == truth else "A surprise: think of a reason before you read on."
         when = " (when the run had begun)" if self._guess.late else ""
-        text = f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}"
-        self.radio.disabled = True
-        self._tell(text)
-        return Said(text)
+        self._stands()
+        return Said(f"You predicted{when}: {self.said}. {self._guess.shown} {verdict}")
 
     def after(self, shown: Any) -> Any:
         """`shown`, where a guess was made, which then stands; else only the request to make one."""
         if self.said is None:
             return Said(FIRST)
         self._guess.shown = self._guess.shown or "what was asked for has been shown"
-        self.radio.disabled = True
+        self._stands()
         return shown
+
+    def _stands(self) -> None:
+        """No other answer from here on; how it compares is said by the cell that asks."""
+        self.radio.disabled = True
+        self._tell(f"Your prediction stands: {self.said}.")
 
     def _chosen(self, answer: str | None) -> None:
         """The page, or `choose`, has set another answer; a locked one is set back."""

@@ -35,7 +35,7 @@ class WhatIf(ipywidgets.VBox):
 
     def __init__(self, present: Callable[[], Any]) -> None:
         self.present = present
-        row = ipywidgets.Layout(width="min(100%, 560px)")
+        row = ipywidgets.Layout(width="min(100% - 4px, 560px)")  # what its margins leave
         plain = {"style": WIDE, "layout": row}
         same = {"continuous_update": False, **plain}
         self.ranks = ipywidgets.SelectionSlider(options=RANKS, value=4, description="ranks", **same)
@@ -49,9 +49,10 @@ class WhatIf(ipywidgets.VBox):
         self.more = ipywidgets.Text(
             "", placeholder="strategy.every=16, partition.stages=4", description="other knobs", **same
         )
+        beside = ipywidgets.Layout(flex="1 1 300px", width="auto", max_width="560px")  # its speed in words, or below
         self.bandwidth = ipywidgets.FloatSlider(UNLIMITED, min=0.0, max=UNLIMITED, step=0.05, readout=False,
-                                                description="bandwidth", **same)  # fmt: skip
-        self.speed = ipywidgets.Label()
+                                                description="bandwidth", **{**same, "layout": beside})  # fmt: skip
+        self.speed = ipywidgets.Label(layout=ipywidgets.Layout(margin="2px 2px 2px 12px"))
         self.latency = ipywidgets.FloatSlider(0.0, min=0.0, max=50.0, step=0.1, description="latency (ms)", **same)
         self.button = ipywidgets.Button(description="Simulate", tooltip="calibrate from the run and simulate")
         self.over = ipywidgets.Button(description="Over ranks", tooltip="a curve over ranks, to 4,096")
@@ -64,13 +65,13 @@ class WhatIf(ipywidgets.VBox):
         self._following = True  # the sliders stand where the run does, until one is moved
         self._setting = False
         wrap = ipywidgets.Layout(flex_flow="row wrap")
-        beside = ipywidgets.HBox([self.curve, self.assumed], layout=wrap)
+        below = ipywidgets.HBox([self.curve, self.assumed], layout=wrap)
         for part, width in ((self.curve, "1 1 320px"), (self.assumed, "1 1 300px")):
             part.layout = ipywidgets.Layout(flex=width, width="auto", min_width="0")
         self._above = [  # the board, which comes and goes below
             ipywidgets.HBox([self.ranks, self.button, self.over], layout=wrap), self.network,
-            ipywidgets.HBox([self.bandwidth, self.speed]), self.latency, *self.kinds.values(), self.bucket, self.site,
-            self.more, self.said, beside,
+            ipywidgets.HBox([self.bandwidth, self.speed], layout=wrap), self.latency, *self.kinds.values(),
+            self.bucket, self.site, self.more, self.said, below,
         ]  # fmt: skip
         super().__init__(self._above)
         self.add_class("twb-whatif")

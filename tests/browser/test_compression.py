@@ -11,6 +11,9 @@ from tests.browser.conftest import ARTEFACTS
 from tests.browser.test_board import Bridge, part
 from tests.browser.test_board import browser as browser
 from tests.unit.encoded import DENSE, SLOW, TOPK, WHOLE, Author
+from widgets.report import write_report
+from workbench import ByteGPT, Experiment, TopK, simulate
+from workbench.fabric import Fabric, Link
 from workbench.run import Run
 
 pytestmark = pytest.mark.browser
@@ -57,3 +60,37 @@ def test_the_panels_appear_with_the_first_compression_and_follow_it(browser: Any
         bridge.page.screenshot(path=ARTEFACTS / f"compression-{theme}.png", full_page=True)
     wide = bridge.page.evaluate("[...document.querySelectorAll('.wb-panel')].map((e) => e.scrollWidth - e.clientWidth)")
     assert max(wide) <= 1
+
+
+TITLES = """[...document.querySelectorAll('.wb-chart')].flatMap((chart) => {
+  const boxes = (what) => [...chart.querySelectorAll(what)].map((e) => [e, e.getBoundingClientRect()]);
+  const over = (p, q) => Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+    && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 1;
+  const others = boxes('[class$=tick] text, .nsewdrag');
+  return boxes('text:is(.ytitle, .y2title, .y3title)').flatMap(([title, p]) =>
+    others.filter(([, q]) => over(p, q)).map(([e]) => `${title.textContent} / ${e.textContent}`));
+})"""
+
+
+def test_where_it_is_narrow_no_title_of_an_axis_lies_on_its_neighbour_and_no_column_is_cut_off(
+    browser: Any, tmp_path: Path
+) -> None:
+    """A dashboard leaves charts 530 pixels of a page of 1024."""
+    e = Experiment(task=ByteGPT(layers=1, width=32, context=32), ranks=2, steps=60, pace=20, measure_every=2,
+                   compressor=TopK(), fabric=Fabric(link=Link(bandwidth=1, latency=0.5)), bucket_mb=0.05)  # fmt: skip
+    file = write_report(simulate(e, real=True), tmp_path / "run.html")
+    page = browser.new_page(viewport={"width": 576, "height": 768})
+    page.goto(file.as_uri())
+    for view in ("compression", "collectives"):
+        page.locator(f"[data-view={view}]").scroll_into_view_if_needed()
+        page.wait_for_timeout(1500)
+    ARTEFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTEFACTS / "compression-narrow.png", full_page=True)
+    assert page.locator("[data-view=compression] text.y3title").count() == 1
+    assert page.evaluate(TITLES) == []
+    wide = page.evaluate("""[...document.querySelectorAll('[data-view=collectives] :is(th, td, caption)')].map((e) =>
+      e.getBoundingClientRect().right - e.closest('.wb-panel').getBoundingClientRect().right)""")
+    assert len(wide) > 20 and max(wide) <= 1
+    numbers = page.evaluate("""['', '2', '3'].map((n) => document.querySelectorAll(
+      `[data-view=compression] .x${n}tick`).length)""")
+    assert min(numbers) >= 2, "an axis with one number has no scale"

@@ -17,7 +17,7 @@ import nbformat
 import pytest
 
 from tests.browser.conftest import ARTEFACTS, CHROMIUM, FLAGS, Sheet, opened, served
-from tests.browser.legible import cut_off
+from tests.browser.legible import cut_off, touching
 
 pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(600)]
 SHOWN = """from tests.browser.still import still
@@ -26,6 +26,15 @@ lab = still()
 dashboard = Dashboard(lab)"""
 DRAWN = """() => ['timeline', 'loss', 'ranks'].every((view) =>
   [...document.querySelectorAll(`[data-view=${view}]`)].some((panel) => panel.dataset.draws > 0))"""
+DOCKED = """() => {
+  const box = (e) => e.getBoundingClientRect();
+  const frame = [...document.querySelectorAll('.twb-frame')].find((e) => !e.closest('.jp-NotebookPanel'));
+  const panel = box(frame.closest('.jupyterlab-sidecar')), left = box(frame.querySelector('.twb-left'));
+  const free = Math.min(left.bottom, panel.bottom, box(frame.querySelector('.twb-help')).top);
+  const rows = [...frame.querySelectorAll('.twb-controls > .twb-list > .twb-row')].map(box);
+  const seen = rows.filter((r) => r.top >= left.top && r.bottom <= free);
+  return { below: panel.bottom - box(frame).bottom, rows: seen.length };
+}"""
 HTML_MANAGER = "@jupyter-widgets/html-manager@1.0.15"
 
 
@@ -95,6 +104,14 @@ def test_it_is_docked_beside_the_notebook_and_stays_in_sight(tmp_path: Path, req
         sheet.page.locator(".jp-CodeCell").last.scroll_into_view_if_needed()
         assert panel.is_visible() and sheet.page.locator(".jp-NotebookPanel").first.is_visible()
         sheet.shot("front-docked")
+        for width, height in ((1440, 900), (1024, 768)):
+            sheet.page.set_viewport_size({"width": width, "height": height})
+            sheet.page.wait_for_timeout(1500)
+            sheet.shot(f"front-docked-{width}")
+            filled = sheet.page.evaluate(DOCKED)
+            assert 0 <= filled["below"] <= 12, "a blank band, or something to scroll to"
+            assert filled["rows"] >= 4, "of the controls that many can be read and set without scrolling"
+            assert touching(sheet.page, ".twb-row > .twb-head > *") == []
 
 
 def test_notebook_7_shows_it_and_steers_by_it(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -161,6 +161,30 @@ def test_every_handle_is_reached_by_tab_shows_that_it_is_and_keeps_its_keys(show
     shown.page.keyboard.press("Enter")
 
 
+BEYOND = """[...document.querySelectorAll('.twb-whatif :is(.widget-dropdown, .widget-text, .widget-label)')]
+  .filter((e) => e.checkVisibility() && e.clientWidth)
+  .filter((e) => e.matches('.widget-label') && e.scrollWidth > e.clientWidth
+    || e.getBoundingClientRect().right > e.closest('.twb-whatif').getBoundingClientRect().right)
+  .map((e) => `${e.tagName} ${e.className} ${e.textContent.slice(0, 20)}`)"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_asks_the_simulator_is_not_cut_off(shown: Sheet, size: str) -> None:
+    sized(shown, size)
+    title = shown.page.locator(".twb-fold .lm-AccordionPanel-title, .twb-fold .jupyter-widget-Collapse-header").first
+    if title.get_attribute("aria-expanded") != "true":
+        title.click()
+    panel = shown.page.locator(".twb-whatif")
+    panel.locator("select").first.wait_for()
+    panel.locator("select").last.scroll_into_view_if_needed()
+    for speed in ("Home", "End"):
+        panel.get_by_role("slider").nth(1).press(speed)
+        shown.page.wait_for_timeout(1000)
+        assert shown.page.evaluate(BEYOND) == []
+    shown.shot(f"looks-{size}-what-if")
+    title.click()
+
+
 def test_a_chart_follows_a_change_of_size_that_comes_while_it_is_drawn(shown: Sheet) -> None:
     shown.page.evaluate("""() => {
       const react = Plotly.react, rest = (ms) => new Promise((done) => setTimeout(done, ms));

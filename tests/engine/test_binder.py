@@ -26,6 +26,20 @@ def test_post_build_gives_an_environment_that_can_run_the_first_notebook(tmp_pat
     python = tmp_path / "env" / "bin" / "python"
     ran = subprocess.run([python, "-W", "ignore", "-c", code], cwd=tmp_path, **rest)
     assert ran.stdout.strip() == "4", ran.stderr[-2000:]
+    docks = subprocess.run([python, "-c", "from widgets.side import there; print(there())"], cwd=tmp_path, **rest)
+    assert docks.stdout.strip() == "True", "the button Dock, which lessons name, needs sidecar"
+
+
+def test_post_build_asks_for_what_dock_needs(tmp_path: Path) -> None:
+    """With a setup.sh that only says what it was asked for."""
+    (tmp_path / "binder").mkdir()
+    for path, text in {"binder/postBuild": (ROOT / "binder" / "postBuild").read_text(),
+                       "setup.sh": '#!/bin/sh\necho "$@"\n'}.items():  # fmt: skip
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o755)
+    command = [tmp_path / "binder" / "postBuild"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert built.stdout.split()[1:] == ["dock"]
 
 
 def test_post_build_is_executable_and_names_a_python_that_will_do() -> None:

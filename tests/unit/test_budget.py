@@ -17,7 +17,7 @@ from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
 from workbench.host.budget import OutOfMemory
 from workbench.optimizers import AdamW
-from workbench.partitions import Pipeline, Tensor
+from workbench.partitions import Pipeline, Tensor, Whole
 from workbench.run import require_memory
 from workbench.settings import Change
 from workbench.strategies import DDP, HSDP, DiLoCo, TorchDDP, ZeRO3, ZeROInfinity, ZeROOffload
@@ -77,6 +77,24 @@ def test_a_change_that_would_need_too_much_is_refused_before_anything_is_moved()
             require_memory(e, path, value)
     with pytest.raises(KnobError, match=r"rank \d needs .* between two steps .*what moves"):
         require_memory(lesson(strategy=ZeRO3(), memory_mb=22.5), "optimizer", AdamW(beta1=0.8))
+
+
+@pytest.mark.parametrize(("now", "change", "silent", "named"), [
+    ({"strategy": ZeRO3(), "memory_mb": 24.0}, {"strategy": DDP()}, "ZeRO3", "ZeROInfinity"),
+    ({"strategy": ZeROInfinity(), "memory_mb": 15.0}, {"strategy": DDP()}, "ZeRO", "checkpoint"),
+    ({"strategy": ZeROInfinity(), "memory_mb": 15.0}, {"strategy": ZeRO3()}, "ZeRO", "checkpoint"),
+    ({"partition": Whole(checkpoint="units"), "batch": 24, "memory_mb": 60.0}, {"partition.checkpoint": "none"},
+     "checkpoint", "ZeRO3 or ZeROInfinity"),
+])  # fmt: skip
+def test_a_refused_change_advises_neither_what_is_in_force_nor_what_was_asked(
+    now: dict[str, Any], change: dict[str, Any], silent: str, named: str
+) -> None:
+    e = lesson(**now)
+    require_memory(e)
+    with pytest.raises(KnobError, match="needs") as refused:
+        require_memory(e, change)
+    advice = str(refused.value).partition("; take ")[2]
+    assert silent not in advice and named in advice and "memory_mb" in advice, refused.value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,9 @@ def test_a_guess_cannot_be_changed_once_the_answer_is_shown() -> None:
     guess.choose("short")
     guess.choose("long")  # until then it can
     shown = guess.against("long")
-    assert "As you said." in shown and guess.radio.disabled and shown in guess.told.value
+    assert "As you said." in shown and guess.radio.disabled
+    assert "As you said." not in guess.told.value, "once is enough: the cell shows it"
+    assert "Your prediction stands: long." in guess.told.value
     guess.radio.value = "short"  # as a page would that does not know
     assert guess.radio.value == guess.said == "long"
     assert guess.against("long") == shown

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
+from tests.ranks import ended, live
 from workbench.engine.shaping import Port, Shaper
+from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link, even
+from workbench.strategies import DDP, Gossip
 
 
 class HandClock:
@@ -21,7 +27,7 @@ class HandClock:
         return self.t
 
     def until(self, t: float) -> None:
-        if t > self.t:
+        if t > self.t and not self.hurried:
             self.t = t + self.late
 
 
@@ -66,3 +72,47 @@ def test_a_transfer_that_is_slower_than_the_link_is_not_credited() -> None:
     s = shaper(0.0)
     ends = [operation(s, asked=0.0, transfer=0.025) for _ in range(3)]
     assert ends == pytest.approx([0.010, 0.035, 0.060])
+
+
+def test_what_a_stop_cuts_short_ends_then_and_not_where_it_would_have() -> None:
+    s = shaper(0.0)
+    operation(s, asked=0.0)
+    s.naps.hurried = True
+    ends = [operation(s, asked=0.01) for _ in range(3)]
+    assert ends == pytest.approx([0.011, 0.012, 0.013]), "each took what it really takes"
+    assert s.port.free == pytest.approx(0.013)
+
+
+def test_a_stop_in_the_middle_of_a_collective_ends_all_of_it() -> None:
+    """Began, this port's end and everybody's: none lies behind the moment at which the rank went on."""
+    s = shaper(0.0)
+    s.port.free = 0.5  # what was posted before keeps it busy
+
+    def stopped(t: float) -> None:
+        s.naps.t, s.naps.hurried = 0.02, True
+
+    s.naps.until = stopped
+    ready = s.ready(0.0, 0.0)
+    assert s.finish(even("all_reduce", 10_000, 2), lambda: ready) == pytest.approx((0.02, 0.02, 0.02))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), Gossip()], ids=str)
+def test_nothing_is_written_down_that_ends_when_a_stopped_run_is_over(strategy: Any) -> None:
+    """On a slow wire; but for messages that were on it when the stop came, whose end was written down as they left."""
+    e = Experiment(ranks=2, steps=0, eval_every=0, pace=20, strategy=strategy, fabric=Fabric(link=Link(bandwidth=2)))
+    sessions = live(e)
+    while min(len(s.record.losses()) for s in sessions) < 3:
+        time.sleep(0.01)
+    sessions[0].request({"kind": "stop", "id": "stop"})
+    for s in sessions:
+        s.hurry()
+    stopped = [s.clock.now() for s in sessions]
+    ended(sessions)
+    for s, since in zip(sessions, stopped, strict=True):
+        over = s.clock.now()
+        rows = [row for row in s.record if row[3] > since or "send" not in row[2]]
+        assert [row for row in rows if row[5] > over] == []
+        if strategy.exact:
+            updates = {row[0]: row[5] for row in s.record if row[2] == "update"}
+            assert [row for row in rows if row[1] in ("comm", "port") and row[5] > updates[row[0]]] == []

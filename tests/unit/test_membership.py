@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.ranks import ended, live, shipped
 from workbench.engine import membership
-from workbench.engine.membership import Late, Said, here, vote
+from workbench.engine.membership import Heard, Late, Said, here, vote
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
@@ -105,6 +105,13 @@ def test_what_was_asked_of_some_is_done_by_all_and_what_the_furthest_has_done_is
     assert heard[0].asked() == heard[1].asked() == [two]
 
 
+def test_the_vote_is_said_in_words() -> None:
+    apart = Heard({0: said(0, 25), 1: said(1, 25), 3: said(3, 24)})
+    assert apart.voted == [[0, 25], [1, 25], [3, 24]]
+    assert apart.text == "ranks 0, 1 stood before step 25, rank 3 before step 24"
+    assert Heard({0: said(0, 7), 1: said(4, 7)}).text == "ranks 0, 4 stood before step 7"
+
+
 def test_as_many_go_on_as_can() -> None:
     e = Experiment(task=Digits(), strategy=HierarchicalLocalSGD(group=2), ranks=6).checked()
     fewer, places = fitting(e, [5, 0, 1, 2, 3])
@@ -157,6 +164,8 @@ def test_the_others_go_on(name: str, victim: int) -> None:
     assert [s.phase for s in left] == ["done"] * len(left)
     assert [s.rank.size for s in left] == [len(left)] * len(left) and mark["members"] == [s.member for s in left]
     assert victim in mark["gone"] and 7 <= mark["step"] <= 24
+    assert max(step for _, step in mark["voted"]) == mark["step"], "the furthest counts"
+    assert {member for member, _ in mark["voted"]} == {*mark["members"], *mark["spare"]}
     strategy = left[0].experiment.strategy
     if strategy.lockstep:
         assert {s.rank.step for s in left} == {24}

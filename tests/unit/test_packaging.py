@@ -134,3 +134,22 @@ def test_a_pytest_that_died_counts_as_an_error(tmp_path: Path) -> None:
     outcome = run_all.read("engine", -6, tmp_path / "none.xml")
     assert outcome.code == -6
     assert outcome.counts["error"] == 1
+
+
+def test_make_lab_installs_what_dock_needs_whatever_was_made_before(tmp_path: Path) -> None:
+    """`make lab` takes an environment that `make docs` or `make test` has made for installed."""
+    for target in (".installed", ".installed-docs", ".installed-dev", ".installed-test"):
+        done = subprocess.run(["make", "-n", f"VENV={tmp_path}", f"{tmp_path}/{target}"], cwd=ROOT, capture_output=True,
+                              text=True, check=True)  # fmt: skip
+        (asked,) = [line for line in done.stdout.splitlines() if line.startswith("./setup.sh")]
+        extras = set(asked.split()[2].split(","))
+        assert "dock" in extras and extras >= set(target.split("-")[1:])
+
+
+def test_an_environment_is_brought_up_to_date_where_the_makefile_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".installed"):
+        (tmp_path / name).touch()
+    ask = ["make", "-q", f"VENV={tmp_path}", f"{tmp_path}/.installed"]
+    assert subprocess.run(ask, cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([*ask, "-W", "Makefile"], cwd=ROOT, check=False).returncode == 1

@@ -11,8 +11,7 @@ from workbench.analysis.words import duration
 
 STEPS = 20  # the last so many
 MOST = 16  # rows; of more the costliest
-HEAD = ("operation", "of", "ranks", "per step", "tensor", "takes", "at worst", "algorithm", "bus", "bus at worst",
-        "waiting")  # fmt: skip
+HEAD = ("operation", "ranks", "per step", "tensor", "takes (at worst)", "algbw", "busbw (at worst)", "waiting")
 
 
 class Collectives(Paced):
@@ -48,16 +47,19 @@ def tabulated(found: list[ByCollective], steps: int) -> str:
     left = len(costs) - MOST
     note = f'<p class="wb-empty">and {left} more, in <code>run.collectives()</code>.</p>' if left > 0 else ""
     head = "".join(f"<th>{name}</th>" for name in HEAD)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in _cells(f, steps))}</tr>" for f in costs[:MOST])
-    caption = "Mbit/s as nccl-tests defines them, from the last rank's arrival on; last 20 steps"
+    rows = "".join(_row(f, steps) for f in costs[:MOST])
+    caption = "Bandwidths in Mbit/s, as nccl-tests defines them, from the last rank's arrival on; last 20 steps"
     return (f'<div class="wb-table"><table><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
             f"<tbody>{rows}</tbody></table></div>{note}")  # fmt: skip
 
 
-def _cells(f: ByCollective, steps: int) -> tuple[str, ...]:
-    of = f.bucket + (f" in {f.group}" if f.group else "")
-    return (f.operation, of, str(f.ranks), f"{f.times / steps:.3g}", readable(round(f.nbytes)), duration(f.seconds),
-            duration(f.slowest), _rate(f.algbw), _rate(f.busbw), _rate(f.worst_busbw), duration(f.waiting))  # fmt: skip
+def _row(f: ByCollective, steps: int) -> str:
+    of = f" <small>{escape(f.bucket + (f' in {f.group}' if f.group else ''))}</small>" if f.bucket or f.group else ""
+    worst = f" ({_rate(f.worst_busbw)})" if f.worst_busbw == f.worst_busbw else ""
+    cells = (str(f.ranks), f"{f.times / steps:.3g}", readable(round(f.nbytes)),
+             f"{duration(f.seconds)} ({duration(f.slowest)})", _rate(f.algbw), f"{_rate(f.busbw)}{worst}",
+             duration(f.waiting))  # fmt: skip
+    return f"<tr><td>{escape(f.operation)}{of}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
 def _rate(mbit: float) -> str:

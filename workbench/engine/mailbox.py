@@ -119,7 +119,8 @@ class Mailbox:
 
         def posted() -> None:
             if origin != HOST:
-                self.span(step, lane, name, asked, begun, max(end, self.port.now() if not plain else end), len(data))
+                over = self.port.over(end) if plain else self.port.now()
+                self.span(step, lane, name, asked, min(begun, over), over, len(data))
 
         self._line(to).put(head + text, data, posted)
 

@@ -101,6 +101,19 @@ class Heard(NamedTuple):
         """The places of those who are left, the furthest first."""
         return sorted(self.by_place, key=lambda place: (self.by_place[place].far != self.first.far, place))
 
+    @property
+    def voted(self) -> list[list[int]]:
+        """The vote, as the record has it: who is left, and the step that it was to make next."""
+        return sorted([said.member, said.step] for said in self.by_place.values())
+
+    @property
+    def text(self) -> str:
+        """The vote in words, the furthest first."""
+        steps = sorted({step for _, step in self.voted}, reverse=True)
+        who = [named([member for member, at in self.voted if at == step]) for step in steps]
+        return ", ".join(f"{one} {'' if n else 'stood '}before step {step}"
+                         for n, (one, step) in enumerate(zip(who, steps, strict=True)))  # fmt: skip
+
     def came(self, places: tuple[int, ...]) -> Came:
         """How those who had these `places`, in their order, come to the next generation."""
         said = [self.by_place[place] for place in places]

@@ -161,8 +161,9 @@ def fewer(session: Session, heard: Heard) -> Next:
     text = f"{lost(gone)}; {named(came.members)} went on from step {came.step}{beside(left_out)}"
     if spare:
         text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
+    text += f"; the vote: {heard.text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
-            "text": text, "settings": e.plain()}  # fmt: skip
+            "text": text, "settings": e.plain(), "voted": heard.voted}  # fmt: skip
     say_unread(session, gone, first)
     return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark,
                 heard.used(came.step))  # fmt: skip

@@ -153,8 +153,10 @@ def _next(session: Session, heard: Heard, first: Said, how: tuple[Came, Experime
     if to.partition != e.partition:
         ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
         text += f"; a replica lies on {ranks} now, partition={type(to.partition).__name__}"
+    text += f"; the vote: {heard.text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
-            "text": text, "settings": to.plain(), "back": max(0, heard.first.step - came.step)}  # fmt: skip
+            "text": text, "settings": to.plain(), "back": max(0, heard.first.step - came.step),
+            "voted": heard.voted}  # fmt: skip
     processes = [heard.by_place[place].process for place in came.places]
     say_unread(session, gone, heard.first)
     return Next(came, to, first.changes, first.done, first.paused, first.credit, heard.asked(first), processes, mark,

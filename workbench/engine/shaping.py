@@ -109,6 +109,15 @@ class Port:
             self._last, self.free = wire, max(self.free, began + seconds)
         return began, began + seconds
 
+    def let_go(self, now: float) -> None:
+        """A stop was asked: what would still keep it busy is over."""
+        with self._lock:
+            self.free = min(self.free, now)
+
+    def over(self, end: float) -> float:
+        """When that is over which the Link would end then: at once after a stop, for nobody waits for it."""
+        return min(end, self.now()) if self.naps.hurried else end
+
     def now(self) -> float:
         return self.naps.clock.now()
 
@@ -163,14 +172,17 @@ class Shaper:
         return ready
 
     def finish(self, load: Load, last: Callable[[], float]) -> tuple[float, float, float]:
-        """Sleeps until the operation would have ended: (began, own port's end, end for everybody)."""
+        """Sleeps until the operation would have ended, or a stop is asked: (began, own port's end, end for all)."""
         mine, slowest = self.cost(load)
         noise = self.port.fabric.path(self.ranks).noise(self.port.seed, self.number)
         began, end = self.port.occupy(self, self.table.last(self.number) if self.table else last(), slowest * noise)
-        self._ended = max(end, self.naps.clock.now())
+        own, self._ended = began + mine * noise, max(end, self.naps.clock.now())
         self.naps.until(end)
         self._woke = self.naps.clock.now()
-        return began, began + mine * noise, end
+        if self.naps.hurried:  # nobody waited for what would have been: it ended when the rank went on
+            self.port.let_go(self._woke)
+            began, own, end, self._ended = (min(t, self._woke) for t in (began, own, end, self._ended))
+        return began, own, end
 
     def cost(self, load: Load) -> tuple[float, float]:
         """Seconds that this rank's port, and the slowest port, would be busy."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from workbench.experiment import Experiment
 from workbench.experiment.roomier import roomier
 
 MB = 1e6
@@ -13,6 +15,27 @@ STEP, EVALUATED = "in a step", "while the model is evaluated"
 
 class OutOfMemory(RuntimeError):
     """A rank needs more memory on its device than `memory_mb` says that there is."""
+
+    lack: Lack | None = None
+
+    def beside(self, now: Experiment) -> str:
+        """The same, where a change of `now` would need it: what is in force there is not advised."""
+        return self.lack.text(now) if self.lack else str(self)
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What is lacking. wanted: for what; said: how much, in words; enough: what would do; evaluating: only then?"""
+
+    wanted: Experiment
+    said: str
+    enough: str
+    evaluating: bool
+
+    def text(self, now: Experiment | None = None) -> str:
+        """In words, with what may be set instead, where `now` is in force."""
+        ways = ", ".join(roomier(self.wanted, self.evaluating, now))
+        return f"{self.said}; take {f'{ways}, or ' if ways else ''}{self.enough}"
 
 
 def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> None:
@@ -28,11 +51,11 @@ def require_fits(run: Any, needed: int, of: Mapping[str, int], when: str) -> Non
     more = f"memory_mb={_mb(1.05 * needed)}"
     if when != STEP and (run.rank.step == 0 or not when.endswith(EVALUATED)):
         more = f"a memory_mb above {_mb(needed)}, and a step may take more"
-    ways = ", ".join(roomier(e, evaluating=when.endswith(EVALUATED)))
-    raise OutOfMemory(
-        f"memory_mb={limit_mb:g}: rank {rank} needs {_mb(needed)} MB {when} ({parts}); take "
-        f"{f'{ways}, or ' if ways else ''}{more}"
-    )
+    said = f"memory_mb={limit_mb:g}: rank {rank} needs {_mb(needed)} MB {when} ({parts})"
+    lack = Lack(e, said, more, evaluating=when.endswith(EVALUATED))
+    error = OutOfMemory(lack.text())
+    error.lack = lack
+    raise error
 
 
 def _mb(nbytes: float) -> str:

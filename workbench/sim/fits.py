@@ -41,7 +41,7 @@ def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any
     try:
         run = simulate(short, changes=[Change(before, path, value)] if path else [], real=False)
     except OutOfMemory as error:
-        raise KnobError(str(error)) from None
+        raise KnobError(error.beside(e) if path else str(error)) from None
     except Exception:
         return
     require_room(wanted, analysis.memory(run.timeline, before))
