@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
+import psutil
 import pytest
 
 from tests.campaign import agree
@@ -12,6 +13,7 @@ from tests.deaths import kill
 from tests.harm import Patient, cut
 from tests.labs import apart, endless, reached
 from tests.waiting import until
+from workbench.fabric import Crash
 from workbench.lab import Lab
 from workbench.partitions import Partition, Pipeline, Whole
 from workbench.settings import KnobError
@@ -93,6 +95,22 @@ def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_g
     reached(lab, 3)
     lab.stop()
     assert lab._live.over.wait(60) and lab._live.state == "stopped"
+
+
+def test_a_fault_crashes_an_engine(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
+    reached(lab, 10)
+    pid = lab.status[0]["pid"]
+    made = lab.set("faults", [Crash(rank=0)]).wait(30)
+    assert made.applied_at is not None, "rank 0 crashes, and has said before that all have made the change"
+    assert until(lambda: run.details("members"), 60)
+    ((_, _, said),) = run.details("members")
+    assert said["gone"] == [0] and said["step"] == made.applied_at
+    reached(lab, made.applied_at + 5)
+    assert until(lambda: not psutil.pid_exists(pid), 10) and lab._live is not None and lab._live.members == (1, 2)
+    lab.stop()
+    assert run.wait(60).state == "stopped"
+    assert [detail["text"] for _, _, detail in run.details("fault")] == ["crashed, as a fault says"]
 
 
 def test_another_comes_for_a_rank_that_is_lost(lab: Lab) -> None:

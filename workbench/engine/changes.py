@@ -17,7 +17,7 @@ from workbench.engine.opaque import unwrap, wrap
 from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
-from workbench.fabric.load import pauses
+from workbench.fabric.load import crashes, pauses
 from workbench.host.changes import in_step, take_role
 from workbench.host.checkpointing import units_of
 from workbench.host.foreseen import foreseen
@@ -34,11 +34,13 @@ class Turnable(Parts):
     workers: Any
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        """The Link, the pace and the faults; a fault that is new may stand its rank still."""
+        """The Link, the pace and the faults; a fault that is new may stand its rank still, or end it."""
         self.port.fabric = wanted.fabric
         self.host.pace.seconds = wanted.pace * 1e-3
         self.host.pace.faults = wanted.fabric.faults
-        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.id)
+        old, new = was.fabric.faults if was else (), wanted.fabric.faults
+        self.pending_pause += pauses(old, new, self.rank.id)
+        self.crashing |= crashes(old, new, self.rank.id)
 
     def choose_lane(self) -> None:
         """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""

@@ -54,14 +54,14 @@ class Session:
     words:    what this rank had when it left the generation, until the next has formed
     used:     how many examples of the data's order were used up when that began
     wires:    those that are open; files: those of this run that rank 0 removes at its end
-    stopping: is the run to end before its last step?
+    stopping: is the run to end before its last step? ours: may a fault end the process?
     """
 
     def __init__(
         self, experiment: Experiment, *, rank: int, size: int, store: tuple[str, int], generation: str,
         secret: bytes, epoch: float, run_dir: Path | None = None, push: Callable[..., None] | None = None,
         changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
-        joins: bool = False, resume: str = "",
+        joins: bool = False, resume: str = "", ours: bool = False,
     ) -> None:
         self.began_with = experiment.checked()
         self.member, self.members = rank, tuple(range(size))
@@ -72,7 +72,7 @@ class Session:
         self.words: Said | None = None
         self.used = 0
         self.turn = 0  # how many generations there were before this one
-        self.joins = joins
+        self.joins, self.ours = joins, ours
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
         self.naps = Naps(self.clock)

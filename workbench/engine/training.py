@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
 from workbench.engine.cost import Cost
+from workbench.engine.crashing import crash
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
 from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
@@ -157,6 +158,9 @@ class Training(Turnable):
         if self.credit:
             self.credit = max(0, self.credit - made)
             self.paused = self.credit == 0
+
+    async def crash(self) -> None:
+        await Op("do", partial(crash, self.session))
 
     async def finish(self) -> None:
         await self.leave_opaque()

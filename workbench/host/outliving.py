@@ -28,6 +28,7 @@ class Outliving:
     obeyed:   how many changes were made or refused so far
     bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had; former:
               the checkpoint to which all go back. Between two generations
+    crashing: does a fault end this rank at the boundary that comes, or is here?
     """
 
     rollback: Rollback | None = None
@@ -37,7 +38,19 @@ class Outliving:
     bounds: list[Boundary] = []  # noqa: RUF012 (never changed in place)
     outer: dict[str, Tensor] | None = None
     former: Former | None = None
+    crashing = False
     _made: Sequence[Change | None] = ()
+
+    async def come_past(self: Any) -> None:
+        """Takes what is due at this boundary; one that a fault crashes does not come past it."""
+        await self._fall()
+        await self.boundary()
+        await self._fall()
+
+    async def _fall(self: Any) -> None:
+        if self.crashing:
+            self.mark("fault", {"text": "crashed, as a fault says"})
+            await self.crash()
 
     async def live_on(self: Any, came: Came) -> None:
         """From a step on before which ranks were lost, or came, to the last step."""
@@ -87,6 +100,10 @@ class Outliving:
         todo, undone = [*self.taken, *self.planned], self.obeyed - changes
         again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
         self.taken, self.planned = [], [*again, *todo[max(0, -undone) :]]
+
+    @abstractmethod
+    async def crash(self) -> None:
+        """This rank ends here without a word."""
 
     @abstractmethod
     async def obey(self, change: Change) -> bool: ...

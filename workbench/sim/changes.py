@@ -12,7 +12,7 @@ from workbench.compressors import inside
 from workbench.experiment import Experiment, momentum, sharding
 from workbench.experiment.arranged import sharers
 from workbench.experiment.partitioned import dealt, drawn
-from workbench.fabric.load import pauses
+from workbench.fabric.load import crashes, pauses
 from workbench.host.batches import Numbers, example, numbers
 from workbench.host.changes import in_step, take_role
 from workbench.host.foreseen import foreseen
@@ -68,7 +68,9 @@ class Turnable(Life):
         return wanted
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.id)
+        old, new = was.fabric.faults if was else (), wanted.fabric.faults
+        self.pending_pause += pauses(old, new, self.rank.id)
+        self.crashing |= crashes(old, new, self.rank.id)
 
     def choose_lane(self) -> None:
         """Children run as on the engine's own thread; what their codec costs is looked up anew."""

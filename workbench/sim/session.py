@@ -25,6 +25,7 @@ from workbench.host.saved.saving import Saving
 from workbench.host.steering import Steering
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, Op
+from workbench.settings import KnobError
 from workbench.sim.changes import Turnable
 from workbench.sim.evaluate import known_evaluated, mean_evaluated
 from workbench.sim.evaluation import taken
@@ -115,6 +116,9 @@ class Session(Turnable):
     @property
     def called_for(self) -> int:
         return self.world.due
+
+    async def crash(self) -> None:
+        raise KnobError("fabric.faults: a Crash ends a process, and nobody has one on a virtual clock; take it away")
 
     async def finish(self) -> None:
         self.say("done")
