@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from tests.ranks import ended, experiment, live
+from workbench.engine import crashing, training
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
-from workbench.fabric import Crash, Fabric, Slow
-from workbench.fabric.load import crashes, idle
+from workbench.fabric import Crash, Fabric, Slow, load
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, AsyncServer, LocalSGD
 
@@ -29,11 +30,11 @@ def crashed(e: Experiment, *changes: Change) -> tuple[list[Session], list[dict]]
 
 def test_only_a_crash_that_is_new_ends_a_rank() -> None:
     faults = (Crash(rank=1), Slow(rank=2))
-    assert crashes((), faults, 1) and not crashes((), faults, 2) and not crashes(faults, faults, 1)
+    assert load.crashed((), faults, 4) == {1} and not load.crashed(faults, faults, 4)
 
 
 def test_one_who_serves_may_crash_too() -> None:
-    assert not idle(Fabric(faults=(Crash(rank=0),)), servers=[0])
+    assert not load.idle(Fabric(faults=(Crash(rank=0),)), servers=[0])
     with pytest.raises(KnobError, match="there are ranks 0 to 1"):
         experiment(2, fabric=Fabric(faults=(Crash(rank=2),)))
 
@@ -61,6 +62,23 @@ def test_one_that_crashes_at_once_makes_no_step() -> None:
 def test_a_server_crashes_at_the_meeting_at_which_it_is_told() -> None:
     sessions, (mark,) = crashed(experiment(3, 30, strategy=AsyncServer(), on_death="go on"), crash(5, 0))
     assert mark["gone"] == [0] and [s.phase for s in sessions] == ["failed", "done", "done"]
+
+
+@pytest.mark.ranks
+def test_it_crashes_once_all_have_made_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they might make it again, and lose the one that has its number by then."""
+    past, crash_on = dict[int, float](), crashing.crash
+
+    def late(session: Session, mine: bool) -> None:
+        time.sleep(0.3 * (session.member == 0))
+        past[session.member] = time.monotonic()
+        crash_on(session, mine)
+
+    monkeypatch.setattr(training, "crash", late)
+    sessions, (mark,) = crashed(experiment(3, 8, strategy=DDP(), on_death="go on"), crash(5, 1))
+    ends = next(t for step, name, t, _ in sessions[1].record.marks if name == "end")
+    told = next(t for step, name, t, _ in sessions[1].record.marks if name == "fault")
+    assert ends - told > 0.2 and past.keys() == {0, 1, 2} and mark["gone"] == [1]
 
 
 @pytest.mark.ranks

@@ -25,7 +25,7 @@ from workbench.engine.following import Following
 from workbench.engine.generations import live_through
 from workbench.engine.keeping import Keeper
 from workbench.engine.light import lighten
-from workbench.engine.membership import Next, Said, Spare, gone
+from workbench.engine.membership import Spare, gone
 from workbench.engine.outliving import refused
 from workbench.engine.peers import removed
 from workbench.engine.preempting import Lookout, announce
@@ -37,6 +37,7 @@ from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.layout import Layout
 from workbench.host.saved.regain import Regained, regained
+from workbench.host.voting import Next, Said
 from workbench.rank import Rank
 from workbench.record.checkpoints import FOLDER, Bytes, Checkpoint
 from workbench.record.run import FINAL

@@ -50,9 +50,9 @@ def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
     return sum(fault.pause(rank) for fault in begun(old, new))
 
 
-def crashes(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> bool:
-    """Does a fault that is in `new` and was not yet in `old` end `rank`?"""
-    return any(fault.crashes(rank) for fault in begun(old, new))
+def crashed(old: Iterable[Fault], new: Iterable[Fault], ranks: int) -> set[int]:
+    """Which of so many `ranks` are ended by faults in `new` that were not yet in `old`."""
+    return {rank for fault in begun(old, new) for rank in range(ranks) if fault.crashes(rank)}
 
 
 def begun(old: Iterable[Fault], new: Iterable[Fault]) -> list[Fault]:
