@@ -12,6 +12,7 @@ from workbench.engine import crashing, training
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Crash, Fabric, Slow, load
+from workbench.fabric.algorithms import Ring
 from workbench.settings import Change, KnobError, to_plain
 from workbench.strategies import DDP, AsyncServer, LocalSGD
 
@@ -62,6 +63,17 @@ def test_one_that_crashes_at_once_makes_no_step() -> None:
 def test_a_server_crashes_at_the_meeting_at_which_it_is_told() -> None:
     sessions, (mark,) = crashed(experiment(3, 30, strategy=AsyncServer(), on_death="go on"), crash(5, 0))
     assert mark["gone"] == [0] and [s.phase for s in sessions] == ["failed", "done", "done"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("victim", [0, 2], ids="rank {}".format)
+def test_one_that_was_yet_to_open_its_door_is_not_waited_for(victim: int) -> None:
+    """The first messages of all are those of the sum after step 7, to a rank that is dead by then."""
+    fabric = Fabric(algorithm=Ring())
+    sessions, marks = crashed(experiment(3, 10, strategy=LocalSGD(every=8), on_death="go on", fabric=fabric),
+                              crash(5, victim))  # fmt: skip
+    assert [mark["gone"] for mark in marks] == [[victim]]
+    assert [s.phase for s in sessions if s.member != victim] == ["done"] * 2
 
 
 @pytest.mark.ranks
