@@ -28,16 +28,17 @@ def each(numbers: float | np.ndarray) -> Iterable[Any]:
 
 
 class Record:
-    """Spans, samples and marks of all ranks of a simulated run."""
+    """Spans, samples and marks of all ranks of a simulated run, or of one generation of them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, members: Sequence[int]) -> None:
+        """members: by place, the number by which each rank is recorded"""
         self._code: dict[str, int] = {}
         self._texts: list[str] = []
         self._single = bytearray()  # spans one after the other, a number per column
         self._blocks: list[tuple[int, int, Sequence[int], Numbers, Numbers, np.ndarray | float, Any]] = []
         self._samples: list[tuple[int, int, str, float, float]] = []
         self._marks: list[tuple[int, int, str, float, str]] = []
-        self._ranks = np.arange(size, dtype="i2")
+        self._ranks = np.array(members, dtype="i2")
 
     def code(self, text: str) -> int:
         """The number that stands for a lane or a name."""
@@ -67,9 +68,15 @@ class Record:
     def mark(self, rank: int, step: int, name: str, t: float, detail: str) -> None:
         self._marks.append((rank, step, name, t, detail))
 
-    def timeline(self) -> Timeline:
-        """The tables. Call it once: what was kept here is given up on the way."""
+    @staticmethod
+    def timeline(records: Sequence[Record]) -> Timeline:
+        """The tables of one generation after the other. Call it once: what was kept is given up on the way."""
         out = Timeline()
+        for record in records:
+            record._tell(out)
+        return out
+
+    def _tell(self, out: Timeline) -> None:
         columns = self._spans()
         order = np.argsort(columns["t1"], kind="stable")
         for k in columns:
@@ -79,9 +86,8 @@ class Record:
         if len(order):
             coded = {k: Coded(columns[k], words) for k in ("lane", "name")}
             out.spans.extend({**columns, **coded})
-        out.samples.add(sorted(self._samples, key=lambda row: row[3]))
-        out.marks.add(sorted(self._marks, key=lambda row: row[3]))
-        return out
+        for table, rows in ((out.samples, self._samples), (out.marks, self._marks)):
+            table.add([(int(self._ranks[row[0]]), *row[1:]) for row in sorted(rows, key=lambda row: row[3])])
 
     def _spans(self) -> dict[str, np.ndarray]:
         kinds = {"rank": "i2", "step": "i4", "lane": "i4", "name": "i4", "nbytes": "i8"}
@@ -91,7 +97,7 @@ class Record:
         for k, name in enumerate(_COLUMNS):
             kind = kinds.get(name, "f8")
             whole = np.empty(len(single) + p * len(blocks), kind)
-            whole[: len(single)] = single[:, k]
+            whole[: len(single)] = single[:, k] if k else self._ranks[single[:, 0].astype(int)]
             rest = whole[len(single) :].reshape(len(blocks), p)
             for row, (lane, text, steps, asked, t0, t1, nbytes) in zip(rest, blocks, strict=True):
                 row[:] = (self._ranks, steps, lane, text, asked, t0, t1, nbytes)[k]
