@@ -44,6 +44,8 @@ class TensorsAnew:
 class SizesAnew:
     """The part of Sizes that does."""
 
+    reading: Any = None  # its session's
+
     def come_again(self) -> None:
         """Nothing of a step that broke off is left."""
         me: Any = self

@@ -49,7 +49,6 @@ class Sizes(SizesAnew, Drawn):
 
     losses: tuple[()] = ()
     ledger: Any = None  # its session's
-    reading: Any = None  # its session's
     share = 1.0  # of the model that this rank computes
     again: tuple[float, ...] = (0.0,)  # by piece, of its forward what its backward computes again
     fresh = False  # is the next batch the first after a cut?
