@@ -51,6 +51,7 @@ from workbench.fabric.algorithms.native import Native as Native
 from workbench.fabric.algorithms.parameter_server import ParameterServer as ParameterServer
 from workbench.fabric.algorithms.ring import Ring as Ring
 from workbench.fabric.algorithms.two_level import TwoLevel as TwoLevel
+from workbench.fabric.crash import Crash as Crash
 from workbench.fabric.freeze import Freeze as Freeze
 from workbench.fabric.noisy import Noisy as Noisy
 from workbench.fabric.slow import Slow as Slow

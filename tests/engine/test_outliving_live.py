@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
+import psutil
 import pytest
 
 from tests.campaign import agree
@@ -12,10 +13,11 @@ from tests.deaths import kill
 from tests.harm import Patient, cut
 from tests.labs import apart, endless, reached
 from tests.waiting import until
+from workbench.fabric import Crash
 from workbench.lab import Lab
-from workbench.partitions import Partition, Pipeline, Whole
+from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.settings import KnobError
-from workbench.strategies import DDP, LocalSGD
+from workbench.strategies import DDP, LocalSGD, Strategy, ZeRO1
 from workbench.tasks import ByteGPT, Digits
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -95,6 +97,22 @@ def test_the_others_go_on_without_the_rank_that_hears_for_all_and_the_next_run_g
     assert lab._live.over.wait(60) and lab._live.state == "stopped"
 
 
+def test_a_fault_crashes_an_engine(lab: Lab) -> None:
+    run = lab.run(endless(strategy=DDP(), ranks=3, on_death="go on"))
+    reached(lab, 10)
+    pid = lab.status[0]["pid"]
+    made = lab.set("faults", [Crash(rank=0)]).wait(30)
+    assert made.applied_at is not None, "rank 0 crashes, and has said before that all have made the change"
+    assert until(lambda: run.details("members"), 60)
+    ((_, _, said),) = run.details("members")
+    assert said["gone"] == [0] and said["step"] == made.applied_at
+    reached(lab, made.applied_at + 5)
+    assert until(lambda: not psutil.pid_exists(pid), 10) and lab._live is not None and lab._live.members == (1, 2)
+    lab.stop()
+    assert run.wait(60).state == "stopped"
+    assert [detail["text"] for _, _, detail in run.details("fault")] == ["crashed, as a fault says"]
+
+
 def test_another_comes_for_a_rank_that_is_lost(lab: Lab) -> None:
     """A lab's engine that dies is replaced by a new one, and so many train again, alike."""
     run = lab.run(endless(strategy=DDP(), ranks=2, on_death="replace"))
@@ -107,5 +125,31 @@ def test_another_comes_for_a_rank_that_is_lost(lab: Lab) -> None:
     patient.goes_on("replacement")
     agree(patient)
     assert len(lab.cluster.engines) in (engines, engines + 1)
+    lab.stop()
+    assert run.wait(60).state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("way", "strategy", "ranks", "taken"),
+    [
+        (Pipeline(micros=2), DDP(), 4, "with what others have of the same parts, and rank 0 is not needed"),
+        (Tensor(), DDP(), 4, "with what others have of the same parts, and rank 0 is not needed"),
+        (Whole(), ZeRO1(), 3, "went back to the checkpoint before step"),
+    ],
+    ids=["stages", "slices", "shards"],
+)
+def test_others_come_where_ranks_held_parts(lab: Lab, way: Partition, strategy: Strategy, ranks: int,
+                                            taken: str) -> None:  # fmt: skip
+    """As many train again as before: for the dead, and for who was not needed without it."""
+    task = ByteGPT(width=32, context=16) if way.size > 1 else Digits()
+    e = endless(task=task, strategy=strategy, ranks=ranks, on_death="replace", partition=way, save_every=5)
+    run = lab.run(e)
+    reached(lab, 10)
+    assert until(lambda: run.details("saved"), 60)
+    found = kill(lab, 1)
+    assert found.on is not None and taken in found.said
+    assert until(lambda: len(lab._live.members) == ranks, 120), lab.notes
+    Patient(lab, Random(1)).goes_on("replacement")
+    assert lab.experiment.ranks == ranks and lab.experiment.partition == way and 1 not in lab._live.members
     lab.stop()
     assert run.wait(60).state == "stopped"

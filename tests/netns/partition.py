@@ -1,7 +1,8 @@
 """A lab whose third engine is on a machine of its own, which is cut off for a while. Run in the first namespace.
 
-    python -m tests.netns.partition NAMESPACE SWITCH FOLDER
+    python -m tests.netns.partition NAMESPACE SWITCH FOLDER SECONDS
 
+It is cut off for so many SECONDS, once the others have noticed or gone on.
 Prints what became of it as JSON; the test beside this file reads it.
 """
 
@@ -44,7 +45,8 @@ def engines(namespace: str, folder: Path) -> Iterator[Path]:
 
     try:
         start("controller", sys.executable, "-m", "ipyparallel.controller", f"--ip={Network.address(0)}",
-              "--IPController.enable_curve=True", f"--profile-dir={profile}")  # fmt: skip
+              "--IPController.enable_curve=True", "--HeartMonitor.max_heartmonitor_misses=1200",
+              f"--profile-dir={profile}")  # fmt: skip
         assert until(lambda: (security / "ipcontroller-client.json").exists(), BOUND), "no controller"
         for _ in range(2):
             engine()
@@ -67,7 +69,7 @@ def at(lab: Lab, step: int) -> None:
     assert until(lambda: lab._live is not None and lab._live.step >= step, BOUND), lab.notes
 
 
-def all_wait(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
+def all_wait(lab: Lab, cable: Callable[[str], None], seconds: float) -> dict[str, object]:
     """Nobody goes on while the other machine is cut off, and all do when it is not."""
     run = lab.run(endless(strategy=DDP(), ranks=3, on_hang="wait", hang_after=3.0, pace=20.0))
     at(lab, 20)
@@ -75,7 +77,7 @@ def all_wait(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
     assert until(lambda: run.details("hang"), BOUND), lab.notes
     stood = lab._live.step if lab._live else 0
     said = run.details("hang")[0][-1]
-    time.sleep(2.0)
+    time.sleep(seconds)
     still = lab._live is not None and lab._live.step <= stood + 1
     cable("up")
     healed = time.monotonic()
@@ -87,7 +89,7 @@ def all_wait(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
             "state": run.wait(BOUND).state, "missing": run.missing}  # fmt: skip
 
 
-def others_go_on(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
+def others_go_on(lab: Lab, cable: Callable[[str], None], seconds: float) -> dict[str, object]:
     """It trains, loses the other machine, goes on, and has it back."""
     run = lab.run(endless(strategy=DDP(), ranks=3, on_hang="evict", hang_after=3.0, pace=20.0))
     at(lab, 20)
@@ -98,6 +100,7 @@ def others_go_on(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
     (said,) = [detail for *_, detail in run.details("members")]
     went_on = time.monotonic() - cut
     at(lab, said["step"] + 20)
+    time.sleep(seconds)
     cable("up")
     healed = time.monotonic()
 
@@ -116,14 +119,14 @@ def others_go_on(lab: Lab, cable: Callable[[str], None]) -> dict[str, object]:
 
 
 def main() -> None:
-    namespace, switch, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    namespace, switch, folder, seconds = sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])
 
     def cable(state: str) -> None:
         subprocess.run(["ip", "-n", switch, "link", "set", "port1", state], check=True)
 
     with engines(namespace, folder) as file, Lab(ranks=3, cluster=str(file)) as lab:
         lab.wait(BOUND)
-        print(json.dumps([all_wait(lab, cable), others_go_on(lab, cable)]), flush=True)
+        print(json.dumps([all_wait(lab, cable, seconds), others_go_on(lab, cable, seconds)]), flush=True)
     os._exit(0)  # threads of a client that waits for a controller that is gone keep nobody
 
 

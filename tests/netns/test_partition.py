@@ -15,12 +15,16 @@ from tests.network import Network, why_not
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(420)]
 
 
-def test_a_machine_that_is_cut_off_is_waited_for_or_left_behind_and_is_back_without_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [2, 45], ids="{} s".format)  # and longer than the 30 s after which much gives up
+def test_a_machine_that_is_cut_off_is_waited_for_or_left_behind_and_is_back_without_a_restart(
+    seconds: int, tmp_path: Path
+) -> None:
     if reason := why_not():
         pytest.skip(reason)
     env = {**os.environ, "WORKBENCH_RUNTIME_DIR": str(tmp_path / "runtime"), "XDG_DATA_HOME": str(tmp_path / "data")}
     with Network(2) as network:
-        command = [sys.executable, "-m", "tests.netns.partition", network.names[1], network.switch, str(tmp_path)]
+        command = [sys.executable, "-m", "tests.netns.partition", network.names[1], network.switch, str(tmp_path),
+                   str(seconds)]  # fmt: skip
         done = subprocess.run(network.command(0, command), env=env, capture_output=True, text=True, timeout=400)
     logs = "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in tmp_path.glob("*.log"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}\n{logs}"

@@ -14,7 +14,7 @@ import cloudpickle
 from workbench.cluster import links, spool
 from workbench.cluster.stacks import stacks
 
-OWN = ("rank", "device", "joins", "store", "kind", "loopback")  # of a job, what is said to one rank only
+OWN = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # of a job, what is said to one rank only
 
 
 class Answers:

@@ -42,7 +42,7 @@ def begin(
     _entrust(cluster, ranks, secret, unwanted)
     shared = {"size": len(ranks), **job, "store": store, "kind": cluster.kind, "loopback": loop}
     for engine in (cluster.engines[rank] for rank in ranks):
-        own = {"rank": engine.rank, "device": cluster.devices[engine.rank]}
+        own = {"rank": engine.rank, "device": cluster.devices[engine.rank], "ours": cluster.health.mine(engine)}
         asked[engine.rank] = cluster.client[engine.id].apply_async(worker.begin, {**shared, **own}, blob)
     spools, errors, until = {}, {}, time.monotonic() + BEGIN
     for rank, answer in asked.items():

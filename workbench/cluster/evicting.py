@@ -88,19 +88,23 @@ class Evicting:
         return over or time.monotonic() - since < WORD
 
     def went_on(self, gone: Sequence[int], preempted: Collection[int] = (), new: Collection[int] | None = None) -> None:
-        """The others went on without these, of whom some were preempted. new: who came, if ranks were asked for."""
+        """The others went on without these, of whom some were preempted. new: who came, if ranks were asked for.
+
+        Of whom some may only not have been needed, without one that is lost: in their place others come, too.
+        """
         self.leaving -= set(gone)
+        lost = {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
         if not self.acts:
             if new is None or preempted:
-                self.lacking += sum(rank in preempted or bool(self.live.cluster.death(rank)) for rank in gone)
+                self.lacking += len(gone) if lost else 0
             else:
                 self.lacking = max(0, self.lacking - len(new)) if new else 0
             return
         if self.live.changes.experiment.on_death == "replace":
-            self._replaced |= {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
-        if count := len(self._replaced & set(gone)):
+            self._replaced |= lost
+        if self._replaced & set(gone):
             self._replaced -= set(gone)
-            self._begin_replacing(count)
+            self._begin_replacing(len(gone))
 
     def attached(self) -> None:
         """Others come in for those who were lost while no kernel was there to ask for them."""

@@ -146,7 +146,7 @@ class Bench(Answers):
             experiment, rank=job["rank"], size=job["size"], store=tuple(job["store"]), generation=job["generation"],
             run_dir=where, push=self.push, epoch=job["epoch"], changes=changes, device=job["device"],
             kind=job["kind"], loopback=job["loopback"], secret=bytes.fromhex(self.secret),
-            **{name: job[name] for name in ("joins", "resume") if job.get(name)},
+            **{name: job[name] for name in ("joins", "resume", "ours") if job.get(name)},
         )  # fmt: skip
         self.session, self.where, self.learned = session, where, learned  # then the job: who asks for it sees them
         self.job, self.blob, self.sent, self.told_over = job, blob, {}, False

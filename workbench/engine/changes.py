@@ -17,10 +17,11 @@ from workbench.engine.opaque import unwrap, wrap
 from workbench.engine.setup import Parts
 from workbench.experiment import Experiment
 from workbench.experiment.partitioned import drawn
-from workbench.fabric.load import pauses
+from workbench.fabric.load import crashed, pauses
 from workbench.host.changes import in_step, take_role
 from workbench.host.checkpointing import units_of
 from workbench.host.foreseen import foreseen
+from workbench.host.layout import Layout
 from workbench.host.meetings import Plans, plans_of
 from workbench.host.recomputing import recomputed
 from workbench.host.spread import Spread
@@ -34,11 +35,13 @@ class Turnable(Parts):
     workers: Any
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        """The Link, the pace and the faults; a fault that is new may stand its rank still."""
+        """The Link, the pace and the faults; a fault that is new may stand its rank still, or end it."""
         self.port.fabric = wanted.fabric
         self.host.pace.seconds = wanted.pace * 1e-3
         self.host.pace.faults = wanted.fabric.faults
-        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.id)
+        old, new = was.fabric.faults if was else (), wanted.fabric.faults
+        self.pending_pause += pauses(old, new, self.rank.id)
+        self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
 
     def choose_lane(self) -> None:
         """Children run on the caller's thread where a thread would have nothing to compute or sleep for."""
@@ -46,6 +49,20 @@ class Turnable(Parts):
         quick = self.rank.compressor.immediate and not self.port.active and not self.experiment.strategy.offloads
         quick = quick and self.port.fabric.algorithm.native
         self.lane.eager = quick and alone
+
+    @property
+    def kept_away(self) -> Any:
+        return self.away.kept
+
+    def cut_anew(self, bucket_mb: float) -> None:
+        self.layout.rebucket(bucket_mb)
+
+    def lie_bare(self, seed: int) -> None:
+        self.host.lie(None, seed)
+
+    def lie_anew(self) -> None:
+        self.layout = Layout(self.model, self.experiment.bucket_mb)
+        self.optimizer = self.make_optimizer(self.experiment)
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.optimizer = self.host.optimizer = optimizer

@@ -73,11 +73,12 @@ class Door:
             self.mailbox.lose(caller.source, why)
 
 
-def found(store: Any, key: str, given_up: Callable[[], bool], patience: float = 60.0) -> str:
-    """The door's address that was said under `key`. Raises ConnectionError when nobody says one."""
+def found(store: Any, key: str, look: Callable[[], object], patience: float = 60.0) -> str:
+    """The door's address that was said under `key`. Raises ConnectionError when nobody says one, and as `look` does."""
     until = time.monotonic() + patience
     while not store.check([key]):
-        if given_up() or time.monotonic() > until:
+        look()
+        if time.monotonic() > until:
             raise ConnectionError(f"no door was opened under {key}")
         time.sleep(0.005)
     return str(store.get(key).decode())

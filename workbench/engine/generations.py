@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.engine.membership import Next, Resized
-from workbench.engine.outliving import begin_generation, fewer, hear, leave_generation, outlives
+from workbench.engine.outliving import begin_generation, leave_generation, outlives, settled
 from workbench.engine.resizing import arranged, invited
+from workbench.host.voting import Next, Resized
 
 if TYPE_CHECKING:
     from workbench.engine.session import Session
@@ -24,7 +24,7 @@ def live_through(session: Session) -> None:
                 raise
             error.__traceback__ = None  # a kept traceback keeps the dead group's sockets open
             session.words = session.words or leave_generation(session, session.set_up_already)
-            to = fewer(session, hear(session, session.words))
+            to = settled(session)
 
 
 def _one(session: Session, to: Next | None) -> Next | None:

@@ -58,6 +58,7 @@ class Mailbox:
         self.chip = Chip()
         self.port, self.leaving, self.span, self.local = port, leaving, span, local
         self.tell_strangers: Callable[[int], None] = lambda count: None
+        self.look: Callable[[], object] = lambda: None  # raises when this rank must leave, or a peer is gone
         self.page, self.meet, self.came, self.posted = 0, -1, 0, 0
         self.gone: set[int] = set()  # ranks that have closed their end
         self.heard_from: set[int] = set()  # ranks whose line to this one is open
@@ -235,7 +236,7 @@ class Mailbox:
         self.open()
         with self._dialling:
             if to not in self._out:
-                self._out[to] = Outgoing(self, to, found(self.store, f"mailbox/{to}", self.leaving.is_set))
+                self._out[to] = Outgoing(self, to, found(self.store, f"mailbox/{to}", self.look))
             return self._out[to]
 
     def do(self, what: Callable[[], None]) -> None:

@@ -12,27 +12,15 @@ from typing import TYPE_CHECKING
 
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, Leaving, Wire, connect_store, of_own, peer_left
-from workbench.engine.membership import PATIENCE, Heard, Late, Next, Said, Spare, are, lost, named
-from workbench.engine.salvaging import (
-    beside,
-    boundary_of,
-    former,
-    lie_whole,
-    memory_of,
-    missed,
-    nowhere,
-    saved,
-    say_unread,
-    settled,
-)
+from workbench.engine.membership import PATIENCE, Late, Spare
+from workbench.engine.salvaging import former, saved, survivor
 from workbench.engine.training import Training
-from workbench.experiment import Experiment
-from workbench.host.boundary import Boundary
+from workbench.host import leaving
 from workbench.host.dealing import NO_INDEX, may_come_again
-from workbench.host.reentry import Came, fitting
-from workbench.host.salvage import in_parts
-from workbench.rank import Memory, Rank
-from workbench.settings import KnobError
+from workbench.host.reentry import Came
+from workbench.host.settling import fewer, say_why_not
+from workbench.host.voting import Heard, Next, Said
+from workbench.rank import Rank
 from workbench.settings.said import text_of
 
 if TYPE_CHECKING:
@@ -60,7 +48,7 @@ def outlives(session: Session, error: BaseException) -> bool:
     if not met or (training.experiment.on_death == "end" and not session.outlives_next):
         return False
     if reason := refused(session):
-        _says_why_not(session, reason)
+        say_why_not(session.mark, reason)
     return not reason
 
 
@@ -73,24 +61,9 @@ def _counted(session: Session) -> bool:
 
 def refused(session: Session) -> str:
     """Why the ranks that are left could not go on without one, in words; "" where they could."""
-    training = session.training
-    if training is None or not training.begun or training.rollback is None:
+    if session.training is None or not session.training.begun:
         return "not all ranks have begun to train"
-    e = training.experiment
-    if e.task.leads:
-        return "the loop that makes its steps goes on only with the ranks that it began with"
-    if in_parts(e) and training.rollback.copies == 1 and not (training.rollback.coming or saved(session)):
-        return nowhere(e)
-    if training.rollback.open or not (training.rollback.wanted or training.rollback.free):
-        name = type(e.strategy).__name__
-        return (f"with on_death='end' and on_hang='wait' no rank keeps a way back to the last boundary under {name} "
-                f"with {type(e.compressor).__name__}; stop the run, and begin with on_death='go on'")  # fmt: skip
-    return ""
-
-
-def _says_why_not(session: Session, why: object) -> None:
-    lost = "a rank, or a wire to it, is lost"
-    session.mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
+    return leaving.refused(session.training, saved(session))
 
 
 def _lost(session: Session) -> bool:
@@ -111,22 +84,11 @@ def leave_generation(session: Session, training: Training) -> Said:
     if training.shared.held:
         training.layout.lie_in([w.clone() for w in training.layout.weights])
         training.shared.held = False
-    parts, bounds = False, list[Boundary]()
-    if (rollback := training.rollback) is not None:
-        session.rank.step += rollback.back()
-        training.outer = rollback.outer
-        parts, bounds = rollback.void or in_parts(training.experiment), rollback.bounds()
-    training.bounds = bounds
-    training.optimizer.zero_grad(set_to_none=True)  # of a step that does not count
+    parts = leaving.went_back(training)
     wires, session.wires = session.wires, []
     threading.Thread(target=_close, args=(wires,), name=f"rank {session.member} giving wires back", daemon=True).start()
-    e, rank = training.experiment, session.rank
-    return Said(session.member, rank.step, training.obeyed, e.strategy.trains(rank.id, rank.size),
-                training.unheeded, list(training.done), training.paused, training.credit,
-                e.plain(), membership.here(), parts, [b.bound for b in bounds],
-                bool(rollback and rollback.remembers), saved(session) if parts else (),
-                bool(rollback and rollback.void and rollback.together is not None),
-                training.batches.used_before(rank.step))  # fmt: skip
+    asked = training.unheeded, list(training.done), training.paused, training.credit
+    return leaving.said(training, session.member, parts, saved(session) if parts else (), asked, membership.here())
 
 
 def _close(wires: list[Wire]) -> None:
@@ -146,36 +108,10 @@ def hear(session: Session, mine: Said) -> Heard:
     return membership.vote(store, rank.id, rank.size, mine, patience, partial(_look, session))
 
 
-def fewer(session: Session, heard: Heard) -> Next:
-    """How those go on who are left. Raises KnobError where so few cannot train as they did."""
-    before, first = session.set_up_already, heard.first
-    if any(said.parts for said in heard.by_place.values()):
-        return _salvaged(session, heard)
-    same = first.settings == heard.by_place[session.rank.id].settings  # to read it may need files of every family
-    known = before.experiment
-    e, places = fitting(known if same else Experiment.read(first.settings, known.task), heard.left)
-    came = heard.came(places)
-    spare = [heard.by_place[other].member for other in heard.left if other not in places]
-    gone, left_out = missed(session, (*came.members, *spare))
-    processes = [heard.by_place[other].process for other in places]
-    text = f"{lost(gone)}; {named(came.members)} went on from step {came.step}{beside(left_out)}"
-    if spare:
-        text += f", and {named(spare)} {are(spare)} not needed, for so many cannot train alike"
-    text += f"; the vote: {heard.text}"
-    mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
-            "text": text, "settings": e.plain(), "voted": heard.voted}  # fmt: skip
-    say_unread(session, gone, first)
-    return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark,
-                heard.used(came.step))  # fmt: skip
-
-
-def _salvaged(session: Session, heard: Heard) -> Next:
-    try:
-        return settled(session, heard)
-    except KnobError as error:
-        if heard.first.member == session.member:
-            _says_why_not(session, error)
-        raise
+def settled(session: Session) -> Next:
+    """How those go on who are left, once all of them have said what they have."""
+    assert session.words is not None
+    return fewer(survivor(session), hear(session, session.words))
 
 
 def _meet(session: Session, to: Next) -> int:
@@ -213,16 +149,7 @@ def begin_generation(session: Session, to: Next) -> Came:
     rank = Rank(place, len(came.members), to.experiment.seed)
     rank.step, rank.lr = came.step, old.lr
     if before is not None:
-        rank.memory = old.memory
-        before.plan_again(to.changes)
-        if came.salvaged is None:
-            _adopt(before, to.experiment, rank)
-        else:
-            before.bounds = [b for b in (boundary_of(before, came.salvaged, place),) if b is not None]
-            memory = memory_of(before, came.salvaged, place)
-            rank.memory = Memory(rank.memory.seed)
-            rank.memory.buffers.update(memory)
-            lie_whole(before, to.experiment, came.step)
+        leaving.hand_down(before, rank, to)
     session.rank, session.members, session.leaving = rank, came.members, Leaving()
     session.outlives_next, session.words = False, None
     session.generation = session.voting = f"{session.base}+{session.turn}"
@@ -257,15 +184,3 @@ def _answer(session: Session) -> None:
         ranks = len(session.undone.came.members)
         reason = f"ranks={ranks}: a rank was lost before they had met; ask again"
         session.mark("refused", {"path": "ranks", "value": ranks, "id": session.undone.mark["id"], "reason": reason})
-
-
-def _adopt(training: Training, e: Experiment, rank: Rank) -> None:
-    """A change that the furthest has made is made here, too, as far as it is about what a rank keeps."""
-    was = training.experiment
-    training.rate.change(was, e, rank.step)
-    if e.bucket_mb != was.bucket_mb:
-        training.layout.rebucket(e.bucket_mb)
-    if e.optimizer != was.optimizer:
-        training.optimizer = training.make_optimizer(e)
-    training.experiment = e
-

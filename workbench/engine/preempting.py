@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.engine.collectives import connect_store
-from workbench.engine.membership import are, named
 from workbench.engine.resizing import part
 from workbench.engine.salvaging import saved
 from workbench.host.reentry import fitting
+from workbench.host.voting import are, named
 from workbench.rank import Op
 from workbench.settings import KnobError
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.engine import membership
 from workbench.engine.collectives import Aborted, connect_store
-from workbench.engine.membership import Next, Resized, are, named
 from workbench.experiment import Experiment
 from workbench.host.dealing import used_up
 from workbench.host.reentry import Came, fewer
 from workbench.host.resizing import come_together
+from workbench.host.voting import Next, Resized, are, named
 from workbench.settings import Change, KnobError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from workbench.engine.following import Following
 from workbench.engine.generations import live_through
 from workbench.engine.keeping import Keeper
 from workbench.engine.light import lighten
-from workbench.engine.membership import Next, Said, Spare, gone
+from workbench.engine.membership import Spare, gone
 from workbench.engine.outliving import refused
 from workbench.engine.peers import removed
 from workbench.engine.preempting import Lookout, announce
@@ -37,6 +37,7 @@ from workbench.engine.training import Training
 from workbench.experiment import Experiment
 from workbench.host.layout import Layout
 from workbench.host.saved.regain import Regained, regained
+from workbench.host.voting import Next, Said
 from workbench.rank import Rank
 from workbench.record.checkpoints import FOLDER, Bytes, Checkpoint
 from workbench.record.run import FINAL
@@ -54,14 +55,14 @@ class Session:
     words:    what this rank had when it left the generation, until the next has formed
     used:     how many examples of the data's order were used up when that began
     wires:    those that are open; files: those of this run that rank 0 removes at its end
-    stopping: is the run to end before its last step?
+    stopping: is the run to end before its last step? ours: may a fault end the process?
     """
 
     def __init__(
         self, experiment: Experiment, *, rank: int, size: int, store: tuple[str, int], generation: str,
         secret: bytes, epoch: float, run_dir: Path | None = None, push: Callable[..., None] | None = None,
         changes: tuple[Change, ...] = (), device: str = "cpu", kind: str = "gloo", loopback: bool = True,
-        joins: bool = False, resume: str = "",
+        joins: bool = False, resume: str = "", ours: bool = False,
     ) -> None:
         self.began_with = experiment.checked()
         self.member, self.members = rank, tuple(range(size))
@@ -72,7 +73,7 @@ class Session:
         self.words: Said | None = None
         self.used = 0
         self.turn = 0  # how many generations there were before this one
-        self.joins = joins
+        self.joins, self.ours = joins, ours
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
         self.naps = Naps(self.clock)

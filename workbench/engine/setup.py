@@ -173,7 +173,7 @@ class Parts(Life):
                                self.record.span, session.loopback, max(MESSAGE, MODELS * self.layout.nbytes))
         self.mailbox.step = lambda: self.lane.step
         self.mailbox.tell_strangers = lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n)
-        self.mailbox.chip = self.chip
+        self.mailbox.chip, self.mailbox.look = self.chip, self.peers.look
         seen = watch(self.chip, self.clock, self.record, self._look)
         self.watch = seen
         run: Any = self  # a Training is Changing

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from workbench.engine.changes import Turnable
 from workbench.engine.collectives import Aborted
 from workbench.engine.cost import Cost
+from workbench.engine.crashing import crash
 from workbench.engine.evaluate import known_evaluated, mean_evaluated
 from workbench.engine.preempting import leave
 from workbench.engine.resizing import resize
 from workbench.engine.workers import Workers
 from workbench.host import changes, residual
-from workbench.host.changes import take_role
 from workbench.host.evaluating import Evaluated
 from workbench.host.reentry import Came
 from workbench.rank import Bucket, Op
@@ -61,26 +61,6 @@ class Training(Turnable):
             self.enter_opaque()
         self.choose_lane()
         self.mark_start()
-
-    def begin_again(self) -> None:
-        """A generation begins: its wires are there, and nothing has crossed them yet."""
-        e = self.experiment
-        self.set_fabric(e, e)
-        take_role(self, e)
-        self.regrouped()
-        residual.begin(self)
-        self.choose_lane()
-
-    def entered(self, came: Came) -> None:
-        """The strategy takes over, from a state that all have."""
-        self.rate.follow(self)
-        self.enter(None, self.experiment)
-        if self.experiment.strategy.opaque:
-            self.enter_opaque()
-        self.choose_lane()
-        self.steering.begin_again()
-        self.saving.plan()
-        self.ledger.stir()
 
     @property
     def ended(self) -> bool:
@@ -157,6 +137,9 @@ class Training(Turnable):
         if self.credit:
             self.credit = max(0, self.credit - made)
             self.paused = self.credit == 0
+
+    async def crash(self, mine: bool) -> None:
+        await Op("do", partial(crash, self.session, mine))
 
     async def finish(self) -> None:
         await self.leave_opaque()

@@ -2,6 +2,7 @@
 from workbench.fabric._base import Fault as Fault
 from workbench.fabric.algorithms._base import Algorithm as Algorithm
 from workbench.fabric.algorithms._base import Among as Among
+from workbench.fabric.crash import Crash as Crash
 from workbench.fabric.freeze import Freeze as Freeze
 from workbench.fabric.hops import Ways as Ways
 from workbench.fabric.hops import hop_seconds as hop_seconds

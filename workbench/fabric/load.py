@@ -24,11 +24,17 @@ def idle(fabric: Fabric, servers: Collection[int] = (), ranks: int = 2) -> list[
     found = []
     for fault in fabric.faults:
         why = fault.idle(fabric.shaped and ranks > 1)
-        if why is None and getattr(fault, "rank", None) in servers and fault.choke(fault.rank) == 1.0:  # type: ignore[attr-defined]
+        if why is None and _of_compute(fault) and fault.rank in servers:  # type: ignore[attr-defined]
             why = f"rank {fault.rank} is a server and computes no steps; take a rank that trains"  # type: ignore[attr-defined]
         if why:
             found.append(f"{fault} has no effect: {why}")
     return found
+
+
+def _of_compute(fault: Fault) -> bool:
+    """Does it do something to what one rank computes, and to nothing else?"""
+    rank = getattr(fault, "rank", None)
+    return rank is not None and fault.choke(rank) == 1.0 and not fault.crashes(rank)
 
 
 def choke(faults: Iterable[Fault], rank: int) -> float:
@@ -41,13 +47,23 @@ def choke(faults: Iterable[Fault], rank: int) -> float:
 
 def pauses(old: Iterable[Fault], new: Iterable[Fault], rank: int) -> float:
     """Seconds for which `rank` stands still because of faults in `new` that were not yet in `old`."""
-    known, seconds = list(old), 0.0
+    return sum(fault.pause(rank) for fault in begun(old, new))
+
+
+def crashed(old: Iterable[Fault], new: Iterable[Fault], ranks: int) -> set[int]:
+    """Which of so many `ranks` are ended by faults in `new` that were not yet in `old`."""
+    return {rank for fault in begun(old, new) for rank in range(ranks) if fault.crashes(rank)}
+
+
+def begun(old: Iterable[Fault], new: Iterable[Fault]) -> list[Fault]:
+    """The faults in `new` that were not yet in `old`."""
+    known, found = list(old), []
     for fault in new:
         if fault in known:
             known.remove(fault)
         else:
-            seconds += fault.pause(rank)
-    return seconds
+            found.append(fault)
+    return found
 
 
 def message_seconds(

@@ -55,8 +55,9 @@ class Finite:
         """Ranks of which some have come know one first loss from now on, the largest that one of them had."""
         place = self.run.layout.order[0].param.device
         mine = torch.tensor([-math.inf if self.first is None else self.first], dtype=torch.float64, device=place)
-        first = float((await self.run.rank.all_reduce(mine, "max", "first loss"))[0])
-        self.know(first if math.isfinite(first) else None)
+        largest = await self.run.rank.all_reduce(mine, "max", "first loss")
+        if not largest.is_meta:  # with sizes only nobody has a loss
+            self.know(float(largest[0]) if math.isfinite(largest[0]) else None)
 
     # -- losses --
 

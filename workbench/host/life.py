@@ -104,7 +104,7 @@ class Life(Outliving, Ordering, Holding):
 
     async def over(self) -> bool:
         """Takes what is due at this boundary. Has this rank then made its last step?"""
-        await self.boundary()
+        await self.come_past()
         e = self.experiment
         return self.ended or (e.strategy.lockstep and 0 < e.steps <= self.rank.step)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
+from workbench.host import residual
 from workbench.host.boundary import Boundary
+from workbench.host.changes import take_role
 from workbench.host.reentry import Came, hand_on, reenter
 from workbench.host.regathering import put_together
 from workbench.host.rollback import Rollback
@@ -28,6 +30,7 @@ class Outliving:
     obeyed:   how many changes were made or refused so far
     bounds:   boundaries that this rank can go back to; outer: the outer momentum that it had; former:
               the checkpoint to which all go back. Between two generations
+    crashing: the ranks that a fault ends at the boundary that comes, or is here
     """
 
     rollback: Rollback | None = None
@@ -37,7 +40,21 @@ class Outliving:
     bounds: list[Boundary] = []  # noqa: RUF012 (never changed in place)
     outer: dict[str, Tensor] | None = None
     former: Former | None = None
+    crashing: Collection[int] = frozenset()
     _made: Sequence[Change | None] = ()
+
+    async def come_past(self: Any) -> None:
+        """Takes what is due at this boundary; one that a fault crashes comes no further."""
+        await self._fall()
+        await self.boundary()
+        await self._fall()
+
+    async def _fall(self: Any) -> None:
+        if self.crashing:
+            mine, self.crashing = self.rank.id in self.crashing, frozenset()
+            if mine:
+                self.mark("fault", {"text": "crashed, as a fault says"})
+            await self.crash(mine)
 
     async def live_on(self: Any, came: Came) -> None:
         """From a step on before which ranks were lost, or came, to the last step."""
@@ -49,7 +66,7 @@ class Outliving:
         if len(came.members) > len(came.places):
             await self.rate.agree(self)
             await self.finite.agree()
-        self.entered(came)
+        self._entered()
         await self.share_out(ahead=came.salvaged is not None)
         if self.experiment.strategy.has_outer and self.experiment.partition.size == 1:
             await hand_on(self, self.outer, min(came.furthest))
@@ -88,8 +105,46 @@ class Outliving:
         again = [change for change in list(self._made)[-undone:] if change is not None] if undone > 0 else []
         self.taken, self.planned = [], [*again, *todo[max(0, -undone) :]]
 
+    @property
+    @abstractmethod
+    def kept_away(self) -> Any:
+        """What this rank keeps away from its device."""
+
+    @abstractmethod
+    def cut_anew(self, bucket_mb: float) -> None:
+        """Between two generations: the parameters lie in buckets of another size."""
+
+    @abstractmethod
+    def lie_bare(self, seed: int) -> None:
+        """No part of the model is here any more, nor the way in which it lay; random numbers begin anew by `seed`."""
+
+    @abstractmethod
+    def lie_anew(self) -> None:
+        """All of the model, which has memory again, lies in buckets, and there is an optimizer for it."""
+
+    @abstractmethod
+    async def crash(self, mine: bool) -> None:
+        """This rank, if it is `mine`, or another ends here without a word, once all know what brought that about."""
+
     @abstractmethod
     async def obey(self, change: Change) -> bool: ...
 
-    def entered(self, came: Came) -> None:
-        """The generation has begun."""
+    def begin_again(self: Any) -> None:
+        """A generation begins: its ranks can reach each other, and nothing has been exchanged yet."""
+        e = self.experiment
+        self.set_fabric(e, e)
+        take_role(self, e)
+        self.regrouped()
+        residual.begin(self)
+        self.choose_lane()
+
+    def _entered(self: Any) -> None:
+        """The strategy takes over, from a state that all have."""
+        self.rate.follow(self)
+        self.enter(None, self.experiment)
+        if self.experiment.strategy.opaque:
+            self.enter_opaque()
+        self.choose_lane()
+        self.steering.begin_again()
+        self.saving.plan()
+        self.ledger.stir()

@@ -63,16 +63,23 @@ async def _known(run: Any, mine: Boundary | None) -> tuple[dict[str, int], State
     buffers = {name: x for name, x in run.model.named_buffers() if x.numel()}
     sizes |= {name: x.numel() for name, x in buffers.items()}
     of = likes(layout.order, run.optimizer)
-    slots = await handover.kept_slots(run, of, mine.state if mine is not None else {})
+    slots = await _remembered(run, of, mine.state if mine is not None else {})
     sizes |= {name: of[name].numel() or sizes[name.partition("/")[2]] for name in slots}
     return sizes, {**like, **{name: x.new_empty(0) for name, x in buffers.items()}, **of}, slots
 
 
+async def _remembered(run: Any, like: State, here: State) -> list[str]:
+    """The slots that any rank has; with sizes only, where nobody can look, all of them if anybody has one."""
+    if not run.layout.order[0].param.is_meta:
+        return await handover.kept_slots(run, like, here)
+    return list(like) if any(await run.gather(int(any(name in here for name in like)))) else []
+
+
 def _of(mine: Boundary | None, name: str, n: int, like: State) -> torch.Tensor:
-    """What this rank has of it; zeros of what its optimizer is yet to remember."""
+    """What this rank has of it; zeros of what its optimizer is yet to remember, or of what has no values anyway."""
     of = name.partition(":")[2]
     found = mine.state.get(of) if mine is not None else None
-    return like[of].new_zeros(n) if found is None else found
+    return like[of].new_zeros(n) if found is None or found.is_meta else found
 
 
 def _settle(run: Any, given: State, slots: set[str], like: State) -> None:

@@ -81,7 +81,7 @@ class Rollback:
     def remembers(self) -> bool:
         """Is there anything that this rank's optimizer remembers, here or away from its device?"""
         run = self.run
-        return bool(slots(run.layout, run.optimizer)) or bool(run.away.kept.count)
+        return bool(slots(run.layout, run.optimizer)) or bool(run.kept_away.count)
 
     @contextmanager
     def within(self, changes: bool = False) -> Iterator[None]:

@@ -22,6 +22,8 @@ class Arithmetic(Stage):
 
     clock: Any
     index: int
+    member: int  # the number that it has for life
+    rollback: Any = None  # its session's; None where nobody is ever lost
     note: Callable[[str, float], None]
     span: Callable[..., None]
     _lasting: Callable[..., Any]

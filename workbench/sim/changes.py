@@ -12,7 +12,7 @@ from workbench.compressors import inside
 from workbench.experiment import Experiment, momentum, sharding
 from workbench.experiment.arranged import sharers
 from workbench.experiment.partitioned import dealt, drawn
-from workbench.fabric.load import pauses
+from workbench.fabric.load import crashed, pauses
 from workbench.host.batches import Numbers, example, numbers
 from workbench.host.changes import in_step, take_role
 from workbench.host.foreseen import foreseen
@@ -68,7 +68,9 @@ class Turnable(Life):
         return wanted
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
-        self.pending_pause += pauses(was.fabric.faults if was else (), wanted.fabric.faults, self.rank.id)
+        old, new = was.fabric.faults if was else (), wanted.fabric.faults
+        self.pending_pause += pauses(old, new, self.rank.id)
+        self.crashing = {*self.crashing, *crashed(old, new, self.rank.size)}
 
     def choose_lane(self) -> None:
         """Children run as on the engine's own thread; what their codec costs is looked up anew."""
@@ -130,6 +132,19 @@ class Turnable(Life):
     def tuned(self) -> None:
         """The partition has other knobs than before, and the model lies as it did."""
         self.body.tune(self.experiment)
+
+    @property
+    def kept_away(self) -> Any:
+        return self.body.away
+
+    def cut_anew(self, bucket_mb: float) -> None:
+        self.body.rebucket(bucket_mb)
+
+    def lie_bare(self, seed: int) -> None:
+        self.body.lie_bare(self.experiment, seed)
+
+    def lie_anew(self) -> None:
+        self.body.lie_anew(self.experiment)
 
     def use_optimizer(self, optimizer: Any) -> None:
         self.body.use(optimizer)

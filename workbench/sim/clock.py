@@ -24,8 +24,8 @@ class Clock:
     True
     """
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
         self._times: list[float] = []  # a heap, each once: alike ranks are due in their thousands at one time
         self._due: dict[float, list[tuple[Resumable, Any]]] = {}  # by time
 

@@ -82,7 +82,9 @@ class Collective:
         world.clock.at(end, self)
 
     def resume(self, _: Any) -> None:
-        """The collective is over: everybody goes on."""
+        """The collective is over: everybody goes on; nobody does where a rank was missed on the way."""
+        if self.world.missed:
+            return
         results = self._results()
         now = self.world.clock.now
         for fiber, value in zip(self.fibers, results, strict=True):

@@ -60,10 +60,10 @@ class Compute(Arithmetic):
         asked = e.pace * 1e-3 * (SHARES[phase] + again * SHARES["forward"]) * share
         if costs is not None and costs.parts and phase != "update":
             share *= self._dear(costs.parts, phase, chunk)
-        computed = costs.seconds(phase, self.index, step, e.seed) * share if costs is not None else 0.0
+        computed = costs.seconds(phase, self.member, step, e.seed) * share if costs is not None else 0.0
         if costs is not None:
             if again:
-                computed += costs.seconds("forward", self.index, step, e.seed) * share * again
+                computed += costs.seconds("forward", self.member, step, e.seed) * share * again
             computed += self._beside_pass(costs, phase, chunk)
         factor = stretch(e.fabric.faults, self.index, step, phase) if e.fabric.faults else 1.0
         healthy = lasts(asked, computed)
@@ -140,6 +140,8 @@ class Compute(Arithmetic):
         self.body.turn(fiber.origin)
         if bucket is not None:
             require_steppable(self.body.layout, self.body.optimizer, bucket, self.experiment)
+        if bucket is None and self.rollback is not None:
+            self.rollback.updates()
         clip, squares, self._squares = self.experiment.clip, self._squares, None
         if clip and self.rank.mesh.inside and squares is None:
             return self.inner(fiber, self._clipped_update(op))

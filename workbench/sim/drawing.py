@@ -38,7 +38,7 @@ class Drawn:
 
     examples: Callable[[], int] = int  # its session's: how many make a batch
     taken = 0  # batches so far
-    _whole: Any
+    whole: Any
 
     @property
     @abstractmethod
@@ -52,14 +52,14 @@ class Drawn:
 
     def batch_nbytes(self, batch: int) -> int:
         """Of the tensors of a batch of so many examples."""
-        return int(self._whole.passes.nbytes(batch))
+        return int(self.whole.passes.nbytes(batch))
 
     def client(self, index: int, count: int) -> None:
         """Nobody knows whose examples a batch has."""
 
     def look_up(self) -> dict[str, torch.Tensor]:
         """The rows that one batch reads stand for those of all."""
-        return dict(self._whole.rows(self.examples(), self.layout))
+        return dict(self.whole.rows(self.examples(), self.layout))
 
     def row_grads(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         like = {place.name: place.param.data for place in self.layout.order if place.name in rows}

@@ -7,6 +7,7 @@ Costs say. A verb's answer is given at once, or PARK: whoever the verb waits for
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
@@ -28,12 +29,17 @@ if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
+WITH_OTHERS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send", "recv",
+               "again", "together")  # fmt: skip
+
+
 class Host(Waving, Away, Drawing):
     """One rank on the virtual clock."""
 
     def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
         super().__init__()
         self.world, self.clock, self.record, self.index, self.size = world, world.clock, world.record, index, world.size
+        self.member = world.members[index]
         self.rank, self.experiment, self.body = Rank(index, world.size, experiment.seed), experiment, body
         self.flow = body.flow = Flow(lambda: body.layout, body.coming, body.buffers, body.forget)
         self.flow.steps = lambda: self.experiment.steps
@@ -68,6 +74,18 @@ class Host(Waving, Away, Drawing):
             "reach": self._until, "drive": self._drive, "stand": self._stand, "together": self._together,
             "park": self._park,
         }  # fmt: skip
+
+    def fall(self) -> None:
+        """This rank has crashed: whatever it still has under way ends where it next asks for something."""
+        self.verbs = dict.fromkeys(self.verbs, _for_ever)
+
+    def cut_off(self) -> None:
+        """Whatever this rank asks of others from now on is not answered."""
+        for verb in WITH_OTHERS:
+            self.verbs[verb] = partial(self._alone, self.verbs[verb])
+
+    def _alone(self, perform: Callable[[Fiber, Op], Any], fiber: Fiber, op: Op) -> Any:
+        return perform(fiber, op) if op.group is not None and len(op.group) == 1 else PARK
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
         if lane == "compute" and self.steering.names:
@@ -196,6 +214,10 @@ class Host(Waving, Away, Drawing):
         fiber.on = op.args[1]
         op.args[0](fiber)
         return PARK
+
+
+def _for_ever(fiber: Fiber, op: Op) -> Any:
+    return PARK
 
 
 async def _asked(op: Op) -> Any:

@@ -79,7 +79,9 @@ class Mailboxes:
         return PARK
 
     def come(self, message: Message) -> None:
-        """A message is here."""
+        """A message is here, but on no way that ends as a rank is missed."""
+        if self.world.missed:
+            return
         waiting = self.waiting.get((message.to, message.kind), [])
         for place, wait in enumerate(waiting):
             if wait.wants(message):

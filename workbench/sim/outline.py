@@ -161,6 +161,11 @@ class Outline:
             self._made[wanted] = built(wanted, self.learner.optimizer, params, experiment.lr)
         return self._made[wanted]
 
+    @property
+    def names(self) -> list[str]:
+        """Of the trained parameters here."""
+        return list(self._names)
+
     def cut(self, bucket_mb: float, learned: bool) -> Cut:
         """The buckets of this size, in the learned order of gradients or in the one before that was known."""
         key = bucket_mb, learned

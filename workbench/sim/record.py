@@ -31,16 +31,17 @@ def each(numbers: float | np.ndarray) -> Iterable[Any]:
 
 
 class Record:
-    """Spans, samples and marks of all ranks of a simulated run."""
+    """Spans, samples and marks of all ranks of a simulated run, or of one generation of them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, members: Sequence[int]) -> None:
+        """members: by place, the number by which each rank is recorded"""
         self._code: dict[str, int] = {}  # of lanes and names of spans
         self._named: dict[str, int] = {}  # of names of samples
         self._single = bytearray()  # spans one after the other, a number per column
         self._blocks: list[tuple[int, int, Sequence[int], Numbers, Numbers, np.ndarray | float, Any]] = []
         self._samples = bytearray()  # the same
         self._marks: list[tuple[int, int, str, float, str]] = []
-        self._ranks = np.arange(size, dtype="i2")
+        self._ranks = np.array(members, dtype="i2")
 
     def code(self, text: str) -> int:
         """The number that stands for a lane or a name."""
@@ -69,19 +70,25 @@ class Record:
     def mark(self, rank: int, step: int, name: str, t: float, detail: str) -> None:
         self._marks.append((rank, step, name, t, detail))
 
-    def timeline(self) -> Timeline:
-        """The tables. Call it once: what was kept here is given up on the way."""
+    @staticmethod
+    def timeline(records: Sequence[Record]) -> Timeline:
+        """The tables of one generation after the other. Call it once: what was kept is given up on the way."""
         out = Timeline()
+        for record in records:
+            record._tell(out)
+        return out
+
+    def _tell(self, out: Timeline) -> None:
         spans, words = _sorted(self._spans(), "t1"), _words(self._code)
         if len(spans["t1"]):
             out.spans.extend({**spans, **{k: Coded(spans[k], words) for k in ("lane", "name")}})
         single = _numbers(self._samples, _OF_SAMPLES)
         columns = {name: single[:, k].astype(_KINDS.get(name, "f8")) for k, name in enumerate(_OF_SAMPLES)}
-        samples = _sorted(columns, "t")
+        samples = _sorted(columns | {"rank": self._ranks[columns["rank"]]}, "t")
         if len(single):
             out.samples.extend({**samples, "name": Coded(samples["name"], _words(self._named))})
-        out.marks.add(sorted(self._marks, key=lambda row: row[3]))
-        return out
+        marks = sorted(self._marks, key=lambda row: row[3])
+        out.marks.add([(int(self._ranks[row[0]]), *row[1:]) for row in marks])
 
     def _spans(self) -> dict[str, np.ndarray]:
         single = _numbers(self._single, _COLUMNS)
@@ -89,7 +96,7 @@ class Record:
         columns = {}
         for k, name in enumerate(_COLUMNS):
             whole = np.empty(len(single) + p * len(blocks), _KINDS.get(name, "f8"))
-            whole[: len(single)] = single[:, k]
+            whole[: len(single)] = single[:, k] if k else self._ranks[single[:, 0].astype(int)]
             rest = whole[len(single) :].reshape(len(blocks), p)
             for row, (lane, text, steps, asked, t0, t1, nbytes) in zip(rest, blocks, strict=True):
                 row[:] = (self._ranks, steps, lane, text, asked, t0, t1, nbytes)[k]

@@ -21,45 +21,54 @@ from workbench.host.momentum import stilled
 from workbench.host.narrowing import Narrowing
 from workbench.host.rate import Rate
 from workbench.host.reading import Reading
+from workbench.host.rollback import Rollback
 from workbench.host.saved.saving import Saving
 from workbench.host.steering import Steering
 from workbench.host.trial import Trial
+from workbench.host.voting import Next
 from workbench.rank import Bucket, Op
-from workbench.sim.changes import Turnable
 from workbench.sim.evaluate import known_evaluated, mean_evaluated
 from workbench.sim.evaluation import taken
 from workbench.sim.fiber import Fiber
 from workbench.sim.host import Host
 from workbench.sim.known import Known
-from workbench.sim.world import Stopped
+from workbench.sim.mortal import Mortal
 from workbench.tasks import at_rate, rate
 
 if TYPE_CHECKING:
     from workbench.sim.world import World
 
 
-class Session(Turnable):
-    """A run as one virtual rank lives it. Part of it is what a change sees (workbench.host.changes.Changing)."""
+class Session(Mortal):
+    """A run as one virtual rank lives it. Part of it is what a change sees (workbench.host.changes.Changing).
 
-    def __init__(self, world: World, index: int, experiment: Experiment, body: Any) -> None:
-        self.world, self.body = world, body
+    member: this rank's number from the beginning of its run on
+    """
+
+    def __init__(self, world: World, index: int, experiment: Experiment, body: Any, before: Session | None = None,
+                 to: Next | None = None) -> None:  # fmt: skip
+        """before: the same rank in the generation before; to: how this one begins, if it is not the first"""
+        self.world, self.body, self.member = world, body, world.members[index]
         self.host = Host(world, index, experiment, body)
         self.rank, self.flow = self.host.rank, self.host.flow
-        self.steering = self.host.steering = Steering(self)
         self.rank.density = (world.costs and world.costs.density) or self.rank.density
         self.rank.lr = experiment.lr or rate(body.optimizer)
-        self.rate = Rate(experiment, body.optimizer)
-        self.planned = list(world.planned)
-        self.stepped: Callable[[int], None] = lambda steps: None  # hears how many steps have ended
+        self.rate, self.planned = Rate(experiment, body.optimizer), list(world.planned)
+        if to is not None:
+            self.come(before, to)
+        self.steering = self.host.steering = before.steering if before else Steering(self)
+        self.steering.run = self
+        self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # hears how many ended
         self.state: Any = None
         self.measuring = Measuring()
+        self.rollback = self.host.rollback = Rollback(self) if world.mortal else None
         self.saving = Saving(self, world.keeper and world.keeper.of(self), world.saved and world.saved(index))
         self.narrowing = self.host.narrowing = body.narrowing = Narrowing(
             body.model, body.learner, self._made_for, lambda: self.experiment, lies=world.real
         )
         self.ledger = self.host.ledger = body.ledger = Ledger(self, self._counts(), body.away)
         self.reading = self.host.reading = body.reading = Reading(self, None, listens=world.real)
-        self.finite = body.finite = Finite(self, self._alarmed)
+        self.finite = body.finite = Finite(self, self.alarmed, before.finite.first if before else None)
         self.background: Fiber | None = None
         self.host.ended = self._ended
         self._awaiting: Fiber | None = None  # waits for workers or for the background to end
@@ -68,6 +77,8 @@ class Session(Turnable):
         if world.real:
             body.memory = self.rank.memory
             body.stepped = lambda: stilled(body.layout, body.optimizer, self.rank.memory)
+        if to is not None:
+            return self.begin_again()
         self.set_fabric(None, experiment)
         residual.begin(self)
         self.choose_lane()
@@ -118,7 +129,7 @@ class Session(Turnable):
 
     async def finish(self) -> None:
         self.say("done")
-        self.mark("end", {"rank": self.rank.id, "state": "done"})
+        self.ends("done")
 
     async def make(self) -> int:
         host, strategy, clock = self.host, self.experiment.strategy, self.host.clock
@@ -139,16 +150,6 @@ class Session(Turnable):
             losses.clear()
             self.finite.told(self.rank.step, loss)
         return made or 1
-
-    def _alarmed(self, does: str) -> None:
-        """A loss is no number, or has run away. There is nobody to wait for, so it goes on unless it is to stop."""
-        if does == "stop":
-            raise Stopped
-
-    def stopped(self) -> None:
-        """The simulation ended before its last step."""
-        self.say("stopped")
-        self.mark("end", {"rank": self.rank.id, "state": "stopped"})
 
     @property
     def reorders(self) -> bool:
@@ -186,6 +187,8 @@ class Session(Turnable):
     async def called(self) -> bool:
         """Is there a meeting now? Waits for one where this rank has nothing else to do. See the engine's meeting."""
         world, strategy, step = self.world, self.experiment.strategy, self.rank.step
+        if world.missed:
+            await Op("park", lambda fiber: None, "those who are left")
         due = bool(self.due)
         if strategy.lockstep:
             return due

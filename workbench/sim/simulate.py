@@ -27,8 +27,10 @@ from workbench.sim.alike import unlike
 from workbench.sim.changes import refused
 from workbench.sim.costs import Costs
 from workbench.sim.evaluate import assembled
+from workbench.sim.generations import Generations, mortal
 from workbench.sim.keeping import Kept
 from workbench.sim.outline import Outline, outline
+from workbench.sim.record import Record
 from workbench.sim.replay import Replay
 from workbench.sim.session import Session
 from workbench.sim.shapes import Shapes
@@ -76,6 +78,8 @@ def simulate(
         raise KnobError("steps=0: a simulation runs until its last step; give the experiment a number of steps")
     first = _first(experiment, costs, real or replay is not None or bool(changes)) if alike else experiment.ranks
     followed = _followed(replay, experiment)
+    if followed is not None and mortal(experiment, list(changes)):
+        raise KnobError("replay: follows ranks none of whom is lost, and a fault crashes one; take the Crash away")
     with _staying():
         return _run(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
                     checkpoints)  # fmt: skip
@@ -104,19 +108,22 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
     with _apart(real), nullcontext() if real else Shapes():
         world = World(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
         world.keeper = Kept(checkpoints, experiment.ranks) if checkpoints is not None and real else None
+        world.mortal = mortal(experiment, planned)
         files = Bytes(resume) if resume is not None else None
         world.saved = partial(regained, resume, files) if files is not None else None
         bodies = _tensors(experiment, learner) if real else _sizes(experiment, learner, first, seen)
         body = next(bodies)
         if reason := refused(experiment, costs, lambda: body.optimizer):
             raise KnobError(reason)
+        another = partial(_another, learner, body)
+        generations = Generations(world, another, checkpoints if real else None)
         try:
             sessions = [Session(world, 0, experiment, body)]
             able(sessions[0], experiment)
             sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
             with doing("simulating", experiment.steps) as work:
                 sessions[0].stepped = work.at
-                world.run(sessions)
+                sessions = generations.live(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in text_of(error):
                 raise
@@ -125,13 +132,13 @@ def _run(experiment: Experiment, learner: Learner, costs: Costs | None, first: i
                 f"only real ones have; simulate with real=True"
             ) from error
         finally:
-            world.close()
             if files is not None:
                 files.close()
         every = [session.body for session in sessions]
         for body in every if real and every[0].reading.sharded else ():
             assembled(every, body)
-    return Run(experiment, timeline=world.record.timeline(), environment=_environment(real), name="simulated")
+    timeline = Record.timeline(generations.records)
+    return Run(experiment, timeline=timeline, environment=_environment(real), name="simulated")
 
 
 def _first(experiment: Experiment, costs: Costs | None, more: bool) -> int:
@@ -157,6 +164,13 @@ def _environment(real: bool) -> dict[str, Any]:
 def _sizes(experiment: Experiment, learner: Learner, first: int, seen: dict[Any, Any] | None) -> Iterator[Any]:
     whole = Outline(experiment, learner, seen)
     return (Sizes(whole, experiment.bucket_mb) for _ in range(first))
+
+
+def _another(learner: Learner, body: Any, experiment: Experiment, place: int) -> Any:
+    """What a rank computes with that comes in the midst of a run, where others have bodies as this one."""
+    if isinstance(body, Sizes):
+        return Sizes(body.whole, experiment.bucket_mb)
+    return Tensors(experiment, learner, place)
 
 
 def _tensors(experiment: Experiment, learner: Learner) -> Iterator[Any]:

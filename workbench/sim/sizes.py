@@ -22,6 +22,7 @@ from workbench.host.splitting import Split
 from workbench.host.spread import Spread
 from workbench.host.trial import Trial
 from workbench.rank import Bucket, Factors
+from workbench.sim.anew import SizesAnew
 from workbench.sim.away import Outlined
 from workbench.sim.drawing import Drawn
 from workbench.sim.known import Kept
@@ -40,7 +41,7 @@ class Way(NamedTuple):
     stages: int
 
 
-class Sizes(Drawn):
+class Sizes(SizesAnew, Drawn):
     """What one rank computes with, as sizes only.
 
     piece: which stage of its replica it is, if that lies in stages
@@ -48,7 +49,6 @@ class Sizes(Drawn):
 
     losses: tuple[()] = ()
     ledger: Any = None  # its session's
-    reading: Any = None  # its session's
     share = 1.0  # of the model that this rank computes
     again: tuple[float, ...] = (0.0,)  # by piece, of its forward what its backward computes again
     fresh = False  # is the next batch the first after a cut?
@@ -60,7 +60,7 @@ class Sizes(Drawn):
     layers: Partition  # how the ranks of a stage compute its layers
 
     def __init__(self, whole: Outline, bucket_mb: float) -> None:
-        self._outline = self._whole = whole
+        self._outline = self.whole = whole
         self._stage: StageOutline
         self.piece: Way | None = None
         self._count = 1  # micro-batches of a batch
@@ -89,12 +89,12 @@ class Sizes(Drawn):
     @property
     def trial(self) -> Trial:
         """What a step reads, and in which order its gradients come."""
-        return self._whole.trial_of(self.layers)
+        return self.whole.trial_of(self.layers)
 
     @property
     def cheap(self) -> bool:
         """Would an engine know that before the first step, without building the model once more?"""
-        return self._whole.cheap
+        return self.whole.cheap
 
     @property
     def to_learn(self) -> bool:
@@ -119,7 +119,7 @@ class Sizes(Drawn):
 
     @property
     def learner(self) -> Learner:
-        return self._whole.learner
+        return self.whole.learner
 
     # -- where this rank is one stage --
 
@@ -132,9 +132,9 @@ class Sizes(Drawn):
         self.share, self.piece = (stages.share(stage), Way(stage, len(stages))) if stages else (1.0, None)
         self.shares = tuple(share / self.share for share in stages.shares[stage :: len(stages)]) if stages else (1.0,)
         self.opened = [0.0] * len(self.shares)
-        self._outline = self._whole
+        self._outline = self.whole
         if spread and self.split:
-            self._outline = slices = self._whole.slice(names, spread, (stage, index), e)
+            self._outline = slices = self.whole.slice(names, spread, (stage, index), e)
             self.common, stages = slices.common, slices.stages
             self.stage, self.share = (stage, len(stages) if stages else 1), self.share * self.split.share
         if stages:
@@ -255,7 +255,7 @@ class Sizes(Drawn):
 
     def made(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
         """The optimizer that `experiment` wants for what lies here, or for all of the model."""
-        return (self._outline if params is None else self._whole).made(experiment)
+        return (self._outline if params is None else self.whole).made(experiment)
 
     def use(self, optimizer: Any) -> None:
         self.optimizer, self._begun, self.stepped = optimizer, False, False

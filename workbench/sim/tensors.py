@@ -24,12 +24,13 @@ from workbench.host.tables import read, step_rows, taken
 from workbench.host.waves import Waves
 from workbench.optimizers import built
 from workbench.rank import Bucket, Factors, StrategyError
+from workbench.sim.anew import TensorsAnew
 from workbench.sim.outline import Cut, ready
 from workbench.sim.portion import Portion
 from workbench.tasks import Learner
 
 
-class Tensors(Portion):
+class Tensors(TensorsAnew, Portion):
     """One rank's model, data and optimizer, seeded as on the engine."""
 
     shards: Any = None  # what Sizes are told, and these show

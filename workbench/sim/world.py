@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from workbench.host.reentry import Came
 from workbench.rank import Group, Op
 from workbench.sim.clock import Clock
 from workbench.sim.collective import Collective
@@ -18,6 +20,7 @@ from workbench.sim.replay import Replay
 
 AT_ONCE = 500_000  # things that happen at one time, and more per rank, before time is said to stand still
 PER_RANK = 2_000
+NOTICED = 0.23  # seconds after which a rank is missed that has crashed: the median of 101 kills of real ones
 
 
 class Stopped(BaseException):
@@ -27,15 +30,19 @@ class Stopped(BaseException):
 class World:
     """All that the ranks of one simulation have in common.
 
-    first: so many of its `size` ranks are simulated, which stand for those that are as far into their own replicas
+    first:   so many of its `size` ranks are simulated, which stand for those that are as far into their own replicas
+    members: by place, the number that a rank has for life; now: when they begin
+    fallen:  places of those who have crashed; parted: how others than they go on from here, if they have come together
     """
 
     def __init__(self, size: int, costs: Costs | None, seed: int, planned: list[Any], real: bool,
-                 replay: Replay | None = None, first: int = 0) -> None:
-        self.size, self.costs, self.planned, self.real, self.replay = size, costs, planned, real, replay
+                 replay: Replay | None = None, first: int = 0, members: Sequence[int] = (), now: float = 0.0) -> None:
+        self.size, self.costs, self.seed, self.planned = size, costs, seed, planned
+        self.real, self.replay = real, replay
         self.first = first or size
-        self.clock = Clock()
-        self.record = Record(self.first)
+        self.members = members or range(self.first)
+        self.clock = Clock(now)
+        self.record = Record(self.members)
         self.ports = Ports(size, costs, seed)
         self.mail = Mailboxes(self)
         self.sessions: list[Any] = []
@@ -53,28 +60,56 @@ class World:
         self._listening: list[Fiber] = []
         self.keeper: Any = None  # takes what a checkpoint is to hold
         self.saved: Any = None  # by rank, what it goes on from
+        self.mortal = False  # may ranks crash?
+        self.fallen: set[int] = set()
+        self.missed = self.stopped = False  # do the others know of it? Did a rank end the simulation?
+        self.parted: Any = None
 
     @property
     def hosts(self) -> list[Any]:
         return self._hosts
 
-    def run(self, sessions: list[Any]) -> None:
-        """Lets all ranks live; raises Deadlock when they wait for each other, or go on without time passing."""
+    def run(self, sessions: list[Any], came: Came | None = None) -> None:
+        """Lets all ranks live, to their end, or until some are lost or they have parted; came: how they came here.
+
+        Raises Deadlock when they wait for each other, or go on without time passing.
+        """
         self.sessions = sessions
         self._hosts = [s.host for s in sessions]
-        self.lives += [Fiber(s.host, _counted(self, s), "step") for s in sessions]
+        self.lives += [Fiber(s.host, _counted(self, s.live() if came is None else s.live_on(came)), "step")
+                       for s in sessions]  # fmt: skip
         try:
             self._live()
         except Stopped:
+            self.stopped = True
             for session in sessions:
                 session.stopped()
+
+    @property
+    def left(self) -> list[Any]:
+        """The sessions that neither have crashed nor are over."""
+        return [s for s, life in zip(self.sessions, self.lives, strict=True)
+                if not life.done and s.rank.id not in self.fallen]  # fmt: skip
+
+    def crashes(self, fiber: Fiber) -> None:
+        """A rank is lost where it stands; the others notice `NOTICED` seconds later."""
+        if not self.fallen:
+            self.clock.at(self.clock.now + NOTICED, Bell(self._miss))
+        self.fallen.add(fiber.host.index)
+        fiber.host.fall()
+
+    def _miss(self) -> None:
+        """From now on nothing comes about that ranks do together, and each stops where it next asks for that."""
+        self.missed = True
+        for host in self._hosts:
+            host.cut_off()
 
     def _live(self) -> None:
         for fiber in self.lives:
             fiber.resume(None)
         self._happen()
         for _ in range(AT_ONCE):
-            if self.ended == self.first:
+            if self.ended == self.first or self.fallen or self.parted is not None:
                 return
             if not self.mail.nothing_more():
                 raise Deadlock(told(self))
@@ -92,13 +127,15 @@ class World:
 
     def close(self) -> None:
         """Closes what has not run to its end, so that nothing is left over after a failure."""
-        for host in self._hosts:
-            for fiber in host.unfinished():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # what was yet to be started is never awaited then
+            for host in self._hosts:
+                for fiber in host.unfinished():
+                    fiber.coro.close()
+            for fiber in self.lives:
+                if isinstance(fiber.on, Fiber):
+                    fiber.on.coro.close()
                 fiber.coro.close()
-        for fiber in self.lives:
-            if isinstance(fiber.on, Fiber):
-                fiber.on.coro.close()
-            fiber.coro.close()
 
     def here(self, group: Group | None) -> Sequence[int]:
         """Of the ranks of a group, or of all, those that are simulated."""
@@ -161,8 +198,18 @@ class World:
             self.clock.at(self.clock.now, fiber)
 
 
-async def _counted(world: World, session: Any) -> None:
-    await session.live()
+class Bell:
+    """Calls something when its time has come."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def resume(self, _: Any) -> None:
+        self._call()
+
+
+async def _counted(world: World, life: Coroutine[Any, Any, None]) -> None:
+    await life
     world.ended += 1
 
 

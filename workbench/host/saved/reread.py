@@ -23,7 +23,7 @@ from workbench.host.layout import Place, grouped, in_a_row
 from workbench.host.move import seen
 from workbench.host.own import MOVED
 from workbench.host.remembered import rule
-from workbench.host.saved.regain import Regained
+from workbench.host.saved.regain import Regained, regained
 from workbench.host.saved.whole import Shares, heir, heirs
 from workbench.host.slices import Slice
 from workbench.host.slots import likes, put
@@ -49,6 +49,12 @@ class Former(NamedTuple):
     def used(self) -> int:
         """How many examples of the data's order were used up then."""
         return max(image.used for image in self.images)
+
+
+def formerly(checkpoint: Any, files: Any) -> Former:
+    """All that its ranks held. Raises RunError where it cannot be read. files: its bytes"""
+    images = [regained(checkpoint, files, place, alone=True) for place in range(checkpoint.ranks)]
+    return Former(checkpoint.settings, images)
 
 
 def reread(run: Any, former: Former) -> None:

@@ -1,0 +1,172 @@
+"""Virtual ranks crash as real ones do: what the others settle, where they go on, and what they have in the end."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import experiment, shipped, toy, weights
+from tests.sim.insides import simulated
+from tests.thinned import thinned
+from tests.unit.test_crash import crash, crashed
+from tests.unit.test_parts_lost import layers
+from workbench import Run, simulate
+from workbench.experiment import Experiment
+from workbench.fabric import Crash, Fabric
+from workbench.host.salvage import in_parts
+from workbench.partitions import Pipeline, Tensor
+from workbench.partitions.schedules import GPipe
+from workbench.settings import KnobError
+from workbench.sim.generations import REPLACED, VOTED
+from workbench.sim.laws import flat
+from workbench.sim.world import NOTICED
+from workbench.strategies import DDP, HSDP, AsyncServer, DiLoCo, LocalSGD, Strategy, ZeRO1, ZeRO3
+from workbench.tasks import Digits
+
+CLOCKED = ("DABMD", "LowPrecisionDecentralized")  # how far who is left has come is the clock's to say
+LOCKSTEP = [
+    name for name, cls in sorted(shipped(Strategy).items())
+    if cls.lockstep and not (cls.opaque or name in CLOCKED or in_parts(experiment(4, strategy=cls())))
+]  # fmt: skip
+
+
+def setting(strategy: Strategy, ranks: int = 4, steps: int = 14, **more: Any) -> Experiment:
+    return experiment(ranks, steps, **{"strategy": strategy, "on_death": "go on", "pace": 2.0, "eval_every": 5, **more})
+
+
+def members(run: Run) -> list[dict[str, Any]]:
+    """What the record says of who is there."""
+    return [{k: v for k, v in said.items() if k != "settings"} for _, _, said in run.details("members")]
+
+
+def ends(run: Run) -> dict[int, str]:
+    """By rank, the state in which it ended; and of the run, by -1."""
+    found = {said["rank"]: said["state"] for _, _, said in run.details("end")}
+    return {**found, -1: run.details("state")[-1][2]["state"]}
+
+
+def stepped(run: Run) -> dict[int, set[int]]:
+    """By rank, the steps that it made."""
+    rows = run.timeline.spans.rows()
+    rows = rows[rows.equal("lane", "step")]
+    return {int(rank): {int(step) for step in rows.step[rows.rank == rank]} for rank in set(rows.rank)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "victim"), thinned(list(product(LOCKSTEP, (0, 2))), of=4, long=4))
+def test_those_who_are_left_have_what_real_ranks_have(name: str, victim: int) -> None:
+    e = setting(shipped(Strategy)[name]())
+    sessions, real = crashed(e, crash(6, victim))
+    run, virtual = simulated(e, crash(6, victim))
+    assert members(run) == [{k: v for k, v in mark.items() if k != "settings"} for mark in real]
+    state = ends(run)
+    assert [state[s.member] for s in sessions] == [s.phase for s in sessions] and state[-1] == "done"
+    there = {s.member: s for s in virtual}  # the last that had each number
+    for s in sessions:
+        if s.phase == "done":
+            torch.testing.assert_close(weights(s), flat(there[s.member].model), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4)], ids=str)
+@pytest.mark.parametrize("way", [Pipeline(), Pipeline(schedule=GPipe()), Tensor()], ids=str)
+def test_a_model_in_parts_is_put_together_to_the_bit(way: Any, strategy: Strategy) -> None:
+    """Two replicas of two ranks, of which one is gone: what is computed before and after is the same on both hosts."""
+    e = setting(strategy, task=toy(model=layers) if way.depth > 1 else toy(), partition=way)
+    sessions, (real,) = crashed(e, crash(6, 1))
+    run, virtual = simulated(e, crash(6, 1))
+    (mark,) = members(run)
+    assert mark["text"] == real["text"] and "with what others have of the same parts" in mark["text"]
+    there = {s.member: s for s in virtual}
+    for s in sessions[2:]:
+        here = {place.name: place.param for place in there[s.member].layout.order}
+        assert here.keys() == {place.name for place in s.layout.order}
+        assert all(torch.equal(place.param, here[place.name]) for place in s.layout.order)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(every=4), DiLoCo(), AsyncServer(), HSDP()], ids=str)
+def test_sizes_only_go_the_same_way(strategy: Strategy) -> None:
+    e = setting(strategy, steps=100, pace=300.0, on_death="replace", task=Digits(), eval_every=20)
+    real, sizes = (simulate(e, changes=[crash(5, 1)], real=real) for real in (True, False))
+    assert members(real) == members(sizes) and ends(real) == ends(sizes) and stepped(real) == stepped(sizes)
+
+
+@pytest.mark.parametrize("way", [Pipeline(), Tensor(), Pipeline(of=Tensor())], ids=str)
+def test_sizes_of_parts_do(way: Any) -> None:
+    task = toy(model=layers) if way.depth > 1 else toy()
+    e = setting(DDP(), ranks=2 * way.size, task=task, partition=way)
+    real, sizes = (simulate(e, changes=[crash(5, 1)], real=real) for real in (True, False))
+    assert members(real) == members(sizes) and stepped(real) == stepped(sizes) and ends(sizes)[-1] == "done"
+
+
+def test_how_long_it_takes() -> None:
+    run = simulate(setting(DDP(), ranks=3), changes=[crash(5, 2)])
+    rows = run.timeline.spans.rows()
+    rows = rows[rows.equal("lane", "step")]
+    assert rows.t0[rows.step == 5].min() - rows.t1[rows.step == 4].max() == pytest.approx(NOTICED + VOTED)
+    assert stepped(run) == {0: set(range(14)), 1: set(range(14)), 2: set(range(5))}
+
+
+def test_where_ranks_meet_later_it_is_missed_later() -> None:
+    run = simulate(setting(LocalSGD(every=8), pace=1000.0, steps=12, eval_every=0), changes=[crash(2, 1)])
+    ((step, t, _),) = run.details("members")
+    assert step == 7 and t == pytest.approx(8.0 + VOTED), "they go on alone until step 7 has ended in a sum"
+
+
+def test_by_default_the_run_ends_with_it() -> None:
+    run = simulate(setting(DDP(), on_death="end"), changes=[crash(5, 1)], real=True)
+    assert ends(run) == dict.fromkeys((-1, 0, 1, 2, 3), "failed") and not members(run)
+    ((step, _, said),) = run.details("error")
+    assert step == 5 and said["rank"] == 1 and said["text"] == "rank 1 crashed before step 5"
+
+
+def test_another_comes_for_it_with_a_number_of_its_own() -> None:
+    e = setting(DDP(), steps=100, pace=300.0, on_death="replace", task=Digits(), eval_every=0)
+    run = simulate(e, changes=[crash(5, 1)], real=True)
+    lost, came = run.details("members")
+    assert lost[2]["members"] == [0, 2, 3] and came[2]["members"] == [0, 2, 3, 4] and came[2]["new"] == [4]
+    assert came[1] - lost[1] == pytest.approx(REPLACED, abs=0.7), "before the next step that nobody has begun"
+    made = stepped(run)
+    assert made[4] == set(range(came[0], 100)) and made[0] == set(range(100))
+    losses = run.samples[run.samples.name == "loss"]
+    late, early = losses[losses["rank"] == 4].value, losses[losses.step < 5].value
+    assert late.mean() < early.mean(), "it has what the others have"
+
+
+def test_they_go_back_to_a_checkpoint_where_nobody_has_what_was_lost(tmp_path: Path) -> None:
+    e = setting(ZeRO1(), save_every=4)
+    run = simulate(e, changes=[crash(6, 1)], real=True, checkpoints=tmp_path / "kept")
+    (mark,) = members(run)
+    assert mark["step"] == 4 and "went back to the checkpoint before step 4" in mark["text"]
+    assert ends(run) == {-1: "done", 0: "done", 1: "failed", 2: "done", 3: "done"}
+    assert stepped(run)[0] == set(range(14))
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["values", "sizes"])
+def test_without_one_the_run_ends_in_words(real: bool) -> None:
+    run = simulate(setting(ZeRO3()), changes=[crash(6, 1)], real=real)
+    (mark,) = members(run)
+    assert "cannot go on without it: strategy=ZeRO3: nobody else has its shard" in mark["text"]
+    assert ends(run) == dict.fromkeys((-1, 0, 1, 2, 3), "failed")
+
+
+def test_one_after_the_other_and_all_at_once() -> None:
+    changes = [crash(at, 0) for at in (3, 6, 9)]
+    run = simulate(setting(DDP()), changes=changes, real=True)
+    assert [mark["members"] for mark in members(run)] == [[1, 2, 3], [2, 3], [3]], "places are counted anew"
+    assert ends(run)[3] == ends(run)[-1] == "done"
+    faults = tuple(Crash(rank=r) for r in range(3))
+    run = simulate(setting(DDP(), ranks=3, fabric=Fabric(faults=faults)))
+    assert ends(run) == dict.fromkeys((-1, 0, 1, 2), "failed") and stepped(run) == {}
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(KnobError, match=r"fabric.faults: ranks that have them are not like others"):
+        simulate(setting(DDP(), fabric=Fabric(faults=(Crash(rank=1),))), alike=True)
+    e = setting(DDP(), ranks=2)
+    with pytest.raises(KnobError, match="replay: follows ranks none of whom is lost"):
+        simulate(e, changes=[crash(3, 1)], replay=simulate(e))
