@@ -54,6 +54,8 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
             f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
             f"started: {why}; take at most {len(here) + len(spare)}"
         )
+    if ranks > len(here) and (how := live.cluster.health.controller()):
+        raise KnobError(f"ranks={ranks}: no rank can come in, since the controller {how}; take at most {len(here)}")
     if live.state not in ("running", "paused"):
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
     if wanting:
