@@ -2,11 +2,12 @@
 
     python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaigns/7.json]
 
-A round is one lab of six engines and a run that begins with four: live changes in bursts (`torture`), and after each
-burst a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
-interrupted. In every fourth round a kernel is killed instead, with its lab detached or not. What is done depends on
-the seed of the round alone; the moments at which it falls do not. After each fault all who are left make steps again
-within a bound; at the end they agree, the record has no row twice and none lost, and nothing is left behind.
+A round is one lab of six engines and a run that begins with four: live changes in waves (`torture`), and after some
+waves a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
+interrupted. In every eighth round kernels are killed instead, with their lab detached or not. What is done depends on
+the seed of the round and on how many ranks there are; the moments at which it falls do not. After each fault all who
+are left make steps again within a bound; at the end they agree, the record has no row twice and none lost, and nothing
+is left behind.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from tests import kernels
-from tests.harm import LIMIT, Patient, Stuck, drawn, left
+from tests.harm import LIMIT, Patient, Stuck, left, planned
 from tests.spinning import spinning
 from tests.torture import ANSWER, SPARE, one, parameters, pause, start
 from tests.waiting import until
@@ -39,9 +40,10 @@ from workbench.settings import KnobError, members
 from workbench.strategies import Strategy
 
 ENGINES, RANKS = 6, 4
-FAULTS = 10  # of one round
-CHANGES = 24  # of one burst at most
-KERNELS = 4  # each so many rounds a kernel is killed
+FAULTS = 20  # of one round
+WAVES = 4  # of changes before each fault
+CHANGES = 24  # of one wave at most
+KERNELS = 8  # each so many rounds kernels are killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
 WHY = "cannot go on without it"  # as a note says it
@@ -75,11 +77,11 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
     """A run through all of its faults and to its end. One that says why it cannot go on may end there."""
     run = p.lab.run(replace(start(RANKS), on_death="go on"))
     p.goes_on("start")
-    for number in range(FAULTS):
-        for kind, n in changed(p, say).items():
-            done[kind] += n
+    for number, (fault, seed) in enumerate([(fault, p.rng.random()) for fault in planned(p.rng, FAULTS)]):
+        p.rng = random.Random(seed)  # of its own, whatever came of those before
+        for wave in range(WAVES):
+            done.update(changed(p, say, pauses=wave == 0))
         p.goes_on("changes")
-        fault = drawn(p.rng)
         p.last, said = fault.__name__, ""
         try:
             said = fault(p)
@@ -109,13 +111,13 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
         raise AssertionError("; ".join(wrong[:4]))
 
 
-def changed(p: Patient, say: Say) -> dict[str, int]:
-    """A burst of live changes: how many were applied and how many refused in words."""
+def changed(p: Patient, say: Say, pauses: bool) -> dict[str, int]:
+    """A wave of live changes: how many were applied and how many refused in words. A pause lasts as long as ten."""
     count = {"applied": 0, "refused": 0, "paused": 0}
     asked: list[tuple[str, Any, Any]] = []
     for _ in range(p.rng.randint(4, CHANGES)):
         what, value = one(p.rng, max(2, len(p.members)))
-        if what == "partition":
+        if what == "partition" or (what in ("pause", "step") and not pauses):
             continue
         if what in ("pause", "step"):
             pause(p.lab, what, value)

@@ -24,6 +24,7 @@ from workbench.settings import KnobError
 
 LIMIT = 60.0  # seconds within which all who are left make steps again: a hang, not a busy machine, takes longer
 STEPS = 2  # that each of them has to make
+MOST = 8  # ranks: more of them than there are cores make all slow, and nothing else
 
 Harm = Callable[["Patient"], str]
 
@@ -120,7 +121,7 @@ def freeze(p: Patient) -> str:
 
 def join(p: Patient) -> str:
     """An engine that was never in the run comes in."""
-    return _resized(p, len(p.members) + 1)
+    return _resized(p, len(p.members) + 1) if len(p.members) < MOST else "none to join"
 
 
 def leave(p: Patient) -> str:
@@ -256,11 +257,15 @@ def interrupted(call: Callable[[], Any], after: float) -> bool:
     return not done
 
 
-FAULTS: dict[Harm, int] = {kill: 3, freeze: 3, join: 3, leave: 2, cut: 2, interrupt: 3, end_controller: 1}
+FAULTS: dict[Harm, int] = {kill: 3, freeze: 3, join: 5, leave: 2, cut: 2, interrupt: 3}
 
 
-def drawn(rng: random.Random) -> Harm:
-    return rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+def planned(rng: random.Random, count: int) -> list[Harm]:
+    """`count` faults. The controller dies late if at all: from then on nobody comes in, and no wire can be cut."""
+    drawn = rng.choices(list(FAULTS), list(FAULTS.values()), k=count)
+    if rng.random() < 0.5:
+        drawn[rng.randrange(count * 3 // 4, count)] = end_controller
+    return drawn
 
 
 # -- what is left behind
