@@ -2,7 +2,7 @@
 
     python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaigns/7.json]
 
-A round is one lab of six engines and a run that begins with four: live changes in waves (`torture`), and after some
+A round is one lab of five engines and a run that begins with four: live changes in waves (`torture`), and after some
 waves a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
 interrupted. In every eighth round kernels are killed instead, with their lab detached or not. What is done depends on
 the seed of the round and on how many ranks there are; the moments at which it falls do not. After each fault all who
@@ -19,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from tests import kernels
-from tests.harm import LIMIT, Patient, Stuck, left, planned
+from tests.harm import LIMIT, Harm, Patient, Stuck, left, planned, possible
 from tests.spinning import spinning
 from tests.torture import ANSWER, SPARE, one, parameters, pause, start
 from tests.waiting import until
@@ -39,10 +40,10 @@ from workbench.run import Run
 from workbench.settings import KnobError, members
 from workbench.strategies import Strategy
 
-ENGINES, RANKS = 6, 4
+ENGINES, RANKS = 5, 4
 FAULTS = 20  # of one round
-WAVES = 4  # of changes before each fault
-CHANGES = 24  # of one wave at most
+WAVES = 2  # of changes before each fault
+CHANGES = 48  # of one wave at most
 KERNELS = 8  # each so many rounds kernels are killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
@@ -63,11 +64,15 @@ def round_of(seed: int, say: Say) -> dict[str, Any]:
             with Lab(ranks=ENGINES, name=f"campaign-{os.getpid()}-{seed}") as lab:
                 patient = Patient(lab.wait(120), rng)
                 out |= {"recovered": patient.recovered, "noticed": patient.noticed}
-                harmed(patient, done, say)
+                try:
+                    harmed(patient, done, say)
+                except Exception:
+                    say(lab.stacks())
+                    raise
                 out["at"] = patient.last if done["ended in words"] else ""
     except Exception as error:
         out["wrong"], out["at"] = f"{type(error).__name__}: {error}", patient.last if patient else "kernel"
-        say(f"WRONG {out['wrong']}")
+        say(f"WRONG {traceback.format_exc()}")
     rounded = {what: {kind: [round(t, 2) for t in times] for kind, times in out[what].items()}
                for what in ("noticed", "recovered")}  # fmt: skip
     return {**out, **rounded, "done": dict(done), "seconds": round(time.monotonic() - begun)}
@@ -79,22 +84,17 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
     p.goes_on("start")
     for number, (fault, seed) in enumerate([(fault, p.rng.random()) for fault in planned(p.rng, FAULTS)]):
         p.rng = random.Random(seed)  # of its own, whatever came of those before
-        for wave in range(WAVES):
-            done.update(changed(p, say, pauses=wave == 0))
-        p.goes_on("changes")
-        p.last, said = fault.__name__, ""
         try:
-            said = fault(p)
-            say(f"{number}: {said}; {len(p.members)} ranks")
-            p.goes_on("nothing" if said.startswith(NONE) else fault.__name__)
+            for wave in range(WAVES):
+                done.update(changed(p, say, pauses=int(wave == 0)))
+            p.goes_on("changes")
+            injected(p, possible(p, fault), done, lambda text, number=number: say(f"{number}: {text}"))
         except Stuck:
             if not until(lambda: not p.lab.live, 5) or not any(WHY in note for note in p.lab.notes):
                 raise
             done["ended in words"] += 1
             say(f"{number}: {p.lab.notes[-2:]}")
             return
-        finally:
-            done["nothing to harm" if said.startswith(NONE) else fault.__name__] += 1
     for path, value in PLAIN.items():
         p.lab.set(path, value).wait(LIMIT)
     p.goes_on("the last changes")
@@ -111,13 +111,28 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
         raise AssertionError("; ".join(wrong[:4]))
 
 
-def changed(p: Patient, say: Say, pauses: bool) -> dict[str, int]:
-    """A wave of live changes: how many were applied and how many refused in words. A pause lasts as long as ten."""
+def injected(p: Patient, fault: Harm, done: Counter[str], say: Say) -> None:
+    """Harms, and waits until all go on."""
+    said, before, p.last = "", p.last, fault.__name__
+    try:
+        said = fault(p)
+        say(f"{said}; {len(p.members)} ranks")
+        p.goes_on("nothing" if said.startswith(NONE) else fault.__name__)
+    finally:
+        done["nothing to harm" if said.startswith(NONE) else fault.__name__] += 1
+        p.last = before if said.startswith(NONE) else p.last
+
+
+def changed(p: Patient, say: Say, pauses: int) -> dict[str, int]:
+    """A wave of live changes, with so many pauses at most, each of which lasts as long as ten changes do.
+
+    How many changes were applied, and how many were refused in words.
+    """
     count = {"applied": 0, "refused": 0, "paused": 0}
     asked: list[tuple[str, Any, Any]] = []
     for _ in range(p.rng.randint(4, CHANGES)):
         what, value = one(p.rng, max(2, len(p.members)))
-        if what == "partition" or (what in ("pause", "step") and not pauses):
+        if what == "partition" or (what in ("pause", "step") and count["paused"] >= pauses):
             continue
         if what in ("pause", "step"):
             pause(p.lab, what, value)
