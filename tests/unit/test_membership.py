@@ -192,6 +192,18 @@ def test_by_default_the_run_ends() -> None:
 
 
 @pytest.mark.ranks
+def test_who_is_left_says_why_so_few_cannot_go_on() -> None:
+    sessions = live(setting(HierarchicalLocalSGD(group=2), ranks=2, steps=0))
+    while sessions[1].rank.step < 5:
+        time.sleep(0.001)
+    sessions[0].abort()
+    ended(sessions, 60)
+    (said,) = (json.loads(mark[3])["text"] for mark in sessions[1].record.noted("members"))
+    assert "the run cannot go on without it: 1 of 2 ranks are left, and cannot go on so: group=2" in said
+    assert sessions[1].phase == "failed"
+
+
+@pytest.mark.ranks
 def test_one_after_the_other_until_one_is_left() -> None:
     sessions = live(setting(LocalSGD(every=4), steps=0))
     for victim, at in ((0, 6), (3, 14), (1, 22)):

@@ -147,10 +147,19 @@ def hear(session: Session, mine: Said) -> Heard:
 
 
 def fewer(session: Session, heard: Heard) -> Next:
-    """How those go on who are left. Raises KnobError where so few cannot train as they did."""
+    """How those go on who are left. Raises KnobError where so few cannot train as they did; the record says so, too."""
+    try:
+        parts = any(said.parts for said in heard.by_place.values())
+        return (settled if parts else _whole)(session, heard)
+    except KnobError as error:
+        if heard.first.member == session.member:
+            _says_why_not(session, error)
+        raise
+
+
+def _whole(session: Session, heard: Heard) -> Next:
+    """The same where each of them has all of the model."""
     before, first = session.set_up_already, heard.first
-    if any(said.parts for said in heard.by_place.values()):
-        return _salvaged(session, heard)
     same = first.settings == heard.by_place[session.rank.id].settings  # to read it may need files of every family
     known = before.experiment
     e, places = fitting(known if same else Experiment.read(first.settings, known.task), heard.left)
@@ -166,15 +175,6 @@ def fewer(session: Session, heard: Heard) -> Next:
     say_unread(session, gone, first)
     return Next(came, e, first.changes, first.done, first.paused, first.credit, heard.asked(), processes, mark,
                 heard.used(came.step))  # fmt: skip
-
-
-def _salvaged(session: Session, heard: Heard) -> Next:
-    try:
-        return settled(session, heard)
-    except KnobError as error:
-        if heard.first.member == session.member:
-            _says_why_not(session, error)
-        raise
 
 
 def _meet(session: Session, to: Next) -> int:
