@@ -15,6 +15,7 @@ from workbench.cluster.beginning import begin
 from workbench.cluster.changes import PendingChange
 from workbench.cluster.meeting import cannot_start, join, start_more
 from workbench.cluster.place import ClusterError
+from workbench.cluster.whole import whole
 from workbench.experiment.given import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.doing import doing
@@ -61,11 +62,15 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
     if wanting:
         spare += start_more(live.cluster, wanting)
     new = spare[: max(0, ranks - len(here))]
-    if new:
-        _invite(live, new)
-    members = [*here[:ranks], *new]
-    asked = live.changes.resizing(ranks)
-    live.order("request", request={"kind": "resize", "members": members, "id": asked.id})
+    try:
+        if new:
+            _invite(live, new)
+    except BaseException:  # an interrupt, too: nobody would ever ask for them
+        live.orders.dismiss(new)
+        raise
+    with whole():
+        asked = live.changes.resizing(ranks, new)
+        live.order("request", request={"kind": "resize", "members": [*here[:ranks], *new], "id": asked.id})
     return asked
 
 
