@@ -35,6 +35,7 @@ from tests.harm import LIMIT, Harm, Patient, Stuck, left, planned, possible
 from tests.spinning import spinning
 from tests.torture import ANSWER, SPARE, one, parameters, pause, start
 from tests.waiting import until
+from workbench.cluster.place import ClusterError
 from workbench.lab import Lab
 from workbench.run import Run
 from workbench.settings import KnobError, members
@@ -47,7 +48,7 @@ CHANGES = 48  # of one wave at most
 KERNELS = 8  # each so many rounds kernels are killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
-WHY = "cannot go on without it"  # as a note says it
+WHY = ("cannot go on without it", "nobody watches, so the run ends")  # as notes say it; the latter of a loss of nan
 NONE = ("none", "refused")  # so begins what a fault says that harmed nothing
 
 Say = Callable[[str], None]
@@ -89,8 +90,8 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
                 done.update(changed(p, say, pauses=int(wave == 0)))
             p.goes_on("changes")
             injected(p, possible(p, fault), done, lambda text, number=number: say(f"{number}: {text}"))
-        except Stuck:
-            if not until(lambda: not p.lab.live, 5) or not any(WHY in note for note in p.lab.notes):
+        except (Stuck, ClusterError):  # the latter of what is asked of a run that is over
+            if not until(lambda: not p.lab.live, 5) or not any(why in note for note in p.lab.notes for why in WHY):
                 raise
             done["ended in words"] += 1
             say(f"{number}: {p.lab.notes[-2:]}")
