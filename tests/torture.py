@@ -164,7 +164,12 @@ def mixed(run: Run, spans: pd.DataFrame | None = None) -> Iterator[str]:
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
     comm = comm[~before_a_common_step(spans, comm, steps, kinds)]
     comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
-    comm = comm.assign(name=comm["name"].str.replace(r" in ([\w+]+) \[.*\]", r" in \1", regex=True))  # each its group
+    within = comm["name"].str.match(r"broadcast .* in [\w+]+ \[")  # of layers, of which each group has its own
+    turn = comm.groupby(["step", "rank", "name"], observed=True).cumcount()
+    uneven = comm[within].groupby(["step", "name", turn[within]]).nbytes.nunique()
+    yield from (f"step {s}: unlike bytes of {name}" for s, name, _ in uneven.index[uneven > 1] if s in lock)
+    comm.loc[within, "nbytes"] = 0
+    comm = comm.assign(name=comm["name"].str.replace(r" in ([\w+]+) \[.*\]", r" in \1", regex=True))
     comm.loc[comm["name"].str.startswith("all_to_allv"), "nbytes"] = 0  # a choice by values: each rank's own number
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
     said = by_rank.apply(lambda g: tuple(map(tuple, g.values)))
