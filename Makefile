@@ -19,7 +19,7 @@ help:
 	@echo "make bench-prediction  every strategy and compressor on a Llama, predicted and measured; writes docs/prediction.md (goes on where it stopped)"
 	@echo "make netns  measure the emulated Link against a real network (Linux, root, iproute2)"
 	@echo "make interrupts  a kernel interrupted 200 times at random moments of a lab's life (SEED=7)"
-	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7)"
+	@echo "make torture  labs changed and harmed at random while they train, an hour (MINUTES=10, SEED=7; OUT=a file: goes on there)"
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
 	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
 	@echo "make course  how long each lesson runs beside two spinning processes, into its head (LESSONS=\"05 08\")"
@@ -68,7 +68,7 @@ netns: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.bench netns
 
 torture: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.campaign --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
 interrupts: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.interrupts $(if $(SEED),--seed $(SEED))

@@ -2,11 +2,12 @@
 
     python -m tests.campaign --minutes 10 [--seed 7] [--busy] [--out docs/data/campaigns/7.json]
 
-A round is one lab of six engines and a run that begins with four: live changes in bursts (`torture`), and after each
-burst a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
-interrupted. In every fourth round a kernel is killed instead, with its lab detached or not. What is done depends on
-the seed of the round alone; the moments at which it falls do not. After each fault all who are left make steps again
-within a bound; at the end they agree, the record has no row twice and none lost, and nothing is left behind.
+A round is one lab of five engines and a run that begins with four: live changes in waves (`torture`), and after some
+waves a fault (`harm`): engines killed and stopped, ranks that come and go, wires cut, the controller killed, the kernel
+interrupted. In every eighth round kernels are killed instead, with their lab detached or not. What is done depends on
+the seed of the round and on how many ranks there are; the moments at which it falls do not. After each fault all who
+are left make steps again within a bound; at the end they agree, the record has no row twice and none lost, and nothing
+is left behind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -29,22 +31,24 @@ from typing import Any
 import numpy as np
 
 from tests import kernels
-from tests.harm import LIMIT, Patient, Stuck, drawn, left
+from tests.harm import LIMIT, Harm, Patient, Stuck, left, planned, possible
 from tests.spinning import spinning
 from tests.torture import ANSWER, SPARE, one, parameters, pause, start
 from tests.waiting import until
+from workbench.cluster.place import ClusterError
 from workbench.lab import Lab
 from workbench.run import Run
 from workbench.settings import KnobError, members
 from workbench.strategies import Strategy
 
-ENGINES, RANKS = 6, 4
-FAULTS = 10  # of one round
-CHANGES = 24  # of one burst at most
-KERNELS = 4  # each so many rounds a kernel is killed
+ENGINES, RANKS = 5, 4
+FAULTS = 20  # of one round
+WAVES = 2  # of changes before each fault
+CHANGES = 48  # of one wave at most
+KERNELS = 8  # each so many rounds kernels are killed
 PLAIN = {"faults": (), "link.bandwidth": 0.0, "compressor": "Dense", "strategy": "DDP", "pace": 0.0}
 
-WHY = "cannot go on without it"  # as a note says it
+WHY = ("cannot go on without it", "nobody watches, so the run ends")  # as notes say it; the latter of a loss of nan
 NONE = ("none", "refused")  # so begins what a fault says that harmed nothing
 
 Say = Callable[[str], None]
@@ -61,11 +65,15 @@ def round_of(seed: int, say: Say) -> dict[str, Any]:
             with Lab(ranks=ENGINES, name=f"campaign-{os.getpid()}-{seed}") as lab:
                 patient = Patient(lab.wait(120), rng)
                 out |= {"recovered": patient.recovered, "noticed": patient.noticed}
-                harmed(patient, done, say)
+                try:
+                    harmed(patient, done, say)
+                except Exception:
+                    say(lab.stacks())
+                    raise
                 out["at"] = patient.last if done["ended in words"] else ""
     except Exception as error:
         out["wrong"], out["at"] = f"{type(error).__name__}: {error}", patient.last if patient else "kernel"
-        say(f"WRONG {out['wrong']}")
+        say(f"WRONG {traceback.format_exc()}")
     rounded = {what: {kind: [round(t, 2) for t in times] for kind, times in out[what].items()}
                for what in ("noticed", "recovered")}  # fmt: skip
     return {**out, **rounded, "done": dict(done), "seconds": round(time.monotonic() - begun)}
@@ -75,24 +83,19 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
     """A run through all of its faults and to its end. One that says why it cannot go on may end there."""
     run = p.lab.run(replace(start(RANKS), on_death="go on"))
     p.goes_on("start")
-    for number in range(FAULTS):
-        for kind, n in changed(p, say).items():
-            done[kind] += n
-        p.goes_on("changes")
-        fault = drawn(p.rng)
-        p.last, said = fault.__name__, ""
+    for number, (fault, seed) in enumerate([(fault, p.rng.random()) for fault in planned(p.rng, FAULTS)]):
+        p.rng = random.Random(seed)  # of its own, whatever came of those before
         try:
-            said = fault(p)
-            say(f"{number}: {said}; {len(p.members)} ranks")
-            p.goes_on("nothing" if said.startswith(NONE) else fault.__name__)
-        except Stuck:
-            if not until(lambda: not p.lab.live, 5) or not any(WHY in note for note in p.lab.notes):
+            for wave in range(WAVES):
+                done.update(changed(p, say, pauses=int(wave == 0)))
+            p.goes_on("changes")
+            injected(p, possible(p, fault), done, lambda text, number=number: say(f"{number}: {text}"))
+        except (Stuck, ClusterError):  # the latter of what is asked of a run that is over
+            if not until(lambda: not p.lab.live, 5) or not any(why in note for note in p.lab.notes for why in WHY):
                 raise
             done["ended in words"] += 1
             say(f"{number}: {p.lab.notes[-2:]}")
             return
-        finally:
-            done["nothing to harm" if said.startswith(NONE) else fault.__name__] += 1
     for path, value in PLAIN.items():
         p.lab.set(path, value).wait(LIMIT)
     p.goes_on("the last changes")
@@ -109,13 +112,28 @@ def harmed(p: Patient, done: Counter[str], say: Say) -> None:
         raise AssertionError("; ".join(wrong[:4]))
 
 
-def changed(p: Patient, say: Say) -> dict[str, int]:
-    """A burst of live changes: how many were applied and how many refused in words."""
+def injected(p: Patient, fault: Harm, done: Counter[str], say: Say) -> None:
+    """Harms, and waits until all go on."""
+    said, before, p.last = "", p.last, fault.__name__
+    try:
+        said = fault(p)
+        say(f"{said}; {len(p.members)} ranks")
+        p.goes_on("nothing" if said.startswith(NONE) else fault.__name__)
+    finally:
+        done["nothing to harm" if said.startswith(NONE) else fault.__name__] += 1
+        p.last = before if said.startswith(NONE) else p.last
+
+
+def changed(p: Patient, say: Say, pauses: int) -> dict[str, int]:
+    """A wave of live changes, with so many pauses at most, each of which lasts as long as ten changes do.
+
+    How many changes were applied, and how many were refused in words.
+    """
     count = {"applied": 0, "refused": 0, "paused": 0}
     asked: list[tuple[str, Any, Any]] = []
     for _ in range(p.rng.randint(4, CHANGES)):
         what, value = one(p.rng, max(2, len(p.members)))
-        if what == "partition":
+        if what == "partition" or (what in ("pause", "step") and count["paused"] >= pauses):
             continue
         if what in ("pause", "step"):
             pause(p.lab, what, value)

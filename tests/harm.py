@@ -24,6 +24,7 @@ from workbench.settings import KnobError
 
 LIMIT = 60.0  # seconds within which all who are left make steps again: a hang, not a busy machine, takes longer
 STEPS = 2  # that each of them has to make
+MOST = 5  # ranks: more of them on two cores make all slow, and nothing else
 
 Harm = Callable[["Patient"], str]
 
@@ -37,7 +38,7 @@ class Patient:
     """A lab with a live run, and the random numbers that decide what happens to it.
 
     dead: ranks that were killed; controller: is there one? noticed: seconds until it was said, by kind of fault
-    recovered: seconds until all made steps again, from a death itself; last: what was done last
+    recovered: seconds until all made steps again, from a death itself; last: the fault that was done last
     """
 
     lab: Lab
@@ -60,7 +61,7 @@ class Patient:
         return [rank for rank in self.live.members if rank not in self.dead]
 
     def pid(self, rank: int) -> int:
-        return int(self.lab.status[rank]["pid"])
+        return next(int(row["pid"]) for row in self.lab.status if row["rank"] == rank)
 
     def seen(self, kind: str, said: Callable[[], Any], limit: float) -> bool:
         """Whether something was `said` of a fault of this moment within so many seconds; how many is kept."""
@@ -78,7 +79,7 @@ class Patient:
     def goes_on(self, kind: str) -> None:
         """Waits until all who train have made `STEPS` more; raises Stuck if they do not."""
         began, before = self.struck or time.monotonic(), self.steps()
-        self.struck, self.last = None, kind
+        self.struck = None
         while (took := time.monotonic() - began) < LIMIT:
             if not self.lab.live:
                 raise Stuck(f"after {kind}: the run is over, {self.lab.state}: {self.lab.notes[-3:]}")
@@ -256,11 +257,22 @@ def interrupted(call: Callable[[], Any], after: float) -> bool:
     return not done
 
 
-FAULTS: dict[Harm, int] = {kill: 3, freeze: 3, join: 3, leave: 2, cut: 2, interrupt: 3, end_controller: 1}
+FAULTS: dict[Harm, int] = {kill: 3, freeze: 3, join: 5, leave: 2, cut: 2, interrupt: 3}
 
 
-def drawn(rng: random.Random) -> Harm:
-    return rng.choices(list(FAULTS), list(FAULTS.values()))[0]
+def planned(rng: random.Random, count: int) -> list[Harm]:
+    """`count` faults. The controller dies late if at all: from then on nobody comes in, and no wire can be cut."""
+    drawn = rng.choices(list(FAULTS), list(FAULTS.values()), k=count)
+    if rng.random() < 0.5:
+        drawn[rng.randrange(count * 3 // 4, count)] = end_controller
+    return drawn
+
+
+def possible(p: Patient, fault: Harm) -> Harm:
+    """`fault`, or where it needs other ranks, or would make too many, what brings their number back."""
+    if len(p.members) < 2 and fault in (kill, leave, cut):
+        return join
+    return leave if len(p.members) >= MOST and fault is join else fault
 
 
 # -- what is left behind

@@ -1,6 +1,7 @@
 """A seeded random sequence of live changes on a real lab, and what must hold however they fall.
 
     python -m tests.torture --turns 1000 [--seed 7] [--ranks 4]
+    python -m tests.torture --minutes 30 --seed 7 --out docs/data/torture.json
 
 The sequence depends on the seed alone, never on timing, so that a failure is replayed by its seed. Nothing may
 hang, no step may mix settings, ranks agree after each change of strategy (they check that themselves and fail
@@ -10,11 +11,15 @@ otherwise), and a second run leaves no more threads and descriptors behind than 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -46,7 +51,7 @@ def sequence(seed: int, turns: int, ranks: int) -> list[list[Turn]]:
     """Bursts of turns that are asked at once."""
     rng, left, out = random.Random(seed), turns, []
     while left:
-        burst = min(left, rng.choice((1, 1, 1, 2, 3)))
+        burst = min(left, rng.choice((1, 1, 2, 4, 8)))
         out.append([one(rng, ranks) for _ in range(burst)])
         left -= burst
     return out
@@ -135,10 +140,10 @@ def play(lab: Lab, run: Run, bursts: list[list[Turn]], rng: random.Random, say: 
 
 def pause(lab: Lab, what: str, value: Any) -> None:
     lab.pause() if what == "pause" else lab.step(value)
-    until(lambda: lab.state == "paused", "the run to pause")
+    until(lambda: lab.state == "paused" or not lab.live, "the run to pause")
     time.sleep(value if what == "pause" else 0.05)
     lab.resume()
-    until(lambda: lab.state == "running", "the run to go on")
+    until(lambda: lab.state == "running" or not lab.live, "the run to go on")
 
 
 def until(true: Any, what: str) -> None:
@@ -159,7 +164,12 @@ def mixed(run: Run, spans: pd.DataFrame | None = None) -> Iterator[str]:
     comm = spans[spans.lane == "comm"].sort_values(["rank", "t0"])
     comm = comm[~before_a_common_step(spans, comm, steps, kinds)]
     comm = comm.assign(name=comm["name"].astype(str).str.replace(r" to \d+$", "", regex=True))
-    comm = comm.assign(name=comm["name"].str.replace(r" in ([\w+]+) \[.*\]", r" in \1", regex=True))  # each its group
+    within = comm["name"].str.match(r"broadcast .* in [\w+]+ \[")  # of layers, of which each group has its own
+    turn = comm.groupby(["step", "rank", "name"], observed=True).cumcount()
+    uneven = comm[within].groupby(["step", "name", turn[within]]).nbytes.nunique()
+    yield from (f"step {s}: unlike bytes of {name}" for s, name, _ in uneven.index[uneven > 1] if s in lock)
+    comm.loc[within, "nbytes"] = 0
+    comm = comm.assign(name=comm["name"].str.replace(r" in ([\w+]+) \[.*\]", r" in \1", regex=True))
     comm.loc[comm["name"].str.startswith("all_to_allv"), "nbytes"] = 0  # a choice by values: each rank's own number
     by_rank = comm.groupby(["step", "rank"], observed=True)[["name", "nbytes"]]
     said = by_rank.apply(lambda g: tuple(map(tuple, g.values)))
@@ -243,16 +253,39 @@ def parameters() -> int:
     return state_hash(worker._bench.session.layout)  # type: ignore[union-attr]
 
 
+def more(out: Path, first: int, turns: int, ranks: int, minutes: float, say: Any) -> bool:
+    """Seeds from `first` on, each with a lab of its own, added to a file of them all. Did all of this time hold?"""
+    each = json.loads(out.read_text())["each"] if out.exists() else []
+    before, end = len(each), time.monotonic() + 60 * minutes
+    seed = max([first, *(one["seed"] + 1 for one in each)])
+    while time.monotonic() < end:
+        began, found = time.monotonic(), {"seed": seed, "turns": turns, "wrong": ""}
+        try:
+            with Lab(ranks=ranks, name=f"torture-{os.getpid()}-{seed}") as lab:
+                found |= torture(lab, seed, turns, say)
+        except Exception as error:
+            say(traceback.format_exc())
+            found |= {"wrong": f"{type(error).__name__}: {error}", "seconds": round(time.monotonic() - began)}
+        each.append(found)
+        out.write_text(json.dumps({"each": each}, indent=1) + "\n")
+        seed += 1
+    return not any(one["wrong"] for one in each[before:])
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--turns", type=int, default=1000)
     ask.add_argument("--seed", type=int, default=None, help="default: another each time; printed")
     ask.add_argument("--ranks", type=int, default=4)
+    ask.add_argument("--minutes", type=float, default=0.0, help="one seed after the other, into --out")
+    ask.add_argument("--out", type=Path, help="a file of all seeds; goes on there, and adds to it")
     a = ask.parse_args()
     seed = a.seed if a.seed is not None else random.SystemRandom().randrange(10**6)
+    say: Any = lambda line: print(line, flush=True)  # noqa: E731
+    if a.out:
+        sys.exit(not more(a.out, seed, a.turns, a.ranks, a.minutes, say))
     with Lab(ranks=a.ranks, name="torture") as lab:
-        print(torture(lab, seed, a.turns, lambda line: print(line, flush=True)))
-    sys.exit(0)
+        say(torture(lab, seed, a.turns, say))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from workbench.fabric import Crash
 from workbench.lab import Lab
 from workbench.partitions import Partition, Pipeline, Tensor, Whole
 from workbench.settings import KnobError
-from workbench.strategies import DDP, LocalSGD, Strategy, ZeRO1
+from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy, ZeRO1
 from workbench.tasks import ByteGPT, Digits
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -59,6 +59,22 @@ def test_ranks_come_and_go(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(first) == {0, 1, 2, 3, 4} and first[4] == again.applied_at and first[2] == first[3] == came.applied_at
     last = spans[spans.lane == "step"].groupby("rank").step.max().to_dict()
     assert last[3] < gone.applied_at < last[0] == last[1] == last[2] == last[4]
+
+
+def test_who_was_to_come_and_is_not_wanted_leaves_and_its_engine_is_free_again(lab: Lab) -> None:
+    run = lab.run(endless(strategy=HierarchicalLocalSGD(group=3), ranks=3))
+    reached(lab, 10)
+    with pytest.raises(KnobError, match="group=3 does not divide 4 ranks"):
+        lab.resize(4).wait(60)
+    assert lab._live is not None and until(lambda: lab._live.ending.inside == {0, 1, 2}, 10)
+    lab.set("strategy", DDP()).wait(30)
+    engines = {row["pid"] for row in lab.status}
+    (unwanted,) = lab._live.been - {0, 1, 2}
+    assert until(lambda: lab._live.ending.left.get(unwanted), 20), "its session is over"
+    assert lab.resize(4).wait(90).applied_at is not None and len(lab.members) == 4 and unwanted not in lab.members
+    assert {row["pid"] for row in lab.status} == engines, "no other engine was started for it"
+    lab.stop()
+    assert run.wait(60).state == "stopped"
 
 
 @pytest.mark.parametrize("way", [Whole(), Pipeline(micros=2)], ids=["whole", "in stages"])

@@ -25,6 +25,7 @@ from tests.ranks import mse, toy
 from tests.waiting import until
 from workbench.experiment import Experiment
 from workbench.lab import Lab
+from workbench.settings import KnobError
 from workbench.strategies import DDP, LocalSGD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -161,6 +162,9 @@ def test_a_dead_controller_is_noticed_said_and_replaced_at_the_next_run(lab: Lab
     step = lab.status[0]["step"]
     assert until(lambda: lab.status[0]["step"] > step + 5), "training goes on"
     lab.set("bucket_mb", 0.02).wait(30)
+    with pytest.raises(KnobError, match=f"ranks=3: .* the controller \\(pid {controller}\\) ended .* at most 2"):
+        lab.resize(3)
+    assert lab.resize(1).wait(30).applied_at is not None, "who is there may leave"
     lab.stop()
     assert run.wait(60).state == "stopped"
     began = time.monotonic()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import tests.torture
 from tests.ranks import experiment
-from tests.torture import mixed, sequence, torture
+from tests.torture import mixed, more, sequence, torture
 from workbench import simulate
 from workbench.fabric import Fabric, Link, Slow
 from workbench.lab import Lab
@@ -55,6 +59,26 @@ def test_all_that_ranks_exchange_from_the_switch_on_is_compared(first: Strategy,
     assert list(mixed(run)) == []
     begins = run.spans[(run.spans.lane == "switch") & (run.spans["rank"] == 1)].t0.min()
     assert "step 20" in without(run, place, begins)[0]
+
+
+def test_seeds_are_added_to_a_file_also_one_in_which_something_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def played(lab: Any, seed: int, turns: int, say: Any) -> dict[str, Any]:
+        now[0] += 90.0
+        assert seed != 8, "step 3: mixed"
+        return {"applied": turns, "seconds": 90}
+
+    monkeypatch.setattr(tests.torture, "Lab", lambda **_: nullcontext())
+    monkeypatch.setattr(tests.torture, "torture", played)
+    monkeypatch.setattr(tests.torture, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    out = tmp_path / "torture.json"
+    assert more(out, 7, 50, 2, 1.0, print) and not more(out, 7, 50, 2, 1.0, print), "a minute each: a seed each"
+    each = json.loads(out.read_text())["each"]
+    assert [(one["seed"], one.get("applied"), one["wrong"][:24]) for one in each] == [
+        (7, 50, ""), (8, None, "AssertionError: step 3: ")]  # fmt: skip
 
 
 @pytest.mark.long

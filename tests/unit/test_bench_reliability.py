@@ -23,13 +23,22 @@ def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> Non
               round_of(9, wrong="Stuck: after cut: no progress", at="cut", cut=1, applied=5)]  # fmt: skip
     broken = [{"round": 0, "point": "close", "hit": True, "outcome": "closed"},
               {"round": 1, "point": "set", "hit": False, "outcome": "WRONG: it hangs"}]  # fmt: skip
-    text = reliability.page(rounds, {"each": broken})
+    calm = [{"seed": 5, "wrong": "", "applied": 30, "refused": 2, "others": 4, "seconds": 120},
+            {"seed": 6, "wrong": "AssertionError: step 3", "seconds": 60, "mended": "a ticket was lost."}]  # fmt: skip
+    text = reliability.page(rounds, broken, calm)
     assert "| the engine of a rank killed (SIGKILL) | 4 | 3 | 1 | 0 | 0.3, 0.4 | 2.0, 3.0 |" in text
     assert "| every connection between two ranks shut down | 1 | 0 | 0 | 1 |  |  |" in text
     assert "| 7 | 3 | 3 | 45 | 3 | 5 | 1 | 1 |" in text
-    assert "45 of 10,000 changes and 7 of 500 faults (5 in campaigns, 2 interrupts). **That is not reached" in text
+    assert "75 of 10,000 changes (45 in campaigns, 30 without faults) and 7 of 500 faults (5 in campaigns, 2 " in text
+    assert "interrupts). **That is not reached yet.** 3 ended wrong:" in text
+    assert "| 5 | 3 | 2 | 30 | 2 | 4 | 1 |" in text
+    assert "- without faults, seed 6: AssertionError: step 3… Mended since: a ticket was lost." in text
     assert "- seed 9, after cut: Stuck: after cut: no progress… Not mended yet." in text
     assert "- interrupt 1, set: it hangs" in text
     assert "| close | 1 | 1 | 0 | 1 | 0 |" in text and "| set | 1 | 0 | 0 | 0 | 1 |" in text
-    enough = [round_of(7, kill=500, applied=10_000)]
-    assert "That is reached. 0 ended wrong." in reliability.page(enough, {"each": []})
+    enough = [round_of(7, kill=500, applied=9_000), round_of(8)]
+    held = [{**calm[0], "applied": 1_000}]
+    assert "That is reached. 0 ended wrong." in reliability.page(enough, [], held)
+    lost = reliability.page([{**enough[0], "wrong": "Stuck"}, round_of(8, cut=2, applied=7)], [], held)
+    assert "**The numbers are reached, but not with nothing lost.** 1 ended wrong:" in lost
+    assert "In the 1 rounds since the last of them: 7 changes, 2 faults, nothing lost." in lost

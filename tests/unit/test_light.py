@@ -24,7 +24,7 @@ def stepped():
 """
 COMPILER = """
 from torch._subclasses.fake_tensor import FakeTensorMode
-from workbench.engine.light import lighten
+from workbench.experiment.light import lighten
 lighten()
 light = stepped()
 with FakeTensorMode(allow_non_fake_inputs=True):
@@ -37,6 +37,13 @@ assert torch._dynamo.disable.__module__ == "torch._dynamo.decorators"
 lighten()
 assert light == stepped() and torch._dynamo is sys.modules["torch._dynamo"]
 """
+CHANGES = """
+import sys
+from workbench.experiment import Experiment
+from workbench.tasks import Digits
+Experiment(task=Digits(), ranks=2).set("optimizer", "AdamW").set("strategy", "ZeRO3")
+assert "torch._dynamo.eval_frame" not in sys.modules
+"""
 
 
 @pytest.mark.timeout(300)
@@ -44,3 +51,9 @@ def test_steps_are_the_same_without_the_compiler_which_comes_when_it_is_asked_fo
     command = [sys.executable, "-W", "ignore", "-c", STEPS + COMPILER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.timeout(300)
+def test_a_notebook_that_asks_for_a_change_does_not_wait_for_the_compiler_to_be_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from tests.ranks import ended, live, shipped
 from workbench.engine import membership
-from workbench.engine.membership import Heard, Late, Said, here, vote
+from workbench.engine.membership import Late, here, vote
 from workbench.engine.session import Session
 from workbench.experiment import Experiment
 from workbench.fabric import Slow
 from workbench.host.canonical import state_hash
 from workbench.host.reentry import fitting
 from workbench.host.salvage import in_parts
+from workbench.host.voting import Heard, Said
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, HierarchicalLocalSGD, LocalSGD, Strategy
 from workbench.tasks import ClickThrough, Digits, Task
@@ -198,6 +199,18 @@ def test_by_default_the_run_ends() -> None:
     sessions[1].abort()
     ended(sessions, 60)
     assert [s.phase for s in sessions] == ["failed"] * 4 and not any(s.record.noted("members") for s in sessions)
+
+
+@pytest.mark.ranks
+def test_who_is_left_says_why_so_few_cannot_go_on() -> None:
+    sessions = live(setting(HierarchicalLocalSGD(group=2), ranks=2, steps=0))
+    while sessions[1].rank.step < 5:
+        time.sleep(0.001)
+    sessions[0].abort()
+    ended(sessions, 60)
+    (said,) = (json.loads(mark[3])["text"] for mark in sessions[1].record.noted("members"))
+    assert "the run cannot go on without it: 1 of 2 ranks are left, and cannot go on so: group=2" in said
+    assert sessions[1].phase == "failed"
 
 
 @pytest.mark.ranks

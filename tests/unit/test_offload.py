@@ -74,6 +74,14 @@ def test_a_change_of_anything_brings_all_of_it_back_first(strategy: Any) -> None
     assert same(ours, run(e.set("strategy", ZeRO2()), *always))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buckets_are_cut_anew_at_the_boundary_at_which_another_optimizer_has_brought_all_of_it_back(ranks: int) -> None:
+    e = many(ranks, 8).set("optimizer", SGD(momentum=0.9)).set("strategy", ZeRO2())
+    changes = Change(4, "optimizer", AdamW()), Change(4, "bucket_mb", 0.03)
+    ours = run(e, Change(2, "strategy", ZeROInfinity(on="disk")), *changes)
+    assert ours[0].experiment.bucket_mb == 0.03 and same(ours, run(e, *changes))
+
+
 def test_what_is_where_and_what_goes_there_is_what_the_paper_counts() -> None:
     """Adam in fp32: of Psi parameters 4 Psi / p bytes down and up; with a disk 12 Psi / p each way for the update."""
     offload, infinity = (run(many(2, strategy=strategy)) for strategy in (ZeROOffload(), ZeROInfinity()))

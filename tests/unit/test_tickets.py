@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import queue
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from workbench.engine.ticket import Tickets
+from workbench.engine.ticket import Flag, Tickets
 from workbench.engine.training import Training
+from workbench.strategies import ZeRO1
 
 
 class Broken:
@@ -27,11 +29,11 @@ class Broken:
             raise ConnectionError("Connection closed by peer")
 
 
-def of(wire: Any, *requests: dict[str, Any], rank: int = 0) -> Tickets:
+def of(wire: Any, *requests: dict[str, Any], rank: int = 0, flag: Flag | None = None) -> Tickets:
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     for request in requests:
         inbox.put(request)
-    return Tickets(wire, rank, inbox, None)
+    return Tickets(wire, rank, inbox, flag)
 
 
 CHANGE, STOP = {"kind": "change", "id": "change 1"}, {"kind": "stop", "id": "stop"}
@@ -60,3 +62,24 @@ def test_what_all_have_heard_is_no_longer_on_its_way() -> None:
     with pytest.raises(ConnectionError):
         other.take()
     assert other.unheard == [], "only the first rank knows what is said"
+
+
+def test_a_rank_that_looks_late_still_sees_what_the_first_has_raised_before_it_raised_again(tmp_path: Path) -> None:
+    """The first looks after child 2 and asks, is asked for more, and begins child 3 before the other has looked."""
+    wire: Any = SimpleNamespace(size=2, broadcast=lambda what, root: None)
+    first, other = (of(wire, rank=rank, flag=Flag(tmp_path / "flag")) for rank in (0, 1))
+    for tickets in (first, other):
+        tickets.enter(ZeRO1(), SimpleNamespace(), flat=True)  # type: ignore[arg-type]
+    for child in range(1, 40, 2):
+        first.inbox.put(CHANGE)
+        first.ring(child)
+        assert first.raised(child)
+        first.ask()
+        first.inbox.put(STOP)
+        first.ring(child + 1)
+        assert other.raised(child) and not other.raised(child), "both ask after the same child, and once"
+        assert first.raised(child + 1) and other.raised(child + 1)
+        first.ask()
+        assert not first.raised(child + 1) and not other.raised(child + 1)
+    for tickets in (first, other):
+        tickets.close()

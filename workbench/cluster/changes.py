@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from typing import Any
@@ -29,6 +29,7 @@ class PendingChange:
         self.requested_at = change.requested_at or time.time()
         self.applied_at = applied_at
         self.refused: str | None = None
+        self.coming: Sequence[int] = ()  # ranks that are to come by it
         self.seconds: float | None = None  # from the request to the answer
         self.whereabouts: Callable[[], str] = lambda: "nobody was asked"  # of those that ought to answer
         self._answered = threading.Event()
@@ -92,10 +93,12 @@ class Changes:
             else:
                 asked.answer(applied_at=step)
 
-    def refused(self, detail: dict[str, Any]) -> None:
+    def refused(self, detail: dict[str, Any]) -> Sequence[int]:
+        """A change will not be made; the ranks that were to come by it."""
         with self._lock:
             if asked := self._take(detail):
                 asked.answer(refused=detail["reason"])
+            return asked.coming if asked else ()
 
     def _take(self, detail: dict[str, Any]) -> PendingChange | None:
         found = next((t for t in self._pending if t.id == detail.get("id")), None)
@@ -103,11 +106,12 @@ class Changes:
             self._pending.remove(found)
         return found
 
-    def resizing(self, ranks: int) -> PendingChange:
-        """Another number of ranks is asked for; `resized` or `refused` answers."""
+    def resizing(self, ranks: int, coming: Sequence[int]) -> PendingChange:
+        """Another number of ranks is asked for, of whom some are to come; `resized` or `refused` answers."""
         with self._lock:
             number = f"resize {next(self._numbers)} {time.time_ns():x}"
             asked = PendingChange(Change(NEXT, "ranks", ranks, number, time.time()))
+            asked.coming = coming
             self._pending.append(asked)
             self.listed.append(asked)
             return asked

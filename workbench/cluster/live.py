@@ -131,7 +131,7 @@ class Live(Asked):
         if name == "change":
             self.changes.applied(step, detail)
         elif name == "refused":
-            self.changes.refused(detail)
+            self.orders.dismiss(self.changes.refused(detail))
         elif name == "state" and detail["state"] not in FINAL:
             if detail["state"] == "running":
                 self.alarm.went_on(t)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,11 +18,17 @@ class Orders:
     def __init__(self, live: Live) -> None:
         self.live = live
         self.first = 0
-        self._queue: queue.Queue[tuple[str, bool, dict[str, Any]]] = queue.Queue()
+        self._queue: queue.Queue[tuple[str, bool, Sequence[int], dict[str, Any]]] = queue.Queue()
 
-    def put(self, what: str, everyone: bool = False, **rest: Any) -> None:
-        """Asks the first rank, or everyone, to do something; done once the sessions are there."""
-        self._queue.put((what, everyone, rest))
+    def put(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
+        """Asks the first rank, or everyone, or these to do something; done once the sessions are there."""
+        self._queue.put((what, everyone, to, rest))
+
+    def dismiss(self, ranks: Sequence[int]) -> None:
+        """These were to come and do not: their sessions end, and their engines are free again."""
+        if ranks:
+            self.live.ending.outlived(ranks, self.live.step)
+            self.put("abort", to=ranks)
 
     def carry(self) -> None:
         """Sends the next order, if there is one."""
@@ -31,15 +38,15 @@ class Orders:
             return
         self._send(*order)
 
-    def _send(self, what: str, everyone: bool, rest: dict[str, Any]) -> None:
+    def _send(self, what: str, everyone: bool, to: Sequence[int], rest: dict[str, Any]) -> None:
         live, line = self.live, self.live.cluster.line
         try:
-            if everyone:
-                line.ask_all(what, timeout=1.0, ranks=live.ending.living, **rest)
+            if everyone or to:
+                line.ask_all(what, timeout=1.0, ranks=to or live.ending.living, **rest)
             else:
                 line.ask(self.first, what, timeout=1.0, **rest)
         except Exception as failure:  # one order that fails must not keep the next from going out
-            if not everyone and self._leaderless and not live.over.wait(AGAIN):
+            if not (everyone or to) and self._leaderless and not live.over.wait(AGAIN):
                 return self.put(what, **rest)
             live.note(failure)
             if rest.get("request", {}).get("kind") == "stop":  # nobody else would hear of it: they are told to leave

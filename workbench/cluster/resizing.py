@@ -15,6 +15,7 @@ from workbench.cluster.beginning import begin
 from workbench.cluster.changes import PendingChange
 from workbench.cluster.meeting import cannot_start, join, start_more
 from workbench.cluster.place import ClusterError
+from workbench.cluster.whole import whole
 from workbench.experiment.given import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.doing import doing
@@ -54,16 +55,22 @@ def _resized(live: Live, ranks: int, here: list[int], spare: list[int], wanting:
             f"ranks={ranks}: {len(here)} ranks train, {len(spare)} engines of this lab are idle, and more cannot be "
             f"started: {why}; take at most {len(here) + len(spare)}"
         )
+    if ranks > len(here) and (how := live.cluster.health.controller()):
+        raise KnobError(f"ranks={ranks}: no rank can come in, since the controller {how}; take at most {len(here)}")
     if live.state not in ("running", "paused"):
         raise ClusterError(f"ranks={ranks}: the run is {live.state}; ranks come and go while it trains")
     if wanting:
         spare += start_more(live.cluster, wanting)
     new = spare[: max(0, ranks - len(here))]
-    if new:
-        _invite(live, new)
-    members = [*here[:ranks], *new]
-    asked = live.changes.resizing(ranks)
-    live.order("request", request={"kind": "resize", "members": members, "id": asked.id})
+    try:
+        if new:
+            _invite(live, new)
+    except BaseException:  # an interrupt, too: nobody would ever ask for them
+        live.orders.dismiss(new)
+        raise
+    with whole():
+        asked = live.changes.resizing(ranks, new)
+        live.order("request", request={"kind": "resize", "members": [*here[:ranks], *new], "id": asked.id})
     return asked
 
 

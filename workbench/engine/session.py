@@ -24,7 +24,6 @@ from workbench.engine.device.gauge import gauge
 from workbench.engine.following import Following
 from workbench.engine.generations import live_through
 from workbench.engine.keeping import Keeper
-from workbench.engine.light import lighten
 from workbench.engine.membership import Spare, gone
 from workbench.engine.outliving import refused
 from workbench.engine.peers import removed
@@ -35,6 +34,7 @@ from workbench.engine.recorder import Recorder
 from workbench.engine.shaping import Clock, Naps
 from workbench.engine.training import Training
 from workbench.experiment import Experiment
+from workbench.experiment.light import lighten
 from workbench.host.layout import Layout
 from workbench.host.saved.regain import Regained, regained
 from workbench.host.voting import Next, Said

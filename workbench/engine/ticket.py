@@ -7,7 +7,9 @@ change acts on the very next step.
 [Note: The flag] A meeting in every step, only to hear that there is nothing to say, holds up ranks that share cores.
 On one host rank 0 raises a flag instead: before it begins the child with the number n, it writes n into memory that
 all see. Who has completed child n must see it, for that needed rank 0. So all who have completed as many children
-answer alike whether they are to meet, without a word.
+answer alike whether they are to meet, without a word. The last numbers stay to be seen: rank 0 may look, meet, be asked
+for more and begin another child before the others have looked. It is never a step ahead, and raises it twice in one at
+most.
 
 Under a pipeline that never flushes the last stage ends a step long before the first one does, and would wait for it if
 it heard of that step only then. So there a ticket is taken as many steps later as the stages lie apart.
@@ -29,18 +31,33 @@ from workbench.engine.lane import Lane
 from workbench.engine.mapped import mapped
 
 Ticket = dict[str, Any]  # {"requests": [...]} and nothing else; an empty one is None
+LAST = 8  # numbers that stay to be seen
 
 
 class Flag:
-    """A number in a small file that the ranks of one host share: rank 0 writes it and all read it."""
+    """The last numbers, in a small file that the ranks of one host share: rank 0 writes them and all read them."""
 
     def __init__(self, path: Path) -> None:
-        self._map = mapped(path, 8)
-        self.number = np.frombuffer(self._map, dtype=np.int64)
+        self._map = mapped(path, 8 * LAST)
+        self._numbers = np.frombuffer(self._map, dtype=np.int64)
+        self._raised = 0  # how often it was
+
+    def down(self) -> None:
+        """Children are counted anew."""
+        self._numbers[:] = 0
+
+    def up(self, number: int) -> None:
+        """In the place of the oldest number."""
+        self._numbers[self._raised % LAST] = number
+        self._raised += 1
+
+    def after(self, number: int) -> int:
+        """The first one that is larger than `number`; 0 if there is none."""
+        return min((n for n in self._numbers.tolist() if n > number), default=0)
 
     def close(self) -> None:
         """Gives the file's descriptor back."""
-        self.number = np.zeros(1, np.int64)
+        self._numbers = np.zeros(LAST, np.int64)
         self._map.close()
 
 
@@ -63,15 +80,16 @@ class Tickets:
     def ring(self, number: int) -> None:
         """Rank 0 is about to begin the child with this number: it raises the flag if its inbox holds something."""
         if self._by_flag and self.flag is not None and not self._raised and not self.inbox.empty():
-            self.flag.number[0], self._raised = number, True
+            self.flag.up(number)
+            self._raised = True
 
     def raised(self, done: int) -> bool:
         """Is there to be a ticket, for those who have completed the child with the number `done`?"""
         if not self._by_flag:
             return True
         assert self.flag is not None
-        number = int(self.flag.number[0])
-        if not self._heard < number <= done:
+        number = self.flag.after(self._heard)
+        if not 0 < number <= done:
             return False
         self._heard, self._raised = number, False
         return True
@@ -87,7 +105,7 @@ class Tickets:
         self._heard, self._raised = 0, False
         lane.started = lane.completed = 0
         if self.flag is not None and self.rank == 0:
-            self.flag.number[0] = 0
+            self.flag.down()
 
     def close(self) -> None:
         if self.flag is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.compressors import inside
+from workbench.experiment.light import lighten
 
 if TYPE_CHECKING:
     from workbench.experiment.experiment import Experiment
@@ -41,6 +42,7 @@ def refused(e: Experiment, made: Callable[[], Any] | None = None) -> str | None:
 
 def tried(e: Experiment) -> Callable[[], Any]:
     """Makes `e`'s optimizer for a model of one parameter of one element."""
+    lighten()
     one = [torch.nn.Parameter(torch.zeros(1))]
     return lambda: e.optimizer.make(one, 1.0, lambda lr: torch.optim.SGD(one, lr))
 

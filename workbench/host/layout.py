@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from workbench.host.absent import unasked
+from workbench.host.absent import Absent, unasked
 from workbench.rank import Bucket, Part
 
 SMALL = 32_768  # bytes of a gradient that may wait to be copied with others
@@ -79,6 +79,7 @@ class Layout:
         """Moves the parameters into a vector for each bucket; of what lies in shards nothing is held then."""
         pairs = zip(self.weights, self._slices, strict=True)
         shards = not held or any(own.numel() < bucket.data.numel() for own, bucket in pairs)
+        shards = shards or any(isinstance(place.param, Absent) for place in self.order)  # one rank's shard is a whole
         self._slices, self.buckets, self.roomy = [], [], False
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: it as a whole, and each parameter of it
         for place in self.order:

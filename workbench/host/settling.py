@@ -41,9 +41,17 @@ class Survivor:
 
 
 def fewer(who: Survivor, heard: Heard) -> Next:
-    """How those go on who are left. Raises KnobError where so few cannot train as they did."""
-    if any(said.parts for said in heard.by_place.values()):
-        return _salvaged(who, heard)
+    """How those go on who are left. Raises KnobError where so few cannot train as they did; the record says so, too."""
+    try:
+        return (_settled if any(said.parts for said in heard.by_place.values()) else _whole)(who, heard)
+    except KnobError as error:
+        if heard.first.member == who.member:
+            say_why_not(who.mark, error)
+        raise
+
+
+def _whole(who: Survivor, heard: Heard) -> Next:
+    """The same where each of them has all of the model."""
     first = heard.first
     e, places = fitting(_settings(who, heard, first), heard.left)
     came = heard.came(places)
@@ -65,15 +73,6 @@ def say_why_not(mark: Callable[[str, dict[str, Any]], None], why: object) -> Non
     """A Mark says why nobody goes on."""
     lost = "a rank, or a wire to it, is lost"
     mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
-
-
-def _salvaged(who: Survivor, heard: Heard) -> Next:
-    try:
-        return _settled(who, heard)
-    except KnobError as error:
-        if heard.first.member == who.member:
-            say_why_not(who.mark, error)
-        raise
 
 
 def _settled(who: Survivor, heard: Heard) -> Next:

@@ -1,4 +1,6 @@
-"""Keeps torch's compiler out of a rank until something is compiled: a fifth of what an engine imports.
+"""Keeps torch's compiler out of a process until something is compiled: a fifth of what an engine imports.
+
+In a notebook it is some seconds for which the first change that looks at an optimizer would be waited for.
 
 Every optimizer of torch imports `torch._dynamo`, to break the graph of who compiles it around a step: some 300 modules
 for two calls that do nothing where nobody compiles. So do fake tensors, by which a model is looked at beforehand, for
