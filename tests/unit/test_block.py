@@ -153,6 +153,23 @@ def test_what_goes_wrong_in_a_block_and_behind_it_ends_the_run_in_words(kind: st
 
 
 @pytest.mark.ranks
+def test_a_script_may_exit_inside_of_its_block() -> None:
+    def train() -> None:
+        model, batches = made()
+        optimizer = stepped(model)
+        with training(model, optimizer) as ours:
+            for number, batch in enumerate(ours.steps(batches)):
+                if number == 3:
+                    raise SystemExit(0)
+                off(model, batch).backward()
+                optimizer.step()
+
+    (session,) = live(of(train))
+    ended([session], 20)
+    assert session.phase == "done" and session.rank.step == 3
+
+
+@pytest.mark.ranks
 def test_a_rank_that_fails_by_itself_runs_nothing_behind_the_block() -> None:
     seen: list[Any] = []
     sessions = live(of(block(seen, many=10**4), 2))

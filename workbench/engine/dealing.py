@@ -23,11 +23,12 @@ class Dealing:
     """Batches of a pass for one rank, and the block in which it goes over them.
 
     changes: made so far; in_block: has the loop begun one? settled: is it over, and the model what all have together?
+    exits: does the loop leave it, and all that follows?
     """
 
     run: Following
     model: nn.Module | None
-    in_block = settled = False
+    in_block = settled = exits = False
     _last = True  # of the batches that are added up
     _inside = False  # of a forward or a backward of the loop's own
 
@@ -62,6 +63,7 @@ class Dealing:
                     raise
         elif isinstance(error, Exception):
             self._came.put(("end", error))
+        self.exits = isinstance(error, SystemExit)
         self.give_back()
         return self.settled
 

@@ -164,7 +164,7 @@ class Led(Dealing):
         self.settled = self.gone = True
         self._go.put(False)
         self.at = ""
-        while self.at != "end":
+        while self.at != "end" and not self.exits:
             self._hear()
 
     def close(self) -> None:
