@@ -28,7 +28,7 @@ _HOMES = {
     "settings": ("Change", "Knob", "KnobError", "knob"),
     "sim": ("Costs", "Deadlock"),
     "strategies": ("Strategy",),
-    "tasks": ("adopt", "steps"),
+    "tasks": ("adopt", "steps", "training"),
 }
 _FAMILIES = (  # packages whose files hold members
     "strategies", "partitions", "partitions.schedules", "compressors", "optimizers", "policies", "fabric",

@@ -148,6 +148,7 @@ from workbench.strategies.zero_infinity import ZeROInfinity as ZeROInfinity
 from workbench.strategies.zero_offload import ZeROOffload as ZeROOffload
 from workbench.tasks import adopt as adopt
 from workbench.tasks import steps as steps
+from workbench.tasks import training as training
 from workbench.tasks.byte_gpt import ByteGPT as ByteGPT
 from workbench.tasks.click_through import ClickThrough as ClickThrough
 from workbench.tasks.criteo_tsv import CriteoTSV as CriteoTSV

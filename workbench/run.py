@@ -195,9 +195,7 @@ class Run(Frames):
         """
         from workbench.sim.resuming import saved_state, written_to
 
-        if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
-            raise KnobError(f"path={short(path)}: must be a file to write, such as 'model.safetensors' or 'model.pt'")
-        return written_to(Path(path), lambda: saved_state(*self._kept(step, task, timeout)))
+        return written_to(path, lambda: saved_state(*self._kept(step, task, timeout)))
 
     def segment(self, first: int, stop: int) -> Self:
         """Steps [first, stop) as a run of their own, to be compared, exported or looked at like any.

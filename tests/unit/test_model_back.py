@@ -69,7 +69,7 @@ def test_a_run_on_disk_gives_the_model_of_a_step_and_names_those_that_it_keeps(t
     with patch.dict("sys.modules", {"safetensors.torch": None}):
         with pytest.raises(RunError, match="needs safetensors, which is not installed; install it"):
             run.save_model(tmp_path / "m.safetensors", step=4)
-    with patch("workbench.sim.resuming._save_state", side_effect=OSError("no room")):
+    with patch("workbench.tasks._written._plain", side_effect=OSError("no room")):
         with pytest.raises(RunError, match=r"the model cannot be written \(no room\); give another path"):
             run.save_model(tmp_path / "m.pt", step=4)
     assert not list(tmp_path.glob("*m.pt*"))

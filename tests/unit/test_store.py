@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,22 @@ def test_ranks_are_merged_in_order_of_time(tmp_path: Path) -> None:
         writer.close()
     rows = store.read(path).timeline.spans.rows()
     assert rows.rank.tolist() == [0, 1] * 5 and (np.diff(rows.t1) > 0).all()
+
+
+def test_a_record_is_opened_in_little_more_memory_than_it_takes(tmp_path: Path) -> None:
+    path, rows = directory(tmp_path), 100_000
+    for rank in range(4):
+        writer = Writer(path, "spans", rank)
+        writer.append({**spans(rows), "rank": np.full(rows, rank)})
+        writer.close()
+    tracemalloc.start()
+    try:
+        table = store.read(path).timeline.spans
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    held = sum(kind.itemsize for kind in (c.dtype for c in table._columns.values())) * len(table)
+    assert len(table) == 4 * rows and peak < 2 * held
 
 
 def test_a_second_writer_begins_a_new_part_and_lost_rows_are_counted(tmp_path: Path) -> None:

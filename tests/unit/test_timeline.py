@@ -91,3 +91,20 @@ def test_a_table_may_be_read_while_another_thread_appends() -> None:
             wrong.append(len(rows))
     writer.join()
     assert not wrong and len(table) == 6000 and np.all(table.rows().t1 > 0)
+
+
+def test_pieces_are_gathered_in_order_of_time_whatever_their_words_and_dtypes() -> None:
+    first, second = Table("marks"), Table("marks")
+    first.add([Mark(0, 1, "change", 1.0, "a"), Mark(0, 3, "end", 3.0, "b")])
+    second.add([Mark(1, 1, "end", 1.0, "c"), Mark(1, 2, "start", 2.0, "d"), Mark(1, 0, "end", 0.5, "e")])
+    coded = {k: second.rows().coded(k) if k == "name" else v for k, v in second.rows().columns.items()}
+    whole = Table("marks")
+    whole.gather([first.rows().columns | {"name": first.rows().coded("name")}, coded], by="t")
+    assert whole.rows().detail.tolist() == ["e", "a", "c", "d", "b"]  # of the same time the first piece's first
+    assert whole.rows().name.tolist() == ["end", "change", "end", "start", "end"]
+    assert whole.rows().rank.tolist() == [1, 0, 1, 1, 0] and whole.rows().rank.dtype == np.int16
+    whole.add([Mark(2, 9, "late", 9.0, "f")])
+    assert whole.rows().detail.tolist()[-1] == "f" and len(whole) == 6
+    empty = Table("spans")
+    empty.gather([], by="t1")
+    assert len(empty) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from workbench.engine.wrapped import Over
 from workbench.fabric import traffic
 from workbench.host.batches import Batches
 from workbench.host.layout import Layout
+from workbench.host.saved.alone import mean_taken
 from workbench.rank import Op
-from workbench.settings import KnobError
+from workbench.settings import Change, KnobError
 from workbench.tasks import rate
 
 NOT = {
@@ -76,6 +78,20 @@ class Following(Training):
         """One of torch's own buckets has been summed, as its last byte has come."""
         sent, _ = traffic("all_reduce", nbytes, self.rank.size)
         self.record.span(self.rank.step, "comm", name, began, began, self.clock.now(), sent)
+
+    async def obey(self, change: Change) -> bool:
+        if made := await super().obey(change):
+            self.led.changes.append(replace(change, at_step=self.rank.step))
+        return made
+
+    async def finish(self) -> None:
+        if self.led.in_block:
+            await self.leave_opaque()
+            await mean_taken(self)
+            self.host.forget_hooks()
+            self.host.at("behind the loop's block")
+            await Op("do", self.led.settle)
+        await super().finish()
 
     async def over(self) -> bool:
         return await super().over() or not await Op("do", self.led.another)

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from workbench.engine.collectives import Aborted
+from workbench.engine.dealing import Dealing
 from workbench.engine.theirs import Theirs, held
 from workbench.engine.torchrun import as_main
-from workbench.engine.wrapped import Over, Wrapped, heard, one_loss
+from workbench.engine.wrapped import Over, heard, one_loss
 from workbench.host.batches import numbers
 from workbench.settings import KnobError
 from workbench.tasks import Learner, TaskError
@@ -39,7 +38,7 @@ LOOK = 0.2  # seconds between two looks whether this rank must leave
 PATIENCE = 5.0  # seconds that a loop has to leave what it is in, at the end
 
 
-class Led:
+class Led(Dealing):
     """One rank's loop, from both threads. See [Note: Hand in hand].
 
     at:         where the loop waits: "forward", "backward", "updated"; "end": it is over
@@ -50,6 +49,7 @@ class Led:
     """
 
     def __init__(self, run: Following) -> None:
+        super().__init__()
         heard()
         self.run, self.task = run, run.experiment.task
         self.at, self.began = "", None
@@ -58,7 +58,6 @@ class Led:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.gone = False  # has the rank left?
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._came: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
         self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # to go back from, to be shown; how to go back
         self._open = self._updating = self._exchanges = False  # does the backward of the last forward exchange?
         self._summed = False  # is what lies in `grad` summed over ranks?
@@ -66,7 +65,6 @@ class Led:
         self._kept: list[tuple[nn.Parameter, Tensor]] = []  # sums of before, to which the loop adds
         self._stepped: set[int] = set()  # parameters that optimizers have stepped in this update
         self._chance: Numbers | None = None
-        self._lent: list[nn.Module] = []  # whose forward is heard
         self._thread = threading.Thread(target=self._live, name=f"rank {run.rank.id} loop", daemon=True)
 
     # -- on the rank's thread --
@@ -161,6 +159,14 @@ class Led:
                 raise error
             return
 
+    def settle(self) -> None:
+        """All ranks are alike: lets the loop go on behind its block, to its own end."""
+        self.settled = self.gone = True
+        self._go.put(False)
+        self.at = ""
+        while self.at != "end" and not self.exits:
+            self._hear()
+
     def close(self) -> None:
         """The rank is done: the loop is left where it waits, and has given back what it had of the process."""
         self.gone = True
@@ -192,8 +198,7 @@ class Led:
             error = failed
         finally:
             del LEADS[threading.get_ident()]
-            for model in self._lent:
-                vars(model).pop("forward", None)
+            self.give_back()
             self._came.put(("end", error))
 
     def _meet(self, where: str) -> None:
@@ -209,7 +214,7 @@ class Led:
 
         exchanges: is its backward to be exchanged? plain: the model itself
         """
-        if not torch.is_grad_enabled():
+        if self.settled or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         if self.model is not None and self.model is not model:
             raise KnobError(f"{self.name}: trains two models, and one can be exchanged; wrap one, or put both into one")
@@ -260,41 +265,3 @@ class Led:
         self._stepped |= mine
         if self._updating and all(p.grad is None or id(p) in self._stepped for p in params):
             self._meet("updated")
-
-    def dealt(self, loader: Iterable[Any], model: nn.Module, accumulate: int) -> Iterator[Any]:
-        """This rank's batches of a pass, and which of their backwards are exchanged; see `workbench.tasks.steps`."""
-        for number, batch in enumerate(self._shared_out(loader, model), 1):
-            self._last = number % accumulate == 0
-            yield batch
-
-    def _shared_out(self, loader: Iterable[Any], model: nn.Module) -> Iterator[Any]:
-        """Every so-manieth batch, in rank 0's order."""
-        plain = model.forward
-        if self.model is not model and not isinstance(model, Wrapped):
-            model.forward = lambda *args, **kwargs: self._called(model, plain, args, kwargs)
-            self.model = self.model or model
-            self._lent.append(model)
-        rank, size, sampler = self.run.rank.id, self.run.rank.size, getattr(loader, "batch_sampler", None)
-        if size == 1:
-            yield from loader
-        elif sampler is None or isinstance(loader.dataset, IterableDataset):  # type: ignore[attr-defined]
-            few = iter(loader)
-            while len(batches := list(itertools.islice(few, size))) == size:
-                yield batches[rank]
-        else:
-            order = json.loads(self.run.told_at_once(json.dumps([list(indices) for indices in sampler])))
-            data: Any = loader
-            for indices in order[rank : len(order) // size * size : size]:
-                yield data.collate_fn([data.dataset[i] for i in indices])
-
-    _last = True  # of the batches that are added up
-    _inside = False  # of a forward or a backward of the loop's own
-
-    def _called(self, model: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._inside:  # by torch's own wrapper
-            return plain(*args, **kwargs)
-        self._inside = True
-        try:
-            return self.forward(model, self._last, plain, args, kwargs)
-        finally:
-            self._inside = False

@@ -27,7 +27,7 @@ from workbench.record.about import RunError as RunError
 from workbench.record.about import wrong
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
-from workbench.record.timeline import KINDS, SCHEMA, Coded, Table, Timeline, Words
+from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 
 _PART = re.compile(r"(spans|samples|marks)-([0-9]{1,5})(?:\.([0-9]{1,9}))?\.arrow")
@@ -251,22 +251,8 @@ def read(path: Path) -> Loaded:
         following[key] = first + len(columns["rank"])
         found[part.kind].append(columns)
     for kind, pieces in found.items():
-        _fill(timeline.table(kind), pieces)
+        table = timeline.table(kind)
+        table.gather(pieces, by="t1" if "t1" in table.types else "t")
     if missing:
         warnings.append(f"{missing} rows were lost while the disk was full or could not be written")
     return Loaded(timeline, following, missing, tuple(warnings))
-
-
-def _fill(table: Table, pieces: list[Mapping[str, Any]]) -> None:
-    """Puts the rows of all ranks into `table`, sorted by when they ended."""
-    if not pieces:
-        return
-    columns: dict[str, Any] = {}
-    for k in table.types:
-        if k in table.words:
-            coded = np.concatenate([table.words[k].encode(p[k]) for p in pieces])
-            columns[k] = Coded(coded, table.words[k])
-        else:
-            columns[k] = np.concatenate([p[k] for p in pieces])
-    order = np.argsort(columns["t1" if "t1" in columns else "t"], kind="stable")
-    table.extend({k: v[order] for k, v in columns.items()})

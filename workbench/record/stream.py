@@ -105,8 +105,7 @@ def _check(batch: pa.RecordBatch) -> None:
     """Raises ArrowException or ValueError for one whose offsets, words, numbers of words or text cannot be."""
     batch.validate(full=True)
     for array in batch.columns:
-        inside = [array, array.dictionary] if pa.types.is_dictionary(array.type) else [array]
-        if any(a.null_count for a in inside):
+        if array.null_count or (isinstance(array, pa.DictionaryArray) and array.dictionary.null_count):
             raise ValueError("a value is missing")
 
 

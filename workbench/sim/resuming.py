@@ -30,6 +30,8 @@ from workbench.settings import Change, KnobError, knobs, short, to_plain
 from workbench.sim.keeping import written
 from workbench.sim.simulate import standing
 from workbench.strategies import DDP
+from workbench.tasks._written import Unwritable
+from workbench.tasks._written import written as written_model
 
 TOGETHER = ("strategy", "partition")
 
@@ -216,33 +218,9 @@ def _stand(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], A
     standing(e, checkpoint, Together(0, value=hand_in))
 
 
-def _save_state(state: dict[str, Any], to: str) -> None:
-    torch.save(state, to)
-
-
-def _save_safe(state: dict[str, Any], to: str) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: x.contiguous().clone() for name, x in state.items()}, to)  # of tied weights each name has its own
-
-
-def written_to(path: Path, made: Callable[[], dict[str, Any]]) -> Path:
-    """Writes a model's state dict to a file, which is whole or as it was. Raises RunError where it cannot be."""
-    save = _save_state
-    if path.suffix == ".safetensors":
-        try:
-            import safetensors.torch  # noqa: F401
-        except ImportError:
-            raise RunError(f"path={path}: needs safetensors, which is not installed; install it, or give "
-                           f"'{path.stem}.pt'") from None  # fmt: skip
-        save = _save_safe
-    if not path.parent.is_dir():
-        raise RunError(f"path={path}: there is no folder {path.parent}; make it, or give another path")
-    state, part = made(), path.with_name(f".{path.name}.part")
+def written_to(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:
+    """Writes a model's state dict to a file. Raises KnobError, and RunError where it cannot be."""
     try:
-        save(state, str(part))
-        part.replace(path)
-    except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
-        raise RunError(f"path={path}: the model cannot be written ({error}); give another path") from None
-    return path
+        return written_model(path, made)
+    except Unwritable as error:
+        raise RunError(str(error)) from None

@@ -12,6 +12,8 @@ from workbench.tasks._base import rate as rate
 from workbench.tasks._base import same_groups as same_groups
 from workbench.tasks._base import shuffled as shuffled
 from workbench.tasks._base import stands_for as stands_for
+from workbench.tasks._block import Block as Block
+from workbench.tasks._block import training as training
 from workbench.tasks._decoders import decoder_parts as decoder_parts
 from workbench.tasks._loops import steps as steps
 from workbench.tasks._split import Colwise as Colwise

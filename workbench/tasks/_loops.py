@@ -12,10 +12,27 @@ B = TypeVar("B")
 
 
 class Led(Protocol):
-    """The rank to which a loop belongs, as the loop sees it."""
+    """The rank to which a loop belongs, as the loop sees it.
+
+    place:   which rank it is, and of how many
+    changes: made so far
+    settled: are its steps over, and is its model what all ranks have together?
+    """
+
+    changes: list[Any]
+    settled: bool
+
+    @property
+    def place(self) -> tuple[int, int]: ...
 
     def dealt(self, loader: Iterable[Any], model: Any, accumulate: int) -> Iterator[Any]:
         """This rank's share of one pass; `model` is what it trains."""
+
+    def enter(self) -> None:
+        """A block begins, at whose end `model` is to be what all ranks have together."""
+
+    def leave(self, error: BaseException | None) -> bool:
+        """It ends, by this `error`: waits until that is so. Is `error` how a rank that is done ends a loop?"""
 
 
 LEADS: dict[int, Led] = {}  # by thread, whose loop runs on it

@@ -28,7 +28,7 @@ class Loop(TaskBase):
 
     Each rank calls it once. What holds for a `Script` holds here: a step ends when the optimizers of all parameters
     have stepped, and the run ends with the function. Torch's and Python's random numbers begin with the experiment's
-    `seed` on every rank.
+    `seed` on every rank. Lines that are to have what all ranks trained stand behind a block of `workbench.training`.
 
     run: () -> None
 

@@ -25,15 +25,27 @@ async def alone(run: Any) -> Image:
     if other := next((name for name, x in state.items() if not isinstance(x, Tensor)), None):
         raise Unkept(f"{other} of the model's state is no tensor")
     state = {name: x.detach().clone() for name, x in state.items()}
+    await _agreed(run, state)
+    image = Image(run.rank.step)
+    image.said["step"] = image.step
+    image.said["parameters"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x in state.items()}
+    return image
+
+
+async def mean_taken(run: Any) -> None:
+    """`run`'s own model becomes that."""
+    state = {name: x.detach() for name, x in run.model.state_dict().items() if isinstance(x, Tensor)}
+    with torch.no_grad():
+        await _agreed(run, state)
+
+
+async def _agreed(run: Any, state: dict[str, Tensor]) -> None:
+    """What ranks have of these under the same name is the same from now on."""
     learned = {name for name, _ in run.model.named_parameters(remove_duplicate=False)}
     for here in (learned, state.keys() - learned):  # each rank may have statistics of its own
         mine = [x for name, x in state.items() if name in here and x.numel()]
         if len(set(await run.gather(_digest(mine)))) > 1:
             await averaged(run.rank, mine, "model")
-    image = Image(run.rank.step)
-    image.said["step"] = image.step
-    image.said["parameters"] = {name: image.add(f"model.{name}", x, tuple(x.shape)) for name, x in state.items()}
-    return image
 
 
 def _digest(every: list[Tensor]) -> int:

@@ -1,0 +1,51 @@
+"""A model's state dict written to a file, which is whole or as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.settings import KnobError, short
+from workbench.tasks._base import TaskError
+
+
+class Unwritable(TaskError):
+    """The file cannot be written, and why."""
+
+
+def written(path: Path | str, made: Callable[[], Mapping[str, Any]]) -> Path:
+    """Writes what is `made` to `path`: `.safetensors` as that, else as torch does. Raises KnobError, and Unwritable."""
+    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+        raise KnobError(f"path={short(path)}: must be a file to write, such as 'model.safetensors' or 'model.pt'")
+    path = Path(path)
+    save = _safe(path) if path.suffix == ".safetensors" else _plain
+    if not path.parent.is_dir():
+        raise Unwritable(f"path={path}: there is no folder {path.parent}; make it, or give another path")
+    state, part = made(), path.with_name(f".{path.name}.part")
+    try:
+        save(state, str(part))
+        part.replace(path)
+    except (OSError, RuntimeError) as error:
+        part.unlink(missing_ok=True)
+        raise Unwritable(f"path={path}: the model cannot be written ({error}); give another path") from None
+    return path
+
+
+def _plain(state: Mapping[str, Any], to: str) -> None:
+    import torch
+
+    torch.save(state, to)
+
+
+def _safe(path: Path) -> Callable[[Mapping[str, Any], str], None]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise Unwritable(f"path={path}: needs safetensors, which is not installed; install it, or give "
+                         f"'{path.stem}.pt'") from None  # fmt: skip
+
+    def save(state: Mapping[str, Any], to: str) -> None:  # of tied weights each name has its own
+        save_file({name: x.contiguous().clone() for name, x in state.items()}, to)
+
+    return save
