@@ -84,8 +84,8 @@ RUNS = {
     fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
     Change(48, {"strategy": BoundedStaleness(bound=3), "lr": 0.002})])""",
     "18_when_one_dies": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=20,
-    eval_every=0, steps=90), changes=[
-    Change(30, "fabric.faults", [Freeze(rank=2, seconds=1)]), Change(60, "strategy", ZeRO3())])""",
+    eval_every=0, steps=90, on_death="go on"), changes=[
+    Change(30, "fabric.faults", [Crash(rank=2)]), Change(60, "strategy", ZeRO3())])""",
     "15_large_batches": """simulate(Experiment(task=Digits(width=8, hidden=64), batch=2, optimizer=SGD(), lr=0.025,
     lr_scaled=True, lr_base=8, pace=100, eval_every=5, steps=120), real=True, changes=[Change(30, "batch", 4),
     Change(60, {"batch": 16, "clip": 1.0}), Change(90, "strategy", KFAC(damping=0.1, inverses_every=5))])""",
