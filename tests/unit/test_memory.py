@@ -19,6 +19,7 @@ from workbench.compressors import Dense, ErrorFeedback, PowerSGD, TopK
 from workbench.engine import device
 from workbench.engine.device import Chip
 from workbench.experiment import Experiment
+from workbench.fabric import Crash
 from workbench.host.buffers import Buffers
 from workbench.host.ledger import CATEGORIES
 from workbench.host.memory import nbytes, saved, storages
@@ -252,6 +253,12 @@ def test_a_sample_holds_until_the_next_and_the_most_is_told() -> None:
         parts = {"activations": most, "in passing": 400 - most}
         assert (found.most, found.peak, found.allocated) == (parts, 400, None)
     assert memory(Timeline()) == []
+
+
+def test_a_rank_that_was_lost_holds_nothing_from_then_on() -> None:
+    e = Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), ranks=3, steps=6, pace=10, on_death="go on")
+    run = simulate(e, changes=[Change(3, "fabric.faults", [Crash(rank=1)])])
+    assert [[m.rank for m in memory(run.timeline, first)] for first in (0, 2, 3, 5)] == [[0, 1, 2]] * 2 + [[0, 2]] * 2
 
 
 def test_a_peak_is_at_most_the_sum_of_its_parts_and_an_evaluation_that_is_over_is_gone() -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from workbench.analysis.window import generations, there
 from workbench.record.timeline import Timeline
 
 PREFIX = "memory "  # of the Samples' names; what follows is a category, or one of these
@@ -39,11 +40,13 @@ class RankMemory(NamedTuple):
 def memory(tl: Timeline, first: int = 0, stop: int | None = None) -> list[RankMemory]:
     """By rank, what its memory held in steps [first, stop); empty where the record does not say.
 
-    A Sample holds from its step on until the next of its name.
+    A Sample holds from its step on until the next of its name. Ranks that were lost before hold nothing.
     """
     found = _most(tl, first, stop)
     categories = [name for name in found if name not in (PEAK, ALLOCATED, ALLOCATED_PEAK)]
     ranks = sorted({rank for by_rank in found.values() for rank in by_rank})
+    here = there(generations(tl), first, stop if stop is not None else np.iinfo(np.int64).max)
+    ranks = ranks if here is None else [rank for rank in ranks if rank in here]
     beside = (found.get(ALLOCATED, {}), found.get(ALLOCATED_PEAK, {}))
     made = []
     for rank in ranks:

@@ -47,11 +47,8 @@ class Window:
         for generation in since:
             counts &= (rows.step < generation.step) | (rows.t0 >= generation.t)
         self.rows = rows[counts]
-        ends = [generation.step for generation in since[1:]] + [max(self.stop, since[-1].step + 1)]
-        during = [g.members for g, end in zip(since, ends, strict=True) if g.step < self.stop and end > self.first]
-        if self.first >= since[0].step:
-            there = sorted({rank for members in during for rank in members})
-            self.ranks = np.intersect1d(self.ranks, np.array(there, np.int64))
+        if (here := there(since, self.first, self.stop)) is not None:
+            self.ranks = np.intersect1d(self.ranks, np.array(here, np.int64))
             self.rows = self.rows[np.isin(self.rows.rank, self.ranks)]
 
     @property
@@ -219,6 +216,15 @@ def generations(tl: Timeline) -> list[Generation]:
         if isinstance(members, list) and members and all(type(rank) is int for rank in members):
             found.append(Generation(int(step), float(t), tuple(members)))
     return sorted(found, key=lambda one: one.t)
+
+
+def there(since: list[Generation], first: int, stop: int) -> list[int] | None:
+    """Who was there in steps [first, stop), in order; None where that begins before ranks were lost, came or went."""
+    if not since or first < since[0].step:
+        return None
+    ends = [generation.step for generation in since[1:]] + [max(stop, since[-1].step + 1)]
+    during = [g.members for g, end in zip(since, ends, strict=True) if g.step < stop and end > first]
+    return sorted({rank for members in during for rank in members})
 
 
 def newest(tl: Timeline) -> Generation | None:
