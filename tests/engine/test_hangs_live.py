@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -139,6 +140,22 @@ def test_a_link_that_is_dead_is_named_by_its_two_ranks_of_whom_one_can_be_put_ou
     assert said in run.holdup
     lab.evict(2)
     gone_on(lab, run, [0, 1, 3])
+
+
+@pytest.mark.slow
+def test_an_engine_that_stood_still_for_longer_than_half_a_minute_is_whole_again(lab: Lab, word: Path) -> None:
+    """A machine that slept, a debugger: the controller must not strike off whose process lives."""
+    run = running(lab, word, strategy=DDP(), ranks=2)
+    os.kill(pid := lab.status[1]["pid"], signal.SIGSTOP)
+    try:
+        time.sleep(45)
+        assert lab.live and not lab.cluster.health.death(1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    step = at(lab)
+    assert until(lambda: at(lab) > step + 3 or not lab.live, BOUND) and lab.live, lab.notes
+    assert lab.cluster.call(lab.cluster.engines[1].id, os.getpid) == pid, "cells reach it, too"
+    assert not run.details("members")
 
 
 def test_an_endless_loop_is_named_its_stack_shown_and_its_rank_put_out_by_hand(lab: Lab, word: Path) -> None:

@@ -73,9 +73,10 @@ class Processes:
             self.start_engine(number)
 
     def _start_controller(self) -> None:
+        """One that strikes no engine off because it stands still, within an hour: of dead ones `Health` tells it."""
         self._spawn("controller", [
             *self._common, "--IPController.use_threads=True", "--IPController.broadcast_scheduler_depth=0", "--nodb",
-            "--HeartMonitor.period=500", "--HeartMonitor.max_heartmonitor_misses=60",
+            "--HeartMonitor.period=500", "--HeartMonitor.max_heartmonitor_misses=7200",
         ], {})  # fmt: skip
         self._controllers += 1
 
