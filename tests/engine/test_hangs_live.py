@@ -158,6 +158,13 @@ def test_an_engine_that_stood_still_for_longer_than_half_a_minute_is_whole_again
     assert not run.details("members")
 
 
+def test_no_cell_waits_for_an_engine_that_died_while_nothing_ran() -> None:
+    with Lab(ranks=2, name="idle") as lab:
+        lab.wait(120)
+        os.kill(lab.status[1]["pid"], signal.SIGKILL)
+        assert until(lambda: lab.cluster.client.ids == [0], 20)
+
+
 def test_an_endless_loop_is_named_its_stack_shown_and_its_rank_put_out_by_hand(lab: Lab, word: Path) -> None:
     run = running(lab, word, strategy=DDP())
     pid = tells(lab, word, "spin")

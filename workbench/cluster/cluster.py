@@ -187,6 +187,7 @@ class Cluster:
     def _open_sockets(self) -> None:
         self._line = Line({e.rank: e.line for e in self.engines}, self.keys)
         self.relay = Relay([e.rows for e in self.engines], self.keys, lambda batch: self.take(batch))
+        self.health.start()
 
     def _activate(self) -> None:
         """Makes `%%px` speak to this lab's ranks, where there are such magics."""
@@ -267,7 +268,7 @@ class Cluster:
     def _disconnect(self) -> None:
         self.closed = True
         self.spares.over.set()
-        for part in (self.relay, self._line):
+        for part in (self.health, self.relay, self._line):
             if part:
                 part.close()
         if self.client is not None:

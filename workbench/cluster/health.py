@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -18,10 +19,12 @@ from workbench.cluster.engines import Engine
 from workbench.cluster.place import alive, host
 from workbench.cluster.processes import code_in_words
 from workbench.cluster.scarcity import Scarcity
+from workbench.cluster.steady import Steady
 
 if TYPE_CHECKING:
     from workbench.cluster.cluster import Cluster
 
+LOOK = 1.0  # seconds between two looks at all engines
 KNOCK = 2.0  # seconds between two knocks at the door of a controller whose process is not known here
 ENDING = 2.0  # seconds that a killed engine has to be gone
 
@@ -34,6 +37,21 @@ class Health:
         self.scarcity = Scarcity()
         self._knocked = -KNOCK
         self._answers = True
+        self._over = threading.Event()
+        self._telling, self._told = threading.Lock(), set[int]()  # engines that the controller knows to be dead
+
+    def start(self) -> None:
+        """From now on the controller is told who is dead, also where no run is under way."""
+        Steady("engine watch", self._look, self._over).start()
+
+    def close(self) -> None:
+        """The cluster is left alone."""
+        self._over.set()
+
+    def _look(self) -> None:
+        for engine in list(self.cluster.engines):
+            self.death(engine.rank)
+        self._over.wait(LOOK)
 
     @property
     def whole(self) -> bool:
@@ -57,7 +75,10 @@ class Health:
         engine, client = self.cluster.engines[rank], self.cluster.client
         how = self._death(engine)
         if how and engine.id in client.ids:  # there is no nanny to tell the controller; nobody shall wait for it
-            client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
+            with self._telling:
+                if engine.id not in self._told:
+                    self._told.add(engine.id)
+                    client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
         return how
 
     def _death(self, engine: Engine) -> str | None:
