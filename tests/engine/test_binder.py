@@ -38,8 +38,9 @@ def test_post_build_asks_for_what_dock_needs(tmp_path: Path) -> None:
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o755)
     command = [tmp_path / "binder" / "postBuild"]
-    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert built.stdout.split()[1:] == ["dock"]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    built = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert built.stdout.split() == [sys.executable, "dock"]
 
 
 def test_post_build_is_executable_and_names_a_python_that_will_do() -> None:

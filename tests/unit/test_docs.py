@@ -27,7 +27,7 @@ from workbench.settings import knobs
 ROOT = Path(__file__).parent.parent.parent
 EVERY = [m for base, _ in reference.FAMILIES.values() for m in reference.shipped(base)]
 WITHOUT_PAPER = {  # nobody's invention
-    "ByGroup", "ByHand", "Dense", "TaskOwn", "Task", "Script", "Loop", "Freeze", "Noisy", "Slow",
+    "ByGroup", "ByHand", "Dense", "TaskOwn", "Task", "Script", "Loop", "Crash", "Freeze", "Noisy", "Slow",
     "TransientStraggler",
 }  # fmt: skip
 

@@ -245,7 +245,7 @@ def test_an_error_of_the_one_who_is_told_does_not_end_it_either() -> None:
 def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_quicker_than_its_end() -> None:
     """Their word that they went on, after which nobody is about to leave, may come before its engine is seen gone."""
     e = Experiment(ranks=3, on_death="end")
-    cluster = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3)
+    cluster = SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None)
     live = Live(Run({}, live=True), cluster, Changes(e, []), "g")  # type: ignore[arg-type]
     live.orders.hears = lambda rank: None  # type: ignore[method-assign]
     live.evicting.reasons[2], live.evicting.leaving = "as asked", {2}
@@ -258,7 +258,7 @@ def test_a_rank_put_out_by_hand_is_named_with_the_reason_though_the_others_were_
 def test_a_kernel_that_attaches_says_where_one_was_who_was_lost_meanwhile() -> None:
     """The record is all that it has of that rank, whose engine answers nobody."""
     recorded = synthetic.run("DDP", 3, 40, changes=(), eval_every=0)
-    live = Live(recorded, SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3), Changes(  # type: ignore[arg-type]
+    live = Live(recorded, SimpleNamespace(engines=[SimpleNamespace(host=host())] * 3, death=lambda rank: None), Changes(  # type: ignore[arg-type]
         Experiment(ranks=3, on_death="go on"), []), "g")  # fmt: skip
     live.replay()
     live.died(2, live.attention.death(2, "(pid 5) is gone"))

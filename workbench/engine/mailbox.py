@@ -106,8 +106,7 @@ class Mailbox:
         data = bytearray(_bytes(self.chip.to_host(tensor)).numpy().tobytes())
         if len(data) > self.limit:
             raise StrategyError(f"a message of {len(data)} bytes: must be at most {self.limit} here; send it in parts")
-        what = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
-        page = ALWAYS if origin == HOST else self.page
+        what, page = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}", ALWAYS if origin == HOST else self.page
         with self._news:  # steps and the background post
             self.posted += origin != HOST
         if to == self.rank:
