@@ -12,6 +12,7 @@ from widgets.controls import Controls
 from widgets.dashboard import Dashboard
 from widgets.feed import Feed
 from widgets.lesson import FACTOR, Prediction, Riddle, priced
+from widgets.said import Said
 from widgets.transport import Transport
 from widgets.views import all_views
 from workbench import recipe, simulate
@@ -79,6 +80,13 @@ def test_without_a_guess_nothing_is_shown_whatever_is_run() -> None:
         assert "long" not in guess.told.value and not guess.radio.disabled
     guess.choose("short")
     assert guess.against("long").startswith("You predicted: short. The record says: long.")
+
+
+def test_a_sentence_is_shown_as_one_in_a_page_and_in_a_terminal() -> None:
+    from IPython.core.formatters import DisplayFormatter
+
+    shown, _ = DisplayFormatter().format(Said("1 < 2, said Tom's\nteacher"))
+    assert shown == {"text/plain": "1 < 2, said Tom's\nteacher", "text/html": "1 &lt; 2, said Tom's<br>teacher"}
 
 
 def test_a_guess_cannot_be_changed_once_the_answer_is_shown() -> None:
