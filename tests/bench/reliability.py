@@ -151,14 +151,18 @@ def wrongs(rounds: Each, broken: Each, calm: Each) -> list[str]:
                     if one["outcome"].startswith("WRONG")]  # fmt: skip
 
 
-def since(rounds: Each) -> str:
-    """How much held in a row, in a sentence, where a round did not."""
+def since(rounds: Each, broken: Each) -> str:
+    """How much held in a row, in sentences, where a round did not."""
     last = max((number for number, one in enumerate(rounds) if one["wrong"]), default=None)
     if last is None:
         return ""
     applied, faults = counted(rounds[last + 1 :])
-    return f"In the {len(rounds) - last - 1} rounds since the last of them: {applied:,} changes, {faults} faults, " \
-           f"nothing lost.\n"  # fmt: skip
+    text = f"In the {len(rounds) - last - 1} rounds since the last of them: {applied:,} changes, {faults} faults, " \
+           f"nothing lost."  # fmt: skip
+    every = faults + len(broken)
+    if not wrongs([], broken, []) and applied >= CHANGES and every >= FAULTS:
+        text += f" With the interrupts, which lost nothing either, these are {every} faults: what is asked."
+    return f"{text}\n"
 
 
 def against(rounds: Each, broken: Each, calm: Each) -> str:
@@ -173,7 +177,7 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
     else:
         text += "**The numbers are reached, but not with nothing lost.** " if wrong else "That is reached. "
     text += f"{len(wrong)} ended wrong{':' if wrong else '.'}\n"
-    return text + ("\n" + "\n".join(wrong) + "\n\n" + since(rounds) if wrong else "")
+    return text + ("\n" + "\n".join(wrong) + "\n\n" + since(rounds, broken) if wrong else "")
 
 
 def page(rounds: Each, broken: Each, calm: Each) -> str:

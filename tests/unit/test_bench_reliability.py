@@ -42,3 +42,7 @@ def test_what_was_injected_what_survived_and_what_is_lacking_is_counted() -> Non
     lost = reliability.page([{**enough[0], "wrong": "Stuck"}, round_of(8, cut=2, applied=7)], [], held)
     assert "**The numbers are reached, but not with nothing lost.** 1 ended wrong:" in lost
     assert "In the 1 rounds since the last of them: 7 changes, 2 faults, nothing lost." in lost
+    assert "what is asked" not in lost
+    again = [round_of(6, wrong="Stuck"), round_of(7, applied=10_000, kill=498)]
+    assert "are 500 faults: what is asked." in reliability.page(again, [broken[0]] * 2, [])
+    assert "what is asked" not in reliability.page(again, broken, []), "an interrupt lost something"
