@@ -20,7 +20,7 @@ from workbench.fabric import Crash, Fabric
 from workbench.host.salvage import in_parts
 from workbench.partitions import Pipeline, Tensor
 from workbench.partitions.schedules import GPipe
-from workbench.settings import KnobError
+from workbench.settings import Change, KnobError
 from workbench.sim.generations import REPLACED, VOTED
 from workbench.sim.laws import flat
 from workbench.sim.world import NOTICED
@@ -170,3 +170,18 @@ def test_what_cannot_be() -> None:
     e = setting(DDP(), ranks=2)
     with pytest.raises(KnobError, match="replay: follows ranks none of whom is lost"):
         simulate(e, changes=[crash(3, 1)], replay=simulate(e))
+
+
+@pytest.mark.parametrize(("second", "pace", "went_on"), [
+    (7, (), (6.17, 9.34)), (24, (), (6.17, 26.34)), (7, (Change(18, "pace", 30_000),), (6.17, 9.34)),
+])  # fmt: skip
+def test_a_second_loss_before_others_have_come_for_the_first(
+    second: int, pace: Any, went_on: tuple[float, float]
+) -> None:
+    """The clock does not run ahead to those who come, and two who come at one boundary come together."""
+    e = Experiment(ranks=4, steps=40, pace=1000, strategy=DDP(), on_death="replace", eval_every=0)
+    changes = [Change(5, "fabric.faults", [Crash(rank=1)]), Change(second, "fabric.faults", [Crash(rank=0)]), *pace]
+    run = simulate(e, changes=changes)
+    said = [(t, m) for _, t, m in run.details("members")]
+    assert [t for t, m in said if m["gone"]] == pytest.approx(went_on, abs=0.05)
+    assert run.state == "done" and len(said[-1][1]["members"]) == 4

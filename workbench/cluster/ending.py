@@ -83,7 +83,7 @@ class Ending:
         with self._lock:
             self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
             self.ranks -= set(gone)
-            self.lost |= {rank: self.errors.pop(rank, None) for rank in gone}
+            self.lost |= {rank: self.errors.pop(rank, None) or self.lost.get(rank) for rank in gone}
             if not self.errors:
                 self._release = float("inf")
 

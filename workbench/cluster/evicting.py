@@ -87,24 +87,25 @@ class Evicting:
         over = rank not in self.live.members or self.live.ending.left.get(rank) == "stopped"
         return over or time.monotonic() - since < WORD
 
-    def went_on(self, gone: Sequence[int], preempted: Collection[int] = (), new: Collection[int] | None = None) -> None:
+    def went_on(self, gone: Sequence[int], preempted: Collection[int] = (), new: Collection[int] | None = None,
+                spare: Collection[int] = ()) -> None:  # fmt: skip
         """The others went on without these, of whom some were preempted. new: who came, if ranks were asked for.
 
-        Of whom some may only not have been needed, without one that is lost: in their place others come, too.
+        spare: who was only not needed without one that is lost: in their place others come, too
         """
         self.leaving -= set(gone)
         lost = {rank for rank in gone if rank in preempted or self.live.cluster.death(rank)}
         if not self.acts:
             if new is None or preempted:
-                self.lacking += len(gone) if lost else 0
+                self.lacking += len(lost | set(spare)) if lost else 0
             else:
                 self.lacking = max(0, self.lacking - len(new)) if new else 0
             return
         if self.live.changes.experiment.on_death == "replace":
             self._replaced |= lost
-        if self._replaced & set(gone):
-            self._replaced -= set(gone)
-            self._begin_replacing(len(gone))
+        if mine := self._replaced & set(gone):
+            self._replaced -= mine
+            self._begin_replacing(len(mine | lost | set(spare)))
 
     def attached(self) -> None:
         """Others come in for those who were lost while no kernel was there to ask for them."""

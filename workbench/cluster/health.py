@@ -38,15 +38,18 @@ class Health:
         self._knocked = -KNOCK
         self._answers = True
         self._over = threading.Event()
+        self._watch = Steady("engine watch", self._look, self._over)
         self._telling, self._told = threading.Lock(), set[int]()  # engines that the controller knows to be dead
 
     def start(self) -> None:
         """From now on the controller is told who is dead, also where no run is under way."""
-        Steady("engine watch", self._look, self._over).start()
+        self._watch.start()
 
     def close(self) -> None:
         """The cluster is left alone."""
         self._over.set()
+        if self._watch.alive:  # what it asks for is closed next
+            self._watch.join(LOOK)
 
     def _look(self) -> None:
         for engine in list(self.cluster.engines):
@@ -77,8 +80,8 @@ class Health:
         if how and engine.id in client.ids:  # there is no nanny to tell the controller; nobody shall wait for it
             with self._telling:
                 if engine.id not in self._told:
-                    self._told.add(engine.id)
                     client._send(client._query_socket, "unregistration_request", content={"id": engine.id})
+                    self._told.add(engine.id)
         return how
 
     def _death(self, engine: Engine) -> str | None:

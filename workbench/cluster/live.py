@@ -165,7 +165,8 @@ class Live(Asked):
             self.step = min(self.step, step)
             self.changes.resized(step, detail)
             self.orders.hears(self.members[0])
-            self.evicting.went_on(detail["gone"], detail.get("preempted", ()), detail.get("new"))
+            said = detail.get("preempted", ()), detail.get("new"), detail.get("spare", ())
+            self.evicting.went_on(detail["gone"], *said)
 
     def admit(self, new: list[int]) -> None:
         """These ranks are to come, and are listened to from now on."""

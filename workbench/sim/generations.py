@@ -126,19 +126,22 @@ class Generations:
         """Those who come in for others are there some time from now."""
         world = self.world
         for at in sorted(set(self._coming)):
-            world.clock.at(max(at, world.clock.now), Bell(self._plan_join))
+            world.clock.aside(max(at, world.clock.now), Bell(self._plan_join))
 
     def _plan_join(self) -> None:
         """They come before the next step that no rank has begun yet, as others that are there by then."""
         world = self.world
         count = sum(at <= world.clock.now for at in self._coming)
-        if not count or world.fallen:
-            return
+        known = [c for session in world.sessions for c in session.planned if isinstance(c, Join)]
+        if not count or world.fallen or world.parted is not None or 0 < len(known) < len(world.sessions):
+            return  # those who stand at such a boundary already are joined by others after it
         self._coming = [at for at in self._coming if at > world.clock.now]
         step, new = max(s.rank.step for s in world.sessions) + 1, tuple(range(self._next, self._next + count))
         self._next += count
+        join = Join(known[0].at_step, new=(*known[0].new, *new)) if known else Join(step, new=new)
         for session in world.sessions:
-            session.planned = sorted([*session.planned, Join(step, new=new)], key=lambda change: change.at_step)
+            others = [c for c in session.planned if not isinstance(c, Join)]
+            session.planned = sorted([*others, join], key=lambda change: change.at_step)
 
     def _parted(self) -> Next:
         """How they go on who have come together, with those who come."""

@@ -72,7 +72,8 @@ class Mortal(Turnable):
             wanted = self.able(fewer(self.experiment, tuple(range(len(here))), len(here) + len(join.new)))
         except KnobError as error:
             if self.rank.id == 0:
-                self.mark("refused", {"path": "ranks", "reason": f"{named(join.new)} cannot come: {error}"})
+                said = {"path": "ranks", "value": len(here) + len(join.new)}
+                self.mark("refused", said | {"reason": f"{named(join.new)} cannot come: {error}"})
             return
         with self.undoable(True):
             if self.rollback is not None:

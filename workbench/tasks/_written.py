@@ -26,7 +26,7 @@ def written(path: Path | str, made: Callable[[], Mapping[str, Any]]) -> Path:
     try:
         save(state, str(part))
         part.replace(path)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # safetensors' own is neither an OSError nor a RuntimeError
         part.unlink(missing_ok=True)
         raise Unwritable(f"path={path}: the model cannot be written ({error}); give another path") from None
     return path
