@@ -179,9 +179,18 @@ def test_a_second_loss_before_others_have_come_for_the_first(
     second: int, pace: Any, went_on: tuple[float, float]
 ) -> None:
     """The clock does not run ahead to those who come, and two who come at one boundary come together."""
-    e = Experiment(ranks=4, steps=40, pace=1000, strategy=DDP(), on_death="replace", eval_every=0)
+    e = Experiment(ranks=4, steps=60, pace=1000, strategy=DDP(), on_death="replace", eval_every=0)
     changes = [Change(5, "fabric.faults", [Crash(rank=1)]), Change(second, "fabric.faults", [Crash(rank=0)]), *pace]
     run = simulate(e, changes=changes)
     said = [(t, m) for _, t, m in run.details("members")]
     assert [t for t, m in said if m["gone"]] == pytest.approx(went_on, abs=0.05)
     assert run.state == "done" and len(said[-1][1]["members"]) == 4
+
+
+def test_a_rank_crashes_also_at_the_boundary_at_which_others_come() -> None:
+    """The generation ends there, and what was to happen in it would be forgotten with it."""
+    e = Experiment(ranks=4, steps=30, pace=1000, strategy=DDP(), on_death="replace", eval_every=0)
+    first = Change(5, "fabric.faults", [Crash(rank=1)])
+    comes = next(s for s, _, m in simulate(e, changes=[first]).details("members") if m.get("new"))
+    run = simulate(e, changes=[first, Change(comes, "fabric.faults", [Crash(rank=0)])])
+    assert [m["gone"] for *_, m in run.details("members") if m["gone"]] == [[1], [0]]

@@ -261,6 +261,7 @@ class Training(Turnable):
             del self.asked[0]
             if what["kind"] == "change":
                 self.obeyed_one()
+                await self._fall()
 
     def close(self) -> None:
         """Gives back all but the wires, which are the session's to close."""

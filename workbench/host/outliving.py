@@ -91,6 +91,7 @@ class Outliving:
         while self.taken:
             await self.obey(self.taken[0])
             self.obeyed_one(self.taken.pop(0))
+            await self._fall()  # what is due next may end the generation
 
     def obeyed_one(self, planned: Change | None = None) -> None:
         """A change was made, or refused. planned: it, if it was not asked for"""
