@@ -17,6 +17,7 @@ from workbench.cluster.cluster import Cluster
 from workbench.cluster.live import Live
 from workbench.cluster.place import ClusterError
 from workbench.cluster.resizing import resize
+from workbench.record.kept import PendingCheckpoint
 from workbench.settings import KnobError
 
 
@@ -49,9 +50,14 @@ class Handles:
             raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
         self._request("step", n=n)
 
-    def checkpoint(self) -> None:
-        """Makes a checkpoint at the next step boundary, in the run's directory; it stays until somebody removes it."""
+    def checkpoint(self) -> PendingCheckpoint:
+        """Makes a checkpoint at one of the next step boundaries, in the run's directory; returns at once.
+
+        `lab.checkpoint().wait()` comes back with its path, once it is whole. It stays until somebody removes it.
+        """
+        asked = PendingCheckpoint(self._going("checkpoint").run)
         self._request("checkpoint")
+        return asked
 
     def stop(self) -> None:
         """Stops the run at the next step boundary; returns at once. Asked again, aborts it. Never a failure.

@@ -25,8 +25,11 @@ def kept(run: Run, step: int | None, timeout: float) -> Path:
         if path := next((path for path in there if step_of(path) == step), None):
             return path
         raise RunError(f"step={step}: {run.name} keeps no checkpoint before it; {_those(there)}")
-    if run.live and (path := _next(run, timeout)):
-        return path
+    if run.live:
+        asked = PendingCheckpoint(run)
+        run.keep()
+        if path := asked.found(timeout):
+            return path
     there, end = found(run.path / FOLDER) if run.path else [], run.made
     if there and there[-1].name == name(end):
         return there[-1]
@@ -40,19 +43,34 @@ def _those(there: list[Path]) -> str:
     )  # fmt: skip
 
 
-def _next(run: Run, timeout: float) -> Path | None:
-    """The checkpoint of the next boundary; None where the run ends before."""
-    began, until = run.made, time.monotonic() + timeout
-    before, refused = len(run.details("saved")), len(run.details("not saved"))
-    run.keep()
-    while run.live:
-        said = [detail for _, _, detail in run.details("saved")]
-        for number, one in enumerate(said):
-            if one["step"] >= began or (number >= before and one.get("asked")):
-                return Path(one["path"])
-        if len(told := run.details("not saved")) > refused:
-            raise RunError(str(told[-1][2].get("text")))
-        if time.monotonic() > until:
-            raise TimeoutError(f"no checkpoint of {run.name} was whole within {timeout:g} s; the run goes on")
-        time.sleep(LOOK)
-    return None
+class PendingCheckpoint:
+    """A checkpoint that a live run is asked for; `wait` until it is whole."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._began = run, run.made
+        self._before, self._refused = len(run.details("saved")), len(run.details("not saved"))
+
+    def wait(self, timeout: float = 60.0) -> Path:
+        """Its directory, once all of it is on disk.
+
+        Raises RunError where it cannot be made, or the run ends before, and TimeoutError after `timeout` seconds.
+        """
+        if path := self.found(timeout):
+            return path
+        raise RunError(f"{self._run.name} is {self._run.state}: it ended before a checkpoint was made")
+
+    def found(self, timeout: float) -> Path | None:
+        """As `wait`; None where the run ends before."""
+        run, until = self._run, time.monotonic() + timeout
+        while True:
+            over = not run.live
+            for number, (_, _, one) in enumerate(run.details("saved")):
+                if one["step"] >= self._began or (number >= self._before and one.get("asked")):
+                    return Path(one["path"])
+            if len(told := run.details("not saved")) > self._refused:
+                raise RunError(str(told[-1][2].get("text")))
+            if over:
+                return None
+            if time.monotonic() > until:
+                raise TimeoutError(f"no checkpoint of {run.name} was whole within {timeout:g} s; the run goes on")
+            time.sleep(LOOK)
