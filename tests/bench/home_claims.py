@@ -50,6 +50,7 @@ def row(regime: Regime, method: str, axes: dict[str, tuple[Any, ...]], **rest: A
 THREE, FOUR = (2.0, 4.0, 8.0), (1.0, 2.0, 4.0, 8.0)  # around 5.7, where the first baseline had its best of RATES
 SIX, SUMMED = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.125, 0.25, 0.5, 1.0)  # SUMMED: p updates are added, not averaged
 SOONER = (Look("time", 1.05),)  # less is no difference; of accuracies it is one example of those held out, 0.28 points
+PACE = Look("pace", 1.05)  # where it is less soon in spite of it, the same examples brought it less far
 
 CLAIMS = (
     Claim(
@@ -65,13 +66,13 @@ CLAIMS = (
     Claim(
         method="BoundedStaleness", source="abstract of Ho et al., 2013",
         paper="Converges faster than fully synchronous and than asynchronous training.",
-        row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}), against=ddp(STUMBLING), looks=SOONER,
+        row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}), against=ddp(STUMBLING), looks=(*SOONER, PACE),
     ),
     Claim(
         method="BoundedStaleness, beside no bound", source="abstract of Ho et al., 2013",
         paper="Converges faster than fully synchronous and than asynchronous training.",
         row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}),
-        against=row(STUMBLING, "BoundedStaleness", {"rate": tuple(r / 8 for r in RATES)}, fixed={"bound": 64}), looks=SOONER,
+        against=row(STUMBLING, "BoundedStaleness", {"rate": tuple(r / 8 for r in RATES)}, fixed={"bound": 64}), looks=(*SOONER, PACE),
     ),
     Claim(
         method="Gossip, exponential graph", source="abstract of Gan et al., 2021, and its study of trade-offs",
